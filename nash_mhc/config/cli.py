@@ -1,0 +1,363 @@
+"""argv + YAML + key=value -> RunConfig, with the origin of every value. No jax.
+
+Flags, override names, YAML keys and the help text are all derived from the fields in schema.py. Settings apply
+in the order of argv and the last one wins; the preset named by the last `model_size` lies below all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import shutil
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from nash_mhc.config import presets
+from nash_mhc.config.schema import ConfigError, RunConfig, accepted_types, check_field
+
+SMALL = "--use-small-model"
+TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
+BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+# What other frameworks call these keys: never accepted, only the source of a better "did you mean".
+NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", "use_small_model": "model_size"}
+
+OwnFlags = Callable[[argparse._ArgumentGroup], object]
+Settings = dict[str, tuple[Any, str]]  # path -> value, origin
+
+
+@dataclass(frozen=True)
+class Parsed:
+    config: RunConfig
+    origins: dict[str, str]  # "data.batch_size" -> "flag --batch-size", "run.yaml:7", "preset tiny", ...
+    print_config: bool
+    own: argparse.Namespace = field(default_factory=argparse.Namespace)  # the command's own flags
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of RunConfig under its three names: path `data.batch_size`, flag `--batch-size`, short `batch_size`."""
+
+    path: str
+    flag: str
+    annotation: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def short(self) -> str:
+        return self.flag[2:].replace("-", "_")
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        return accepted_types(self.annotation)
+
+    def of(self, values: Mapping[str, Any]) -> Any:
+        section, _, name = self.path.rpartition(".")
+        return (values[section] if section else values)[name]
+
+
+@functools.cache
+def keys() -> dict[str, Key]:
+    """Every leaf of RunConfig by its path, in the order of the schema."""
+    found: list[Key] = []
+    hints = typing.get_type_hints(RunConfig)
+    for top in dataclasses.fields(RunConfig):
+        kind = hints[top.name]
+        if not dataclasses.is_dataclass(kind):
+            metadata = dict(top.metadata, choices=presets.sizes()) if top.name == "model_size" else top.metadata
+            found.append(Key(top.name, "--" + top.name.replace("_", "-"), kind, metadata))
+            continue
+        inner = typing.get_type_hints(kind)
+        for f in dataclasses.fields(kind):
+            prefix = f"{top.name}-" if top.name in ("mesh", "model") else ""
+            flag = f.metadata["flag"] or prefix + f.name.replace("_", "-")
+            found.append(Key(f"{top.name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))
+    return {key.path: key for key in found}
+
+
+def sections() -> list[str]:
+    return list(dict.fromkeys(path.split(".")[0] for path in keys() if "." in path))
+
+
+def _find(name: str, *, loose: bool = False) -> Key | None:
+    """The key with that path or short form; `loose` also goes by the last component, to guess what was meant."""
+    found = [key for key in keys().values() if name in (key.path, key.short)]
+    last = NICKNAMES.get(name, name).split(".")[-1]
+    found += [key for key in keys().values() if loose and last in (key.path.split(".")[-1], key.short)]
+    return found[0] if found else None
+
+
+def _near(word: str, valid: Iterable[str]) -> str:
+    by_core = {name.lstrip("-"): name for name in valid}  # dashes in front make any two short flags look alike
+    near = difflib.get_close_matches(word.lower().lstrip("-"), by_core, n=1)
+    return f"; did you mean {by_core[near[0]]}?" if near else ""
+
+
+@contextlib.contextmanager
+def _at(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
+    """Text to the key's type, then the schema's own check; `name` is what the user called the key."""
+    word = text.strip().lower()
+    if not word:
+        raise ConfigError(f"{name} needs a value")
+    value: Any = text
+    # Quotes in YAML keep the literal text, and "none" is an ordinary word where the key cannot be None (--remat none).
+    choices = key.metadata["choices"] or ()
+    is_none = not quoted and not choices and (word in ("null", "~") or (word == "none" and type(None) in key.kinds))
+    with contextlib.suppress(KeyError, ValueError):  # what stays text fails the check below, which says what it wants
+        if is_none:
+            value = None
+        elif bool in key.kinds:
+            value = BOOLS[word]
+        elif float in key.kinds:
+            value = float(word)
+        elif int in key.kinds:
+            # People write 1e4 for a number of steps; plain digits must not lose precision on the way through a float.
+            value = int(word) if re.fullmatch(r"[+-]?[\d_]+", word) else float(word)
+            value = int(value) if isinstance(value, int) or value.is_integer() else text
+    try:
+        check_field(name, value, key.annotation, key.metadata)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_near(text, choices)}") from None
+    return value
+
+
+def _read_yaml(file: str, settings: Settings) -> None:
+    """Applies one YAML file. The node tree, not plain values: it keeps line numbers and the text of each scalar."""
+    try:
+        root = yaml.compose(Path(file).read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--config cannot read {file}: {reason}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or "nested too deeply"
+        raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}") from None
+    lines: dict[str, int] = {}
+
+    def walk(node: yaml.Node, section: str) -> None:
+        if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
+            return  # an empty file, or a section whose keys are all commented out
+        if not isinstance(node, yaml.MappingNode):
+            start = f"{file}:{node.start_mark.line + 1}"
+            raise ConfigError(f"{start}: {section or 'the file'} must hold lines of the form 'key: value'")
+        for name_node, child in node.value:
+            name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "[...]"
+            path = f"{section}.{name}" if section else name
+            line = name_node.start_mark.line + 1
+            with _at(f"{file}:{line}"):
+                if path in lines:
+                    raise ConfigError(f"{path} is set twice, first on line {lines[path]}; keep one of them")
+                lines[path] = line
+                # A dotted name is a path for key=value only; in a file the sections are nested.
+                if (path not in keys() or "." in name) and (section or name not in sections()):
+                    raise ConfigError(_misplaced(name, section))
+                if path in keys():
+                    if not isinstance(child, yaml.ScalarNode):
+                        raise ConfigError(f"{path} takes a single value, not a list or a section")
+                    value = _convert(keys()[path], child.value, path, quoted=child.style is not None)
+                    settings[path] = (value, f"{file}:{line}")
+            if path not in keys():
+                walk(child, name)
+
+    walk(root, "")
+
+
+def _misplaced(name: str, section: str) -> str:
+    """About a name in a file that is no key there: where it belongs, else the nearest key, else all there are."""
+    key = _find(name, loose=True)
+    if key is not None:
+        top, _, last = key.path.rpartition(".")
+        if top and top == section:
+            return f"unknown key {section}.{name}; did you mean {last}?"
+        return f"{last} belongs under {top}:" if top else f"{last} belongs at the top of the file, not under {section}:"
+    here = [p.removeprefix(section + ".") for p in keys() if p.startswith(section + ".")]
+    here = here or [*sections(), *(p for p in keys() if "." not in p)]
+    hint = _near(name, here) or next((f"; did you mean {p}?" for p in keys() if _near(name, [p.split(".")[-1]])), "")
+    return f"unknown key {section + '.' if section else ''}{name}{hint or '; there are ' + ', '.join(here)}"
+
+
+def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool]:
+    """Applies argv from left to right; returns the settings and whether --print-config was there."""
+    by_flag = {k.flag: k for k in keys().values()}
+    off = {"--no-" + k.flag[2:]: k for k in keys().values() if bool in k.kinds}
+    settings: Settings = {}
+    print_config = False
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        flag, equals, text = token.partition("=")
+        key = by_flag.get(flag)
+        if not token.startswith("-"):
+            if not equals or not flag:
+                raise ConfigError(f"unexpected argument {token!r}; write --flag value or section.key=value")
+            with _at(f"override {token}"):
+                if (key := _find(flag)) is None:
+                    guess, valid = _find(flag, loose=True), [*keys(), *(k.short for k in keys().values())]
+                    hint = f"; did you mean {guess.path}?" if guess else _near(flag, valid)
+                    raise ConfigError(f"unknown key {flag}{hint or '; --help lists them all'}")
+                settings[key.path] = (_convert(key, text, key.path), f"override {token}")
+        elif flag in off or flag in ("--print-config", SMALL):
+            if equals:
+                raise ConfigError(f"{flag} takes no value; leave out '={text}'")
+            if flag in off:
+                settings[off[flag].path] = (False, f"flag {flag}")
+            elif flag == SMALL:
+                settings["model_size"] = ("small", f"flag {flag}")
+            else:
+                print_config = True
+        elif key is None and flag != "--config":
+            guess = _find(flag.lstrip("-").replace("-", "_"), loose=True)
+            valid = [*by_flag, *off, "--config", "--print-config", "--help", SMALL, *own_flags]
+            hint = f"; did you mean {guess.flag}?" if guess else _near(flag, valid)
+            raise ConfigError(f"unknown flag {flag}{hint or '; --help lists them all'}")
+        else:
+            is_bool = key is not None and bool in key.kinds
+            if not equals:
+                follows = rest[0] if rest else "--"
+                # -1 is a value, -x and --seed are not: a forgotten value must not swallow the next flag.
+                takes = follows.lower() in BOOLS if is_bool else re.match(r"(?!-)|-[\d.]|-inf$", follows)
+                text = rest.pop(0) if takes else "true" if is_bool else ""
+            if key is not None:
+                settings[key.path] = (_convert(key, text, flag), f"flag {flag}")
+            elif text:
+                _read_yaml(text, settings)
+            else:
+                raise ConfigError("--config needs a value, the name of a YAML file")
+    return settings, print_config
+
+
+def _build(settings: Settings) -> tuple[RunConfig, dict[str, str]]:
+    """The preset, with the settings on top."""
+    size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
+    values = presets.run(size).to_dict()
+    origins = {path: f"preset {size}" for path in keys()} | {"model_size": size_origin}
+    # A short trial run of a preset should just work; only a warm-up that the user chose may be too long.
+    total = settings.get("train.total_steps", (math.inf, ""))[0]
+    if values["optim"]["warmup_steps"] > total:
+        values["optim"]["warmup_steps"] = total // 10
+        origins["optim.warmup_steps"] += ", fitted to total_steps"
+    for path, (value, origin) in settings.items():
+        section, _, name = path.rpartition(".")
+        (values[section] if section else values)[name] = value
+        origins[path] = origin
+    try:
+        return RunConfig.from_dict(values), origins
+    except ConfigError as error:  # keys that do not fit together: say where each of them came from
+        named = [path for path in keys() if re.search(rf"\b{re.escape(path)}\b", str(error))]
+        where = ", ".join(f"{path} from {origins[path]}" for path in named)
+        raise ConfigError(f"{error}{f' ({where})' if where else ''}") from None
+
+
+class _OwnParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def parse(argv: Sequence[str], *, prog: str = "python -m nash_mhc.train", own: OwnFlags | None = None) -> Parsed:
+    """Raises ConfigError on any mistake; -h or --help prints and exits with 0.
+
+    `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`.
+    """
+    parser = _OwnParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    if own is not None:
+        own(parser.add_argument_group("this command"))
+    if "-h" in argv or "--help" in argv:
+        print(usage(prog) + (f"\n{parser.format_help()}" if own else ""), end="")
+        raise SystemExit(0)
+    namespace, rest = parser.parse_known_args(list(argv)) if own else (argparse.Namespace(), list(argv))
+    settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings])
+    return Parsed(*_build(settings), print_config, namespace)
+
+
+def _scalar(key: Key, value: Any) -> str:
+    """One value as YAML on one line, such that `_read_yaml` gives it back."""
+    text_none = type(None) in key.kinds and str(value).lower() == "none" and value is not None
+    style = '"' if text_none or not str(value).isprintable() else None
+    text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def render(config: RunConfig, origins: Mapping[str, str]) -> str:
+    """YAML that `--config` reads back to the same configuration, each value with its origin as a comment."""
+    values = config.to_dict()
+    lines: list[tuple[str, str]] = []
+    for path, key in keys().items():
+        section, _, name = path.rpartition(".")
+        if section and (f"{section}:", "") not in lines:
+            lines.append((f"{section}:", ""))
+        # An origin quotes what the user typed: nothing in it may end the comment or upset a YAML reader.
+        origin = "".join(c if c.isprintable() else "?" for c in origins.get(path, ""))
+        left = f"{'  ' if section else ''}{name}: {_scalar(key, key.of(values))}"
+        lines.append((left, f"  # {origin}" if origin else ""))
+    column = max(len(left) for left, _ in lines if len(left) <= 48)
+    return "".join(f"{left:<{column}}{comment}".rstrip() + "\n" for left, comment in lines)
+
+
+def usage(prog: str) -> str:
+    """The help text: one group per section, each line with flag, kind or choices, help and default."""
+    width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns)) - 1
+    defaults = presets.run().to_dict()
+    names = {int: "INT", float: "FLOAT", str: "TEXT", bool: "[BOOL]", type(None): "none"}
+
+    def line(left: str, text: str) -> str:
+        body = textwrap.wrap(text, width - 34, break_on_hyphens=False)
+        head = f"  {left:<30}  {body.pop(0)}" if len(left) <= 30 else f"  {left}"
+        return "\n".join([head, *(" " * 34 + rest for rest in body)])
+
+    def describe(key: Key) -> str:
+        choices = key.metadata["choices"]
+        kind = "{" + ",".join(choices) + "}" if choices else "|".join(names[t] for t in key.kinds)
+        default = "none" if key.of(defaults) is None else _scalar(key, key.of(defaults))
+        return line(f"{key.flag} {kind}", f"{key.metadata['help']} [{default}]")
+
+    note = (
+        "The last setting wins, in the order given. In brackets: the default with "
+        f"--model-size {RunConfig.model_size}; other sizes have their own, which --print-config "
+        "shows. A flag with [BOOL] also has a --no-... form."
+    )
+    out = [
+        f"usage: {prog} [--flag value] [key=value] [--config FILE] ...\n\nexamples:",
+        f"  {prog} --total-steps 50",
+        f"  {prog} --model-size small --batch-size 32 learning_rate=1e-3",
+        f"  {prog} --config run.yaml --seed 1 --print-config\n",
+        textwrap.fill(note, width, break_on_hyphens=False) + "\n\ngeneral:",
+        line("-h, --help", "show this text"),
+        line("--config FILE", "read keys from a YAML file, at this place in the order"),
+        line("--print-config", "print every key with its origin, as YAML for --config, and stop"),
+        *(describe(key) for key in keys().values() if "." not in key.path),
+        line(SMALL, "the same as --model-size small"),
+    ]
+    for section in sorted(sections(), key=[*TITLES, *sections()].index):
+        out += ["", f"{TITLES.get(section, section)} ({section}.*):"]
+        out += [describe(key) for key in keys().values() if key.path.startswith(section + ".")]
+    return "\n".join(out) + "\n"
+
+
+def one_line_errors(main: Callable[[], int]) -> int:
+    """Runs a command's main and returns its exit code: a user's mistake is one line on stderr and 2, Ctrl-C is 130."""
+    try:
+        return main()
+    except ConfigError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

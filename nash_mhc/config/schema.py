@@ -1,0 +1,244 @@
+"""Every key of a run: frozen dataclasses, checked when they are built. No jax, no I/O.
+
+A field carries its own help text and bounds, so the command line, `--help`, the YAML reader and the checks
+all read the same declaration. Add a key here and it exists everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A user's mistake in one sentence: what is wrong, where, and the remedy. Commands print it and exit with 2."""
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    flag: str | None = None,
+) -> Any:
+    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`)."""
+    metadata = {"help": help, "low": low, "above": above, "high": high, "choices": choices, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+def accepted_types(annotation: Any) -> tuple[type, ...]:
+    """`int | None` -> (int, NoneType); `float` -> (float,). The leaves of a config hold nothing more complicated."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return tuple(typing.get_args(annotation))
+    return (annotation,)
+
+
+def type_name(annotation: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return " or ".join(names[t] for t in accepted_types(annotation))
+
+
+def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
+    """One key against its declaration; raises ConfigError."""
+    types_ = accepted_types(annotation)
+    # bool is an int to Python, and an int is a fine float: neither surprise may reach a run.
+    fits = isinstance(value, types_) and not (isinstance(value, bool) and bool not in types_)
+    if not fits:
+        raise ConfigError(f"{name} must be {type_name(annotation)}, not {value!r}")
+    if value is None:
+        return
+    if value == "":
+        raise ConfigError(f"{name} must not be empty")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, not {value}")
+    choices, low, above, high = (metadata.get(k) for k in ("choices", "low", "above", "high"))
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+    if low is not None and not value >= low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}")
+    if above is not None and not value > above:
+        raise ConfigError(f"{name} must be above {above}, not {value}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{name} must be at most {high}, not {value}")
+
+
+class _Section:
+    """Shared by the sections below: every field is checked against its declaration at construction."""
+
+    section = ""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if isinstance(value, int) and not isinstance(value, bool) and accepted_types(hints[f.name])[0] is float:
+                value = float(value)
+                object.__setattr__(self, f.name, value)
+            check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
+
+
+def nearest_multiple(value: int, factor: int) -> int:
+    """The positive multiple of `factor` closest to `value`: what error messages propose."""
+    return max(factor, round(value / factor) * factor)
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Section):
+    """The decoder. Letters in shapes are those of docs: D width, N heads, K kv heads, H head dim, F ffn, V vocabulary."""
+
+    section = "model"
+
+    vocab_size: int = key(256 + 3, "tokens in the vocabulary (V); padded up to a multiple of 128 inside", low=2)
+    width: int = key(128, "width of the residual stream (D)", low=1)
+    layers: int = key(4, "number of layers (L)", low=1)
+    heads: int = key(8, "query heads (N)", low=1)
+    kv_heads: int = key(8, "key and value heads (K); fewer than heads is grouped-query attention", low=1)
+    head_dim: int = key(16, "width of one head (H), an even number", low=2)
+    ffn: int = key(384, "width of the feed-forward layer (F)", low=1)
+    window: int | None = key(None, "tokens that attention looks back, itself included (none: all)", low=1)
+    rope_theta: float = key(10_000.0, "base of the rotary position frequencies", above=0)
+    norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
+    qk_norm: bool = key(True, "normalise queries and keys per head before the rotation")
+    qkv_bias: bool = key(False, "add a bias to the query, key and value projections")
+    tied_embeddings: bool = key(True, "use the embedding table as the output projection too")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads % self.kv_heads:
+            divisors = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            best = min(divisors, key=lambda k: abs(k - self.kv_heads))
+            raise ConfigError(
+                f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}; the nearest that does is {best}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim {self.head_dim} must be even for the rotary embedding; try {self.head_dim + 1}")
+
+    @property
+    def padded_vocab(self) -> int:
+        """Vocabulary rounded up to a multiple of 128: full matmul tiles, and any power-of-two tp up to 128 divides it."""
+        return -(-self.vocab_size // 128) * 128
+
+
+@dataclass(frozen=True)
+class DataConfig(_Section):
+    section = "data"
+
+    dataset: str = key("stories", "'stories' (built in, endless, known entropy) or a .txt file or a folder of them")
+    dataset_name: str | None = key(None, "variant of the dataset, where it has several")
+    split: str = key("train", "split to train on")
+    eval_split: str = key("validation", "split to evaluate on, never trained on")
+    tokenizer: str = key("bytes", "'bytes' (built in) or a local folder with a Hugging Face tokenizer")
+    batch_size: int = key(16, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
+    seq_len: int = key(512, "tokens in a row (T)", low=2)
+    num_workers: int = key(0, "processes that prepare rows (0: threads of this process)", low=0, high=256)
+    worker_buffer_size: int = key(4, "batches each worker prepares ahead", low=1, high=4096)
+
+
+@dataclass(frozen=True)
+class MeshConfig(_Section):
+    section = "mesh"
+
+    data: int = key(1, "devices along data: whole copies, each with its share of the batch (-1: the rest)", low=-1)
+    fsdp: int = key(1, "devices along fsdp: batch and parameters are split (-1: the rest)", low=-1)
+    tp: int = key(1, "devices along tp: heads, ffn and vocabulary are split (-1: the rest)", low=-1)
+    num_devices: int | None = key(None, "use only this many of the devices there are", low=1, flag="num-devices")
+    platform: str = key("auto", "device kind; auto takes TPU, else GPU, else CPU", choices=("auto", "tpu", "gpu", "cpu"), flag="platform")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axes = {"data": self.data, "fsdp": self.fsdp, "tp": self.tp}
+        for name, size in axes.items():
+            if size == 0:
+                raise ConfigError(f"mesh.{name} must be a positive number of devices or -1 for the rest, not 0")
+        rest = [name for name, size in axes.items() if size == -1]
+        if len(rest) > 1:
+            raise ConfigError(f"only one mesh axis may be -1 (the rest), not {' and '.join('mesh.' + n for n in rest)}")
+
+
+@dataclass(frozen=True)
+class OptimConfig(_Section):
+    section = "optim"
+
+    learning_rate: float = key(3e-3, "peak learning rate", above=0)
+    min_lr_ratio: float = key(0.1, "learning rate at the end, as a share of the peak", low=0, high=1)
+    warmup_steps: int = key(20, "steps of linear warm-up", low=0)
+    schedule: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))
+    decay_fraction: float = key(0.2, "share of the steps that wsd spends decaying at the end", low=0, high=1)
+    weight_decay: float = key(0.1, "AdamW weight decay, on matrices only", low=0)
+    b1: float = key(0.9, "AdamW first-moment decay", low=0, high=1)
+    b2: float = key(0.95, "AdamW second-moment decay", low=0, high=1)
+    eps: float = key(1e-8, "AdamW epsilon", above=0)
+    max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: never)", low=0)
+    z_loss: float = key(0.0, "weight of the squared log-partition term", low=0)
+    ema_decay: float = key(0.0, "decay of the averaged copy of the weights (0: none is kept)", low=0, high=0.999999)
+
+
+@dataclass(frozen=True)
+class TrainConfig(_Section):
+    section = "train"
+
+    total_steps: int = key(100, "optimizer steps of the whole run", low=1)
+    seed: int = key(0, "seed of the weights and of the data order", low=0)
+    grad_accum: int = key(1, "forward passes gathered into one step", low=1)
+    remat: str = key("none", "what the backward pass computes again", choices=("none", "dots", "full"))
+    dtype: str = key("auto", "compute dtype; auto is float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16"))
+    attention: str = key("auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash"))
+    log_interval: int = key(10, "steps between rows of metrics.jsonl", low=1)
+    eval_interval: int = key(0, "steps between evaluations (0: only at the end)", low=0)
+    eval_batches: int = key(8, "batches of one evaluation", low=1)
+    checkpoint_interval: int = key(0, "steps between checkpoints (0: only at the end)", low=0)
+    checkpoint_dir: str = key("runs/default", "folder of the run: checkpoints, metrics.jsonl, run.json, TensorBoard")
+    resume_from: str | None = key(None, "folder of a run whose last checkpoint to start from")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run. `model_size` names the preset that the other keys started from."""
+
+    model_size: str = key("tiny", "preset that the other keys start from")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        check_field("model_size", self.model_size, str, {})
+        if self.optim.warmup_steps > self.train.total_steps:
+            raise ConfigError(
+                f"optim.warmup_steps {self.optim.warmup_steps} is more than train.total_steps {self.train.total_steps}; "
+                f"lower --warmup-steps or raise --total-steps"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, ready for JSON or YAML; `from_dict` is the inverse."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> RunConfig:
+        sections = {f.name: f for f in dataclasses.fields(RunConfig)}
+        hints = typing.get_type_hints(RunConfig)
+        built: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in sections:
+                raise ConfigError(f"unknown section {name!r}; there are {', '.join(sections)}")
+            kind = hints[name]
+            is_section = dataclasses.is_dataclass(kind)
+            if is_section:
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{name} must hold keys and values, not {value!r}")
+                known = {f.name for f in dataclasses.fields(kind)}
+                unknown = sorted(set(value) - known)
+                if unknown:
+                    raise ConfigError(f"unknown key {name}.{unknown[0]}; there are {', '.join(sorted(known))}")
+                built[name] = kind(**value)
+            else:
+                built[name] = value
+        return RunConfig(**built)

@@ -1,0 +1,356 @@
+"""Probabilistic grammars whose entropy is known exactly.
+
+A grammar is a tree of nodes. Each node knows its entropy and expected length from the moment it is built; the same
+nodes sample a text with its probability, and list every text of a small grammar. The closed forms are exact because
+no cost depends on a drawn value:
+  * a draw is uniform over its list less the words that draws of the same list hold in scope; how many those are is
+    fixed by the grammar, not by chance, so a draw always costs ln(list size - words held);
+  * drawing without replacement leaves each single draw uniform over the whole list (exchangeability), so the expected
+    length of a draw, and of its recall, is the plain mean over the list;
+  * branches, counts and repetitions are chosen independently of everything before them.
+So entropies and lengths add up by linearity of expectation. The entropy of the choices is the entropy of the text only
+if no text has two derivations: `find_ambiguity` decides that from the structure alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+Held = dict[str, str]
+UniformSource = Callable[[], float]
+Outcome = tuple[str, float, Held]
+
+_FIELD = re.compile(r"\{(?:@(?P<recall>\w+)|(?:(?P<name>\w+)=)?(?P<list>\w+))\}")
+_TOKEN = re.compile(r"[A-Za-z]+|[^A-Za-z]")
+
+
+class WordList:
+    """Distinct words, each a single run of letters: no delimiter can occur inside a filler."""
+
+    def __init__(self, name: str, words: Iterable[str]) -> None:
+        self.name = name
+        self.words = tuple(words)
+        repeated = [word for word, times in Counter(self.words).items() if times > 1]
+        malformed = [word for word in self.words if not re.fullmatch("[A-Za-z]+", word)]
+        if not self.words or repeated or malformed:
+            raise ValueError(f"word list {name!r}: empty, or repeated {repeated}, or not plain words {malformed}")
+
+
+class Distribution:
+    """Integer weights as probabilities; the table holds each index as often as its weight, so a pick is one lookup."""
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        if not weights or min(weights) < 1:
+            raise ValueError(f"weights must be positive integers, not {weights}")
+        self.table = [index for index, weight in enumerate(weights) for _ in range(weight)]
+        self.probabilities = [weight / len(self.table) for weight in weights]
+        self.costs = [-math.log(p) for p in self.probabilities]
+        self.entropy = self.mean(self.costs)
+
+    def mean(self, values: Iterable[float]) -> float:
+        return math.fsum(p * value for p, value in zip(self.probabilities, values, strict=True))
+
+
+class Node(ABC):
+    """One piece of a grammar; `shortest` and `longest` bound the length of everything it can produce."""
+
+    entropy: float = 0.0
+    mean_bytes: float
+    shortest: int
+    longest: int
+
+    @abstractmethod
+    def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
+        """Append one random text to `out` and return its cost, -ln p, in nats."""
+
+    @abstractmethod
+    def outcomes(self, held: Held) -> Iterator[Outcome]:
+        """Every derivation: its text, its probability and the words held after it."""
+
+
+class Text(Node):
+    def __init__(self, value: str) -> None:
+        # Empty text would let two different derivations leave the same trace.
+        if not value or not value.isascii():
+            raise ValueError(f"fixed text must be non-empty ASCII, not {value!r}")
+        self.value = value
+        self.mean_bytes = float(len(value))
+        self.shortest = self.longest = len(value)
+
+    def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
+        out.append(self.value)
+        return 0.0
+
+    def outcomes(self, held: Held) -> Iterator[Outcome]:
+        yield self.value, 1.0, held
+
+
+class Recall(Node):
+    """The word of the list that was drawn earlier under `name`; it costs nothing."""
+
+    def __init__(self, word_list: WordList, name: str) -> None:
+        self.name = name
+        self.words = word_list.words
+        self.mean_bytes = sum(map(len, self.words)) / len(self.words)
+        self.shortest = min(map(len, self.words))
+        self.longest = max(map(len, self.words))
+
+    def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
+        out.append(held[self.name])
+        return 0.0
+
+    def outcomes(self, held: Held) -> Iterator[Outcome]:
+        yield held[self.name], 1.0, held
+
+
+class Draw(Recall):
+    """A uniform word, kept under `name`, different from those held by the `rivals` (draws of the same list)."""
+
+    def __init__(self, word_list: WordList, name: str, rivals: Sequence[str] = ()) -> None:
+        super().__init__(word_list, name)
+        self.rivals = tuple(rivals)
+        remaining = len(self.words) - len(self.rivals)
+        if remaining < 1:
+            raise ValueError(f"word list {word_list.name!r} is too short for {len(self.rivals) + 1} different draws")
+        self.entropy = math.log(remaining)
+
+    def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
+        words = self.words
+        word = words[int(uniform() * len(words))]
+        if self.rivals:
+            # Rejection keeps the draw uniform over what remains, and is cheap because lists are long.
+            taken = [held[rival] for rival in self.rivals]
+            while word in taken:
+                word = words[int(uniform() * len(words))]
+        held[self.name] = word
+        out.append(word)
+        return self.entropy
+
+    def outcomes(self, held: Held) -> Iterator[Outcome]:
+        taken = [held[rival] for rival in self.rivals]
+        remaining = [word for word in self.words if word not in taken]
+        for word in remaining:
+            yield word, 1.0 / len(remaining), {**held, self.name: word}
+
+
+class Chain(Node):
+    """Its parts, one after the other."""
+
+    def __init__(self, parts: Iterable[Node]) -> None:
+        self.parts = tuple(parts)
+        if not self.parts:
+            raise ValueError("a chain needs at least one part")
+        self.entropy = math.fsum(part.entropy for part in self.parts)
+        self.mean_bytes = math.fsum(part.mean_bytes for part in self.parts)
+        self.shortest = sum(part.shortest for part in self.parts)
+        self.longest = sum(part.longest for part in self.parts)
+
+    def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
+        nats = 0.0
+        for part in self.parts:
+            nats += part.sample(uniform, held, out)
+        return nats
+
+    def outcomes(self, held: Held) -> Iterator[Outcome]:
+        return _outcomes_of_parts(self.parts, held)
+
+
+class Choice(Node):
+    """One of several branches, with integer weights."""
+
+    def __init__(self, branches: Iterable[tuple[int, Node]]) -> None:
+        weights, self.branches = zip(*branches, strict=True)
+        self.odds = Distribution(weights)
+        self.entropy = self.odds.entropy + self.odds.mean(branch.entropy for branch in self.branches)
+        self.mean_bytes = self.odds.mean(branch.mean_bytes for branch in self.branches)
+        self.shortest = min(branch.shortest for branch in self.branches)
+        self.longest = max(branch.longest for branch in self.branches)
+
+    def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
+        odds = self.odds
+        taken = odds.table[int(uniform() * len(odds.table))]
+        nats: float = self.branches[taken].sample(uniform, held, out)
+        return nats + odds.costs[taken]
+
+    def outcomes(self, held: Held) -> Iterator[Outcome]:
+        for probability, branch in zip(self.odds.probabilities, self.branches, strict=True):
+            for text, inner, after in branch.outcomes(held):
+                yield text, probability * inner, after
+
+
+class Repeat(Node):
+    """Independent repetitions of a body; `counts` maps each possible number (at least 1) to an integer weight."""
+
+    def __init__(self, body: Node, counts: Mapping[int, int]) -> None:
+        if min(counts) < 1:
+            raise ValueError("a repetition needs a count of at least 1")
+        self.body = body
+        self.counts = tuple(counts)
+        self.odds = Distribution(tuple(counts.values()))
+        mean_count = self.odds.mean(self.counts)
+        self.entropy = self.odds.entropy + mean_count * body.entropy
+        self.mean_bytes = mean_count * body.mean_bytes
+        self.shortest = min(self.counts) * body.shortest
+        self.longest = max(self.counts) * body.longest
+
+    def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
+        odds = self.odds
+        taken = odds.table[int(uniform() * len(odds.table))]
+        nats = odds.costs[taken]
+        for _ in range(self.counts[taken]):
+            nats += self.body.sample(uniform, held, out)
+        return nats
+
+    def outcomes(self, held: Held) -> Iterator[Outcome]:
+        for probability, count in zip(self.odds.probabilities, self.counts, strict=True):
+            for text, inner, after in _outcomes_of_parts((self.body,) * count, held):
+                yield text, probability * inner, after
+
+
+def _outcomes_of_parts(parts: Sequence[Node], held: Held) -> Iterator[Outcome]:
+    if not parts:
+        yield "", 1.0, held
+        return
+    for text, probability, between in parts[0].outcomes(held):
+        for rest, rest_probability, after in _outcomes_of_parts(parts[1:], between):
+            yield text + rest, probability * rest_probability, after
+
+
+class Scope:
+    """Parses templates and keeps track of which draws are visible.
+
+    `{list}` draws from a word list, `{name=list}` draws and remembers, `{@name}` recalls. Parse templates in the order
+    of the text; parse each branch of a choice and each body of a repetition in its own `child()`, so that what it
+    draws is out of scope afterwards and the number of words held at any point never depends on chance.
+    """
+
+    def __init__(self, word_lists: Mapping[str, WordList], visible: Mapping[str, WordList] | None = None) -> None:
+        self._word_lists = word_lists
+        self._visible = dict(visible or {})
+
+    def child(self) -> Scope:
+        return Scope(self._word_lists, self._visible)
+
+    def parse(self, template: str) -> Chain:
+        parts: list[Node] = []
+        end = 0
+        for field in _FIELD.finditer(template):
+            if field.start() > end:
+                parts.append(Text(template[end : field.start()]))
+            recalled = field["recall"]
+            parts.append(Recall(self._visible[recalled], recalled) if recalled else self._draw(field))
+            end = field.end()
+        if end < len(template):
+            parts.append(Text(template[end:]))
+        return Chain(parts)
+
+    def _draw(self, field: re.Match[str]) -> Draw:
+        word_list = self._word_lists[field["list"]]
+        name = field["name"] or f"#{len(self._visible)}"
+        if name in self._visible:
+            raise ValueError(f"{name!r} is already drawn in this scope")
+        rivals = [other for other, other_list in self._visible.items() if other_list is word_list]
+        self._visible[name] = word_list
+        return Draw(word_list, name, rivals)
+
+
+def sample(root: Node, uniform: UniformSource) -> tuple[str, float]:
+    """One text and its -ln p in nats; `uniform` gives floats in [0, 1)."""
+    out: list[str] = []
+    nats = root.sample(uniform, {}, out)
+    return "".join(out), nats
+
+
+def enumerate_derivations(root: Node) -> Iterator[tuple[str, float]]:
+    """Every derivation as (text, probability); for grammars small enough to list."""
+    return ((text, probability) for text, probability, _ in root.outcomes({}))
+
+
+def find_ambiguity(root: Node) -> str | None:
+    """None if every text has exactly one derivation, else an account of what may be read in two ways.
+
+    The check is on a wider grammar, in which a recall may be any word of its list, draws may coincide and a repetition
+    may have any count. Derivations of the real grammar are derivations of the wider one too, with the same text, so if
+    no text is ambiguous there, none is here. The wider grammar is a finite automaton over words and delimiters.
+    """
+    automaton = _TokenAutomaton()
+    first, last = automaton.trace(root)
+    return automaton.complaint or automaton.parallel_paths(first, set(last))
+
+
+class _TokenAutomaton:
+    """Position automaton: one state per token of the grammar, holding the set of words that may stand there.
+
+    A derivation is a path of positions; two derivations of one text are two different paths that read the same tokens.
+    """
+
+    def __init__(self) -> None:
+        self.symbols: list[frozenset[str]] = []
+        self.following: list[list[int]] = []
+        self.complaint: str | None = None
+
+    def trace(self, node: Node) -> tuple[list[int], list[int]]:
+        """Add the positions of a node; return those it can begin with and those it can end with."""
+        match node:
+            case Text():
+                return self._in_order([self._position({token}) for token in _TOKEN.findall(node.value)])
+            case Recall():
+                return self._position(node.words)
+            case Chain():
+                return self._in_order([self.trace(part) for part in node.parts])
+            case Choice():
+                ends = [self.trace(branch) for branch in node.branches]
+                return [p for first, _ in ends for p in first], [p for _, last in ends for p in last]
+            case Repeat():
+                first, last = self.trace(node.body)
+                self._link(last, first)
+                return first, last
+        raise TypeError(f"unknown node {node!r}")
+
+    def _position(self, words: Iterable[str]) -> tuple[list[int], list[int]]:
+        self.symbols.append(frozenset(words))
+        self.following.append([])
+        return [len(self.symbols) - 1], [len(self.symbols) - 1]
+
+    def _in_order(self, pieces: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[int]]:
+        for (_, last), (first, _) in pairwise(pieces):
+            self._link(last, first)
+        return pieces[0][0], pieces[-1][1]
+
+    def _link(self, before: list[int], after: list[int]) -> None:
+        for left in before:
+            for right in after:
+                left_word, right_word = min(self.symbols[left]), min(self.symbols[right])
+                if left_word.isalpha() and right_word.isalpha():
+                    self.complaint = f"no delimiter between words such as {left_word!r} and {right_word!r}"
+                self.following[left].append(right)
+
+    def parallel_paths(self, starts: list[int], ends: set[int]) -> str | None:
+        """Follow two paths at once from every point where they can part; they must never end together.
+
+        Paths that join again do end together, and a position listed twice as successor (nested repetitions give two
+        ways to go on) is paired with itself.
+        """
+        pending = [
+            (left, right, "")
+            for following in [starts, *self.following]
+            for index, left in enumerate(following)
+            for right in following[index + 1 :]
+        ]
+        seen: set[tuple[int, int]] = set()
+        while pending:
+            left, right, text = pending.pop()
+            common = self.symbols[left] & self.symbols[right]
+            if not common or (left, right) in seen:
+                continue
+            seen.add((left, right))
+            text += min(common)
+            if left in ends and right in ends:
+                return f"two derivations may read {text!r}"
+            pending += [(a, b, text) for a in self.following[left] for b in self.following[right]]
+        return None

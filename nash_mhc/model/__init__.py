@@ -1,0 +1,1 @@
+from nash_mhc.model.lm import LM as LM

@@ -1,0 +1,80 @@
+"""The small parts: norm, linear initialisation, embedding lookup, feed-forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards, param
+
+
+def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> Float[Array, "..."]:
+    """Normal, cut at two deviations, variance scale^2 / fan_in."""
+    return scale * fan_in**-0.5 * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+
+
+def rms_norm(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """x / rms(x) * scale, in float32, back in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + eps) * scale_D).astype(x.dtype)
+
+
+class RMSNorm(eqx.Module):
+    scale_D: Float[Array, "D"] = param("vector")
+    eps: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(width: int, eps: float) -> RMSNorm:
+        return RMSNorm(jnp.ones(width, jnp.float32), eps)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return rms_norm(x, self.scale_D, self.eps)
+
+
+def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+    """Rows of the table, which is split over the vocabulary: each device looks up the tokens that it holds.
+
+    The sum over tp both completes the rows and leaves each device with its share of T.
+    """
+
+    def lookup(table: Array, tokens: Array) -> Array:
+        table = table.astype(dtype)
+        for axis in mesh_axis("embed"):
+            table = lax.all_gather(table, axis, axis=1, tiled=True)
+        vocab_axes = mesh_axis("vocab")
+        if not vocab_axes:
+            return table[tokens]
+        index = tokens - lax.axis_index(vocab_axes) * table.shape[0]
+        held = (index >= 0) & (index < table.shape[0])
+        rows = jnp.where(held[..., None], table[jnp.clip(index, 0, table.shape[0] - 1)], 0)
+        return lax.psum_scatter(rows, vocab_axes, scatter_dimension=1, tiled=True)
+
+    axes = [("vocab", "embed"), ("batch", "time")]
+    return on_shards(lookup, axes, ("batch", "time_split", "width"))(table_VD, tokens_BT)
+
+
+class SwiGLU(eqx.Module):
+    gate_DF: Float[Array, "D F"] = param("embed", "ffn")
+    up_DF: Float[Array, "D F"] = param("embed", "ffn")
+    down_FD: Float[Array, "F D"] = param("ffn", "embed")
+
+    @staticmethod
+    def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> SwiGLU:
+        gate, up, down = jax.random.split(key, 3)
+        D, F = cfg.width, cfg.ffn
+        # What a layer adds to the stream starts small enough that the sum over 2L additions keeps its scale.
+        return SwiGLU(
+            init_matrix(gate, (D, F), D), init_matrix(up, (D, F), D), init_matrix(down, (F, D), F, (2 * cfg.layers) ** -0.5)
+        )
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x_BTD = constrain(x_BTD, "batch", "time", "width")
+        gate_BTF = constrain(x_BTD @ self.gate_DF, "batch", "time", "ffn")
+        up_BTF = constrain(x_BTD @ self.up_DF, "batch", "time", "ffn")
+        return constrain((jax.nn.silu(gate_BTF) * up_BTF) @ self.down_FD, "batch", "time_split", "width")

@@ -1,0 +1,95 @@
+"""MeshConfig -> jax Mesh: which devices, how many, in what shape. The only place that starts a JAX backend."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.parallel.sharding import MESH_AXES
+
+_PLATFORMS = ("tpu", "gpu", "cpu")
+
+
+def _shape_text(cfg: MeshConfig) -> str:
+    return f"{cfg.data}x{cfg.fsdp}x{cfg.tp} (data x fsdp x tp)"
+
+
+def _try_config(name: str, value: object) -> None:
+    """Sets a start-up option of JAX; once a backend runs, what is there stays."""
+    try:
+        jax.config.update(name, value)
+    except RuntimeError:
+        pass
+
+
+def _found(platform: str) -> list[jax.Device]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        return []
+
+
+def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
+    sizes = (cfg.data, cfg.fsdp, cfg.tp)
+    wanted = cfg.num_devices or (math.prod(sizes) if -1 not in sizes else 1)
+    if cfg.platform == "cpu":
+        _try_config("jax_platforms", "cpu")  # keeps JAX from taking an accelerator's memory that the run will not use
+    if wanted > 1:
+        # Host devices are emulated: as many as the mesh asks for. Accelerators, where present, are not affected.
+        _try_config("jax_num_cpu_devices", wanted)
+    if cfg.platform == "auto":
+        return next(devices for devices in map(_found, _PLATFORMS) if devices)
+    devices = _found(cfg.platform)
+    if not devices:
+        there = ", ".join(f"{len(d)} {name}" for name in _PLATFORMS if (d := _found(name)))
+        raise ConfigError(f"--platform {cfg.platform}: no such device here; there is {there}. Use --platform auto to take the best")
+    return devices
+
+
+def _fill(cfg: MeshConfig, count: int) -> tuple[int, int, int]:
+    """The mesh shape with -1 replaced by what is left of `count` devices."""
+    sizes = [cfg.data, cfg.fsdp, cfg.tp]
+    if -1 in sizes:
+        fixed = math.prod(s for s in sizes if s != -1)
+        if count % fixed:
+            divisors = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+            raise ConfigError(
+                f"mesh {_shape_text(cfg)}: {fixed} does not divide the {count} devices in use, so -1 has no value; "
+                f"make the other axes multiply to one of {divisors}"
+            )
+        sizes[sizes.index(-1)] = count // fixed
+    return sizes[0], sizes[1], sizes[2]
+
+
+def make_mesh(cfg: MeshConfig) -> Mesh:
+    """Chooses the platform and its devices and lays them out; ConfigError when the mesh does not fit them."""
+    devices = _pick_devices(cfg)
+    platform, there = devices[0].platform, len(devices)
+    if cfg.num_devices is not None and cfg.num_devices > there:
+        raise ConfigError(f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here; use --num-devices {there}")
+    # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use.
+    emulated = platform == "cpu" and -1 not in (cfg.data, cfg.fsdp, cfg.tp)
+    in_use = cfg.num_devices or (math.prod((cfg.data, cfg.fsdp, cfg.tp)) if emulated else there)
+    shape = _fill(cfg, in_use)
+    need = math.prod(shape)
+    if need != in_use:
+        raise ConfigError(
+            f"mesh {_shape_text(cfg)} needs {need} device(s), but {in_use} {platform} device(s) are in use; "
+            f"set --mesh-data -1 to take the rest, or --num-devices {need}" + ("" if need <= there else f" once there are {need}")
+        )
+    if need > there:
+        raise ConfigError(
+            f"mesh {_shape_text(cfg)} needs {need} devices, but JAX already runs with {there} cpu device(s); build the mesh "
+            f"before any other JAX call, or set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+        )
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
+
+
+def describe(mesh: Mesh) -> str:
+    """`8 x cpu, mesh 2x2x2 (data x fsdp x tp)`: the first line of a run."""
+    device = mesh.devices.flat[0]
+    shape = "x".join(str(mesh.shape[a]) for a in MESH_AXES)
+    return f"{mesh.size} x {device.device_kind}, mesh {shape} ({' x '.join(MESH_AXES)})"

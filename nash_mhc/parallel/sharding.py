@@ -1,0 +1,176 @@
+"""Logical axis names -> PartitionSpec: the only file that builds one.
+
+A parameter names its axes where it is declared (`gate_DF = param("embed", "ffn")`), an activation where it is used
+(`constrain(x_BTD, "batch", "time_split", "width")`). The table below says which mesh axis carries which name, and the
+same walk shards parameters, gradients, optimizer moments and the averaged weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+MESH_AXES = ("data", "fsdp", "tp")
+
+# One row a logical axis. An empty row says "every device holds all of it", in so many words: a name that is not
+# listed is an error, so nothing is replicated by accident.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),  # rows of a batch
+    "time": (),  # T inside attention and FFN, where every device needs the whole row
+    "time_split": ("tp",),  # T of the residual stream outside them (sequence parallel)
+    "width": (),  # D of an activation
+    "embed": ("fsdp",),  # D of a parameter: gathered layer by layer, just before it is used
+    "heads": ("tp",),
+    "kv_heads": ("tp",),
+    "ffn": ("tp",),
+    "vocab": ("tp",),
+    "head_dim": (),
+    "vector": (),  # norm scales: too small to be worth a gather
+    "layers": (),  # the stacked axis that the scan walks
+}
+# The axis whose shards are put together before compute; its gradients are scattered back over it.
+GATHERED = "fsdp"
+GATHERED_WEIGHT = "gathered_weight"  # checkpoint name: remat policies never save what a gather can bring back
+
+Axes = tuple[str, ...]
+
+
+def param(*axes: str, decay: bool = True) -> Any:
+    """Declares a parameter field: one logical axis name a dimension, and whether weight decay applies to it."""
+    return eqx.field(metadata={"axes": axes, "decay": decay and len(axes) > 1})
+
+
+def stacked() -> Any:
+    """Declares a field that holds a module whose arrays all have a leading layer axis."""
+    return eqx.field(metadata={"stacked": True})
+
+
+def spec(axes: Axes, *, without: str | None = None) -> PartitionSpec:
+    """The PartitionSpec of an array with these logical axes (leaving the mesh axis `without` out)."""
+    entries: list[tuple[str, ...] | str | None] = []
+    owner: dict[str, str] = {}
+    for name in axes:
+        if name not in RULES:
+            raise ValueError(f"unknown logical axis {name!r} in {axes}; the table has {', '.join(RULES)}")
+        mesh_axes = tuple(a for a in RULES[name] if a != without)
+        for mesh_axis in mesh_axes:
+            if mesh_axis in owner:
+                raise ValueError(f"logical axes {owner[mesh_axis]!r} and {name!r} of {axes} both want mesh axis {mesh_axis!r}")
+            owner[mesh_axis] = name
+        entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+    return PartitionSpec(*entries)
+
+
+def _fields(module: eqx.Module) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(module) if not f.metadata.get("static", False)]
+
+
+def _walk(module: Any, leaf: Callable[[Axes, bool], Any], prefix: Axes, path: str) -> Any:
+    """The same module with each array replaced by leaf(its axes, whether it decays)."""
+    replaced = {}
+    for f in _fields(module):
+        value, here = getattr(module, f.name), f"{path}.{f.name}"
+        if value is None:
+            replaced[f.name] = None
+        elif isinstance(value, eqx.Module):
+            replaced[f.name] = _walk(value, leaf, ("layers", *prefix) if f.metadata.get("stacked") else prefix, here)
+        elif "axes" in f.metadata:
+            axes = prefix + f.metadata["axes"]
+            if len(axes) != len(value.shape):
+                raise ValueError(f"{here} has shape {value.shape} but declares the axes {axes}")
+            replaced[f.name] = leaf(axes, f.metadata["decay"])
+        else:
+            raise ValueError(f"{here} is an array without logical axes; declare it with param(...)")
+    # Rebuilt around the constructor: these leaves are specs and masks, not the arrays that the fields are typed for.
+    twin = object.__new__(type(module))
+    for f in dataclasses.fields(module):
+        object.__setattr__(twin, f.name, replaced.get(f.name, getattr(module, f.name)))
+    return twin
+
+
+def logical_axes(module: PyTree) -> PyTree:
+    """The module's tree with a tuple of logical axis names in place of each array."""
+    return _walk(module, lambda axes, decay: axes, (), type(module).__name__)
+
+
+def decays(module: PyTree) -> PyTree:
+    """The module's tree with True where weight decay applies: matrices, not norms or biases."""
+    return _walk(module, lambda axes, decay: decay, (), type(module).__name__)
+
+
+def shardings(module: PyTree, mesh: Mesh) -> PyTree:
+    """The module's tree with a NamedSharding in place of each array."""
+    return _walk(module, lambda axes, decay: NamedSharding(mesh, spec(axes)), (), type(module).__name__)
+
+
+def named(mesh: Mesh, *axes: str) -> NamedSharding:
+    """The sharding of one array with these logical axes; no axes: replicated (scalars, keys)."""
+    return NamedSharding(mesh, spec(axes))
+
+
+def _ambient() -> bool:
+    """Whether code is being traced for a mesh (`jax.set_mesh`). Without one, a model runs on whatever holds its arrays."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def constrain(x: Array, *axes: str) -> Array:
+    """Pins an activation to its logical axes; a no-op where there is no mesh."""
+    return jax.lax.with_sharding_constraint(x, spec(axes)) if _ambient() else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(w: Array, axes: Axes) -> Array:
+    return jax.lax.with_sharding_constraint(w, spec(axes, without=GATHERED))
+
+
+def _gathered_fwd(w: Array, axes: Axes) -> tuple[Array, None]:
+    return _gathered(w, axes), None
+
+
+def _gathered_bwd(axes: Axes, _: None, grad: Array) -> tuple[Array]:
+    # Straight to the shards: left alone, the transpose would keep the whole gradient on every device.
+    return (jax.lax.with_sharding_constraint(grad, spec(axes)),)
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
+def for_compute(module: PyTree, dtype: Any) -> PyTree:
+    """One layer's parameters as the matmuls want them: matrices in the compute dtype, whole along fsdp.
+
+    Vectors stay in float32: a norm scale near 1 has no bits left for its updates in bfloat16.
+    """
+
+    def prepare(w: Array, axes: Axes) -> Array:
+        if len(axes) < 2:
+            return w
+        w = w.astype(dtype)
+        return checkpoint_name(_gathered(w, axes) if _ambient() else w, GATHERED_WEIGHT)
+
+    axes = jax.tree.leaves(logical_axes(module), is_leaf=lambda a: isinstance(a, tuple))
+    leaves, tree = jax.tree.flatten(module)
+    return jax.tree.unflatten(tree, [prepare(w, a) for w, a in zip(leaves, axes, strict=True)])
+
+
+def on_shards(fn: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+    """Runs `fn` on each device's own shards (shard_map); without a mesh, `fn` itself. None: the argument is None."""
+    if not _ambient():
+        return fn
+    in_specs = tuple(PartitionSpec() if a is None else spec(a) for a in in_axes)
+    is_axes = lambda a: isinstance(a, tuple) and all(isinstance(name, str) for name in a)
+    out_specs = jax.tree.map(spec, out_axes, is_leaf=is_axes)
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def mesh_axis(logical: str) -> tuple[str, ...]:
+    """The mesh axes behind a logical axis that really split it: what collectives inside `on_shards` run over."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(a for a in RULES[logical] if sizes.get(a, 1) > 1)

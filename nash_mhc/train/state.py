@@ -1,0 +1,53 @@
+"""What a run carries from step to step, and how it lies on the mesh."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, PyTree
+
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.model.lm import LM
+from nash_mhc.parallel.sharding import named, shardings
+from nash_mhc.train.optim import make_optimizer
+
+
+class TrainState(eqx.Module):
+    step: Int[Array, ""]  # updates made
+    model: LM  # float32
+    opt_state: PyTree
+    ema: LM | None  # averaged weights, when ema_decay asks for them
+
+
+def initial_state(cfg: RunConfig) -> TrainState:
+    """The state before the first step; pure, so it can be traced for shapes alone or made in place on a mesh."""
+    model = LM.init(cfg.model, key=jax.random.key(cfg.train.seed))
+    optimizer = make_optimizer(cfg, model)
+    # A copy: a state whose leaves share a buffer could not be donated.
+    ema = jax.tree.map(jnp.copy, model) if cfg.optim.ema_decay else None
+    return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(model), ema)
+
+
+def abstract_state(cfg: RunConfig) -> TrainState:
+    return jax.eval_shape(lambda: initial_state(cfg))
+
+
+def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
+    """The state's tree with a sharding in each place: moments and averages lie exactly as their parameters do."""
+    shape = abstract_state(cfg)
+    model = shardings(shape.model, mesh)
+    replicated = named(mesh)
+    opt_state = optax.tree_utils.tree_map_params(
+        make_optimizer(cfg, shape.model), lambda _, s: s, shape.opt_state, model,
+        transform_non_params=lambda _: replicated,
+    )  # fmt: skip
+    return TrainState(replicated, model, opt_state, None if shape.ema is None else model)
+
+
+def create_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
+    """The initial state, each shard made on its own device."""
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda: initial_state(cfg), out_shardings=state_shardings(cfg, mesh))()

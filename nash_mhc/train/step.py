@@ -1,0 +1,65 @@
+"""The train step: pure (state, batch) -> (state, metrics)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.train.objective import Batch, Sums
+from nash_mhc.train.optim import learning_rate, make_optimizer
+from nash_mhc.train.state import TrainState
+
+Metrics = dict[str, Float[Array, ""]]
+Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Sums]]
+
+
+def means(sums: Sums) -> Metrics:
+    """Sums over tokens -> reported means."""
+    weight = jnp.maximum(sums.weight, 1.0)
+    return {
+        "loss": sums.loss / weight,
+        "loss/ce": sums.ce / weight,
+        "loss/z": sums.z / weight,
+        "loss/sparsity": sums.sparsity / weight,
+        "accuracy": sums.correct / weight,
+        "tokens": sums.weight,
+    }
+
+
+def summed_gradients(objective: Objective, model: Any, batch: Batch) -> tuple[Any, Sums]:
+    """Gradients and sums over all A parts of a batch [A, B, T], one part at a time: the memory of one."""
+    grad = jax.grad(objective, has_aux=True)
+    if batch.inputs.shape[0] == 1:
+        return grad(model, jax.tree.map(lambda a: a[0], batch))
+
+    def add(carry: Any, part: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, carry, grad(model, part)), None
+
+    zero = Sums(*(jnp.zeros(()) for _ in Sums._fields))
+    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, model), zero), batch)[0]
+
+
+def make_train_step(cfg: RunConfig, objective: Objective) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, sums = summed_gradients(objective, state.model, batch)
+        # One division at the end: every token weighs the same, whichever part of the batch it came in.
+        grads = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), grads)
+        updates, opt_state = make_optimizer(cfg, state.model).update(grads, state.opt_state, state.model)
+        model = optax.apply_updates(state.model, updates)
+        decay = cfg.optim.ema_decay
+        ema = None if state.ema is None else jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, state.ema, model)
+        metrics = means(sums) | {
+            "lr": learning_rate(cfg)(state.step),
+            "grad_norm": optax.global_norm(grads),
+            "update_norm": optax.global_norm(updates),
+            "param_norm": optax.global_norm(model),
+        }
+        return TrainState(state.step + 1, model, opt_state, ema), metrics
+
+    return train_step

@@ -1,0 +1,149 @@
+"""The story corpus: its exact figures against samples, its guarantees over the whole grammar, its reproducibility."""
+
+import dataclasses
+import hashlib
+import math
+import re
+import statistics
+from itertools import pairwise
+
+import pytest
+
+from nash_mhc.data.corpus import Story, StoryCorpus, story_grammar
+from nash_mhc.data.grammar import Chain, Choice, Draw, Node, Recall, Repeat, Text, find_ambiguity
+from nash_mhc.data.lexicon import WORD_LISTS
+
+CORPUS = StoryCorpus()
+
+OPENING = re.compile(
+    r"(?:Once|Long ago|Last year|In old times) (?P<hero>\w+) the (?P<job>\w+) lived by the (?P<home>\w+)"
+    r" with (?P<friend>\w+), a (?P<mood>\w+) (?P<pet>\w+) and a (?P<colour>\w+) (?P<material>\w+) (?P<treasure>\w+)\."
+)
+
+
+@pytest.fixture(scope="module")
+def stories() -> list[Story]:
+    return [CORPUS.story(7, "train", index) for index in range(4000)]
+
+
+def leaves(node: Node) -> list[Node]:
+    match node:
+        case Chain():
+            return [leaf for part in node.parts for leaf in leaves(part)]
+        case Choice():
+            return [leaf for branch in node.branches for leaf in leaves(branch)]
+        case Repeat():
+            return leaves(node.body)
+    return [node]
+
+
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def test_no_story_has_two_derivations() -> None:
+    assert find_ambiguity(story_grammar()) is None
+
+
+def test_mean_cost_agrees_with_the_exact_entropy(stories: list[Story]) -> None:
+    nats = [story.nats for story in stories]
+    assert abs(statistics.fmean(nats) - CORPUS.entropy_nats) < 4 * standard_error(nats)
+    # The raw cost varies with the number of events, which hides small errors; given the length it hardly varies.
+    # With the exact density as slope, what is left over has the same exact mean of zero but a far smaller spread.
+    density = CORPUS.entropy_nats / CORPUS.mean_bytes
+    excess = [story.nats - density * len(story.text) for story in stories]
+    assert abs(statistics.fmean(excess)) < 4 * standard_error(excess)
+    assert standard_error(excess) < 0.3 * standard_error(nats)
+
+
+def test_mean_length_agrees_with_the_exact_one(stories: list[Story]) -> None:
+    lengths = [float(len(story.text)) for story in stories]
+    assert abs(statistics.fmean(lengths) - CORPUS.mean_bytes) < 4 * standard_error(lengths)
+
+
+def test_floors_follow_from_entropy_and_length() -> None:
+    assert CORPUS.floor_nats_per_token == CORPUS.entropy_nats / (CORPUS.mean_bytes + 1)
+    assert CORPUS.floor_bits_per_byte == pytest.approx(CORPUS.entropy_nats / CORPUS.mean_bytes / math.log(2))
+    assert 0.45 <= CORPUS.floor_nats_per_token <= 0.60
+
+
+def test_lengths(stories: list[Story]) -> None:
+    root = story_grammar()
+    assert root.shortest >= 200
+    assert root.longest <= 4000
+    lengths = sorted(len(story.text.encode()) for story in stories)
+    assert root.shortest <= lengths[0]
+    assert lengths[-1] <= root.longest
+    assert 450 <= CORPUS.mean_bytes <= 600
+    assert 0.93 <= sum(length < 1000 for length in lengths) / len(lengths) <= 0.985
+    assert lengths[-1] > 1800
+
+
+def test_text_is_plain_ascii(stories: list[Story]) -> None:
+    for story in stories:
+        assert re.fullmatch(r"[A-Za-z ,.]+", story.text)
+        assert story.text.endswith(".")
+        assert "  " not in story.text
+
+
+def test_ending_needs_the_facts_of_the_opening(stories: list[Story]) -> None:
+    recalled = set()
+    for story in stories:
+        facts = OPENING.match(story.text)
+        assert facts
+        ending = story.text[:-1].rpartition(". ")[2]
+        words = set(re.findall(r"\w+", ending))
+        assert {facts[fact] for fact in ("hero", "friend", "home", "colour", "material", "treasure")} <= words
+        assert f"{facts['colour']} {facts['material']} {facts['treasure']}" in ending
+        recalled |= {fact for fact, word in facts.groupdict().items() if word in words}
+    assert recalled == set(OPENING.groupindex)
+
+
+def test_events_refer_back_but_are_mostly_fresh() -> None:
+    events = next(part.body for part in story_grammar().parts if isinstance(part, Repeat))
+    assert isinstance(events, Choice)
+    assert 25 <= len(events.branches) <= 40
+    names = [[leaf.name for leaf in leaves(event) if type(leaf) is Recall] for event in events.branches]
+    assert {"hero", "friend", "pet"} <= {name for recalls in names for name in recalls}
+    assert events.entropy / events.mean_bytes > 0.5
+
+
+def test_articles_fit_every_word_that_may_follow_them() -> None:
+    parts = leaves(story_grammar())
+    after_article = [
+        word
+        for before, node in pairwise(parts)
+        if isinstance(before, Text) and re.search(r"\b[Aa] $", before.value) and isinstance(node, Recall | Draw)
+        for word in node.words
+    ]
+    assert len(after_article) > 500
+    assert not [word for word in after_article if word[0] in "aeiou" or word.startswith(("hon", "hour", "heir"))]
+    fixed = " ".join(node.value for node in parts if isinstance(node, Text))
+    assert not re.search(r"\b[Aa] [aeiou]|\b[Aa]n\b", fixed)
+
+
+def test_every_word_has_one_role() -> None:
+    words = [word for word_list in WORD_LISTS.values() for word in word_list.words]
+    assert len(words) == len(set(words))
+    assert 1000 <= len(words) <= 1300
+    used = {word for node in leaves(story_grammar()) if isinstance(node, Draw) for word in node.words}
+    assert used == set(words)
+
+
+def test_stories_are_reproducible_and_in_any_order() -> None:
+    later = CORPUS.story(3, "train", 1_000_000_007)
+    assert StoryCorpus().story(3, "train", 1_000_000_007) == later
+    digest = hashlib.sha256(CORPUS.story(0, "train", 0).text.encode()).hexdigest()
+    assert digest == "840bba4eca62b9bffa6fd17ac07fb9e36e59a6ed7e4d7e7b8af64fceb5cdc963"
+
+
+def test_streams_differ() -> None:
+    keys = [(seed, split, index) for seed in (0, 1, 11) for split in ("train", "validation") for index in (0, 1, 2, 11)]
+    assert len({CORPUS.story(*key).text for key in keys}) == len(keys)
+    with pytest.raises(ValueError, match="split"):
+        CORPUS.story(0, "test", 0)
+
+
+def test_corpus_is_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CORPUS.grammar = story_grammar()  # type: ignore[misc]
