@@ -248,7 +248,7 @@ def _build(settings: Settings) -> tuple[RunConfig, dict[str, str]]:
     """The preset, with the settings on top."""
     size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
     values = presets.run(size).to_dict()
-    origins = {path: f"preset {size}" for path in keys()} | {"model_size": size_origin}
+    origins = dict.fromkeys(keys(), f"preset {size}") | {"model_size": size_origin}
     # A short trial run of a preset should just work; only a warm-up that the user chose may be too long.
     total = settings.get("train.total_steps", (math.inf, ""))[0]
     if values["optim"]["warmup_steps"] > total:

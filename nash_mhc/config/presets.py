@@ -8,7 +8,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig, OptimCo
 
 # width, layers, heads, kv_heads, head_dim, ffn, vocabulary, T of each size; docs/presets.md has the exact counts.
 _SHAPES: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
-    "tiny": (128, 4, 8, 8, 16, 384, 259, 512),
+    "tiny": (128, 2, 8, 8, 16, 384, 257, 256),
     "small": (640, 12, 10, 10, 64, 1792, 32_768, 2048),
     "medium": (1024, 12, 16, 8, 64, 2816, 65_536, 2048),
     "big": (1536, 16, 12, 12, 128, 4096, 65_536, 2048),
@@ -41,6 +41,6 @@ def run(name: str = "tiny") -> RunConfig:
     return dataclasses.replace(
         config,
         data=DataConfig(batch_size=8, seq_len=_SHAPES[name][-1]),
-        optim=OptimConfig(learning_rate=6e-4 if name == "small" else 3e-4, warmup_steps=200),
+        optim=OptimConfig(learning_rate=6e-4 if name == "small" else 3e-4, warmup_steps=200, min_lr_ratio=0.1),
         train=TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500),
     )

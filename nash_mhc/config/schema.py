@@ -22,9 +22,9 @@ def key(
     default: Any,
     help: str,
     *,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
+    low: int | float | None = None,
+    above: int | float | None = None,
+    high: int | float | None = None,
     choices: tuple[str, ...] | None = None,
     flag: str | None = None,
 ) -> Any:
@@ -95,9 +95,9 @@ class ModelConfig(_Section):
 
     section = "model"
 
-    vocab_size: int = key(256 + 3, "tokens in the vocabulary (V); padded up to a multiple of 128 inside", low=2)
+    vocab_size: int = key(256 + 1, "tokens in the vocabulary (V); padded up to a multiple of 128 inside", low=2)
     width: int = key(128, "width of the residual stream (D)", low=1)
-    layers: int = key(4, "number of layers (L)", low=1)
+    layers: int = key(2, "number of layers (L)", low=1)
     heads: int = key(8, "query heads (N)", low=1)
     kv_heads: int = key(8, "key and value heads (K); fewer than heads is grouped-query attention", low=1)
     head_dim: int = key(16, "width of one head (H), an even number", low=2)
@@ -135,8 +135,8 @@ class DataConfig(_Section):
     split: str = key("train", "split to train on")
     eval_split: str = key("validation", "split to evaluate on, never trained on")
     tokenizer: str = key("bytes", "'bytes' (built in) or a local folder with a Hugging Face tokenizer")
-    batch_size: int = key(16, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
-    seq_len: int = key(512, "tokens in a row (T)", low=2)
+    batch_size: int = key(8, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
+    seq_len: int = key(256, "tokens in a row (T)", low=2)
     num_workers: int = key(0, "processes that prepare rows (0: threads of this process)", low=0, high=256)
     worker_buffer_size: int = key(4, "batches each worker prepares ahead", low=1, high=4096)
 
@@ -149,7 +149,9 @@ class MeshConfig(_Section):
     fsdp: int = key(1, "devices along fsdp: batch and parameters are split (-1: the rest)", low=-1)
     tp: int = key(1, "devices along tp: heads, ffn and vocabulary are split (-1: the rest)", low=-1)
     num_devices: int | None = key(None, "use only this many of the devices there are", low=1, flag="num-devices")
-    platform: str = key("auto", "device kind; auto takes TPU, else GPU, else CPU", choices=("auto", "tpu", "gpu", "cpu"), flag="platform")
+    platform: str = key(
+        "auto", "device kind; auto takes TPU, else GPU, else CPU", choices=("auto", "tpu", "gpu", "cpu"), flag="platform"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,9 +168,9 @@ class MeshConfig(_Section):
 class OptimConfig(_Section):
     section = "optim"
 
-    learning_rate: float = key(3e-3, "peak learning rate", above=0)
-    min_lr_ratio: float = key(0.1, "learning rate at the end, as a share of the peak", low=0, high=1)
-    warmup_steps: int = key(20, "steps of linear warm-up", low=0)
+    learning_rate: float = key(8e-3, "peak learning rate", above=0)
+    min_lr_ratio: float = key(0.05, "learning rate at the end, as a share of the peak", low=0, high=1)
+    warmup_steps: int = key(25, "steps of linear warm-up", low=0)
     schedule: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))
     decay_fraction: float = key(0.2, "share of the steps that wsd spends decaying at the end", low=0, high=1)
     weight_decay: float = key(0.1, "AdamW weight decay, on matrices only", low=0)
@@ -184,17 +186,21 @@ class OptimConfig(_Section):
 class TrainConfig(_Section):
     section = "train"
 
-    total_steps: int = key(100, "optimizer steps of the whole run", low=1)
-    seed: int = key(0, "seed of the weights and of the data order", low=0)
+    total_steps: int = key(400, "optimizer steps of the whole run", low=1)
+    seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
     grad_accum: int = key(1, "forward passes gathered into one step", low=1)
     remat: str = key("none", "what the backward pass computes again", choices=("none", "dots", "full"))
-    dtype: str = key("auto", "compute dtype; auto is float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16"))
-    attention: str = key("auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash"))
-    log_interval: int = key(10, "steps between rows of metrics.jsonl", low=1)
-    eval_interval: int = key(0, "steps between evaluations (0: only at the end)", low=0)
-    eval_batches: int = key(8, "batches of one evaluation", low=1)
-    checkpoint_interval: int = key(0, "steps between checkpoints (0: only at the end)", low=0)
-    checkpoint_dir: str = key("runs/default", "folder of the run: checkpoints, metrics.jsonl, run.json, TensorBoard")
+    dtype: str = key(
+        "auto", "compute dtype; auto is float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16")
+    )
+    attention: str = key(
+        "auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash")
+    )
+    log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
+    eval_interval: int = key(100, "steps between evaluations (0: only at the end)", low=0)
+    eval_batches: int = key(16, "batches of one evaluation", low=1)
+    checkpoint_interval: int = key(200, "steps between checkpoints (0: only at the end)", low=0)
+    checkpoint_dir: str | None = key(None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)")
     resume_from: str | None = key(None, "folder of a run whose last checkpoint to start from")
 
 

@@ -22,57 +22,53 @@ SPLITS = ("train", "validation")
 _BEGINNINGS = ((4, "Once"), (2, "Long ago"), (1, "Last year"), (1, "In old times"))
 
 _OPENING = (
-    " {hero=names} the {job=jobs} lived by the {home=places} with {friend=names}, a {mood=moods} {pet=animals}"
-    " and a {colour=colours} {material=materials} {treasure=objects}."
+    " {hero=names}, {counts}, lived in {home=places} with {friend=names}, {counts}, a {moods} {pet=animals}"
+    " and a {colour=colours} {treasure=objects}."
 )
 
 # Events differ in their fixed words or in the lists that stand at the same point; tests check this over all of them.
 _EVENTS = (
-    (4, "{@hero} {handled} a {traits} {colours} {objects}."),
-    (4, "{names} {handled} a {traits} {objects} for {@hero}."),
-    (4, "{names} {handled} {numbers} {foods} and a {materials} {objects}."),
-    (3, "With {names}, {@friend} {handled} a {colours} {materials} {objects}."),
-    (2, "{@hero} sold {names} a {traits} {objects} and {numbers} {foods}."),
-    (3, "{names} sent {names} a {clothes} and a {materials} {objects}."),
-    (3, "{names} {went} to the {places} with a {moods} {animals}."),
-    (2, "{@hero} {went} {manners} with {names} the {jobs}."),
-    (2, "{@friend} {went} after {names} the {moods} {jobs}."),
-    (3, "Soon a {moods} {jobs} {went} to {names}."),
-    (2, "Amid {weather} and {weather} {names} {went} to {names}."),
-    (2, "The {@pet} {acted} {manners} near {names}."),
-    (2, "The {@pet} saw {names}, a {moods} {animals} and a {traits} {objects}."),
-    (3, "A {moods} {animals} {acted} {manners} near the {places}."),
-    (3, "The {moods} {jobs} and {names} {acted} {manners}."),
-    (2, "{@friend} fed {numbers} {foods} to a {moods} {animals}."),
-    (3, "{names} ate {foods}, {foods} and {foods} with {names}."),
-    (2, "{@hero} felt {feelings}, {names} {feelings} and {names} {feelings}."),
-    (2, "{names} the {jobs} was {moods} and {feelings}."),
-    (2, "{names} wore a {colours} {clothes} and a {materials} {clothes}."),
-    (2, "{@hero} drew {names}, a {colours} {animals} and a {traits} {clothes}."),
-    (2, "{names} and {names} feared {topics} and {topics}."),
-    (3, "A {moods} {jobs} told {names} of {topics}."),
-    (1, "After the {weather} {names} was {feelings}."),
-    (2, "{names} could {skills}, {skills} and {skills}."),
-    (1, "The {@pet} made {names} {skills} and {skills}."),
-    (2, "{@friend} saw {names} {skills} {manners} and {skills} {manners}."),
-    (3, "By the {places} stood a {traits} {materials} {objects}."),
-    (1, "{names} left a {colours} {clothes} under the {trees}."),
-    (4, "{names}, {names} and {names} met {names} at the {places}."),
-    (1, "{names} asked for the {@colour} {@treasure}."),
+    (4, "{names} {handled} {prices} {foods} and {counts} {many_objects}."),
+    (4, "{names} sold {names} {counts} {foods} for {prices} coins."),
+    (4, "{names} sent {names} {prices} {many_objects} and {counts} {foods}."),
+    (3, "With {names}, {names} {handled} {counts} {colours} {materials} {many_objects}."),
+    (3, "{names} {went} {prices} miles to {places} with {counts} {many_animals}."),
+    (3, "{names}, {counts}, {went} to {places} with {names}, {counts}."),
+    (3, "Soon {counts} {many_jobs} {went} to {names}, {counts}."),
+    (2, "They {handled} a {traits} {colours} {objects} for {prices} coins."),
+    (2, "They {went} {prices} miles after {names} the {moods} {jobs}."),
+    (2, "They fed {counts} {foods} to {counts} {many_animals}."),
+    (2, "The {moods} {animals} {acted} {manners} near {names} and {counts} {many_animals}."),
+    (2, "{counts} {moods} {many_animals} {acted} {manners} near {places}."),
+    (2, "The {jobs} and {names} {acted} {counts} times."),
+    (3, "{names} ate {counts} {foods} and {counts} {foods} with {names}."),
+    (2, "{names} felt {feelings}, {names} {feelings} and {names} {feelings}."),
+    (2, "{names} the {jobs} was {counts}, {moods} and {feelings}."),
+    (2, "{names} wore a {colours} {clothes} and {counts} {materials} {many_objects}."),
+    (2, "{names} drew {names}, {counts} {colours} {many_animals} and a {traits} {clothes}."),
+    (2, "{names} and {names} feared {counts} {topics} and {prices} {topics}."),
+    (2, "{counts} {moods} {many_jobs} told {names} of {topics}."),
+    (2, "{names} could {skills}, {skills} and {skills} for {counts} days."),
+    (1, "The {@pet} saw {names}, {counts} {many_animals} and {counts} {many_objects}."),
+    (3, "In {places} stood {counts} {traits} {many_objects}."),
+    (1, "After {counts} days of {weather} {names} was {feelings}."),
+    (1, "{names} left a {colours} {clothes} under {counts} {many_trees}."),
+    (4, "{names}, {names} and {names} met {names} and {counts} {many_jobs} at {places}."),
+    (1, "{names} offered {prices} coins for the {@colour} {@treasure}."),
 )
 
-# Every ending needs the names, the home and the whole treasure of the opening; little in it is new.
-_TREASURE = "{@colour} {@material} {@treasure}"
+# Every ending needs the names and the treasure of the opening; little in it is new.
+_TREASURE = "{@colour} {@treasure}"
 _ENDINGS = (
-    (2, "At last {@hero} took the " + _TREASURE + " home to the {@home}, and {@friend} was {feelings}."),
-    (2, "In the end {@hero}, {@friend} and the {@mood} {@pet} hid the " + _TREASURE + " by the {@home}."),
-    (1, "That night {@friend} left the " + _TREASURE + " by the {@home}, and {@hero} the {@job} {acted}."),
+    (2, "At last {@hero} gave the " + _TREASURE + " to {@friend}."),
+    (1, "In the end {@hero} took {@friend} and the " + _TREASURE + " home to {@home}."),
+    (1, "That night {@friend} sold the " + _TREASURE + " to {@hero} for {prices} coins."),
 )
 
-# The number of events: a bulk around eight, then weights that fall with the fourth power of the count, which gives a
+# The number of events: a bulk around five, then weights that fall with the fourth power of the count, which gives a
 # thin tail of stories several times as long. The largest count keeps even the longest possible story under 4,000 bytes.
-_BULK_OF_EVENTS = {3: 300, 4: 550, 5: 850, 6: 1200, 7: 1500, 8: 1600, 9: 1450, 10: 1200, 11: 900, 12: 600}
-_TAIL_OF_EVENTS = {count: round(450 * (12 / count) ** 4) for count in range(13, 61)}
+_BULK_OF_EVENTS = {3: 900, 4: 1300, 5: 1500, 6: 1400, 7: 1100, 8: 800, 9: 500, 10: 300, 11: 200, 12: 120}
+_TAIL_OF_EVENTS = {count: round(110 * (12 / count) ** 4) or 1 for count in range(13, 51)}
 
 
 class Story(NamedTuple):

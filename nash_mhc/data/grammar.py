@@ -26,7 +26,7 @@ UniformSource = Callable[[], float]
 Outcome = tuple[str, float, Held]
 
 _FIELD = re.compile(r"\{(?:@(?P<recall>\w+)|(?:(?P<name>\w+)=)?(?P<list>\w+))\}")
-_TOKEN = re.compile(r"[A-Za-z]+|[^A-Za-z]")
+_TOKEN = re.compile(r"[A-Za-z]+|[0-9]+|[^A-Za-z0-9]")
 
 
 class WordList:
@@ -36,7 +36,7 @@ class WordList:
         self.name = name
         self.words = tuple(words)
         repeated = [word for word, times in Counter(self.words).items() if times > 1]
-        malformed = [word for word in self.words if not re.fullmatch("[A-Za-z]+", word)]
+        malformed = [word for word in self.words if not re.fullmatch("[A-Za-z]+|[0-9]+", word)]
         if not self.words or repeated or malformed:
             raise ValueError(f"word list {name!r}: empty, or repeated {repeated}, or not plain words {malformed}")
 

@@ -49,10 +49,12 @@ class HuggingFaceTokenizer:
         self.vocab_size = len(self._inner)
         end = self._inner.eos_token_id if self._inner.eos_token_id is not None else self._inner.bos_token_id
         if end is None:
-            raise ConfigError(f"--tokenizer {folder}: it has neither an eos nor a bos token to stand between documents; add one")
+            raise ConfigError(
+                f"--tokenizer {folder}: it has neither an eos nor a bos token to stand between documents; add one"
+            )
         self.end: int = end
         special = set(self._inner.all_special_ids)
-        texts = [b"" if i in special else self._inner.decode([i]).encode("utf-8") for i in range(self.vocab_size)]
+        texts = [b"" if i in special else str(self._inner.decode([i])).encode("utf-8") for i in range(self.vocab_size)]
         self.byte_lengths = np.array([len(t) for t in texts], np.int32)
 
     def encode(self, text: str) -> np.ndarray:

@@ -54,8 +54,10 @@ class Attention(eqx.Module):
         q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, self.q_DNH)
         k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.k_DKH)
         v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.v_DKH)
-        if self.q_bias_NH is not None:
-            q_BTNH, k_BTKH, v_BTKH = q_BTNH + self.q_bias_NH, k_BTKH + self.k_bias_KH, v_BTKH + self.v_bias_KH
+        if self.q_bias_NH is not None and self.k_bias_KH is not None and self.v_bias_KH is not None:
+            # [None, None] spells the broadcast out: the tests run with implicit rank promotion forbidden.
+            q_BTNH = q_BTNH + self.q_bias_NH[None, None]
+            k_BTKH, v_BTKH = k_BTKH + self.k_bias_KH[None, None], v_BTKH + self.v_bias_KH[None, None]
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, self.rope_theta), rope(k_BTKH, positions_BT, self.rope_theta)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention
-from nash_mhc.model.parts import RMSNorm, SwiGLU, embed
+from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.rope import positions_in_segments
 from nash_mhc.parallel.sharding import GATHERED_WEIGHT, for_compute, param, stacked
@@ -81,10 +81,10 @@ class LM(eqx.Module):
         V, D = cfg.padded_vocab, cfg.width
         stack = jax.vmap(lambda k: Layer.init(cfg, key=k))(jax.random.split(layers, cfg.layers))
         return LM(
-            embed_VD=0.02 * jax.random.normal(embedding, (V, D), jnp.float32),
+            embed_VD=init_matrix(embedding, (V, D), D),
             layers=stack,
             norm=RMSNorm.init(D, cfg.norm_eps),
-            output_VD=None if cfg.tied_embeddings else 0.02 * jax.random.normal(output, (V, D), jnp.float32),
+            output_VD=None if cfg.tied_embeddings else init_matrix(output, (V, D), D),
             cfg=cfg,
         )
 
@@ -104,7 +104,9 @@ class LM(eqx.Module):
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
         else:
             positions_BT = positions_in_segments(segments_BT)
-        x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype))
+        # The table is scaled for the output, where it meets a stream of norm sqrt(D); as input that would drown in the layers'
+        # own outputs, so it enters at unit scale.
+        x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
         def body(x: Array, layer: Layer) -> Array:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 KERNELS = ("reference", "xla", "cudnn", "pallas", "splash")
 
-_BLOCK = 128  # queries of one block of the xla kernel ...
+_BLOCK = 64  # queries of one block of the xla kernel ...
 _MOST_BLOCKS = 8  # ... and how many blocks it unrolls at most
 
 
@@ -28,9 +28,7 @@ def best_kernel(platform: str, dtype: str) -> str:
     return "xla"
 
 
-def attention_mask(
-    T: int, segments_BT: Int[Array, "B T"] | None, window: int | None
-) -> Bool[Array, "#B 1 T T"]:
+def attention_mask(T: int, segments_BT: Int[Array, "B T"] | None, window: int | None) -> Bool[Array, "#B 1 T T"]:
     """True where query t (rows) may look at key s (columns): s <= t, the same document, not farther than the window."""
     t, s = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
     mask = s <= t

@@ -24,4 +24,3 @@ def positions_in_segments(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     starts = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1)
     start_BT = lax.cummax(jnp.where(starts.astype(bool), index, 0), axis=1)
     return index - start_BT
-

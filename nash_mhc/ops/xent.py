@@ -78,7 +78,7 @@ def chunk_length(B: int, T: int, V: int) -> int:
     """The largest divisor of T whose chunk of logits stays under the cap."""
     wanted = max(1, _CHUNK_ELEMENTS // (B * V))
     # At least two chunks, so that the whole of [B, T, V] exists at no size, small ones included.
-    return max(c for c in range(1, T + 1) if T % c == 0 and (c <= wanted and c < T or c == 1))
+    return max(c for c in range(1, T + 1) if T % c == 0 and ((c <= wanted and c < T) or c == 1))
 
 
 def _walk(x, w, targets, weights, vocab_size, z_weight, vocab_axes, *, with_grads):  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import jax
@@ -19,10 +20,8 @@ def _shape_text(cfg: MeshConfig) -> str:
 
 def _try_config(name: str, value: object) -> None:
     """Sets a start-up option of JAX; once a backend runs, what is there stays."""
-    try:
+    with contextlib.suppress(RuntimeError):
         jax.config.update(name, value)
-    except RuntimeError:
-        pass
 
 
 def _found(platform: str) -> list[jax.Device]:
@@ -45,7 +44,9 @@ def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
     devices = _found(cfg.platform)
     if not devices:
         there = ", ".join(f"{len(d)} {name}" for name in _PLATFORMS if (d := _found(name)))
-        raise ConfigError(f"--platform {cfg.platform}: no such device here; there is {there}. Use --platform auto to take the best")
+        raise ConfigError(
+            f"--platform {cfg.platform}: no such device here; there is {there}. Use --platform auto to take the best"
+        )
     return devices
 
 
@@ -69,7 +70,9 @@ def make_mesh(cfg: MeshConfig) -> Mesh:
     devices = _pick_devices(cfg)
     platform, there = devices[0].platform, len(devices)
     if cfg.num_devices is not None and cfg.num_devices > there:
-        raise ConfigError(f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here; use --num-devices {there}")
+        raise ConfigError(
+            f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here; use --num-devices {there}"
+        )
     # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use.
     emulated = platform == "cpu" and -1 not in (cfg.data, cfg.fsdp, cfg.tp)
     in_use = cfg.num_devices or (math.prod((cfg.data, cfg.fsdp, cfg.tp)) if emulated else there)
@@ -78,7 +81,8 @@ def make_mesh(cfg: MeshConfig) -> Mesh:
     if need != in_use:
         raise ConfigError(
             f"mesh {_shape_text(cfg)} needs {need} device(s), but {in_use} {platform} device(s) are in use; "
-            f"set --mesh-data -1 to take the rest, or --num-devices {need}" + ("" if need <= there else f" once there are {need}")
+            f"set --mesh-data -1 to take the rest, or --num-devices {need}"
+            + ("" if need <= there else f" once there are {need}")
         )
     if need > there:
         raise ConfigError(

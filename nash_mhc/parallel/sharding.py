@@ -75,7 +75,7 @@ def _fields(module: eqx.Module) -> list[dataclasses.Field[Any]]:
 
 def _walk(module: Any, leaf: Callable[[Axes, bool], Any], prefix: Axes, path: str) -> Any:
     """The same module with each array replaced by leaf(its axes, whether it decays)."""
-    replaced = {}
+    replaced: dict[str, Any] = {}
     for f in _fields(module):
         value, here = getattr(module, f.name), f"{path}.{f.name}"
         if value is None:

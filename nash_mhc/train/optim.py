@@ -15,7 +15,7 @@ Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
 
 
 def learning_rate(cfg: RunConfig) -> Schedule:
-    """Learning rate of update number `count` (from 0): up to the peak at the end of the warm-up, down to the floor at the last step."""
+    """Learning rate of update number `count` (from 0): the peak at the end of the warm-up, the least at the last step."""
     optim, total = cfg.optim, cfg.train.total_steps
     peak, floor = optim.learning_rate, optim.learning_rate * optim.min_lr_ratio
     warmup = optim.warmup_steps

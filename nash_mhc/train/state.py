@@ -44,7 +44,7 @@ def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
         make_optimizer(cfg, shape.model), lambda _, s: s, shape.opt_state, model,
         transform_non_params=lambda _: replicated,
     )  # fmt: skip
-    return TrainState(replicated, model, opt_state, None if shape.ema is None else model)
+    return _tree(TrainState, replicated, model, opt_state, None if shape.ema is None else model)
 
 
 def create_state(cfg: RunConfig, mesh: Mesh) -> TrainState:

@@ -1,0 +1,36 @@
+# Two commands on a fresh machine: `make train` and `make test`. Everything they make stays in this folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test lint clean
+
+train: $(VENV)/.installed
+	$(BIN)/python -m nash_mhc.train $(ARGS)
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nash_mhc needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV) (once, about a minute) ..."
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV) (once, about a minute) ..."
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,29 @@
+"""`python -m nash_mhc.train`: flags, YAML and key=value -> a training run."""
+
+from __future__ import annotations
+
+import sys
+
+from nash_mhc.config.cli import one_line_errors, parse, render
+
+
+def main() -> int:
+    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.train")
+    from nash_mhc.train.run import next_commands, resolve, run  # after the flags: a typo is told at once, without JAX
+
+    if parsed.print_config:
+        config, _ = resolve(parsed.config)
+        before, after = parsed.config.to_dict(), config.to_dict()
+        origins = dict(parsed.origins)
+        for section, values in after.items():
+            if isinstance(values, dict):
+                changed = {f"{section}.{k}" for k, v in values.items() if before[section][k] != v}
+                origins |= {k: f"{origins[k]}, resolved here" for k in changed}
+        print(render(config, origins), end="")
+        return 0
+    print(next_commands(run(parsed.config)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))

@@ -1,0 +1,61 @@
+"""A function compiled once for a whole run. Anything else is reported with the shapes that caused it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+
+def signature(tree: Any) -> tuple[str, ...]:
+    """`inputs: int32[1,8,256]` for each leaf: what a compiled step is specific to."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return tuple(f"{jax.tree_util.keystr(p).lstrip('.')}: {x.dtype}{list(x.shape)}".replace(" ", "") for p, x in leaves)
+
+
+class CompiledStep:
+    """Ahead-of-time compilation of `fn(state, batch)`; the state is donated, its shape never changes.
+
+    `traces` counts how often Python ran the function: once a run, or `warn` is told what changed.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        *,
+        donate: bool = False,
+        out_shardings: Any = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self.traces = 0
+        self.seconds = 0.0  # spent compiling
+
+        def traced(*args: Any) -> Any:
+            self.traces += 1
+            return fn(*args)
+
+        options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
+        self._jit = jax.jit(traced, donate_argnums=(0,) if donate else (), **options)
+        self._mesh, self._warn = mesh, warn
+        self._compiled: dict[tuple[str, ...], Any] = {}
+
+    def compile(self, state: Any, batch: Any) -> Any:
+        """The executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings)."""
+        key = signature(batch)
+        if key not in self._compiled:
+            if self._compiled:
+                before = next(reversed(self._compiled))
+                changes = [f"{new} (was {old})" for old, new in zip(before, key, strict=False) if old != new]
+                self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
+            start = time.perf_counter()
+            with jax.set_mesh(self._mesh):
+                self._compiled[key] = self._jit.lower(state, batch).compile()
+            self.seconds += time.perf_counter() - start
+        return self._compiled[key]
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        return self.compile(state, batch)(state, batch)

@@ -1,0 +1,48 @@
+"""Held-out loss: the same objective, no gradient, a fixed set of batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.data.loader import count_bytes
+from nash_mhc.data.sources import open_source
+from nash_mhc.data.tokens import Tokenizer
+from nash_mhc.model.lm import LM
+from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.train.feed import host_batches, to_device
+from nash_mhc.train.objective import Batch, Sums
+from nash_mhc.train.step import Objective
+
+
+class Evaluator:
+    """`evaluate(model)` -> loss, perplexity, bits per byte and token accuracy on the first batches of the held-out split."""
+
+    def __init__(self, cfg: RunConfig, objective: Objective, tokenizer: Tokenizer, mesh: Mesh) -> None:
+        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=cfg.train.seed)
+        rows = host_batches(cfg.data, source, grad_accum=1, seed=cfg.train.seed)
+        self._mesh = mesh
+        self._rows = list(itertools.islice(rows, cfg.train.eval_batches))
+        rows.close()  # type: ignore[attr-defined]
+        self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
+
+        def sums(model: LM, batch: Batch) -> Sums:
+            return objective(model, jax.tree.map(lambda a: a[0], batch))[1]
+
+        self.step = CompiledStep(sums, mesh)
+
+    def evaluate(self, model: LM) -> dict[str, float]:
+        parts = [self.step(model, to_device(rows, self._mesh)) for rows in self._rows]
+        total = Sums(*np.sum([jax.device_get(p) for p in parts], axis=0, dtype=np.float64))
+        nats = float(total.ce / total.weight)
+        return {
+            "eval/loss": nats,
+            "eval/perplexity": math.exp(min(nats, 700.0)),
+            "eval/bits_per_byte": float(total.ce) / math.log(2) / max(self._bytes, 1),
+            "eval/accuracy": float(total.correct / total.weight),
+        }

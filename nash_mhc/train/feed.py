@@ -1,0 +1,51 @@
+"""Batches on their way to the devices: host rows -> sharded arrays, a few steps ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from nash_mhc.config.schema import DataConfig
+from nash_mhc.data.loader import batches
+from nash_mhc.data.pack import Rows
+from nash_mhc.data.sources import RowSource
+from nash_mhc.parallel.sharding import spec
+from nash_mhc.train.objective import Batch
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of an array [accumulation, batch, time]."""
+    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, *spec(("batch", "time"))))
+
+
+def to_device(rows: Rows, mesh: Mesh) -> Batch:
+    """Starts the transfer and returns at once; each process brings its own rows."""
+    sharding = batch_sharding(mesh)
+    return Batch(*(jax.make_array_from_process_local_data(sharding, a) for a in rows))
+
+
+def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh) -> Batch:
+    """The batch's shapes and shardings, to compile for before any data is there."""
+    shape = (grad_accum, cfg.batch_size, cfg.seq_len)
+    dtypes = Batch("int32", "int32", "int32", "float32")  # type: ignore[arg-type]
+    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh)) for dtype in dtypes))
+
+
+def host_batches(cfg: DataConfig, source: RowSource, *, grad_accum: int, seed: int, start_step: int = 0) -> Iterator[Rows]:
+    return batches(
+        source, batch_size=cfg.batch_size, grad_accum=grad_accum, seed=seed, start_step=start_step,
+        workers=cfg.num_workers, buffer=cfg.worker_buffer_size, process=(jax.process_index(), jax.process_count()),
+    )  # fmt: skip
+
+
+def prefetched(rows: Iterator[Rows], mesh: Mesh, depth: int = 2) -> Iterator[Batch]:
+    """Batches on the devices, `depth` of them in flight, so that a step never waits for a transfer."""
+    queue: deque[Batch] = deque()
+    for row in rows:
+        queue.append(to_device(row, mesh))
+        if len(queue) > depth:
+            yield queue.popleft()
+    yield from queue

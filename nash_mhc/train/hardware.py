@@ -1,0 +1,41 @@
+"""What the devices could do at best: the denominator of MFU."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+# Dense bfloat16 peak of one device in TFLOP/s, from the vendors' data sheets, by a piece of JAX's device_kind.
+_PEAKS = {
+    "TPU v6": 918.0, "TPU v5p": 459.0, "TPU v5 lite": 197.0, "TPU v5e": 197.0, "TPU v4": 275.0, "TPU v3": 61.5,
+    "B200": 2250.0, "GB200": 2450.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "T4": 65.0,
+}  # fmt: skip
+
+
+def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
+    """FLOP/s of a large square matmul on one device, measured now: the best of several runs, waiting for each."""
+    n = 1024 if device.platform == "cpu" else 8192
+    a, b = (jax.device_put(jax.random.normal(jax.random.key(i), (n, n), jnp.dtype(dtype)), device) for i in (0, 1))
+    multiply = jax.jit(jnp.matmul)
+    jax.block_until_ready(multiply(a, b))
+    best, stop = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        start = time.perf_counter()
+        jax.block_until_ready([multiply(a, b) for _ in range(4)])
+        best = min(best, (time.perf_counter() - start) / 4)
+    return 2 * n**3 / best
+
+
+def peak_flops(mesh: Mesh, dtype: str) -> float:
+    """FLOP/s of the whole mesh: the data sheet's for a known chip, measured for anything else.
+
+    Emulated host devices share one processor, so their mesh is worth that one processor.
+    """
+    device = mesh.devices.flat[0]
+    for name, teraflops in _PEAKS.items():
+        if name in device.device_kind:
+            return teraflops * 1e12 * mesh.size
+    return matmul_rate(dtype, device) * (1 if device.platform == "cpu" else mesh.size)

@@ -1,0 +1,227 @@
+"""One run from its configuration: mesh, state, data, compiled step, loop, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from nash_mhc import __version__
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.sources import loss_floor, open_source
+from nash_mhc.data.tokens import load_tokenizer
+from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
+from nash_mhc.ops.attend import best_kernel
+from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.mesh import describe, make_mesh
+from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.train.evaluate import Evaluator
+from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
+from nash_mhc.train.hardware import peak_flops
+from nash_mhc.train.loop import Meter, train_loop
+from nash_mhc.train.objective import next_token
+from nash_mhc.train.state import TrainState, abstract_state, create_state, state_shardings
+from nash_mhc.train.step import Objective, make_train_step
+from nash_mhc.train.telemetry import Reporter, Telemetry
+
+_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: the folder, the final state and the last evaluation."""
+
+    folder: Path
+    state: TrainState
+    evaluation: dict[str, float]
+    floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
+
+
+def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
+    """Starts the devices and fills in what depends on them: mesh axes of -1, dtype and kernel `auto`, the run's folder."""
+    mesh = make_mesh(cfg.mesh)
+    check_fit(cfg, mesh.shape)
+    kind = mesh.devices.flat[0].platform
+    dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if kind == "cpu" else "bfloat16")
+    attention = cfg.train.attention if cfg.train.attention != "auto" else best_kernel(kind, dtype)
+    folder = cfg.train.checkpoint_dir or f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
+    shape = {axis: mesh.shape[axis] for axis in ("data", "fsdp", "tp")}
+    cfg = dataclasses.replace(
+        cfg,
+        mesh=dataclasses.replace(cfg.mesh, platform=kind if kind in ("tpu", "gpu", "cpu") else "gpu", **shape),
+        train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, checkpoint_dir=folder),
+    )
+    return cfg, mesh
+
+
+def make_objective(cfg: RunConfig) -> Objective:
+    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
+    return functools.partial(next_token, execution=execution, z_weight=cfg.optim.z_loss)
+
+
+def compile_train_step(cfg: RunConfig, mesh: Mesh, **options: Any) -> CompiledStep:
+    """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
+    out = (state_shardings(cfg, mesh), None)
+    return CompiledStep(make_train_step(cfg, make_objective(cfg)), mesh, donate=True, out_shardings=out, **options)
+
+
+def _make_folder(cfg: RunConfig) -> Path:
+    folder = Path(str(cfg.train.checkpoint_dir))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({error.strerror}); choose another folder") from error
+    return folder
+
+
+def _check_same_run(folder: Path, cfg: RunConfig) -> None:
+    """A folder with a run in it is continued, so its model must be this one."""
+    try:
+        model = json.loads((folder / "run.json").read_text())["config"]["model"]
+    except (OSError, ValueError, KeyError):
+        return
+    now = dataclasses.asdict(cfg.model)
+    changed = [f"model.{k} ({model.get(k)} there, {v} now)" for k, v in now.items() if model.get(k) != v]
+    if changed:
+        raise ConfigError(f"{folder} holds a run of another model: {', '.join(changed)}; choose another --checkpoint-dir")
+
+
+def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store, folder: Path) -> tuple[TrainState, int, str]:
+    """(state, steps done, where it came from): the folder's own last checkpoint, else --resume-from, else a fresh one."""
+    latest, source = store.latest(), store
+    if latest is None and cfg.train.resume_from is not None:
+        other = Path(cfg.train.resume_from)
+        if not (other / "checkpoints").is_dir():
+            raise ConfigError(
+                f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
+            )
+        _check_same_run(other, cfg)
+        source = Store(other)
+        latest = source.latest()
+        if latest is None:
+            raise ConfigError(f"--resume-from {other}: its checkpoints folder holds no finished checkpoint")
+    if latest is None:
+        return create_state(cfg, mesh), 0, "fresh weights"
+    shardings = state_shardings(cfg, mesh)
+    like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), shardings)
+    return source.restore(latest, like), latest, f"step {latest} of {source.folder.parent}"
+
+
+def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None) -> dict[str, Any]:
+    device = mesh.devices.flat[0]
+    return {
+        "config": cfg.to_dict(),
+        "parameters": count_parameters(cfg.model),
+        "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
+        "devices": {"platform": device.platform, "kind": device.device_kind, "count": mesh.size},
+        "versions": {"nash_mhc": __version__, "python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "floor": None if floor is None else {"nats_per_token": floor[0], "bits_per_byte": floor[1]},
+    }
+
+
+def _use_compilation_cache(folder: Path) -> None:
+    """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str((folder.parent / ".jax_cache").absolute()))
+
+
+def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
+    """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change."""
+    cfg, mesh = resolve(cfg)
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ConfigError(
+            f"--tokenizer {cfg.data.tokenizer} has {tokenizer.vocab_size} tokens, the model only {cfg.model.vocab_size}; "
+            f"set --model-vocab-size {tokenizer.vocab_size}"
+        )
+    floor = loss_floor(cfg.data, tokenizer)
+    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed)
+    objective = make_objective(cfg)
+    evaluator = Evaluator(cfg, objective, tokenizer, mesh)
+    folder = _make_folder(cfg)
+    _check_same_run(folder, cfg)
+    _use_compilation_cache(folder)
+    reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
+    reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
+    evaluation: dict[str, float] = {}
+
+    with Store(folder) as store:
+        state, start_step, origin = _starting_state(cfg, mesh, store, folder)
+        (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor), indent=2) + "\n")
+        telemetry = Telemetry(folder, start_step=start_step)
+        reporter.say(f"starting from {origin}; compiling the step ...")
+        step_fn = compile_train_step(cfg, mesh, warn=reporter.say)
+        step_fn.compile(state, abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
+        reporter.say(f"compiled in {step_fn.seconds:.1f} s")
+
+        def evaluate(state: TrainState, step: int) -> None:
+            evaluation.update(evaluator.evaluate(state.model))
+            if state.ema is not None:
+                evaluation["eval/loss_ema"] = evaluator.evaluate(state.ema)["eval/loss"]
+            telemetry.write(step, evaluation, file="eval.jsonl")
+            reporter.say(_evaluation_line(step, evaluation, floor))
+
+        def save(state: TrainState, step: int) -> None:
+            with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
+                store.save(step, state, {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen})
+
+        rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
+        slots = cfg.data.batch_size * cfg.train.grad_accum * cfg.data.seq_len
+        meter = Meter(cfg, flops_per_token(cfg.model, cfg.data.seq_len), peak_flops(mesh, cfg.train.dtype), start_step * slots)
+        feed = prefetched(rows, mesh)
+        reporter.begin(start_step)
+        try:
+            if start_step < cfg.train.total_steps:
+                state = train_loop(
+                    cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry,
+                    reporter=reporter, evaluate=evaluate, save=save,
+                )  # fmt: skip
+            else:
+                reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
+                evaluate(state, start_step)
+        finally:
+            reporter.end()
+            feed.close()  # type: ignore[attr-defined]
+            rows.close()  # type: ignore[attr-defined]
+            telemetry.close()
+    return Result(folder, state, dict(evaluation), floor)
+
+
+def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
+    loss, bits = evaluation["eval/loss"], evaluation["eval/bits_per_byte"]
+    text = (
+        f"held out at step {step}: loss {loss:.4f} nats a token, {bits:.4f} bits a byte, "
+        f"perplexity {evaluation['eval/perplexity']:.2f}, accuracy {evaluation['eval/accuracy']:.1%}"
+    )
+    if floor is not None:
+        text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
+    return text
+
+
+def next_commands(result: Result) -> str:
+    """What to type after a run."""
+    python = Path(sys.executable)
+    here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path("python")
+    return (
+        f"\nThe run is in {result.folder}. Next:\n"
+        f"  {here} -m nash_mhc.generate --checkpoint-dir {result.folder}\n"
+        f"  {here} -m nash_mhc.report {result.folder}\n"
+        f"  {here.parent / 'tensorboard'} --logdir {result.folder.parent}\n"
+        f"  {here} -m nash_mhc.train --checkpoint-dir {result.folder} --total-steps "
+        f"{10 * int(result.state.step)}   # go on from here"
+    )

@@ -1,0 +1,15 @@
+"""Eight emulated host devices for the whole suite, and one compilation cache for all of its processes."""
+
+import os
+from pathlib import Path
+
+CACHE = Path(__file__).parent.parent / ".cache" / "jax"
+# For the subprocesses that some tests start, too.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
