@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from nash_mhc.data.ambiguity import find_ambiguity
 from nash_mhc.data.grammar import (
     Chain,
     Choice,
@@ -16,7 +17,6 @@ from nash_mhc.data.grammar import (
     Text,
     WordList,
     enumerate_derivations,
-    find_ambiguity,
     sample,
 )
 
@@ -124,7 +124,19 @@ AMBIGUOUS: dict[str, Node] = {
     "words that touch": Chain(
         [Draw(WordList("stems", ["a", "ab"]), "x"), Draw(WordList("tails", ["bc", "c"]), "y"), Text(".")]
     ),
+    "numbers that touch": Chain(
+        [Draw(WordList("tens", ["1", "12"]), "x"), Draw(WordList("ones", ["23", "3"]), "y"), Text(".")]
+    ),
+    "lists of words and numbers that touch": Chain(
+        [Draw(WordList("left", ["1", "a", "ab"]), "x"), Draw(WordList("right", ["2", "bc", "c"]), "y"), Text(".")]
+    ),
 }
+
+
+def test_a_number_ends_where_a_word_begins() -> None:
+    root = Chain([Draw(WordList("sizes", ["1", "12"]), "x"), Draw(WordList("units", ["km", "m"]), "y")])
+    assert find_ambiguity(root) is None
+    assert true_entropy(merged_texts(root)) == pytest.approx(root.entropy)
 
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
@@ -163,10 +175,14 @@ def test_no_ambiguity_escapes_the_check() -> None:
     assert min(verdicts[True], verdicts[False]) > 50
 
 
-@pytest.mark.parametrize("words", [[], ["cup", "cup"], ["tea cup"], ["cup."], [""]])
+@pytest.mark.parametrize("words", [[], ["cup", "cup"], ["tea cup"], ["cup."], [""], ["4x4"], ["1.5"], ["-3"], ["7", "7"]])
 def test_word_lists_refuse_repeats_and_delimiters(words: list[str]) -> None:
     with pytest.raises(ValueError, match="word list"):
         WordList("bad", words)
+
+
+def test_word_lists_admit_numbers_beside_words() -> None:
+    assert WordList("sizes", ["7", "07", "seven"]).words == ("7", "07", "seven")
 
 
 def test_templates_refuse_what_is_not_in_scope() -> None:

@@ -24,8 +24,9 @@ class Store:
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
         # Orbax takes a relative folder and then fails at the first save.
         self.folder = Path(folder).absolute() / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, step_prefix=None)
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "values"))
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "values": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Store:
         return self
@@ -36,6 +37,10 @@ class Store:
 
     def latest(self) -> int | None:
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, oldest first."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: PyTree, values: dict[str, Any]) -> None:
         """Starts writing; returns once the state has been copied, so that the next step may reuse its memory."""

@@ -1,4 +1,4 @@
-"""The words of the stories: some eleven hundred, made of a few hundred parts, and plain numbers.
+"""The words of the stories: some thirteen hundred, made of a few hundred parts, and plain numbers.
 
 Each list plays one grammatical role wherever it is used, and no word is in two lists, so that a word tells its role.
 Lists that may follow the article "a" hold only words that begin with a consonant sound. The long lists are compounds
@@ -19,8 +19,14 @@ def _compounds(firsts: str, seconds: str) -> list[str]:
     return [first + second for first in firsts.split() for second in seconds.split()]
 
 
+def _plural(word: str) -> str:
+    if word.endswith(("ch", "sh", "s", "x")):
+        return word + "es"
+    return word[:-1] + "ies" if word.endswith("y") and word[-2] not in "aeiou" else word + "s"
+
+
 _MOODS = _words("""
-        bold brave brief bright calm cruel fierce fond glad grand harsh kind loud meek mild neat proud quick
+        bold brave bright brisk calm cruel fierce fond glad grand harsh kind loud meek mild neat proud quick
         quiet rude sad sly stern wise""")
 
 _LISTS: dict[str, list[str]] = {
@@ -29,10 +35,10 @@ _LISTS: dict[str, list[str]] = {
     "objects": _compounds(
         "bed cat day dew fog gem hen moon pig rain sea sky sun tea", "bag bell can cup drum fan jar key lid pan pot rod"
     ),
-    "foods": _compounds("corn egg fig nut oat pea plum rice rye yam", "bars buns cups jams pies rolls stews tarts"),
+    "foods": _compounds("corn egg fig nut oat pea plum rice rye yam", "bars buns dips jams pies rolls stews tarts"),
     "clothes": _compounds("beach fur gym lab lace road ski wet", "bib cap coat gown hat robe shoe sock vest wig"),
-    "topics": _compounds("air bog cave fire ice mud storm tree war wood", "ants apes bats elves gods imps kin men owls rats"),
-    "jobs": _compounds("boat cab cow farm hat log mill net pot shop stone team", "boy girl lad maid"),
+    "topics": _compounds("air bog cave fire ice mud storm tree war wood", "ants apes bats gods hogs imps men orcs owls rats"),
+    "jobs": _compounds("boat cab cow dock farm hat log net pot shop stone team", "boy girl lad maid"),
     "moods": _MOODS,
     "manners": [mood + "ly" for mood in _MOODS],
     "animals": _words("""
@@ -64,7 +70,7 @@ _LISTS: dict[str, list[str]] = {
         afraid amazed angry ashamed bitter cosy eager empty excited free gloomy guilty happy hopeful hurt
         lonely pleased puzzled ready safe sick sorry tired worried"""),
     "weather": _words("""
-        breeze dew drizzle dust fog gales hail haze heat ice mist showers sleet smoke thunder storms"""),
+        dew drizzle drought dust fog gales hail haze heat ice mist showers sleet smoke thunder storms"""),
     "skills": _words("""
         bake carve cook dance dig dive draw fish fly hunt juggle knit paint plant read ride row sail sew
         sing skate ski swim write"""),
@@ -73,7 +79,7 @@ _LISTS: dict[str, list[str]] = {
 }
 
 # Plurals are words of their own: every filler stands between delimiters, which keeps the grammar unambiguous.
-_LISTS |= {"many_" + name: [word + "s" for word in _LISTS[name]] for name in ("objects", "animals", "jobs", "trees")}
+_LISTS |= {"many_" + name: [_plural(word) for word in _LISTS[name]] for name in ("objects", "animals", "jobs", "trees")}
 del _LISTS["trees"]
 
 WORD_LISTS = {name: WordList(name, words) for name, words in _LISTS.items()}

@@ -6,7 +6,6 @@ import itertools
 import math
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
@@ -38,11 +37,12 @@ class Evaluator:
 
     def evaluate(self, model: LM) -> dict[str, float]:
         parts = [self.step(model, to_device(rows, self._mesh)) for rows in self._rows]
-        total = Sums(*np.sum([jax.device_get(p) for p in parts], axis=0, dtype=np.float64))
-        nats = float(total.ce / total.weight)
+        # Added up on the host in double precision: the sums of many batches outgrow float32.
+        total = {name: sum(float(jax.device_get(getattr(p, name))) for p in parts) for name in ("ce", "correct", "weight")}
+        nats = total["ce"] / total["weight"]
         return {
             "eval/loss": nats,
             "eval/perplexity": math.exp(min(nats, 700.0)),
-            "eval/bits_per_byte": float(total.ce) / math.log(2) / max(self._bytes, 1),
-            "eval/accuracy": float(total.correct / total.weight),
+            "eval/bits_per_byte": total["ce"] / math.log(2) / max(self._bytes, 1),
+            "eval/accuracy": total["correct"] / total["weight"],
         }

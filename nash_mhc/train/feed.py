@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -30,8 +31,9 @@ def to_device(rows: Rows, mesh: Mesh) -> Batch:
 def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh) -> Batch:
     """The batch's shapes and shardings, to compile for before any data is there."""
     shape = (grad_accum, cfg.batch_size, cfg.seq_len)
-    dtypes = Batch("int32", "int32", "int32", "float32")  # type: ignore[arg-type]
-    return Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh)) for dtype in dtypes))
+    dtypes = ("int32", "int32", "int32", "float32")
+    structs: Any = [jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh)) for dtype in dtypes]
+    return Batch(*structs)
 
 
 def host_batches(cfg: DataConfig, source: RowSource, *, grad_accum: int, seed: int, start_step: int = 0) -> Iterator[Rows]:

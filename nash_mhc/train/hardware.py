@@ -29,13 +29,15 @@ def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
     return 2 * n**3 / best
 
 
-def peak_flops(mesh: Mesh, dtype: str) -> float:
-    """FLOP/s of the whole mesh: the data sheet's for a known chip, measured for anything else.
+def processors(mesh: Mesh) -> int:
+    """Devices that work on their own: emulated host devices share one processor."""
+    return 1 if mesh.devices.flat[0].platform == "cpu" else mesh.size
 
-    Emulated host devices share one processor, so their mesh is worth that one processor.
-    """
+
+def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> float:
+    """FLOP/s of the whole mesh: the data sheet's for a known chip, the measured matmul rate for anything else."""
     device = mesh.devices.flat[0]
     for name, teraflops in _PEAKS.items():
         if name in device.device_kind:
             return teraflops * 1e12 * mesh.size
-    return matmul_rate(dtype, device) * (1 if device.platform == "cpu" else mesh.size)
+    return (measured_rate or matmul_rate(dtype, device)) * processors(mesh)

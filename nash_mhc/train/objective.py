@@ -6,7 +6,7 @@ A training mode is an objective. This one is next-token prediction.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,9 @@ class Sums(NamedTuple):
     weight: Float[Array, ""]
 
 
+# Logical axes of what the loss takes and gives.
 _X, _W, _TOKENS = ("batch", "time_split", "width"), ("vocab", "embed"), ("batch", "time")
+_SCALARS: Any = XentSums(*((),) * 5)  # type: ignore[arg-type]
 
 
 def _gather(x: Array, w: Array) -> tuple[Array, Array]:
@@ -68,17 +70,18 @@ def sharded_xent(
 
     def local(x: Array, w: Array, targets: Array, weights: Array) -> XentSums:
         x, w = _gather(x, w)
-        options = {"vocab_size": vocab_size, "z_weight": z_weight, "vocab_axes": mesh_axis("vocab")}
-        return _over_batch(xent(x, w, targets, weights, **options))
+        axes = mesh_axis("vocab")
+        return _over_batch(xent(x, w, targets, weights, vocab_size=vocab_size, z_weight=z_weight, vocab_axes=axes))
 
-    return on_shards(local, [_X, _W, _TOKENS, _TOKENS], XentSums(*((),) * 5))(x_BTD, w_VD, targets_BT, weights_BT)
+    return on_shards(local, [_X, _W, _TOKENS, _TOKENS], _SCALARS)(x_BTD, w_VD, targets_BT, weights_BT)
 
 
 def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight):  # type: ignore[no-untyped-def]
     def local(x: Array, w: Array, targets: Array, weights: Array) -> tuple[XentSums, Array, Array]:
         x, w = _gather(x, w)
-        options = {"vocab_size": vocab_size, "z_weight": z_weight, "vocab_axes": mesh_axis("vocab")}
-        sums, dx, dw = xent_and_grads(x, w, targets, weights, **options)
+        sums, dx, dw = xent_and_grads(
+            x, w, targets, weights, vocab_size=vocab_size, z_weight=z_weight, vocab_axes=mesh_axis("vocab")
+        )
         # Each gradient goes home in one collective: summed where it is partial, split where its array is split.
         for axis in mesh_axis("time_split"):
             dx = lax.psum_scatter(dx, axis, scatter_dimension=1, tiled=True)
@@ -87,7 +90,7 @@ def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight):  # type
             dw = lax.psum_scatter(dw, axis, scatter_dimension=1, tiled=True) if split else lax.psum(dw, axis)
         return _over_batch(sums), dx, dw
 
-    out = (XentSums(*((),) * 5), _X, _W)
+    out = (_SCALARS, _X, _W)
     sums, dx_BTD, dw_VD = on_shards(local, [_X, _W, _TOKENS, _TOKENS], out)(x_BTD, w_VD, targets_BT, weights_BT)
     return sums, (dx_BTD, dw_VD.astype(w_VD.dtype))
 

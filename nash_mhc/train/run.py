@@ -32,7 +32,7 @@ from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
 from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import Meter, train_loop
 from nash_mhc.train.objective import next_token
-from nash_mhc.train.state import TrainState, abstract_state, create_state, state_shardings
+from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
 from nash_mhc.train.telemetry import Reporter, Telemetry
 
@@ -116,9 +116,7 @@ def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store, folder: Path) -> t
             raise ConfigError(f"--resume-from {other}: its checkpoints folder holds no finished checkpoint")
     if latest is None:
         return create_state(cfg, mesh), 0, "fresh weights"
-    shardings = state_shardings(cfg, mesh)
-    like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), shardings)
-    return source.restore(latest, like), latest, f"step {latest} of {source.folder.parent}"
+    return source.restore(latest, sharded_abstract_state(cfg, mesh)), latest, f"step {latest} of {source.folder.parent}"
 
 
 def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None) -> dict[str, Any]:

@@ -44,7 +44,14 @@ def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
         make_optimizer(cfg, shape.model), lambda _, s: s, shape.opt_state, model,
         transform_non_params=lambda _: replicated,
     )  # fmt: skip
-    return _tree(TrainState, replicated, model, opt_state, None if shape.ema is None else model)
+    trees = (replicated, model, opt_state, None if shape.ema is None else model)
+    return eqx.tree_at(lambda s: (s.step, s.model, s.opt_state, s.ema), shape, trees, is_leaf=lambda x: x is None)
+
+
+def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state, without an array: what restoring and ahead-of-time compiling start from."""
+    place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+    return jax.tree.map(place, abstract_state(cfg), state_shardings(cfg, mesh))
 
 
 def create_state(cfg: RunConfig, mesh: Mesh) -> TrainState:

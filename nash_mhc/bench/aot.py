@@ -1,0 +1,63 @@
+"""`bench compile`: the real train step compiled for a TPU topology that is not here, with its memory figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from typing import Any
+
+from jax.experimental import topologies
+from jax.sharding import AxisType
+
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.model.lm import count_parameters
+from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.sharding import MESH_AXES
+from nash_mhc.train.feed import abstract_batch
+from nash_mhc.train.run import compile_train_step
+from nash_mhc.train.state import sharded_abstract_state
+
+_COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def count_collectives(compiled: Any) -> dict[str, int]:
+    """Collectives in the program text by kind; one inside a loop counts once."""
+    return dict(sorted(Counter(_COLLECTIVE.findall(compiled.as_text())).items()))
+
+
+def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
+    """Compiles for `topology` (for instance v6e:2x4); needs the TPU compiler library, not a TPU."""
+    shape = (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tp)
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except Exception as error:  # the library raises many kinds; the user needs the reason, not the kind
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"--topology {topology}: cannot be described here ({reason}); it needs libtpu and a name like v6e:2x4"
+        ) from error
+    if math.prod(shape) != len(described.devices):
+        raise ConfigError(
+            f"--topology {topology} has {len(described.devices)} chips; --mesh-data, --mesh-fsdp and --mesh-tp must multiply to that"
+        )
+    mesh = topologies.make_mesh(described, shape, MESH_AXES)
+    mesh = type(mesh)(mesh.devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    check_fit(cfg, mesh.shape)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype="bfloat16", attention="splash"))
+    step = compile_train_step(cfg, mesh)
+    compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
+    memory = compiled.memory_analysis()
+    gib = {name: getattr(memory, f"{name}_size_in_bytes") / 2**30 for name in ("argument", "output", "alias", "temp")}
+    return {
+        "topology": f"{topology}, mesh {'x'.join(map(str, shape))} ({' x '.join(MESH_AXES)})",
+        "model_size": cfg.model_size,
+        "parameters": count_parameters(cfg.model),
+        "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
+        "remat": cfg.train.remat,
+        "compile_s": step.seconds,
+        "state_and_batch_gib": gib["argument"],
+        "temporaries_gib": gib["temp"],
+        "peak_gib_per_chip": gib["argument"] + gib["output"] - gib["alias"] + gib["temp"],
+        "collectives": ", ".join(f"{kind} {count}" for kind, count in count_collectives(compiled).items()),
+    }

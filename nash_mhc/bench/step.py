@@ -1,0 +1,82 @@
+"""`bench step`: the real train step, timed on the devices at hand."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.data.pack import Rows
+from nash_mhc.model.lm import count_parameters, flops_per_token
+from nash_mhc.parallel.mesh import describe
+from nash_mhc.train.feed import to_device
+from nash_mhc.train.hardware import matmul_rate, peak_flops, processors
+from nash_mhc.train.run import compile_train_step, resolve
+from nash_mhc.train.state import create_state
+
+
+def random_rows(cfg: RunConfig, seed: int) -> Rows:
+    """Random tokens in rows of two packed documents each: what a step costs does not depend on what it reads."""
+    shape = (cfg.train.grad_accum, cfg.data.batch_size, cfg.data.seq_len)
+    tokens = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (*shape[:2], shape[2] + 1), np.int32)
+    segments = np.broadcast_to(1 + (np.arange(shape[2]) >= shape[2] // 2), shape).astype(np.int32)
+    return Rows(tokens[..., :-1], tokens[..., 1:], segments, np.ones(shape, np.float32))
+
+
+def _peak_memory(compiled: Any, device: jax.Device) -> int | None:
+    """Bytes on one device at the worst moment: as the allocator saw it, or as the compiler planned it."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    plan = compiled.memory_analysis()
+    return None if plan is None else int(plan.argument_size_in_bytes + plan.temp_size_in_bytes)
+
+
+def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
+    """Median step time after the warm-up, waiting for each step's end, beside the matmul rate measured in the same run."""
+    cfg, mesh = resolve(cfg)
+    device = mesh.devices.flat[0]
+    state = create_state(cfg, mesh)
+    batch = to_device(random_rows(cfg, 0), mesh)
+    step_fn = compile_train_step(cfg, mesh)
+    compiled = step_fn.compile(state, batch)
+    rate_before = matmul_rate(cfg.train.dtype, device, seconds=1.0)
+    times, losses = [], []
+    for number in range(warmup + steps):
+        start = time.perf_counter()
+        state, metrics = step_fn(state, batch)
+        jax.block_until_ready((state, metrics))
+        if number >= warmup:
+            times.append(time.perf_counter() - start)
+        losses.append(float(metrics["loss"]))
+    # The machine may be slower or faster at either end; the better of the two is what it can do.
+    rate = max(rate_before, matmul_rate(cfg.train.dtype, device, seconds=1.0))
+    seconds = statistics.median(times)
+    tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
+    flops = flops_per_token(cfg.model, cfg.data.seq_len) * tokens
+    return {
+        "devices": describe(mesh),
+        "model_size": cfg.model_size,
+        "parameters": count_parameters(cfg.model),
+        "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
+        "dtype": cfg.train.dtype,
+        "attention": cfg.train.attention,
+        "remat": cfg.train.remat,
+        "compile_s": step_fn.seconds,
+        "step_ms": seconds * 1e3,
+        "step_ms_min": min(times) * 1e3,
+        "step_ms_max": max(times) * 1e3,
+        "tokens_per_s": tokens / seconds,
+        "tflops_per_s": flops / seconds / 1e12,
+        "matmul_tflops_per_s": rate * processors(mesh) / 1e12,
+        "share_of_matmul": flops / seconds / (rate * processors(mesh)),
+        "mfu": flops / seconds / peak_flops(mesh, cfg.train.dtype, rate),
+        "peak_memory_gib": None if (peak := _peak_memory(compiled, device)) is None else peak / 2**30,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "finite": bool(np.isfinite(losses).all()),
+    }

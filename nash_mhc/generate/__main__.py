@@ -1,0 +1,76 @@
+"""`python -m nash_mhc.generate`: a run's folder -> text on the terminal, as it is made."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from nash_mhc.config.cli import _near, _OwnParser, one_line_errors
+from nash_mhc.config.schema import ConfigError, check_field
+
+# flag -> (type, bounds as in the schema, default, help)
+_OPTIONS = {
+    "--max-tokens": (int, {"low": 1}, 400, "stop after this many new tokens"),
+    "--temperature": (float, {"low": 0}, 0.8, "0 always takes the likeliest token, 1 draws as the model predicts"),
+    "--top-k": (int, {"low": 0}, 0, "draw among this many of the likeliest tokens (0: all)"),
+    "--top-p": (float, {"above": 0, "high": 1}, 1.0, "draw among the fewest tokens that have this probability together"),
+    "--seed": (int, {"low": 0, "high": 2**32 - 1}, 0, "the same seed gives the same text"),
+    "--step": (int | None, {"low": 0}, None, "checkpoint to use (default: the last)"),
+}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """ConfigError on any mistake; --help prints and exits with 0."""
+    parser = _OwnParser(prog="python -m nash_mhc.generate", allow_abbrev=False, description="Writes text with a trained model.")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help="folder of the run (required)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from (default: a new document)")
+    for flag, (kind, _, default, text) in _OPTIONS.items():
+        note = "" if default is None else f" [{default}]"
+        convert = float if kind is float else int
+        parser.add_argument(flag, type=convert, default=default, metavar=convert.__name__.upper(), help=text + note)
+    args, rest = parser.parse_known_args(list(argv))
+    if rest:
+        word = rest[0].partition("=")[0]
+        if not word.startswith("-"):
+            raise ConfigError(f"unexpected argument {word!r}; the text to go on from is --prompt {word!r}")
+        flags = [name for action in parser._actions for name in action.option_strings]
+        raise ConfigError(f"unknown flag {word}{_near(word, flags) or '; --help lists them all'}")
+    if not args.checkpoint_dir:
+        raise ConfigError("--checkpoint-dir is missing; give the folder of a run, such as runs/tiny-20260101-120000")
+    for flag, (kind, bounds, _, _) in _OPTIONS.items():
+        check_field(flag, getattr(args, flag[2:].replace("-", "_")), kind, bounds)
+    try:
+        args.prompt.encode("utf-8")
+    except UnicodeEncodeError:  # what the shell passed on were bytes that are no text
+        raise ConfigError("--prompt is not UTF-8 text") from None
+    return args
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is told without JAX
+
+    loaded = load(args.checkpoint_dir, args.step)
+    tokenizer = loaded.tokenizer
+    tokens = generate_tokens(
+        loaded.model, [tokenizer.end, *tokenizer.encode(args.prompt)], seq_len=loaded.config.data.seq_len, end=tokenizer.end,
+        max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
+        execution=loaded.execution,
+    )  # fmt: skip
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
+    try:
+        print(args.prompt, end="", flush=True)
+        for piece in stream_text(tokens, tokenizer):
+            print(piece, end="", flush=True)
+        print(flush=True)
+    except BrokenPipeError:  # the reader (`head`, a pager) has seen enough; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))

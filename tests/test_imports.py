@@ -1,0 +1,124 @@
+"""The direction of imports: every folder of the package uses only those that lie before it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nash_mhc"
+
+ORDER = ("config", "parallel", "ops", "model", "data", "checkpoint", "train", "generate", "plan", "bench", "report")
+
+# What each folder may use beside itself. A new need is a new entry here, made on purpose.
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "parallel": {"config"},
+    "ops": set(),
+    "model": {"config", "parallel", "ops"},
+    "data": {"config"},
+    "checkpoint": {"config"},
+    "train": {"config", "parallel", "ops", "model", "data", "checkpoint"},
+    "generate": {"config", "parallel", "ops", "model", "data", "checkpoint", "train"},
+    "plan": {"config", "parallel", "ops", "model", "data", "train"},
+    "bench": {"config", "parallel", "ops", "model", "data", "train", "plan"},
+    "report": {"config", "data", "train", "plan"},
+}
+
+# Outside libraries that would betray the purpose of a folder.
+FOREIGN: dict[str, set[str]] = {
+    "config": {"jax", "jaxlib", "equinox", "optax", "orbax", "grain", "numpy", "transformers", "tensorboard"},
+    "parallel": {"optax", "orbax", "grain", "transformers", "tensorboard"},
+    "ops": {"equinox", "optax", "orbax", "grain", "transformers", "tensorboard", "yaml"},
+    "model": {"optax", "orbax", "grain", "transformers", "tensorboard", "yaml"},
+    "data": {"jax", "jaxlib", "equinox", "optax", "orbax", "tensorboard"},
+    "checkpoint": {"equinox", "optax", "grain", "transformers", "tensorboard"},
+}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Every module that the text imports, deferred imports and relative ones included; `from a import b` is a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def dotted(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path) -> list[str]:
+    return list(imported(file.read_text(encoding="utf-8"), ".".join(file.relative_to(ROOT).parts[:-1])))
+
+
+def folder_of(module: str) -> str | None:
+    """The folder of a module of the package; None for the package's own file and for other libraries."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "nash_mhc" and len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else None
+
+
+def test_reader_sees_every_form_of_import() -> None:
+    source = (
+        "import a.b as c\nfrom nash_mhc.ops import rope\nfrom . import sibling\nfrom ..model.lm import LM\n"
+        "def f():\n    if True:\n        import late\n"
+    )
+    expected = {"a.b", "nash_mhc.ops.rope", "nash_mhc.data.sibling", "nash_mhc.model.lm.LM", "late"}
+    assert set(imported(source, "nash_mhc.data")) == expected
+
+
+def test_every_folder_has_its_row() -> None:
+    folders = {f.relative_to(PACKAGE).parts[0] for f in files() if f.parent != PACKAGE}
+    assert folders <= set(ORDER)
+    assert set(ALLOWED) == set(ORDER)
+    for name, others in ALLOWED.items():
+        assert others <= set(ORDER[: ORDER.index(name)]), f"{name} may use only what lies before it"
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_folder_uses_only_what_it_may(folder: str) -> None:
+    for file in sorted((PACKAGE / folder).rglob("*.py")):
+        for module in imports_of(file):
+            other = folder_of(module)
+            assert other in {None, folder, *ALLOWED[folder]}, f"{dotted(file)} imports {module}"
+            outside = module.split(".")[0]
+            assert outside not in FOREIGN.get(folder, set()), f"{dotted(file)} imports {module}"
+
+
+def test_no_library_file_imports_a_command() -> None:
+    for file in files():
+        assert not [m for m in imports_of(file) if "__main__" in m.split(".")], dotted(file)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    modules = {dotted(file) for file in files()}
+
+    def module_of(name: str) -> str | None:
+        """`nash_mhc.ops.rope.apply` is in module nash_mhc.ops.rope."""
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    graph = {dotted(f): {m for name in imports_of(f) if (m := module_of(name)) and m != dotted(f)} for f in files()}
+    # A folder's own __init__ gathers names from its files; a file that asks it for a name would go round in a circle.
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        if module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in sorted(modules):
+        visit(module, ())
+    assert done == modules
