@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from nash_mhc.data.tokens import ByteTokenizer, Tokenizer
 _VALIDATION_EVERY = 20  # one row in so many of a text dataset is held out
 
 
+@runtime_checkable
 class RowSource(Protocol):
     endless: bool  # fresh rows for ever: no epochs, no shuffling
 

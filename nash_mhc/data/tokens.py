@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     vocab_size: int
     end: int  # stands before the first token of a document and after the last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokens import Tokenizer, load_tokenizer
 from nash_mhc.model.lm import LM, Execution
-from nash_mhc.report import read_run
 from nash_mhc.train.state import TrainState, abstract_state
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
@@ -33,23 +33,32 @@ class Loaded:
 
 
 def _host() -> jax.Device:
-    """Where a checkpoint is unpacked: the host, so that an accelerator need only hold the weights, not the optimizer's moments."""
+    """Where a checkpoint is unpacked: an accelerator need then only hold the weights, not the optimizer's moments, too."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS may leave the host out
         return jax.devices()[0]
 
 
+def _read_config(folder: Path) -> RunConfig:
+    """The configuration that the run wrote down for itself."""
+    if not folder.is_dir():
+        raise ConfigError(f"--checkpoint-dir {folder}: no such folder; give the folder of a run")
+    path = folder / "run.json"
+    try:
+        return RunConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["config"])
+    except FileNotFoundError:
+        raise ConfigError(f"--checkpoint-dir {folder}: it has no run.json, so it is not the folder of a run") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} holds no configuration of a run ({type(error).__name__}: {error})") from error
+
+
 def load(folder: str | Path, step: int | None = None) -> Loaded:
     """The run in `folder` at `step` (default: its last checkpoint), on this machine's first device, whatever mesh wrote it."""
     folder = Path(folder)
-    described = read_run(folder)
-    try:
-        cfg = RunConfig.from_dict(described["config"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder}/run.json holds no configuration of a run ({error!r})") from error
-    except ConfigError as error:
-        raise ConfigError(f"{folder}/run.json: {error}") from None
+    cfg = _read_config(folder)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if not (folder / "checkpoints").is_dir():  # asked first: opening a Store would make the folder
         raise ConfigError(f"{folder} holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
@@ -74,7 +83,7 @@ def load(folder: str | Path, step: int | None = None) -> Loaded:
 def next_logits(
     model: LM, tokens_T: Int[Array, "T"], count: Int[Array, ""], execution: Execution = Execution()
 ) -> Float[Array, "V"]:
-    """Logits of the token after the first `count` of the buffer. What lies behind them is never looked at: attention is causal."""
+    """Logits of the token after the first `count` of the buffer. Attention is causal: what lies behind them has no say."""
     return model(tokens_T[None], execution=execution)[0, count - 1]
 
 
@@ -96,7 +105,7 @@ def keep_likely(logits_V: Float[Array, "V"], top_k: int, top_p: float) -> Float[
 def sample(
     logits_V: Float[Array, "V"], key: PRNGKeyArray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Int[Array, ""]:
-    """One token id. Temperature 0 takes the best; otherwise a draw from softmax(logits / temperature), cut to the likely ones."""
+    """One token id: at temperature 0 the best, otherwise a draw from softmax(logits / temperature), cut to the likely ones."""
     if temperature == 0:
         return jnp.argmax(logits_V)
     # The best at zero and a floor under the divisor: no temperature, however low, divides to inf or NaN.

@@ -146,12 +146,53 @@ def _attend_xla(q: Array, k: Array, v: Array, segments: Array | None, window: in
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
+# Documents in a row up to which cuDNN walks them one by one; measured on an H200 (T 4096, 16 heads of 128, batch 8, forward and
+# backward): 2.9 ms with room for 32 documents, 13.2 ms with room for 256, 8.4 ms with a mask, 3.9 ms with no documents at all.
+_CUDNN_DOCUMENTS = 32
+
+
 def _attend_cudnn(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
-    # The causal part stays with the kernel, which skips what lies above the diagonal; only documents need a mask.
-    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0), implementation="cudnn",
+    def masked(mask: Array | None) -> Array:
+        # The causal part stays with the kernel, which skips what lies above the diagonal; only documents need a mask.
+        span = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, local_window_size=span, implementation="cudnn"
+        )
+
+    if segments is None:
+        return masked(None)
+    with_mask = lambda: masked((segments[:, :, None] == segments[:, None, :])[:, None])
+    fused = _packed_cudnn()
+    if fused is None:
+        return with_mask()
+    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    document_BT = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    return jax.lax.cond(
+        jnp.max(document_BT) < _CUDNN_DOCUMENTS, lambda: _by_document(fused, q, k, v, document_BT, window), with_mask
+    )
+
+
+def _packed_cudnn():  # type: ignore[no-untyped-def]
+    """cuDNN's attention over documents given by offset and length, which JAX has but does not export; None where it is not."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+
+        capability = float(jax.local_devices(backend="gpu")[0].compute_capability)
+    except (ImportError, RuntimeError, AttributeError, ValueError):
+        return None
+    return fused if capability >= 9.0 else None
+
+
+def _by_document(fused, q: Array, k: Array, v: Array, document_BT: Array, window: int | None) -> Array:  # type: ignore[no-untyped-def]
+    count = lambda row: jnp.zeros(_CUDNN_DOCUMENTS, jnp.int32).at[row].add(1, mode="drop")
+    length_BM = jax.vmap(count)(document_BT)
+    offset_BM = jnp.cumsum(length_BM, axis=1) - length_BM
+    there_BM = length_BM > 0
+    lengths = jnp.where(there_BM, length_BM, -1)  # -1: no such document
+    offsets = jnp.pad(jnp.where(there_BM, offset_BM, -1), ((0, 0), (0, 1)), constant_values=-1)
+    return fused.dot_product_attention(
+        q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
+        scale=q.shape[-1] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL, sliding_window_length=window,
     )  # fmt: skip
 
 
@@ -165,8 +206,8 @@ def _attend_pallas(q: Array, k: Array, v: Array, segments: Array | None, window:
     return gpu_attention.mha(q, k, v, segment_ids=segments, sm_scale=q.shape[-1] ** -0.5, causal=True)
 
 
-@functools.cache
 def _splash_kernel(group: int, T: int, window: int | None):  # type: ignore[no-untyped-def]
+    """Made anew in each trace: the kernel holds mask tables, arrays that must not leak from one trace into the next."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     one = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
@@ -175,9 +216,7 @@ def _splash_kernel(group: int, T: int, window: int | None):  # type: ignore[no-u
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
-    # The kernel object holds mask tables: made outside the trace, or they would leak from one trace into the next.
-    with jax.ensure_compile_time_eval():
-        return splash.make_splash_mqa_single_device(mask=splash.MultiHeadMask([one] * group), block_sizes=sizes)
+    return splash.make_splash_mqa_single_device(mask=splash.MultiHeadMask([one] * group), block_sizes=sizes)
 
 
 def _attend_splash(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:

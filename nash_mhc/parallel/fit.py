@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from nash_mhc.config.schema import ConfigError, RunConfig, nearest_multiple
+from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig, nearest_multiple
 from nash_mhc.parallel.sharding import RULES
 
 
@@ -25,10 +25,26 @@ def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> None:
     for axis, size, flag in sizes:
         ways = math.prod(mesh_shape[a] for a in RULES[axis])
         if size % ways:
-            divisors = [d for d in range(1, size + 1) if size % d == 0]
             over = " x ".join(RULES[axis])
-            best = min(divisors, key=lambda d: abs(d - ways))
+            # A mesh must suit everything else that lies on the same axes, too.
+            others = [n for a, n, _ in sizes if RULES[a] == RULES[axis]]
+            if axis == "embed":
+                others.append(data.batch_size // mesh_shape["data"])
+            best = min((d for d in range(1, ways) if not any(n % d for n in others)), key=lambda d: abs(d - ways))
             raise ConfigError(
-                f"{flag} {size} cannot be split over {over} = {ways}; the nearest that works is {flag} "
-                f"{nearest_multiple(size, ways)}, or a mesh with {over} = {best}"
+                f"{flag} {size} cannot be split over {over} = {ways}; the nearest that works is "
+                f"{_nearest(model, axis, size, flag, ways)}, or a mesh with {over} = {best}"
             )
+
+
+def _nearest(model: ModelConfig, axis: str, size: int, flag: str, ways: int) -> str:
+    """Flags with which this size divides and the model is still a valid one."""
+    if axis == "vocab":  # upwards, so that the tokenizer still fits; the model pads it to a multiple of 128
+        unit = math.lcm(128, ways)
+        return f"{flag} {-(-size // unit) * unit}"
+    if axis not in ("heads", "kv_heads"):
+        return f"{flag} {nearest_multiple(size, ways)}"
+    heads = nearest_multiple(model.heads, ways)
+    shared = [k for k in range(ways, heads + 1, ways) if heads % k == 0]
+    kv_heads = f"--model-kv-heads {min(shared, key=lambda k: abs(k - model.kv_heads))}"
+    return f"{flag} {heads} {kv_heads}" if axis == "heads" else kv_heads

@@ -56,9 +56,9 @@ def make_train_step(cfg: RunConfig, objective: Objective) -> Callable[[TrainStat
         ema = None if state.ema is None else jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, state.ema, model)
         metrics = means(sums) | {
             "lr": learning_rate(cfg)(state.step),
-            "grad_norm": optax.global_norm(grads),
-            "update_norm": optax.global_norm(updates),
-            "param_norm": optax.global_norm(model),
+            "grad_norm": optax.tree.norm(grads),
+            "update_norm": optax.tree.norm(updates),
+            "param_norm": optax.tree.norm(model),
         }
         return TrainState(state.step + 1, model, opt_state, ema), metrics
 

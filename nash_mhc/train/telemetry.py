@@ -28,8 +28,9 @@ class Telemetry:
     @staticmethod
     def _keep_until(path: Path, step: int) -> None:
         if path.exists():
-            rows = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step]
-            path.write_text("".join(line + "\n" for line in rows))
+            # A crash may have cut the last line short: only a line with its end is a row.
+            rows = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+            path.write_text("".join(line for line in rows if json.loads(line)["step"] <= step))
 
     def write(self, step: int, row: dict[str, float], *, file: str = "metrics.jsonl") -> None:
         # JSON has no NaN: a diverged run must still leave a file that every reader can parse.

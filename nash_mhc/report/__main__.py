@@ -1,0 +1,37 @@
+"""`python -m nash_mhc.report DIR`: the files of a run -> one HTML page and a summary on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nash_mhc.config.cli import _near, _OwnParser, one_line_errors
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.report import facts, open_run, write_page
+
+
+def main() -> int:
+    parser = _OwnParser(prog="python -m nash_mhc.report", allow_abbrev=False, description="One HTML page about a run.")
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="folder of the run")
+    parser.add_argument("--out", metavar="FILE", help="where to write the page (default: DIR/report.html)")
+    args, rest = parser.parse_known_args()
+    if rest:
+        word = rest[0].partition("=")[0]
+        if not word.startswith("-"):
+            raise ConfigError(f"unexpected argument {word!r}; one folder at a time")
+        raise ConfigError(f"unknown flag {word}{_near(word, ['--out', '--help']) or '; --help lists them all'}")
+    if args.folder is None:
+        raise ConfigError("which run? Give its folder: python -m nash_mhc.report runs/tiny-20260101-120000")
+    run = open_run(Path(args.folder))
+    out = Path(args.out) if args.out else run.folder / "report.html"
+    write_page(run, out)
+    for name, text in facts(run).items():
+        print(f"{name:<32} {text}")
+    if len(run.rows) < 2:
+        print(f"the run has {len(run.rows) or 'no'} row{'s' * (not run.rows)} of metrics so far: the charts say little yet")
+    print(f"report: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))

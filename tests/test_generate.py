@@ -1,0 +1,239 @@
+"""Text from a trained run: the right tokens, the right cuts, the same text again, and one clear line for every mistake."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.cli import one_line_errors
+from nash_mhc.config.schema import ModelConfig, RunConfig
+from nash_mhc.data.tokens import ByteTokenizer
+from nash_mhc.generate.__main__ import main
+from nash_mhc.generate.decode import Loaded, generate_tokens, keep_likely, load, sample, stream_text
+from nash_mhc.parallel.sharding import MESH_AXES
+from nash_mhc.train.run import run
+from nash_mhc.train.state import abstract_state, state_shardings
+
+T = 32
+BYTES = ByteTokenizer()
+
+
+def tiny_config(folder: Path) -> RunConfig:
+    model = {"width": 16, "layers": 1, "heads": 8, "kv_heads": 8, "head_dim": 2, "ffn": 16}
+    train = {"total_steps": 2, "eval_batches": 1, "log_interval": 1, "checkpoint_dir": str(folder)}
+    values = {
+        "model": model,
+        "data": {"batch_size": 2, "seq_len": T},
+        "train": train | {"checkpoint_interval": 1},
+        "mesh": {"platform": "cpu"},
+        "optim": {"warmup_steps": 0},
+    }
+    return RunConfig.from_dict(values)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tiny_config(tmp_path_factory.mktemp("runs") / "tiny"), quiet=True).folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Loaded:
+    return load(folder)
+
+
+def tokens_of(loaded: Loaded, prompt: list[int], **options: object) -> list[int]:
+    # An end token of -1 never comes, so that the length of the text is known.
+    return list(generate_tokens(loaded.model, prompt, seq_len=T, **({"end": -1} | options)))  # type: ignore[arg-type]
+
+
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["generate", *map(str, argv)])
+    code = one_line_errors(main)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_greedy_is_the_argmax_of_the_full_model_at_every_step(loaded: Loaded) -> None:
+    prompt = [256, *b"Once"]
+    made = tokens_of(loaded, prompt, max_tokens=20, temperature=0.0)
+    # Causal: one pass over the finished text gives what each step saw.
+    logits_TV = loaded.model(jnp.array([prompt + made]))[0]
+    assert len(made) == 20
+    assert made == jnp.argmax(logits_TV, axis=-1)[len(prompt) - 1 : -1].tolist()
+
+
+def test_beyond_the_buffer_the_last_tokens_are_seen(loaded: Loaded) -> None:
+    prompt = [256, *b"a prompt that is by itself longer than the buffer"]
+    made = tokens_of(loaded, prompt, max_tokens=6, temperature=0.0)
+    last_BT = jnp.array([(prompt + made[:i])[-T:] for i in range(6)])
+    assert made == jnp.argmax(loaded.model(last_BT)[:, -1], axis=-1).tolist()
+    grown = tokens_of(loaded, [256], max_tokens=T + 5, temperature=1.0)
+    assert len(grown) == T + 5
+
+
+def test_the_end_token_ends_the_text(loaded: Loaded) -> None:
+    free = tokens_of(loaded, [256], max_tokens=10, temperature=1.0, seed=3)
+    last = free[6]
+    assert tokens_of(loaded, [256], max_tokens=10, temperature=1.0, seed=3, end=last) == free[: free.index(last)]
+
+
+def test_the_seed_decides_the_text(loaded: Loaded) -> None:
+    one, again, other = (tokens_of(loaded, [256], max_tokens=16, temperature=1.0, seed=s) for s in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+def test_top_k_one_is_greedy(loaded: Loaded) -> None:
+    greedy = tokens_of(loaded, [256], max_tokens=12, temperature=0.0)
+    assert tokens_of(loaded, [256], max_tokens=12, temperature=5.0, top_k=1, seed=9) == greedy
+    tie = jnp.array([0.0, 2.0, 2.0, 1.0])
+    draws = {int(sample(tie, jax.random.key(i), 1.0, 1, 1.0)) for i in range(8)}
+    assert draws == {int(sample(tie, jax.random.key(0), 0.0))} == {1}
+
+
+def test_no_prompt_token_is_a_mistake_of_the_caller(loaded: Loaded) -> None:
+    with pytest.raises(ValueError, match="a token to begin with"):
+        tokens_of(loaded, [])
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.75, 0.999])
+def test_top_p_keeps_the_fewest_tokens_that_have_the_mass(top_p: float) -> None:
+    logits_V = 2.0 * jax.random.normal(jax.random.key(5), (50,))
+    mass_V = np.asarray(jax.nn.softmax(logits_V), np.float64)
+    kept = np.isfinite(np.asarray(keep_likely(logits_V, 0, top_p)))
+    assert mass_V[kept].sum() >= top_p - 1e-6
+    assert mass_V[kept].sum() - mass_V[kept].min() < top_p
+    assert not kept.all()
+    assert mass_V[kept].min() >= mass_V[~kept].max()
+
+
+def test_cuts_combine_and_leave_the_rest_alone() -> None:
+    logits_V = jnp.log(jnp.array([0.1, 0.4, 0.3, 0.2]))
+    assert np.allclose(keep_likely(logits_V, 0, 1.0), logits_V)
+    assert np.isfinite(keep_likely(logits_V, 3, 1.0)).tolist() == [False, True, True, True]
+    # Of the two best, 4/7 and 3/7: the first alone has the mass.
+    assert np.isfinite(keep_likely(logits_V, 2, 0.55)).tolist() == [False, True, False, False]
+
+
+def test_temperature_sharpens() -> None:
+    logits_V = jnp.array([0.0, 1.0])
+    share = {t: np.mean([int(sample(logits_V, jax.random.key(i), t)) for i in range(200)]) for t in (1e-30, 1.0, 100.0)}
+    assert share[1e-30] == 1.0
+    assert 0.62 < share[1.0] < 0.84  # 0.731 expected, deviation 0.031
+    assert 0.38 < share[100.0] < 0.62
+
+
+@pytest.mark.parametrize("data", ["plain €uro 😀!".encode(), b"ab\xe2\x82", b"\xff\x80\x80\x80\x80\xe2(\xf0\x9f\x98\x80x"])
+def test_stream_never_shows_a_part_of_a_character(data: bytes) -> None:
+    pieces = list(stream_text(iter(data), BYTES))
+    assert "".join(pieces) == data.decode("utf-8", errors="replace")
+    assert all(pieces)
+    if b"\xf0\x9f\x98\x80" in data:
+        assert any("😀" in piece for piece in pieces)
+
+
+def test_stream_shows_text_as_it_comes() -> None:
+    seen: list[int] = []
+    source = (seen.append(b) or b for b in b"abc")
+    stream = stream_text(source, BYTES)
+    assert next(stream) == "a"
+    assert seen == [ord("a")]
+
+
+def test_averaged_weights_of_any_mesh_come_to_one_device(tmp_path: Path, folder: Path) -> None:
+    values = json.loads((folder / "run.json").read_text())["config"]
+    values["optim"]["ema_decay"] = 0.9
+    cfg = RunConfig.from_dict(values)
+    mesh = jax.make_mesh((2, 2, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    shape = abstract_state(cfg)
+    values_of = jax.tree.map(lambda a: np.arange(a.size, dtype=a.dtype).reshape(a.shape), shape)
+    values_of = eqx.tree_at(lambda s: s.ema, values_of, jax.tree.map(np.negative, values_of.model))
+    state = jax.tree.map(jax.device_put, values_of, state_shardings(cfg, mesh))
+    assert len(state.ema.embed_VD.devices()) == 8
+    with Store(tmp_path) as store:
+        store.save(7, state, {})
+    (tmp_path / "run.json").write_text(json.dumps({"config": values}))
+    loaded = load(tmp_path)
+    assert loaded.step == 7
+    assert loaded.model.embed_VD.devices() == {jax.devices()[0]}
+    assert jax.tree.all(jax.tree.map(np.array_equal, loaded.model, values_of.ema))
+    assert not np.array_equal(loaded.model.embed_VD, values_of.model.embed_VD)
+
+
+def test_command_prints_the_prompt_and_its_continuation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--checkpoint-dir", folder, "--prompt", "Once", "--max-tokens", 12, "--seed", 4, "--step", 1)
+    code, text, err = command(monkeypatch, capsys, *argv)
+    assert (code, err) == (0, "")
+    first = load(folder, 1)
+    made = generate_tokens(first.model, [256, *b"Once"], seq_len=T, end=256, max_tokens=12, seed=4)
+    assert text == "Once" + BYTES.decode(np.array(list(made))) + "\n"
+    code, text, _ = command(monkeypatch, capsys, "--checkpoint-dir", folder, "--prompt", "", "--max-tokens", 3)
+    assert code == 0
+    assert text.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
+        (["--zzz=1"], "unknown flag --zzz; --help lists them all"),
+        (["hello"], "unexpected argument 'hello'; the text to go on from is --prompt 'hello'"),
+        (["--top-k", "many"], "--top-k: invalid int value: 'many'"),
+        (["--top-k"], "--top-k: expected one argument"),
+        (["--top-k", "-1"], "--top-k must be at least 0, not -1"),
+        (["--top-p", "0"], "--top-p must be above 0, not 0.0"),
+        (["--top-p", "1.5"], "--top-p must be at most 1, not 1.5"),
+        (["--temperature", "-0.1"], "--temperature must be at least 0, not -0.1"),
+        (["--temperature", "nan"], "--temperature must be a finite number, not nan"),
+        (["--max-tokens", "0"], "--max-tokens must be at least 1, not 0"),
+        (["--seed", "-1"], "--seed must be at least 0, not -1"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
+        (["--step", "7"], "--step 7: DIR has no such checkpoint; it has 1, 2"),
+    ],
+)
+def test_each_bad_flag_is_one_line(
+    argv: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(monkeypatch, capsys, "--checkpoint-dir", folder, *argv)
+    assert (code, out) == (2, "")
+    assert err == f"error: {message.replace('DIR', str(folder))}\n"
+
+
+def test_each_unusable_folder_is_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*argv: object) -> str:
+        code, out, err = command(monkeypatch, capsys, *argv)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        return err.removeprefix("error: ").replace(str(tmp_path), "DIR").strip()
+
+    assert error().startswith("--checkpoint-dir is missing; give the folder of a run")
+    nowhere = error("--checkpoint-dir", tmp_path / "no")
+    assert nowhere == "--checkpoint-dir DIR/no: no such folder; give the folder of a run"
+    at = ("--checkpoint-dir", tmp_path)
+    assert error(*at) == "--checkpoint-dir DIR: it has no run.json, so it is not the folder of a run"
+    (tmp_path / "run.json").write_text("{")
+    assert error(*at).startswith("DIR/run.json holds no configuration of a run (JSONDecodeError")
+    (tmp_path / "run.json").write_text("[]")
+    assert error(*at).startswith("DIR/run.json holds no configuration of a run (TypeError")
+    (tmp_path / "run.json").write_text('{"config": {"model": {"colour": 3}}}')
+    assert error(*at).startswith("DIR/run.json: unknown key model.colour; there are ")
+    shutil.copy(folder / "run.json", tmp_path)
+    assert error(*at).startswith("DIR holds no checkpoint; the run saves its first one at --checkpoint-interval")
+    assert not (tmp_path / "checkpoints").exists()
+    (tmp_path / "checkpoints").mkdir()
+    assert error(*at).startswith("DIR/checkpoints holds no finished checkpoint")
+
+
+def test_the_model_is_the_one_described(loaded: Loaded) -> None:
+    assert loaded.step == 2
+    assert loaded.model.cfg == loaded.config.model == ModelConfig(257, 16, 1, 8, 8, 2, 16)

@@ -1,0 +1,133 @@
+"""Batches: step k holds the same rows however many processes, workers or restarts there were."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nash_mhc.data.loader import batches, count_bytes
+from nash_mhc.data.pack import Rows
+from nash_mhc.data.sources import RowSource, StoryRows, TextRows
+from nash_mhc.data.tokens import ByteTokenizer
+
+BYTES = ByteTokenizer()
+T = 32
+
+
+@pytest.fixture(scope="module")
+def stories() -> StoryRows:
+    return StoryRows(BYTES, seed=0, split="train", seq_len=T)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextRows:
+    file: Path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    file.write_text(" ".join(map(str, range(400))))
+    return TextRows(file, BYTES, split="train", seq_len=T)
+
+
+def take(source: RowSource, count: int, **options: Any) -> list[Rows]:
+    """The first batches; the reader is closed again."""
+    reader = batches(source, **({"batch_size": 8, "grad_accum": 1, "seed": 0} | options))
+    try:
+        return list(itertools.islice(reader, count))
+    finally:
+        reader.close()  # type: ignore[attr-defined]
+
+
+def keys(rows: Rows) -> list[bytes]:
+    """One key a row, in the order of the batch."""
+    flat = [a.reshape(-1, T) for a in rows]
+    return [b"".join(a[i].tobytes() for a in flat) for i in range(len(flat[0]))]
+
+
+def key(row: Rows) -> bytes:
+    return b"".join(a.tobytes() for a in row)
+
+
+SOURCES = ["stories", "text"]
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest) -> RowSource:
+    return request.getfixturevalue(request.param)
+
+
+def test_story_batches_are_the_rows_in_order(stories: StoryRows) -> None:
+    got = take(stories, 3, grad_accum=2)
+    assert [[a.shape for a in rows] for rows in got] == [[(2, 8, T)] * 4] * 3
+    assert [k for rows in got for k in keys(rows)] == [key(stories[i]) for i in range(48)]
+    assert isinstance(got[0], Rows)
+
+
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_the_rows_of_a_step(source: RowSource, processes: int) -> None:
+    alone = take(source, 3, grad_accum=2, seed=5)
+    parts = [take(source, 3, grad_accum=2, seed=5, process=(rank, processes)) for rank in range(processes)]
+    for step, whole in enumerate(alone):
+        mine = [part[step] for part in parts]
+        assert all(rows.inputs.shape == (2, 8 // processes, T) for rows in mine)
+        # The devices see the processes' rows side by side along the batch; each forward pass has the rows it should.
+        joined = Rows(*(np.concatenate(arrays, axis=1) for arrays in zip(*mine, strict=True)))
+        for part in range(2):
+            assert Counter(keys(Rows(*(a[part] for a in joined)))) == Counter(keys(Rows(*(a[part] for a in whole))))
+        # Row i of the batch is with process i mod processes, so that no row is read twice.
+        assert [keys(rows) for rows in mine] == [keys(whole)[rank::processes] for rank in range(processes)]
+
+
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
+@pytest.mark.parametrize("start", [1, 2, 5])
+def test_a_later_start_goes_on_with_the_same_steps(source: RowSource, start: int) -> None:
+    whole = take(source, 7, batch_size=4, grad_accum=2)
+    rest = take(source, 7 - start, batch_size=4, grad_accum=2, start_step=start)
+    assert [keys(rows) for rows in rest] == [keys(rows) for rows in whole[start:]]
+
+
+def test_a_far_start_is_reached_at_once(stories: StoryRows) -> None:
+    (rows,) = take(stories, 1, start_step=10**9)
+    assert keys(rows)[0] == key(stories[8 * 10**9])
+
+
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
+def test_accumulated_batches_hold_the_rows_of_one_big_batch(source: RowSource) -> None:
+    big = take(source, 2, batch_size=12, grad_accum=1)
+    accumulated = take(source, 2, batch_size=3, grad_accum=4)
+    for one, many in zip(big, accumulated, strict=True):
+        assert one.inputs.shape == (1, 12, T)
+        assert many.inputs.shape == (4, 3, T)
+        assert keys(one) == keys(many)
+
+
+def test_text_is_read_once_an_epoch_in_a_new_order_each_time(text: TextRows) -> None:
+    count = len(text)
+    assert count > 20
+    got = [k for rows in take(text, 2 * count, batch_size=1, seed=3) for k in keys(rows)]
+    everything = [key(text[i]) for i in range(count)]
+    first, second = got[:count], got[count:]
+    assert sorted(first) == sorted(second) == sorted(everything)
+    assert first != everything
+    assert first != second
+    assert [k for rows in take(text, count, batch_size=1, seed=4) for k in keys(rows)] != first
+
+
+def test_a_text_smaller_than_a_batch_is_repeated(text: TextRows) -> None:
+    (rows,) = take(text, 1, batch_size=3 * len(text))
+    assert set(Counter(keys(rows)).values()) == {3}
+
+
+def test_a_worker_process_changes_nothing(stories: StoryRows) -> None:
+    with_worker = take(stories, 3, workers=1, start_step=2, buffer=1)
+    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(stories, 3, start_step=2)]
+    assert isinstance(with_worker[0], Rows)
+
+
+def test_bytes_of_a_batch_are_those_of_its_targets(stories: StoryRows) -> None:
+    (rows,) = take(stories, 1)
+    real = rows.targets[rows.weights > 0]
+    assert count_bytes(rows, BYTES.byte_lengths) == (real < 256).sum() > 0
+    empty = Rows(*(np.zeros_like(a) for a in rows))
+    assert count_bytes(empty, BYTES.byte_lengths) == 0

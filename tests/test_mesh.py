@@ -1,0 +1,259 @@
+"""Devices, meshes and what fits on them; and what a user is told when something does not."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from nash_mhc.config.cli import one_line_errors, parse
+from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.mesh import describe, make_mesh
+from nash_mhc.train.__main__ import main
+from nash_mhc.train.run import resolve, run
+
+SMALL = RunConfig(
+    model=ModelConfig(vocab_size=257, width=16, layers=1, heads=4, kv_heads=4, head_dim=4, ffn=16),
+    data=DataConfig(batch_size=8, seq_len=64),
+    optim=OptimConfig(warmup_steps=0),
+    train=TrainConfig(total_steps=1, eval_batches=1),
+)
+
+
+def changed(cfg: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
+
+
+def refusal(cfg: RunConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        run(cfg, quiet=True)
+    return str(error.value)
+
+
+# --- make_mesh -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [((-1, 1, 1), (8, 1, 1)), ((2, -1, 2), (2, 2, 2)), ((1, 4, -1), (1, 4, 2)), ((8, -1, 1), (8, 1, 1))],
+)
+def test_minus_one_takes_the_rest(sizes: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
+    mesh = make_mesh(MeshConfig(*sizes))
+    assert mesh.devices.shape == shape
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tp"), shape, strict=True))
+    assert len(set(mesh.devices.flat)) == 8
+
+
+def test_minus_one_takes_the_rest_of_num_devices() -> None:
+    mesh = make_mesh(MeshConfig(data=-1, fsdp=2, num_devices=4))
+    assert mesh.devices.shape == (2, 2, 1)
+    assert set(mesh.devices.flat) == set(jax.devices()[:4])
+
+
+def test_a_fixed_mesh_on_the_cpu_takes_as_many_devices_as_it_names() -> None:
+    mesh = make_mesh(MeshConfig(data=1, fsdp=3, tp=1, platform="cpu"))
+    assert mesh.devices.shape == (1, 3, 1)
+    assert describe(mesh) == "3 x cpu, mesh 1x3x1 (data x fsdp x tp)"
+
+
+def test_two_rests_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"only one mesh axis may be -1 .*mesh\.data and mesh\.tp"):
+        MeshConfig(data=-1, tp=-1)
+
+
+MISFITS = {
+    "nothing left for -1": (MeshConfig(data=-1, fsdp=3), r"3 does not divide the 8 devices in use.*one of 1, 2, 4, 8"),
+    "product": (MeshConfig(data=3, fsdp=2, num_devices=8), r"needs 6 device\(s\), but 8 cpu.*--num-devices 6"),
+    "more than chosen": (MeshConfig(data=4, num_devices=2), r"needs 4 device\(s\), but 2 cpu.*--num-devices 4"),
+    "more chosen than there are": (MeshConfig(data=-1, num_devices=9), r"--num-devices 9: only 8 cpu.*use --num-devices 8"),
+    "more than there are": (MeshConfig(data=16), r"needs 16 devices, but JAX already runs with 8 cpu device\(s\)"),
+    "platform": (MeshConfig(platform="tpu"), r"--platform tpu: no such device here; there is 8 cpu\. Use --platform auto"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_mesh_that_the_devices_cannot_form_is_refused(kind: str) -> None:
+    cfg, message = MISFITS[kind]
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(cfg)
+
+
+# --- check_fit -------------------------------------------------------------------------------------------------------
+
+FITS: dict[str, tuple[RunConfig, dict[str, int]]] = {
+    "--batch-size": (changed(SMALL, data={"batch_size": 10}), {"data": 2, "fsdp": 2, "tp": 1}),
+    "--seq-len": (changed(SMALL, data={"seq_len": 62}), {"data": 1, "fsdp": 1, "tp": 4}),
+    "--model-width": (changed(SMALL, model={"width": 18}), {"data": 1, "fsdp": 4, "tp": 1}),
+    "--model-heads": (changed(SMALL, model={"heads": 6, "kv_heads": 6}), {"data": 1, "fsdp": 1, "tp": 4}),
+    "--model-kv-heads": (changed(SMALL, model={"heads": 12, "kv_heads": 6}), {"data": 1, "fsdp": 1, "tp": 4}),
+    "--model-ffn": (changed(SMALL, model={"ffn": 30}), {"data": 1, "fsdp": 1, "tp": 4}),
+    "--model-vocab-size": (
+        changed(SMALL, data={"seq_len": 63}, model={"vocab_size": 200, "heads": 6, "kv_heads": 3, "ffn": 15}),
+        {"data": 1, "fsdp": 1, "tp": 3},
+    ),
+}
+
+
+def as_argv(cfg: RunConfig) -> list[str]:
+    values = cfg.to_dict()
+    return [f"{section}.{key}={value}" for section in ("model", "data", "optim", "train")
+            for key, value in values[section].items()]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", FITS)
+def test_what_does_not_divide_is_refused_and_the_advice_holds(flag: str) -> None:
+    cfg, shape = FITS[flag]
+    with pytest.raises(ConfigError) as error:
+        check_fit(cfg, shape)
+    advice = re.fullmatch(
+        rf"{flag} \d+ cannot be split over (?P<axes>[a-z x]+) = \d+; the nearest that works is (?P<flags>--.+),"
+        r" or a mesh with (?P=axes) = (?P<ways>\d+)",
+        str(error.value),
+    )
+    assert advice, str(error.value)
+    assert advice["flags"].split()[0] == flag
+    # The flags, put behind the others on a command line, give a valid configuration that fits.
+    check_fit(parse([*as_argv(cfg), *advice["flags"].split()]).config, shape)
+    axes, ways = advice["axes"].split(" x "), int(advice["ways"])
+    check_fit(cfg, shape | dict.fromkeys(axes, 1) | {axes[0]: ways})
+
+
+def test_advice_for_the_mesh_suits_every_size_on_its_axis() -> None:
+    cfg = changed(SMALL, model={"heads": 6, "kv_heads": 6})  # 3 would suit the heads, but not a row of 64
+    with pytest.raises(ConfigError, match=r"a mesh with tp = 2$"):
+        check_fit(cfg, {"data": 1, "fsdp": 1, "tp": 4})
+    cfg = changed(SMALL, data={"batch_size": 4}, model={"width": 18})  # 3 would suit the width, but not the batch
+    with pytest.raises(ConfigError, match=r"a mesh with fsdp = 2$"):
+        check_fit(cfg, {"data": 1, "fsdp": 4, "tp": 1})
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 1, 4), (2, 2, 2)])
+def test_what_divides_is_accepted(shape: tuple[int, int, int]) -> None:
+    check_fit(SMALL, dict(zip(("data", "fsdp", "tp"), shape, strict=True)))
+
+
+def test_resolve_fills_in_what_depends_on_the_devices() -> None:
+    cfg, mesh = resolve(changed(SMALL, mesh={"data": -1, "tp": 2}))
+    assert (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tp) == mesh.devices.shape == (4, 1, 2)
+    assert cfg.mesh.platform == "cpu"
+    assert cfg.train.dtype == "float32"
+    assert cfg.train.attention != "auto"
+    assert str(cfg.train.checkpoint_dir).startswith("runs/tiny-")
+    assert resolve(cfg)[0] == cfg
+
+
+def test_resolve_refuses_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(ConfigError, match=r"--batch-size 8 cannot be split over data x fsdp = 3.*--batch-size 9,"):
+        resolve(changed(SMALL, mesh={"data": 3}))
+
+
+# --- what a run refuses, before any training -------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[RunConfig, str]] = {
+    "dataset": (changed(SMALL, data={"dataset": "nowhere"}), r"--dataset nowhere: neither 'stories' nor a .txt file"),
+    "variant": (changed(SMALL, data={"dataset_name": "easy"}), r"--dataset-name easy: dataset 'stories' has no variants"),
+    "split": (changed(SMALL, data={"split": "tset"}), r"split 'tset': there are train and validation"),
+    "eval split": (changed(SMALL, data={"eval_split": "tset"}), r"split 'tset': there are train and validation"),
+    "tokenizer": (changed(SMALL, data={"tokenizer": "gpt9"}), r"--tokenizer gpt9: neither 'bytes' nor a local folder"),
+    "vocabulary": (
+        changed(SMALL, model={"vocab_size": 256}),
+        r"--tokenizer bytes has 257 tokens, the model only 256; set --model-vocab-size 257",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_run_refuses_what_is_not_there(kind: str, tmp_path: Path) -> None:
+    cfg, message = REFUSALS[kind]
+    folder = tmp_path / "run"
+    assert re.search(message, refusal(changed(cfg, train={"checkpoint_dir": str(folder)})))
+    assert not folder.exists()
+
+
+def test_a_file_in_the_way_of_the_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a letter")
+    for folder in (tmp_path / "taken", tmp_path / "taken" / "run"):
+        message = refusal(changed(SMALL, train={"checkpoint_dir": str(folder)}))
+        assert re.search(r"--checkpoint-dir .*taken.*: cannot be written \(.+\); choose another folder", message)
+    assert (tmp_path / "taken").read_text() == "a letter"
+
+
+def test_resuming_from_where_no_run_is_is_told(tmp_path: Path) -> None:
+    cfg = changed(SMALL, train={"checkpoint_dir": str(tmp_path / "new"), "resume_from": str(tmp_path / "old")})
+    assert re.search(r"--resume-from .*old: no run with checkpoints there", refusal(cfg))
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
+    assert re.search(r"--resume-from .*old: its checkpoints folder holds no finished", refusal(cfg))
+
+
+# --- the command itself, in processes of its own ---------------------------------------------------------------------
+
+COMMANDS = {
+    "platform": ["--platform", "tpu", "--total-steps", "5"],
+    "batch": ["--mesh-data", "3", "--batch-size", "8"],
+    "typo": ["--bach-size", "8"],
+    "print": ["--print-config", "--mesh-data", "-1", "--num-devices", "4", "--batch-size", "8", "--seed", "7"],
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """All commands at once: most of their time is starting up."""
+    folder = tmp_path_factory.mktemp("commands")
+    root = str(Path(__file__).parent.parent)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "nash_mhc.train", *argv], cwd=folder, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for name, argv in COMMANDS.items()
+    }  # fmt: skip
+    done = {}
+    for name, process in started.items():
+        out, err = process.communicate(timeout=120)
+        done[name] = subprocess.CompletedProcess(COMMANDS[name], process.returncode, out, err)
+    assert not list(folder.iterdir())  # a refused command leaves nothing behind
+    return done
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("platform", r"error: --platform tpu: no such device here; there is 1 cpu\. Use --platform auto to take the best\n"),
+        ("batch", r"error: --batch-size 8 cannot be split over data x fsdp = 3; .*\n"),
+        ("typo", r"error: unknown flag --bach-size; did you mean --batch-size\?\n"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    name: str, message: str, finished: dict[str, subprocess.CompletedProcess[str]]
+) -> None:
+    assert finished[name].returncode == 2
+    assert re.fullmatch(message, finished[name].stderr)
+    assert finished[name].stdout == ""
+
+
+def test_printed_configuration_is_read_back(
+    finished: dict[str, subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = finished["print"]
+    assert (printed.returncode, printed.stderr) == (0, "")
+    file = tmp_path / "run.yaml"
+    file.write_text(printed.stdout)
+    config = parse(["--config", str(file)]).config
+    assert (config.mesh.data, config.mesh.num_devices, config.train.seed) == (4, 4, 7)
+    assert config.train.dtype == "float32"  # resolved, not `auto`
+    assert re.search(r"^ +data: 4 +# flag --mesh-data, resolved here$", printed.stdout, re.MULTILINE)
+    # Once more through the command: nothing is left to resolve, so the values stay what they are.
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(file), "--print-config"])
+    assert one_line_errors(main) == 0
+    values = [line.partition("  #")[0].rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert values == [line.partition("  #")[0].rstrip() for line in printed.stdout.splitlines()]

@@ -1,0 +1,256 @@
+"""Rows of stories and of text files, and the tokenizers that make them."""
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.corpus import Story, StoryCorpus
+from nash_mhc.data.loader import count_bytes
+from nash_mhc.data.pack import Rows
+from nash_mhc.data.sources import RowSource, StoryRows, TextRows, loss_floor, open_source
+from nash_mhc.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+BYTES = ByteTokenizer()
+MIXED = "naïve café, 東京, 🙂 and a tab\t"
+
+
+def story_rows(seed: int = 0, split: str = "train", seq_len: int = 64) -> StoryRows:
+    return StoryRows(BYTES, seed=seed, split=split, seq_len=seq_len)
+
+
+def same(left: Rows, right: Rows) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def texts_of(rows: Rows) -> list[str]:
+    """The text of each segment of one row."""
+    return [BYTES.decode(rows.targets[rows.segments == s]) for s in range(1, rows.segments.max() + 1)]
+
+
+# --- stories ---------------------------------------------------------------------------------------------------------
+
+
+def test_any_order_gives_the_same_rows() -> None:
+    source = story_rows()
+    numbers = [0, 1, 63, 64, 65, 700, 64 * 9 + 3]  # some far enough apart to leave the cache and come back
+    in_order = [source[i] for i in numbers]
+    again = story_rows()
+    for number, rows in reversed(list(zip(numbers, in_order, strict=True))):
+        assert same(again[number], rows)
+        assert same(source[np.int64(number)], rows)
+    assert not any(same(a, b) for i, a in enumerate(in_order) for b in in_order[:i])
+
+
+def test_rows_have_the_shape_and_the_types_of_a_step() -> None:
+    row = story_rows()[5]
+    assert [a.shape for a in row] == [(64,)] * 4
+    assert [a.dtype for a in row] == [np.int32, np.int32, np.int32, np.float32]
+    assert isinstance(story_rows(), RowSource)
+    assert len(story_rows()) > 10**15
+
+
+def test_seeds_and_splits_share_no_story() -> None:
+    kinds = [(0, "train"), (0, "validation"), (1, "train")]
+    texts = [{t for i in range(64) for t in texts_of(story_rows(seed, split, 1024)[i])} for seed, split in kinds]
+    assert all(len(t) > 100 for t in texts)
+    assert not texts[0] & texts[1]
+    assert not texts[0] & texts[2]
+
+
+def test_volumes_share_no_story() -> None:
+    source = story_rows(seq_len=1024)
+    texts = [[t for i in range(64 * v, 64 * v + 64) for t in texts_of(source[i]) if t.endswith(".")] for v in (0, 1)]
+    assert len({*texts[0], *texts[1]}) == len(texts[0]) + len(texts[1])
+
+
+def test_a_pickled_source_gives_the_same_rows() -> None:
+    source = story_rows(seed=4)
+    before = source[70]
+    data = pickle.dumps(source)
+    assert same(pickle.loads(data)[70], before)
+    assert len(data) < 200_000  # the recipe, not the rows
+
+
+class Recorder:
+    """The corpus, with a record of what each story cost."""
+
+    def __init__(self) -> None:
+        self.corpus = StoryCorpus()
+        self.nats: dict[str, float] = {}
+
+    def story(self, seed: int, split: str, index: int) -> Story:
+        story = self.corpus.story(seed, split, index)
+        self.nats[story.text] = story.nats
+        return story
+
+
+def test_stories_in_packed_rows_cost_what_the_floor_says() -> None:
+    # Rows longer than the longest story, so that none is cut: what a perfect model would pay is the stories' own cost.
+    recorder = Recorder()
+    seq_len = recorder.corpus.grammar.longest + 1
+    source = story_rows(seed=2, seq_len=seq_len)
+    source._corpus = recorder  # type: ignore[assignment]
+    rows = [source[i] for i in range(StoryRows.rows_per_volume)]
+    texts = [text for row in rows for text in texts_of(row)]
+    assert len(texts) == len(set(texts)) > 400
+    slots = sum(float(row.weights.sum()) for row in rows)
+    assert slots == sum(len(text) + 1 for text in texts)
+    nats = math.fsum(recorder.nats[text] for text in texts)
+    assert nats / slots == pytest.approx(recorder.corpus.floor_nats_per_token, rel=0.015)
+    # Hardly any story is left out, and hardly any slot is padding.
+    assert len(texts) > 0.95 * len(recorder.nats)
+    assert slots > 0.95 * seq_len * len(rows)
+
+
+def test_the_floor_is_known_for_stories_in_bytes_only(tmp_path: Path) -> None:
+    corpus = StoryCorpus()
+    assert loss_floor(DataConfig(), BYTES) == (corpus.floor_nats_per_token, corpus.floor_bits_per_byte)
+    assert loss_floor(DataConfig(dataset=str(tmp_path)), BYTES) is None
+
+
+# --- text files ------------------------------------------------------------------------------------------------------
+
+
+def write_book(folder: Path, files: int = 4, words: int = 400) -> str:
+    """Files of numbered words, so that every row is different."""
+    for number in range(files):
+        text = " ".join(f"{number}-{word}" for word in range(words))
+        (folder / f"part{number}" / "more").mkdir(parents=True)
+        (folder / f"part{number}" / "more" / "text.txt").write_text(text, encoding="utf-8")
+    (folder / "notes.md").write_text("not a text file")
+    return str(folder)
+
+
+def all_rows(source: TextRows) -> list[Rows]:
+    return [source[i] for i in range(len(source))]
+
+
+def test_splits_of_a_folder_are_disjoint_and_together_hold_all_of_it(tmp_path: Path) -> None:
+    cfg = DataConfig(dataset=write_book(tmp_path), seq_len=32)
+    train, validation = (open_source(cfg, BYTES, split=split, seed=0) for split in ("train", "validation"))
+    assert isinstance(train, TextRows)
+    assert isinstance(validation, TextRows)
+    held_out, rest = ({row.inputs.tobytes() for row in all_rows(s)} for s in (validation, train))
+    assert not held_out & rest
+    assert len(validation) == pytest.approx((len(train) + len(validation)) / 20, abs=1)
+    size = sum(f.stat().st_size + 1 for f in tmp_path.rglob("*.txt"))  # each file and its end
+    assert sum(row.weights.sum() for s in (train, validation) for row in all_rows(s)) == size
+    assert size == sum(count_bytes(row, BYTES.byte_lengths) for s in (train, validation) for row in all_rows(s)) + 4
+
+
+def test_a_single_file_is_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(MIXED * 3, encoding="utf-8")
+    source = TextRows(tmp_path / "a.txt", BYTES, split="train", seq_len=512)
+    assert texts_of(source[0]) == [MIXED * 3]
+
+
+def test_unusable_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"--dataset {tmp_path}: no .txt file in this folder"):
+        TextRows(tmp_path, BYTES, split="train", seq_len=32)
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"a\.txt: not UTF-8 at byte 3; convert it"):
+        TextRows(tmp_path, BYTES, split="train", seq_len=32)
+    (tmp_path / "a.txt").write_text("only a little")
+    assert len(TextRows(tmp_path, BYTES, split="train", seq_len=32)) == 1
+    message = r"fills 1 row\(s\) of 32 tokens, and split 'validation' needs 20; add text or lower --seq-len"
+    with pytest.raises(ConfigError, match=message):
+        TextRows(tmp_path, BYTES, split="validation", seq_len=32)
+    (tmp_path / "b.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"b\.txt: cannot be read \(.+\)"):
+        TextRows(tmp_path, BYTES, split="train", seq_len=32)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "split", "message"),
+    [
+        (DataConfig(dataset="storys"), "train", r"--dataset storys: neither 'stories' nor"),
+        (DataConfig(dataset_name="x"), "train", r"--dataset-name x: dataset 'stories' has no variants; leave it out"),
+        (DataConfig(), "test", r"split 'test': there are train and validation"),
+    ],
+)
+def test_unknown_datasets_are_refused(cfg: DataConfig, split: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_source(cfg, BYTES, split=split, seed=0)
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_round_trip() -> None:
+    tokens = BYTES.encode(MIXED)
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == list(MIXED.encode())
+    assert BYTES.decode(tokens) == MIXED
+    assert BYTES.decode(np.append(tokens, BYTES.end)) == MIXED  # the end marker is no text
+    assert BYTES.decode(tokens[:4]) == "naï"[:2] + "ï"
+    assert BYTES.encode("").shape == (0,)
+
+
+def test_byte_lengths_of_bytes() -> None:
+    assert BYTES.byte_lengths.shape == (BYTES.vocab_size,)
+    assert BYTES.byte_lengths[BYTES.encode(MIXED)].sum() == len(MIXED.encode())
+    assert BYTES.byte_lengths[BYTES.end] == 0
+
+
+def save_tokenizer(folder: Path, *, ends: bool = True) -> str:
+    """A tiny byte-level BPE tokenizer, as `save_pretrained` would leave it."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["the cat sat on the mat, the cat sat on the hat " * 5], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    special = {"eos_token": "<eos>"} if ends else {}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(save_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_a_local_hugging_face_tokenizer_round_trips(merged: Tokenizer) -> None:
+    assert isinstance(merged, HuggingFaceTokenizer)
+    for text in ("the cat sat on the mat", MIXED):
+        tokens = merged.encode(text)
+        assert tokens.dtype == np.int32
+        assert tokens.max() < merged.vocab_size
+        assert merged.end not in tokens
+        assert merged.decode(np.append(tokens, merged.end)) == text
+    assert len(merged.encode("the cat sat")) < len("the cat sat")
+
+
+def test_byte_lengths_add_up_to_the_text(merged: Tokenizer) -> None:
+    assert merged.byte_lengths.shape == (merged.vocab_size,)
+    assert merged.byte_lengths[merged.end] == 0
+    for text in ("the cat sat on the mat", MIXED):
+        assert merged.byte_lengths[merged.encode(text)].sum() == len(text.encode())
+
+
+def test_stories_can_be_read_with_any_tokenizer(merged: Tokenizer) -> None:
+    row = StoryRows(merged, seed=0, split="train", seq_len=512)[0]
+    assert row.inputs[0] == merged.end
+    assert merged.decode(row.targets[row.segments == 1]).startswith(("Once", "Long", "Last", "In"))
+    assert loss_floor(DataConfig(), merged) is None
+
+
+def test_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer gpt9: neither 'bytes' nor a local folder"):
+        load_tokenizer("gpt9")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"--tokenizer .*empty: not a tokenizer that transformers can read \(.+\)"):
+        load_tokenizer(str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match=r"neither an eos nor a bos token to stand between documents"):
+        load_tokenizer(save_tokenizer(tmp_path / "endless", ends=False))

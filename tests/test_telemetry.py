@@ -1,0 +1,147 @@
+"""What a run writes down: rows that every reader can parse, and event files that TensorBoard reads back."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.util import tensor_util
+
+from nash_mhc.train.telemetry import Reporter, Telemetry
+
+ROW = {"loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "step_ms": 12.0, "tokens_per_s": 34567.0, "mfu": 0.42}
+
+
+def rows_of(path: Path) -> list[dict[str, float | None]]:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def scalars(folder: Path) -> dict[tuple[str, int], float]:
+    """Every scalar of every event file, by tag and step."""
+    found = {}
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                # The loader upgrades simple values to tensors, as TensorBoard itself does.
+                is_tensor = value.HasField("tensor")
+                number = tensor_util.make_ndarray(value.tensor).item() if is_tensor else value.simple_value
+                found[value.tag, event.step] = number
+    return found
+
+
+def test_rows_are_lines_of_json_by_step(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path)
+    telemetry.write(10, {"loss": 2.5, "lr": 0.1})
+    # Readable while the run goes on.
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 2.5, "lr": 0.1}]
+    telemetry.write(20, {"loss": 2.0, "lr": 0.05})
+    telemetry.write(20, {"eval/loss": 2.1}, file="eval.jsonl")
+    telemetry.close()
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [10, 20]
+    assert rows_of(tmp_path / "eval.jsonl") == [{"step": 20, "eval/loss": 2.1}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_can_not_say_is_null(tmp_path: Path, value: float) -> None:
+    telemetry = Telemetry(tmp_path)
+    telemetry.write(1, {"loss": value, "lr": 0.5})
+    telemetry.close()
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "lr": 0.5}]
+
+
+def test_a_resumed_run_drops_the_rows_it_will_write_again(tmp_path: Path) -> None:
+    first = Telemetry(tmp_path)
+    for step in (10, 20, 30, 40):
+        first.write(step, {"loss": float(step)})
+        first.write(step, {"eval/loss": float(step)}, file="eval.jsonl")
+    first.close()
+    second = Telemetry(tmp_path, start_step=20)
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert [row["step"] for row in rows_of(tmp_path / name)] == [10, 20]
+    second.write(30, {"loss": -1.0})
+    second.close()
+    assert rows_of(tmp_path / "metrics.jsonl") == [
+        {"step": 10, "loss": 10.0},
+        {"step": 20, "loss": 20.0},
+        {"step": 30, "loss": -1.0},
+    ]
+
+
+def test_a_fresh_start_in_the_same_folder_begins_with_empty_files(tmp_path: Path) -> None:
+    first = Telemetry(tmp_path)
+    first.write(10, {"loss": 1.0})
+    first.close()
+    Telemetry(tmp_path, start_step=0).close()
+    assert rows_of(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_row_cut_short_by_a_crash_does_not_stop_a_resumed_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n{"step": 20, "lo')
+    Telemetry(tmp_path, start_step=20).close()
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 1.0}]
+
+
+def test_tensorboard_reads_the_same_scalars(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path)
+    written = {10: {"loss": 2.5, "loss/ce": 2.25}, 20: {"loss": math.nan, "loss/ce": 1e-9}}
+    for step, row in written.items():
+        telemetry.write(step, row)
+    telemetry.write(20, {"eval/loss": 0.125}, file="eval.jsonl")
+    telemetry.close()
+    expected = {(tag, step): value for step, row in written.items() for tag, value in row.items()}
+    expected["eval/loss", 20] = 0.125
+    assert scalars(tmp_path) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def test_off_a_terminal_a_row_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(200, floor=0.5)
+    reporter.begin(0)
+    reporter.advance(19, 1.3)
+    reporter.row(20, ROW)
+    reporter.say("saved [the] rest, " + "x" * 200)
+    reporter.end()
+    out, err = capsys.readouterr()
+    assert out == (
+        "step  20/200  loss 1.2500 (2.50x the floor)  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s  mfu 42%\n"
+        "saved [the] rest, " + "x" * 200 + "\n"
+    )
+    assert err == ""
+
+
+def test_without_a_floor_and_a_known_peak_neither_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    Reporter(20, floor=None).row(20, ROW | {"mfu": 0.001})
+    assert capsys.readouterr().out == "step 20/20  loss 1.2500  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s\n"
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(20, floor=0.5, quiet=True)
+    reporter.begin(0)
+    reporter.advance(1, 1.0)
+    reporter.row(20, ROW)
+    reporter.end()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    reporter = Reporter(20, floor=None)
+    reporter.begin(5)
+    reporter.advance(6, 1.5)
+    reporter.row(6, ROW)
+    reporter.end()
+    assert "training" in terminal.getvalue()
+    assert "6/20" in terminal.getvalue()
+    assert "loss 1.2500" in terminal.getvalue()
