@@ -234,6 +234,9 @@ def test_each_unusable_folder_is_one_line(
     assert error(*at).startswith("DIR/checkpoints holds no finished checkpoint")
 
 
-def test_the_model_is_the_one_described(loaded: Loaded) -> None:
+def test_the_model_is_the_one_described(loaded: Loaded, folder: Path) -> None:
     assert loaded.step == 2
+    first = load(folder, 1)
+    assert first.step == 1
+    assert not np.array_equal(first.model.embed_VD, loaded.model.embed_VD)
     assert loaded.model.cfg == loaded.config.model == ModelConfig(257, 16, 1, 8, 8, 2, 16)

@@ -94,9 +94,13 @@ def test_folder_uses_only_what_it_may(folder: str) -> None:
             assert outside not in FOREIGN.get(folder, set()), f"{dotted(file)} imports {module}"
 
 
-def test_no_library_file_imports_a_command() -> None:
+def test_no_file_imports_a_command() -> None:
+    """Commands are the top: `__main__` of a folder, and files beside the folders."""
+    commands = {f"nash_mhc.{f.stem}" for f in PACKAGE.glob("*.py") if f.stem != "__init__"}
     for file in files():
-        assert not [m for m in imports_of(file) if "__main__" in m.split(".")], dotted(file)
+        for module in imports_of(file):
+            assert "__main__" not in module.split("."), f"{dotted(file)} imports {module}"
+            assert ".".join(module.split(".")[:2]) not in commands, f"{dotted(file)} imports {module}"
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:

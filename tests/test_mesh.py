@@ -94,7 +94,7 @@ FITS: dict[str, tuple[RunConfig, dict[str, int]]] = {
     "--model-kv-heads": (changed(SMALL, model={"heads": 12, "kv_heads": 6}), {"data": 1, "fsdp": 1, "tp": 4}),
     "--model-ffn": (changed(SMALL, model={"ffn": 30}), {"data": 1, "fsdp": 1, "tp": 4}),
     "--model-vocab-size": (
-        changed(SMALL, data={"seq_len": 63}, model={"vocab_size": 200, "heads": 6, "kv_heads": 3, "ffn": 15}),
+        changed(SMALL, data={"seq_len": 63}, model={"vocab_size": 120, "heads": 6, "kv_heads": 3, "ffn": 15}),
         {"data": 1, "fsdp": 1, "tp": 3},
     ),
 }

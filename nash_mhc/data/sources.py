@@ -29,8 +29,9 @@ class RowSource(Protocol):
 class StoryRows:
     """Endless packed rows of the embedded stories.
 
-    Rows are made a volume at a time: fresh stories, best fit, hardly any padding. Every story appears whole (unless it is
-    longer than a row) and exactly once, so the mean loss of a perfect model is the corpus's own floor.
+    Rows are made a volume at a time: fresh stories, best fit, little padding. Every story appears at most once (the few
+    that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean loss of a perfect model
+    is the corpus's own floor; the rest of a story that was cut has lost its opening and costs more.
     """
 
     endless = True

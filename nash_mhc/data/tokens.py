@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -55,14 +56,24 @@ class HuggingFaceTokenizer:
             )
         self.end: int = end
         special = set(self._inner.all_special_ids)
-        texts = [b"" if i in special else str(self._inner.decode([i])).encode("utf-8") for i in range(self.vocab_size)]
-        self.byte_lengths = np.array([len(t) for t in texts], np.int32)
+        pieces = self._inner.convert_ids_to_tokens(list(range(self.vocab_size)))
+        lengths = [0 if i in special else _byte_length(str(p), str(self._inner.decode([i]))) for i, p in enumerate(pieces)]
+        self.byte_lengths = np.array(lengths, np.int32)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._inner.encode(text, add_special_tokens=False), np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._inner.decode(np.asarray(tokens).ravel().tolist(), skip_special_tokens=True))
+
+
+def _byte_length(piece: str, text: str) -> int:
+    """Bytes of text behind one token, from its name in the vocabulary and what it decodes to on its own."""
+    if "\ufffd" in text and "\ufffd" not in piece:
+        # Part of a character: a byte by its number, or byte-level pieces, whose names have one letter a byte.
+        return 1 if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece) else len(piece)
+    # Decoding a piece alone drops the space that it begins with.
+    return len(text.encode("utf-8")) + (piece.startswith("\u2581") and not text.startswith(" "))
 
 
 def load_tokenizer(name: str) -> Tokenizer:

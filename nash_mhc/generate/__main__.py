@@ -55,8 +55,9 @@ def main() -> int:
 
     loaded = load(args.checkpoint_dir, args.step)
     tokenizer = loaded.tokenizer
+    prompt = [tokenizer.end, *tokenizer.encode(args.prompt).tolist()]  # every document that the model has read began so
     tokens = generate_tokens(
-        loaded.model, [tokenizer.end, *tokenizer.encode(args.prompt).tolist()], seq_len=loaded.config.data.seq_len, end=tokenizer.end,
+        loaded.model, prompt, seq_len=loaded.config.data.seq_len, end=tokenizer.end,
         max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
         execution=loaded.execution,
     )  # fmt: skip

@@ -22,7 +22,8 @@ def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: f
 def rms_norm(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     """x / rms(x) * scale, in float32, back in x's dtype."""
     x32 = x.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + eps) * scale_D).astype(x.dtype)
+    scale = scale_D.reshape((1,) * (x.ndim - 1) + scale_D.shape)
+    return (x32 * lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
 class RMSNorm(eqx.Module):

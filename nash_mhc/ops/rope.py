@@ -11,7 +11,7 @@ def rope(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], theta
     """Rotates pairs (i, i + H/2) of each head by position * theta^(-2i/H); angles in float32."""
     half = x_BTNH.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency
+    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
@@ -20,7 +20,7 @@ def rope(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], theta
 def positions_in_segments(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Position of each token in its own document: packed rows count from 0 again at each boundary."""
     T = segments_BT.shape[1]
-    index = jnp.arange(T, dtype=jnp.int32)
+    index = jnp.arange(T, dtype=jnp.int32)[None]
     starts = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1)
     start_BT = lax.cummax(jnp.where(starts.astype(bool), index, 0), axis=1)
     return index - start_BT

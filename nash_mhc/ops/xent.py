@@ -86,7 +86,7 @@ def _walk(x, w, targets, weights, vocab_size, z_weight, vocab_axes, *, with_grad
     V = w.shape[0]
     c = chunk_length(B, T, V)
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
-    column_V = first + jnp.arange(V)
+    column_11V = (first + jnp.arange(V))[None, None]
 
     def total(a):  # type: ignore[no-untyped-def]
         return lax.psum(a, vocab_axes) if vocab_axes else a
@@ -95,13 +95,13 @@ def _walk(x, w, targets, weights, vocab_size, z_weight, vocab_axes, *, with_grad
         sums, dw = carry
         x_BcD, t_Bc, m_Bc = inputs
         logits_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w, preferred_element_type=jnp.float32)
-        logits_BcV = jnp.where(column_V < vocab_size, logits_BcV, -jnp.inf)  # padding columns take no probability
+        logits_BcV = jnp.where(column_11V < vocab_size, logits_BcV, -jnp.inf)  # padding columns take no probability
         top_Bc = jnp.max(logits_BcV, axis=-1)
         top_Bc = lax.pmax(top_Bc, vocab_axes) if vocab_axes else top_Bc
         exp_BcV = jnp.exp(logits_BcV - top_Bc[..., None])
         sum_Bc = total(jnp.sum(exp_BcV, axis=-1))
         lse_Bc = top_Bc + jnp.log(sum_Bc)
-        is_target_BcV = column_V == t_Bc[..., None]
+        is_target_BcV = column_11V == t_Bc[..., None]
         target_Bc = total(jnp.sum(jnp.where(is_target_BcV, logits_BcV, 0.0), axis=-1))
         ce, z = jnp.sum(m_Bc * (lse_Bc - target_Bc)), jnp.sum(m_Bc * lse_Bc**2)
         correct = jnp.sum(m_Bc * (target_Bc >= top_Bc))

@@ -1,0 +1,97 @@
+"""Every attention kernel that runs here against the plain form, values and gradients; and what attention must not see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.ops.attend import attend, best_kernel
+from nash_mhc.ops.rope import positions_in_segments, rope
+
+
+def inputs(T=96, N=4, K=2, H=8, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, T, heads, H), dtype) for key, heads in zip(keys, (N, K, K), strict=True))
+    segments = jnp.sort(jax.random.randint(jax.random.key(3), (2, T), 0, 4), axis=1)
+    return q, k, v, segments
+
+
+def value_and_grads(kernel, q, k, v, segments, window):
+    def scalar(q, k, v):
+        out = attend(q, k, v, segments, window=window, kernel=kernel)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(scalar, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return out, grads
+
+
+# 100: an odd block at the end; 600: so many that blocks grow.
+@pytest.mark.parametrize(("T", "window", "packed"), [(100, None, True), (100, 7, False), (600, 7, True)])
+def test_the_block_kernel_equals_the_plain_form(T, window, packed):
+    q, k, v, segments = inputs(T)
+    segments = segments if packed else None
+    want, want_grads = value_and_grads("reference", q, k, v, segments, window)
+    got, got_grads = value_and_grads("xla", q, k, v, segments, window)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_splash_kernel_equals_the_plain_form_in_the_tpu_interpreter(window, monkeypatch):
+    # Head widths below a lane are padded, several query heads share a kv head: the parts that are our own.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    make = splash.make_splash_mqa_single_device
+    monkeypatch.setattr(splash, "make_splash_mqa_single_device", lambda **options: make(**options, interpret=True))
+    q, k, v, segments = inputs(T=128, H=16)
+    want, want_grads = value_and_grads("reference", q, k, v, segments, window)
+    got, got_grads = value_and_grads("splash", q, k, v, segments, window)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5)
+
+
+def test_bfloat16_stays_near_float32():
+    q, k, v, segments = inputs()
+    want = attend(q, k, v, segments, kernel="reference")
+    got = attend(*(x.astype(jnp.bfloat16) for x in (q, k, v)), segments, kernel="xla")
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=4e-2)
+
+
+def test_a_query_sees_only_its_past_its_document_and_its_window():
+    q, k, v, segments = inputs(T=64)
+    window, t = 9, 40
+    moved = jax.jacobian(lambda v: attend(q, k, v, segments, window=window)[0, t].sum())(v)[0]
+    seen = np.flatnonzero(np.abs(np.asarray(moved)).sum(axis=(1, 2)))
+    document = np.asarray(segments[0])
+    allowed = [s for s in range(64) if s <= t and t - s < window and document[s] == document[t]]
+    assert seen.tolist() == allowed
+
+
+def test_an_unknown_kernel_is_refused():
+    q, k, v, segments = inputs()
+    with pytest.raises(ValueError, match="unknown attention kernel 'flash'; there are reference, xla"):
+        attend(q, k, v, segments, kernel="flash")
+
+
+def test_auto_takes_the_platforms_best():
+    assert [best_kernel(*pair) for pair in (("tpu", "bfloat16"), ("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "float32"))] == [
+        "splash",
+        "cudnn",
+        "xla",
+        "xla",
+    ]
+
+
+def test_rope_scores_depend_on_distance_alone():
+    q, k, _, _ = inputs(T=4, N=2, K=2)
+    at = lambda shift: jnp.tile(jnp.arange(4)[None] + shift, (2, 1))
+    scores = [jnp.einsum("btnh,bsnh->bnts", rope(q, at(s), 100.0), rope(k, at(s), 100.0)) for s in (0, 11)]
+    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+
+
+def test_positions_count_from_zero_in_each_document():
+    segments = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
+    assert positions_in_segments(segments).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]

@@ -1,0 +1,105 @@
+"""The model: causal, packed = alone, the public calls, counts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.config import ConfigError, presets
+from nash_mhc.model import LM
+from nash_mhc.model.lm import count_parameters, flops_per_token
+
+CFG = dataclasses.replace(small.MODEL, kv_heads=4, qkv_bias=True, window=None)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return LM.init(CFG, key=jax.random.key(0))
+
+
+def tokens(B=2, T=24, seed=1):
+    return jax.random.randint(jax.random.key(seed), (B, T), 0, CFG.vocab_size)
+
+
+def test_logits_do_not_depend_on_later_tokens(model):
+    before = tokens()
+    for t in (1, 7, 23):
+        after = before.at[:, t:].set((before[:, t:] + 1) % CFG.vocab_size)
+        changed = np.abs(np.asarray(model(before) - model(after))).max(axis=(0, 2))
+        assert changed[:t].max() == 0.0
+        assert changed[t] > 0.0
+
+
+def test_a_packed_document_has_the_logits_it_has_alone(model):
+    row = tokens(B=1)
+    segments = jnp.array([[1] * 9 + [2] * 11 + [0] * 4])
+    packed = model(row, segments)
+    np.testing.assert_allclose(packed[:, :9], model(row[:, :9]), atol=2e-5)
+    np.testing.assert_allclose(packed[:, 9:20], model(row[:, 9:20]), atol=2e-5)
+
+
+def test_logits_have_the_real_vocabulary_in_float32(model):
+    logits = model(tokens())
+    assert logits.shape == (2, 24, CFG.vocab_size)
+    assert logits.dtype == jnp.float32
+    assert CFG.padded_vocab == 384
+
+
+def test_a_window_hides_what_is_farther_back_than_the_layers_reach():
+    cfg = dataclasses.replace(CFG, layers=1, window=4)
+    model = LM.init(cfg, key=jax.random.key(0))
+    row = tokens()
+    moved = row.at[:, 2].add(1)
+    changed = np.abs(np.asarray(model(row) - model(moved))).max(axis=(0, 2))
+    assert np.flatnonzero(changed).tolist() == [2, 3, 4, 5]
+
+
+def test_tied_embeddings_are_one_leaf_and_untied_two():
+    tied, untied = (dataclasses.replace(CFG, tied_embeddings=t) for t in (True, False))
+    assert count_parameters(untied) - count_parameters(tied) == CFG.padded_vocab * CFG.width
+    assert LM.init(tied, key=jax.random.key(0)).output_VD is None
+
+
+def test_parameters_start_at_the_same_values_on_every_mesh():
+    one = small.create_state(small.config(), small.make_mesh(small.config().mesh)).model
+    cfg = small.mesh_config(small.config(), 2, 2, 2)
+    eight = small.create_state(cfg, small.make_mesh(cfg.mesh)).model
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_flops_count_the_matmuls_of_the_plain_forward_pass():
+    # XLA's own count of an unrolled one-layer forward pass, without the softmax and norms that we leave out.
+    cfg = dataclasses.replace(CFG, layers=1, qkv_bias=False, width=64, ffn=256, heads=8, kv_heads=8, head_dim=8)
+    T = 64
+    weights = 4 * 64 * 64 + 3 * 64 * 256 + cfg.vocab_size * 64
+    attention_full_square = 2 * 2 * T * 64  # scores and mix of one query with all T keys
+    assert flops_per_token(cfg, T) == pytest.approx(6 * weights + 3 * attention_full_square / 2)
+
+
+def test_a_window_lowers_the_flops():
+    assert flops_per_token(dataclasses.replace(CFG, window=16), 512) < flops_per_token(CFG, 512)
+
+
+@pytest.mark.parametrize("name", presets.sizes())
+def test_every_preset_is_a_valid_run_that_a_2x2x2_mesh_divides(name):
+    from nash_mhc.parallel.fit import check_fit
+
+    run = presets.run(name)
+    assert run.model == presets.model(name)
+    check_fit(run, {"data": 2, "fsdp": 2, "tp": 2})
+
+
+def test_the_default_preset_divides_over_eight_devices_along_any_axis():
+    from nash_mhc.parallel.fit import check_fit
+
+    for shape in ((8, 1, 1), (1, 8, 1), (1, 1, 8)):
+        check_fit(presets.run(), dict(zip(("data", "fsdp", "tp"), shape, strict=True)))
+
+
+def test_an_unknown_size_names_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown model size 'huge'; there are tiny, small"):
+        presets.model("huge")

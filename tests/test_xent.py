@@ -1,0 +1,69 @@
+"""The chunked loss against the plain one: sums and gradients, on one device and split over a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.config.schema import MeshConfig
+from nash_mhc.ops.xent import chunk_length, xent, xent_reference
+from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.train.objective import sharded_xent
+
+B, T, D, V, REAL = 8, 16, 24, 256, 201  # REAL tokens, the rest is padding of the vocabulary
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (B, T, D))
+    w = jax.random.normal(keys[1], (V, D)) * 0.3
+    targets = jax.random.randint(keys[2], (B, T), 0, REAL)
+    weights = jax.random.bernoulli(keys[3], 0.8, (B, T)).astype(jnp.float32) * 1.5
+    return x, w, targets, weights
+
+
+def plain(x, w, targets, weights, z_weight):
+    sums = xent_reference(x, w, targets, weights, vocab_size=REAL, z_weight=z_weight)
+    return 0.37 * sums.loss, sums
+
+
+def chunked(x, w, targets, weights, z_weight):
+    sums = sharded_xent(x, w, targets, weights, REAL, z_weight)
+    return 0.37 * sums.loss, sums
+
+
+@pytest.mark.parametrize("shape", [None, (1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("z_weight", [0.0, 1e-2])
+def test_sums_and_gradients_equal_the_plain_form(shape, z_weight):
+    arguments = inputs()
+    (_, want), want_grads = jax.value_and_grad(plain, argnums=(0, 1), has_aux=True)(*arguments, z_weight)
+    run = jax.jit(jax.value_and_grad(lambda *a: chunked(*a, z_weight), argnums=(0, 1), has_aux=True))
+    if shape is None:
+        (_, got), grads = run(*arguments)
+    else:
+        with jax.set_mesh(make_mesh(MeshConfig(*shape))):
+            (_, got), grads = run(*arguments)
+    for name in want._fields:
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, err_msg=name)
+    for a, b in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_padding_columns_take_no_probability():
+    x, w, targets, weights = inputs()
+    loud = w.at[REAL:].set(100.0)
+    quiet = xent(x, w, targets, weights, vocab_size=REAL)
+    np.testing.assert_allclose(xent(x, loud, targets, weights, vocab_size=REAL), quiet, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(8, 32, 384), (1, 2, 10), (64, 4096, 65536), (3, 7, 2**20)])
+def test_no_chunk_is_the_whole_row(shape):
+    length = chunk_length(*shape)
+    assert length < shape[1]
+    assert shape[1] % length == 0
+
+
+def test_huge_logits_stay_finite():
+    x, w, targets, weights = inputs()
+    sums = xent(x * 1e4, w * 1e3, targets, weights, vocab_size=REAL, z_weight=1e-3)
+    assert all(np.isfinite(v) for v in sums)
