@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import sys
 import typing
 
 import pytest
 
-from nash_mhc.config import presets
+from nash_mhc.config import presets, schema
 from nash_mhc.config.schema import (
     ConfigError,
     DataConfig,
@@ -25,48 +27,60 @@ from nash_mhc.config.schema import (
 SECTIONS = (ModelConfig, DataConfig, MeshConfig, OptimConfig, TrainConfig)
 
 
+def load_plain_schema():
+    """schema.py as a user's script imports it: without the runtime type checks of this suite, which would speak first."""
+    spec = importlib.util.spec_from_file_location("plain_schema", schema.__file__)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plain_schema"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+plain = load_plain_schema()
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: DataConfig(batch_size=0), "data.batch_size must be at least 1, not 0"),
-        (lambda: DataConfig(batch_size="8"), "data.batch_size must be an integer, not '8'"),
-        (lambda: DataConfig(batch_size=8.0), "data.batch_size must be an integer, not 8.0"),
-        (lambda: DataConfig(batch_size=True), "data.batch_size must be an integer, not True"),
-        (lambda: DataConfig(batch_size=None), "data.batch_size must be an integer, not None"),
-        (lambda: DataConfig(dataset=""), "data.dataset must not be empty"),
-        (lambda: DataConfig(num_workers=257), "data.num_workers must be at most 256, not 257"),
-        (lambda: OptimConfig(learning_rate=0), "optim.learning_rate must be above 0, not 0.0"),
-        (lambda: OptimConfig(learning_rate=True), "optim.learning_rate must be a number, not True"),
-        (lambda: OptimConfig(learning_rate=float("nan")), "optim.learning_rate must be a finite number, not nan"),
-        (lambda: OptimConfig(learning_rate=float("inf")), "optim.learning_rate must be a finite number, not inf"),
-        (lambda: OptimConfig(b1=1.5), "optim.b1 must be at most 1, not 1.5"),
-        (lambda: ModelConfig(qk_norm=1), "model.qk_norm must be true or false, not 1"),
-        (lambda: ModelConfig(window=0), "model.window must be at least 1, not 0"),
-        (lambda: ModelConfig(window="x"), "model.window must be an integer or none, not 'x'"),
-        (lambda: TrainConfig(remat="all"), "train.remat must be one of none, dots, full, not 'all'"),
+        (lambda: plain.DataConfig(batch_size=0), "data.batch_size must be at least 1, not 0"),
+        (lambda: plain.DataConfig(batch_size="8"), "data.batch_size must be an integer, not '8'"),
+        (lambda: plain.DataConfig(batch_size=8.0), "data.batch_size must be an integer, not 8.0"),
+        (lambda: plain.DataConfig(batch_size=True), "data.batch_size must be an integer, not True"),
+        (lambda: plain.DataConfig(batch_size=None), "data.batch_size must be an integer, not None"),
+        (lambda: plain.DataConfig(dataset=""), "data.dataset must not be empty"),
+        (lambda: plain.DataConfig(num_workers=257), "data.num_workers must be at most 256, not 257"),
+        (lambda: plain.OptimConfig(learning_rate=0), "optim.learning_rate must be above 0, not 0.0"),
+        (lambda: plain.OptimConfig(learning_rate=True), "optim.learning_rate must be a number, not True"),
+        (lambda: plain.OptimConfig(learning_rate=float("nan")), "optim.learning_rate must be a finite number, not nan"),
+        (lambda: plain.OptimConfig(learning_rate=float("inf")), "optim.learning_rate must be a finite number, not inf"),
+        (lambda: plain.OptimConfig(b1=1.5), "optim.b1 must be at most 1, not 1.5"),
+        (lambda: plain.ModelConfig(qk_norm=1), "model.qk_norm must be true or false, not 1"),
+        (lambda: plain.ModelConfig(window=0), "model.window must be at least 1, not 0"),
+        (lambda: plain.ModelConfig(window="x"), "model.window must be an integer or none, not 'x'"),
+        (lambda: plain.TrainConfig(remat="all"), "train.remat must be one of none, dots, full, not 'all'"),
         (
-            lambda: ModelConfig(heads=12, kv_heads=5),
+            lambda: plain.ModelConfig(heads=12, kv_heads=5),
             "model.kv_heads 5 does not divide model.heads 12; the nearest that does is 4",
         ),
-        (lambda: ModelConfig(head_dim=15), "model.head_dim 15 must be even for the rotary embedding; try 16"),
-        (lambda: MeshConfig(tp=0), "mesh.tp must be a positive number of devices or -1 for the rest, not 0"),
-        (lambda: MeshConfig(tp=-2), "mesh.tp must be at least -1, not -2"),
-        (lambda: MeshConfig(data=-1, tp=-1), "only one mesh axis may be -1 (the rest), not mesh.data and mesh.tp"),
-        (lambda: RunConfig(model_size=3), "model_size must be text, not 3"),
+        (lambda: plain.ModelConfig(head_dim=15), "model.head_dim 15 must be even for the rotary embedding; try 16"),
+        (lambda: plain.MeshConfig(tp=0), "mesh.tp must be a positive number of devices or -1 for the rest, not 0"),
+        (lambda: plain.MeshConfig(tp=-2), "mesh.tp must be at least -1, not -2"),
+        (lambda: plain.MeshConfig(data=-1, tp=-1), "only one mesh axis may be -1 (the rest), not mesh.data and mesh.tp"),
+        (lambda: plain.RunConfig(model_size=3), "model_size must be text, not 3"),
         (
-            lambda: RunConfig(optim=OptimConfig(warmup_steps=9), train=TrainConfig(total_steps=8)),
+            lambda: plain.RunConfig(optim=plain.OptimConfig(warmup_steps=9), train=plain.TrainConfig(total_steps=8)),
             "optim.warmup_steps 9 is more than train.total_steps 8; lower --warmup-steps or raise --total-steps",
         ),
         (
-            lambda: RunConfig.from_dict({"dat": {}}),
+            lambda: plain.RunConfig.from_dict({"dat": {}}),
             "unknown section 'dat'; there are model_size, model, data, mesh, optim, train",
         ),
-        (lambda: RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),
-        (lambda: RunConfig.from_dict({"data": {"seq_len": 1}}), "data.seq_len must be at least 2, not 1"),
+        (lambda: plain.RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),
+        (lambda: plain.RunConfig.from_dict({"data": {"seq_len": 1}}), "data.seq_len must be at least 2, not 1"),
     ],
 )
 def test_messages(build, message):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(plain.ConfigError) as caught:
         build()
     assert str(caught.value) == message
 
@@ -86,8 +100,8 @@ def test_round_trip(size):
 
 
 def test_from_dict_fills_in_defaults_and_makes_floats():
-    config = RunConfig.from_dict({"optim": {"learning_rate": 1}})
-    assert config == dataclasses.replace(RunConfig(), optim=OptimConfig(learning_rate=1.0))
+    config = plain.RunConfig.from_dict({"optim": {"learning_rate": 1}})
+    assert config == dataclasses.replace(plain.RunConfig(), optim=plain.OptimConfig(learning_rate=1.0))
     assert type(config.optim.learning_rate) is float
 
 

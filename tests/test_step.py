@@ -31,7 +31,8 @@ def assert_same_run(got, want, rtol=1e-4):
         for name in b:
             np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=1e-7, err_msg=name)
     for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(want_state.model), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+        # By norm: where a gradient is nearly zero, Adam turns rounding into a visible part of one element's step.
+        assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

@@ -39,7 +39,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
         ) from error
     if math.prod(shape) != len(described.devices):
         raise ConfigError(
-            f"--topology {topology} has {len(described.devices)} chips; --mesh-data, --mesh-fsdp and --mesh-tp must multiply to that"
+            f"--topology {topology} has {len(described.devices)} chips; the three mesh axes must multiply to that"
         )
     mesh = topologies.make_mesh(described, shape, MESH_AXES)
     mesh = type(mesh)(mesh.devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)

@@ -152,7 +152,7 @@ def _read_yaml(file: str, settings: Settings) -> None:
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}") from None
     lines: dict[str, int] = {}
 
-    def walk(node: yaml.Node, section: str) -> None:
+    def walk(node: yaml.nodes.Node | None, section: str) -> None:
         if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
             return  # an empty file, or a section whose keys are all commented out
         if not isinstance(node, yaml.MappingNode):

@@ -155,9 +155,7 @@ def _attend_cudnn(q: Array, k: Array, v: Array, segments: Array | None, window: 
     def masked(mask: Array | None) -> Array:
         # The causal part stays with the kernel, which skips what lies above the diagonal; only documents need a mask.
         span = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=True, local_window_size=span, implementation="cudnn"
-        )
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, local_window_size=span, implementation="cudnn")
 
     if segments is None:
         return masked(None)

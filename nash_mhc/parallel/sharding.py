@@ -161,8 +161,8 @@ def for_compute(module: PyTree, dtype: Any) -> PyTree:
 
 
 def on_shards(fn: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
-    """Runs `fn` on each device's own shards (shard_map); without a mesh, `fn` itself. None: the argument is None."""
-    if not _ambient():
+    """Runs `fn` on each device's own shards (shard_map); `fn` itself where there is one device. None: the argument is None."""
+    if jax.sharding.get_abstract_mesh().size <= 1:
         return fn
     in_specs = tuple(PartitionSpec() if a is None else spec(a) for a in in_axes)
     is_axes = lambda a: isinstance(a, tuple) and all(isinstance(name, str) for name in a)

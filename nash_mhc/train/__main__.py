@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 
 from nash_mhc.config.cli import one_line_errors, parse, render
+from nash_mhc.train.run import next_commands, resolve, run
 
 
 def main() -> int:
     parsed = parse(sys.argv[1:], prog="python -m nash_mhc.train")
-    from nash_mhc.train.run import next_commands, resolve, run  # after the flags: a typo is told at once, without JAX
-
     if parsed.print_config:
         config, _ = resolve(parsed.config)
         before, after = parsed.config.to_dict(), config.to_dict()

@@ -100,23 +100,26 @@ def _check_same_run(folder: Path, cfg: RunConfig) -> None:
         raise ConfigError(f"{folder} holds a run of another model: {', '.join(changed)}; choose another --checkpoint-dir")
 
 
-def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store, folder: Path) -> tuple[TrainState, int, str]:
-    """(state, steps done, where it came from): the folder's own last checkpoint, else --resume-from, else a fresh one."""
-    latest, source = store.latest(), store
-    if latest is None and cfg.train.resume_from is not None:
+def _check_resume_from(cfg: RunConfig) -> None:
+    if cfg.train.resume_from is not None:
         other = Path(cfg.train.resume_from)
         if not (other / "checkpoints").is_dir():
             raise ConfigError(
                 f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
             )
         _check_same_run(other, cfg)
-        source = Store(other)
-        latest = source.latest()
-        if latest is None:
-            raise ConfigError(f"--resume-from {other}: its checkpoints folder holds no finished checkpoint")
-    if latest is None:
+
+
+def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store) -> tuple[TrainState, int, str]:
+    """(state, steps done, where it came from): the folder's own last checkpoint, else --resume-from, else a fresh one."""
+    if (latest := store.latest()) is not None:
+        return store.restore(latest, sharded_abstract_state(cfg, mesh)), latest, f"step {latest} of this run"
+    if cfg.train.resume_from is None:
         return create_state(cfg, mesh), 0, "fresh weights"
-    return source.restore(latest, sharded_abstract_state(cfg, mesh)), latest, f"step {latest} of {source.folder.parent}"
+    with Store(cfg.train.resume_from) as other:
+        if (latest := other.latest()) is None:
+            raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
+        return other.restore(latest, sharded_abstract_state(cfg, mesh)), latest, f"step {latest} of {cfg.train.resume_from}"
 
 
 def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None) -> dict[str, Any]:
@@ -149,17 +152,17 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
         )
     floor = loss_floor(cfg.data, tokenizer)
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed)
-    objective = make_objective(cfg)
-    evaluator = Evaluator(cfg, objective, tokenizer, mesh)
-    folder = _make_folder(cfg)
-    _check_same_run(folder, cfg)
+    _check_resume_from(cfg)
+    _check_same_run(Path(str(cfg.train.checkpoint_dir)), cfg)
+    evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, mesh)
+    folder = _make_folder(cfg)  # last of the checks: what is refused leaves nothing behind
     _use_compilation_cache(folder)
     reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
     evaluation: dict[str, float] = {}
 
     with Store(folder) as store:
-        state, start_step, origin = _starting_state(cfg, mesh, store, folder)
+        state, start_step, origin = _starting_state(cfg, mesh, store)
         (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor), indent=2) + "\n")
         telemetry = Telemetry(folder, start_step=start_step)
         reporter.say(f"starting from {origin}; compiling the step ...")

@@ -1,0 +1,29 @@
+"""The benchmark times the real step and reports consistent figures."""
+
+import pytest
+import small
+
+from nash_mhc.bench.aot import bench_compile
+from nash_mhc.bench.step import bench_step
+from nash_mhc.config import ConfigError
+from nash_mhc.model.lm import flops_per_token
+
+
+def test_figures_follow_from_one_another():
+    cfg = small.config()
+    figures = bench_step(cfg, steps=2, warmup=1)
+    seconds = figures["step_ms"] / 1e3
+    tokens = cfg.data.batch_size * cfg.data.seq_len
+    assert figures["tokens_per_s"] == pytest.approx(tokens / seconds)
+    assert figures["tflops_per_s"] == pytest.approx(flops_per_token(cfg.model, cfg.data.seq_len) * tokens / seconds / 1e12)
+    assert figures["share_of_matmul"] == pytest.approx(figures["tflops_per_s"] / figures["matmul_tflops_per_s"])
+    assert figures["step_ms_min"] <= figures["step_ms"] <= figures["step_ms_max"]
+    assert figures["compile_s"] > 0
+    assert figures["peak_memory_gib"] > 0
+    assert figures["last_loss"] < figures["first_loss"]  # it really trains, on the one batch it is given
+    assert figures["finite"]
+
+
+def test_a_topology_that_cannot_be_described_is_one_line():
+    with pytest.raises(ConfigError, match="--topology v6e:2x4: cannot be described here"):
+        bench_compile(small.mesh_config(small.config(), 2, 2, 2), "v6e:2x4")

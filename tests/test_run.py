@@ -1,0 +1,121 @@
+"""Whole runs: files, resuming, equality, the Python API."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.config import ConfigError, presets
+from nash_mhc.train import run
+
+RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
+ROW = {
+    "step", "loss", "loss/ce", "loss/sparsity", "lr", "grad_norm", "tokens_per_s", "mfu", "tokens_seen", "step_ms",
+    "data_wait_ms",
+}  # fmt: skip
+
+
+def at(folder, cfg=RUN, **changes):
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder), **changes))
+    return run(cfg, quiet=True)
+
+
+def rows(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return at(tmp_path_factory.mktemp("unbroken") / "run")
+
+
+def assert_equal_states(a, b, **tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), **tolerance)
+
+
+def test_a_run_leaves_a_row_a_log_interval_with_every_figure(unbroken):
+    logged = rows(unbroken.folder)
+    assert [r["step"] for r in logged] == [2, 4, 6]
+    assert all(set(r) >= ROW for r in logged)
+    assert all(math.isfinite(v) for r in logged for v in r.values())
+    assert 0 < logged[-1]["tokens_seen"] <= 6 * 8 * 32
+
+
+def test_the_loss_is_evaluated_on_the_held_out_split(unbroken):
+    evaluated = rows(unbroken.folder, "eval.jsonl")
+    assert [r["step"] for r in evaluated] == [3, 6]
+    last = evaluated[-1]
+    assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
+    assert 0 <= last["eval/accuracy"] <= 1
+    # Bytes are one token each, and the end of a document none: nats / ln 2, or a little more.
+    assert 0.9999 < last["eval/bits_per_byte"] / (last["eval/loss"] / math.log(2)) < 1.05
+    assert unbroken.evaluation["eval/loss"] == last["eval/loss"]
+    assert unbroken.floor is not None
+    assert last["eval/loss"] > unbroken.floor[0]
+
+
+def test_run_json_tells_what_ran(unbroken):
+    told = json.loads((unbroken.folder / "run.json").read_text())
+    assert told["config"]["model"]["width"] == 32
+    assert told["config"]["train"]["dtype"] == "float32"
+    assert told["parameters"] == sum(x.size for x in jax.tree.leaves(unbroken.state.model))
+    assert told["mesh"] == {"data": 1, "fsdp": 1, "tp": 1}
+    assert {"jax", "equinox", "python", "nash_mhc"} <= set(told["versions"])
+    assert told["devices"]["platform"] == "cpu"
+
+
+def test_a_stopped_and_continued_run_is_bit_for_bit_the_unbroken_one(unbroken, tmp_path):
+    at(tmp_path / "run", total_steps=3)
+    resumed = at(tmp_path / "run")
+    assert_equal_states(resumed.state, unbroken.state, rtol=0, atol=0)
+    losses = [[r["loss"] for r in rows(f)] for f in (tmp_path / "run", unbroken.folder)]
+    # The shorter run also logged its own last step.
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][-2:] == losses[1][-2:]
+
+
+def test_a_run_continues_on_another_mesh_from_another_folder(unbroken, tmp_path):
+    first = at(tmp_path / "first", total_steps=3)
+    moved = small.mesh_config(RUN, 2, 2, 2)
+    second = at(tmp_path / "second", moved, resume_from=str(first.folder))
+    assert int(second.state.step) == 6
+    assert_equal_states(second.state.model, unbroken.state.model, rtol=1e-3, atol=1e-5)
+    assert second.evaluation["eval/loss"] == pytest.approx(unbroken.evaluation["eval/loss"], rel=1e-4)
+
+
+def test_a_finished_run_takes_no_step_and_says_so(unbroken, capsys):
+    before = (unbroken.folder / "metrics.jsonl").read_text()
+    again = run(
+        dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, checkpoint_dir=str(unbroken.folder))), quiet=False
+    )
+    assert int(again.state.step) == 6
+    assert (unbroken.folder / "metrics.jsonl").read_text() == before
+    assert "all 6 steps are done already; raise --total-steps" in capsys.readouterr().out
+
+
+def test_another_model_in_a_used_folder_is_refused_by_name(unbroken):
+    with pytest.raises(ConfigError, match=r"holds a run of another model: model\.ffn \(64 there, 32 now\)"):
+        at(unbroken.folder, small.config(model__ffn=32))
+
+
+def test_switching_ema_on_in_a_used_folder_is_refused(unbroken):
+    cfg = dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, ema_decay=0.9))
+    with pytest.raises(ConfigError, match=r"ema.* is not there, this configuration wants"):
+        at(unbroken.folder, cfg)
+
+
+def test_ema_weights_are_evaluated_too(tmp_path):
+    cfg = dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, ema_decay=0.5))
+    result = at(tmp_path / "run", cfg, total_steps=2)
+    assert result.evaluation["eval/loss_ema"] != result.evaluation["eval/loss"]
+
+
+def test_the_default_preset_is_a_whole_run():
+    cfg = presets.run()
+    assert cfg.model_size == "tiny"
+    assert cfg.train.total_steps > cfg.optim.warmup_steps
