@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nash_mhc.config import cli, presets
+from nash_mhc.config import cli, commands, presets
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 # A value for every flag that must exist, different from what any preset would hold.
@@ -462,11 +462,11 @@ def test_one_line_errors(capsys):
     def broken() -> int:
         raise ZeroDivisionError
 
-    assert cli.one_line_errors(lambda: 0) == 0
-    assert cli.one_line_errors(lambda: 3) == 3
-    assert cli.one_line_errors(mistake) == 2
+    assert commands.one_line_errors(lambda: 0) == 0
+    assert commands.one_line_errors(lambda: 3) == 3
+    assert commands.one_line_errors(mistake) == 2
     assert capsys.readouterr() == ("", "error: two lines\n")
-    assert cli.one_line_errors(interrupted) == 130
+    assert commands.one_line_errors(interrupted) == 130
     assert "Traceback" not in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
-        cli.one_line_errors(broken)
+        commands.one_line_errors(broken)

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.cli import one_line_errors, parse
+from nash_mhc.config.cli import parse
+from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError
 
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import math
 import re
 import shutil
-import sys
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from nash_mhc.config import presets
+from nash_mhc.config.commands import OneLineParser, did_you_mean
 from nash_mhc.config.schema import ConfigError, RunConfig, accepted_types, check_field
 
 SMALL = "--use-small-model"
@@ -98,12 +97,6 @@ def _find(name: str, *, loose: bool = False) -> Key | None:
     return found[0] if found else None
 
 
-def _near(word: str, valid: Iterable[str]) -> str:
-    by_core = {name.lstrip("-"): name for name in valid}  # dashes in front make any two short flags look alike
-    near = difflib.get_close_matches(word.lower().lstrip("-"), by_core, n=1)
-    return f"; did you mean {by_core[near[0]]}?" if near else ""
-
-
 @contextlib.contextmanager
 def _at(where: str) -> Iterator[None]:
     try:
@@ -135,7 +128,7 @@ def _convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
     try:
         check_field(name, value, key.annotation, key.metadata)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_near(text, choices)}") from None
+        raise ConfigError(f"{error}{did_you_mean(text, choices)}") from None
     return value
 
 
@@ -190,7 +183,9 @@ def _misplaced(name: str, section: str) -> str:
         return f"{last} belongs under {top}:" if top else f"{last} belongs at the top of the file, not under {section}:"
     here = [p.removeprefix(section + ".") for p in keys() if p.startswith(section + ".")]
     here = here or [*sections(), *(p for p in keys() if "." not in p)]
-    hint = _near(name, here) or next((f"; did you mean {p}?" for p in keys() if _near(name, [p.split(".")[-1]])), "")
+    hint = did_you_mean(name, here) or next(
+        (f"; did you mean {p}?" for p in keys() if did_you_mean(name, [p.split(".")[-1]])), ""
+    )
     return f"unknown key {section + '.' if section else ''}{name}{hint or '; there are ' + ', '.join(here)}"
 
 
@@ -211,7 +206,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
             with _at(f"override {token}"):
                 if (key := _find(flag)) is None:
                     guess, valid = _find(flag, loose=True), [*keys(), *(k.short for k in keys().values())]
-                    hint = f"; did you mean {guess.path}?" if guess else _near(flag, valid)
+                    hint = f"; did you mean {guess.path}?" if guess else did_you_mean(flag, valid)
                     raise ConfigError(f"unknown key {flag}{hint or '; --help lists them all'}")
                 settings[key.path] = (_convert(key, text, key.path), f"override {token}")
         elif flag in off or flag in ("--print-config", SMALL):
@@ -226,7 +221,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
         elif key is None and flag != "--config":
             guess = _find(flag.lstrip("-").replace("-", "_"), loose=True)
             valid = [*by_flag, *off, "--config", "--print-config", "--help", SMALL, *own_flags]
-            hint = f"; did you mean {guess.flag}?" if guess else _near(flag, valid)
+            hint = f"; did you mean {guess.flag}?" if guess else did_you_mean(flag, valid)
             raise ConfigError(f"unknown flag {flag}{hint or '; --help lists them all'}")
         else:
             is_bool = key is not None and bool in key.kinds
@@ -266,17 +261,12 @@ def _build(settings: Settings) -> tuple[RunConfig, dict[str, str]]:
         raise ConfigError(f"{error}{f' ({where})' if where else ''}") from None
 
 
-class _OwnParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
-
-
 def parse(argv: Sequence[str], *, prog: str = "python -m nash_mhc.train", own: OwnFlags | None = None) -> Parsed:
     """Raises ConfigError on any mistake; -h or --help prints and exits with 0.
 
     `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`.
     """
-    parser = _OwnParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
         own(parser.add_argument_group("this command"))
     if "-h" in argv or "--help" in argv:
@@ -349,15 +339,3 @@ def usage(prog: str) -> str:
         out += ["", f"{TITLES.get(section, section)} ({section}.*):"]
         out += [describe(key) for key in keys().values() if key.path.startswith(section + ".")]
     return "\n".join(out) + "\n"
-
-
-def one_line_errors(main: Callable[[], int]) -> int:
-    """Runs a command's main and returns its exit code: a user's mistake is one line on stderr and 2, Ctrl-C is 130."""
-    try:
-        return main()
-    except ConfigError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130

@@ -9,8 +9,8 @@ from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig, OptimCo
 # width, layers, heads, kv_heads, head_dim, ffn, vocabulary, T of each size; docs/presets.md has the exact counts.
 _SHAPES: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
     "tiny": (128, 2, 8, 8, 16, 384, 257, 256),
-    "small": (640, 12, 10, 10, 64, 1792, 32_768, 2048),
-    "medium": (1024, 12, 16, 8, 64, 2816, 65_536, 2048),
+    "small": (640, 12, 10, 10, 64, 1792, 65_536, 2048),
+    "medium": (1024, 14, 16, 8, 64, 2816, 65_536, 2048),
     "big": (1536, 16, 12, 12, 128, 4096, 65_536, 2048),
     "max": (1792, 18, 14, 14, 128, 4608, 65_536, 4096),
     "1b": (2048, 16, 16, 16, 128, 5504, 32_768, 4096),

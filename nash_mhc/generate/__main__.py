@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nash_mhc.config.cli import _near, _OwnParser, one_line_errors
+from nash_mhc.config.commands import OneLineParser, one_line_errors
 from nash_mhc.config.schema import ConfigError, check_field
 
 # flag -> (type, bounds as in the schema, default, help)
@@ -24,20 +24,16 @@ _OPTIONS = {
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """ConfigError on any mistake; --help prints and exits with 0."""
-    parser = _OwnParser(prog="python -m nash_mhc.generate", allow_abbrev=False, description="Writes text with a trained model.")
+    parser = OneLineParser(
+        prog="python -m nash_mhc.generate", allow_abbrev=False, description="Writes text with a trained model."
+    )
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="folder of the run (required)")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from (default: a new document)")
     for flag, (kind, _, default, text) in _OPTIONS.items():
         note = "" if default is None else f" [{default}]"
         convert = float if kind is float else int
         parser.add_argument(flag, type=convert, default=default, metavar=convert.__name__.upper(), help=text + note)
-    args, rest = parser.parse_known_args(list(argv))
-    if rest:
-        word = rest[0].partition("=")[0]
-        if not word.startswith("-"):
-            raise ConfigError(f"unexpected argument {word!r}; the text to go on from is --prompt {word!r}")
-        flags = [name for action in parser._actions for name in action.option_strings]
-        raise ConfigError(f"unknown flag {word}{_near(word, flags) or '; --help lists them all'}")
+    args = parser.parse_strictly(argv)
     if not args.checkpoint_dir:
         raise ConfigError("--checkpoint-dir is missing; give the folder of a run, such as runs/tiny-20260101-120000")
     for flag, (kind, bounds, _, _) in _OPTIONS.items():

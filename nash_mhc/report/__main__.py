@@ -5,21 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nash_mhc.config.cli import _near, _OwnParser, one_line_errors
+from nash_mhc.config.commands import OneLineParser, one_line_errors
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report import facts, open_run, write_page
 
 
 def main() -> int:
-    parser = _OwnParser(prog="python -m nash_mhc.report", allow_abbrev=False, description="One HTML page about a run.")
+    parser = OneLineParser(prog="python -m nash_mhc.report", allow_abbrev=False, description="One HTML page about a run.")
     parser.add_argument("folder", nargs="?", metavar="DIR", help="folder of the run")
     parser.add_argument("--out", metavar="FILE", help="where to write the page (default: DIR/report.html)")
-    args, rest = parser.parse_known_args()
-    if rest:
-        word = rest[0].partition("=")[0]
-        if not word.startswith("-"):
-            raise ConfigError(f"unexpected argument {word!r}; one folder at a time")
-        raise ConfigError(f"unknown flag {word}{_near(word, ['--out', '--help']) or '; --help lists them all'}")
+    args = parser.parse_strictly(sys.argv[1:])
     if args.folder is None:
         raise ConfigError("which run? Give its folder: python -m nash_mhc.report runs/tiny-20260101-120000")
     run = open_run(Path(args.folder))

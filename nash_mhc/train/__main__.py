@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from nash_mhc.config.cli import one_line_errors, parse, render
+from nash_mhc.config.cli import parse, render
+from nash_mhc.config.commands import one_line_errors
 from nash_mhc.train.run import next_commands, resolve, run
 
 

@@ -1,0 +1,47 @@
+"""What every command shares: mistakes told in one line, the nearest valid name, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from nash_mhc.config.schema import ConfigError
+
+
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """`; did you mean X?` for the valid name closest to `word`, or nothing."""
+    by_core = {name.lstrip("-"): name for name in valid}  # dashes in front make any two short flags look alike
+    near = difflib.get_close_matches(word.lower().lstrip("-"), by_core, n=1)
+    return f"; did you mean {by_core[near[0]]}?" if near else ""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose mistakes are one-line ConfigErrors, unknown flags with the nearest known one."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+    def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
+        args, rest = self.parse_known_args(list(argv))
+        if rest:
+            word = rest[0].partition("=")[0]
+            if not word.startswith("-"):
+                raise ConfigError(f"unexpected argument {word!r}; --help lists what is taken")
+            flags = [name for action in self._actions for name in action.option_strings]
+            raise ConfigError(f"unknown flag {word}{did_you_mean(word, flags) or '; --help lists them all'}")
+        return args
+
+
+def one_line_errors(main: Callable[[], int]) -> int:
+    """Runs a command's main and returns its exit code: a user's mistake is one line on stderr and 2, Ctrl-C is 130."""
+    try:
+        return main()
+    except ConfigError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

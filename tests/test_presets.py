@@ -1,0 +1,21 @@
+"""docs/presets.md tells the truth about every size."""
+
+from pathlib import Path
+
+import pytest
+
+from nash_mhc.config import presets
+from nash_mhc.model.lm import count_parameters
+
+PAGE = Path(__file__).parent.parent / "docs" / "presets.md"
+
+
+@pytest.mark.parametrize("name", presets.sizes())
+def test_the_page_has_the_exact_figures(name):
+    run = presets.run(name)
+    m = run.model
+    row = [
+        f"`{name}`", f"{count_parameters(m):,}", str(m.width), str(m.layers), f"{m.heads} ({m.kv_heads}) x {m.head_dim}",
+        str(m.ffn), f"{m.vocab_size:,}", str(run.data.seq_len),
+    ]  # fmt: skip
+    assert "| " + " | ".join(row) + " |" in PAGE.read_text()
