@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops.attend import attend, best_kernel
+from nash_mhc.ops.attend import attend, best_kernel, why_not
 from nash_mhc.ops.rope import positions_in_segments, rope
 
 
@@ -78,7 +78,25 @@ def test_an_unknown_kernel_is_refused():
 
 def test_auto_takes_the_platforms_best():
     pairs = [("tpu", "bfloat16"), ("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "float32")]
-    assert [best_kernel(*pair) for pair in pairs] == ["splash", "cudnn", "xla", "xla"]
+    assert [best_kernel(*pair, 4096, 128, None) for pair in pairs] == ["splash", "cudnn", "xla", "xla"]
+    # Shapes that the fast kernels do not take.
+    assert best_kernel("tpu", "bfloat16", 4000, 128, None) == "xla"
+    assert best_kernel("gpu", "bfloat16", 4096, 4, None) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("cudnn", "cpu", "bfloat16", 128, 64, None), "runs on gpu, not on cpu"),
+        (("splash", "gpu", "bfloat16", 128, 64, None), "runs on tpu, not on gpu"),
+        (("cudnn", "gpu", "float32", 128, 64, None), "takes bfloat16, not float32"),
+        (("pallas", "gpu", "bfloat16", 128, 64, 9), "has no window"),
+        (("splash", "tpu", "bfloat16", 100, 64, None), "takes a T that is a multiple of 128, not 100"),
+        (("xla", "cpu", "float32", 7, 2, 3), None),
+    ],
+)
+def test_a_kernel_that_cannot_run_says_why(arguments, reason):
+    assert why_not(*arguments) == reason
 
 
 def test_rope_scores_depend_on_distance_alone():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.cli import one_line_errors
+from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ModelConfig, RunConfig
 from nash_mhc.data.tokens import ByteTokenizer
 from nash_mhc.generate.__main__ import main

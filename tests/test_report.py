@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nash_mhc.config.cli import one_line_errors
+from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.report import chart, facts, open_run, page
 from nash_mhc.report.__main__ import main

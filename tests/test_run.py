@@ -69,6 +69,19 @@ def test_run_json_tells_what_ran(unbroken):
     assert told["devices"]["platform"] == "cpu"
 
 
+def test_every_parameter_is_listed_by_name(unbroken):
+    table = (unbroken.folder / "parameters.txt").read_text()
+    assert "layers.attention.q_DNH" in table
+    assert f"{sum(x.size for x in jax.tree.leaves(unbroken.state.model)):,}" in table
+
+
+def test_a_kernel_of_another_platform_is_refused_before_anything_is_made(tmp_path):
+    cfg = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, attention="cudnn"))
+    with pytest.raises(ConfigError, match="--attention cudnn runs on gpu, not on cpu; leave it at auto"):
+        at(tmp_path / "run", cfg)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_stopped_and_continued_run_is_bit_for_bit_the_unbroken_one(unbroken, tmp_path):
     at(tmp_path / "run", total_steps=3)
     resumed = at(tmp_path / "run")
@@ -77,6 +90,7 @@ def test_a_stopped_and_continued_run_is_bit_for_bit_the_unbroken_one(unbroken, t
     # The shorter run also logged its own last step.
     assert losses[0][0] == losses[1][0]
     assert losses[0][-2:] == losses[1][-2:]
+    assert rows(tmp_path / "run")[-1]["tokens_seen"] == rows(unbroken.folder)[-1]["tokens_seen"]
 
 
 def test_a_run_continues_on_another_mesh_from_another_folder(unbroken, tmp_path):

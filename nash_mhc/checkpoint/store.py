@@ -47,8 +47,8 @@ class Store:
         items = ocp.args.Composite(state=ocp.args.StandardSave(_flat(state)), values=ocp.args.JsonSave(values))
         self._manager.save(step, args=items, force=True)
 
-    def restore(self, step: int, like: PyTree) -> PyTree:
-        """The saved state with the structure and shardings of `like` (ShapeDtypeStructs), on whatever mesh those name."""
+    def restore(self, step: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """The state, with the structure and shardings of `like` (ShapeDtypeStructs), and the values saved with it."""
         wanted = _flat(like)
         saved = self._manager.item_metadata(step)["state"]
         shapes = {name: tuple(entry.shape) for name, entry in saved.items()}
@@ -62,5 +62,6 @@ class Store:
             raise ConfigError(
                 f"{self.folder}/{step}: holds {extra[0]}, which this configuration has no place for (see run.json)"
             )
-        items = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))
-        return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted])
+        parts = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), values=ocp.args.JsonRestore())
+        items = self._manager.restore(step, args=parts)
+        return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted]), items["values"]

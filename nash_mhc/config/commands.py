@@ -24,12 +24,13 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
-    def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
+    def parse_strictly(self, argv: Sequence[str], stray: str) -> argparse.Namespace:
+        """Like parse_args; `stray` is the remedy for a word that belongs nowhere ({word!r} stands for it)."""
         args, rest = self.parse_known_args(list(argv))
         if rest:
             word = rest[0].partition("=")[0]
             if not word.startswith("-"):
-                raise ConfigError(f"unexpected argument {word!r}; --help lists what is taken")
+                raise ConfigError(f"unexpected argument {word!r}; {stray.format(word=word)}")
             flags = [name for action in self._actions for name in action.option_strings]
             raise ConfigError(f"unknown flag {word}{did_you_mean(word, flags) or '; --help lists them all'}")
         return args

@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         note = "" if default is None else f" [{default}]"
         convert = float if kind is float else int
         parser.add_argument(flag, type=convert, default=default, metavar=convert.__name__.upper(), help=text + note)
-    args = parser.parse_strictly(argv)
+    args = parser.parse_strictly(argv, "the text to go on from is --prompt {word!r}")
     if not args.checkpoint_dir:
         raise ConfigError("--checkpoint-dir is missing; give the folder of a run, such as runs/tiny-20260101-120000")
     for flag, (kind, bounds, _, _) in _OPTIONS.items():

@@ -18,7 +18,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokens import Tokenizer, load_tokenizer
 from nash_mhc.model.lm import LM, Execution
-from nash_mhc.train.state import TrainState, abstract_state
+from nash_mhc.train.state import abstract_state
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
 
@@ -71,7 +71,7 @@ def load(folder: str | Path, step: int | None = None) -> Loaded:
         at = SingleDeviceSharding(_host())
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), abstract_state(cfg))
         chosen = max(steps) if step is None else step
-        state: TrainState = store.restore(chosen, like)
+        state, _ = store.restore(chosen, like)
     device = jax.devices()[0]
     model = jax.device_put(state.model if state.ema is None else state.ema, device)
     # The kernel that runs anywhere, at any length; and a CPU is slow at bfloat16, which an accelerator's run may have used.

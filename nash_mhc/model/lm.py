@@ -27,9 +27,10 @@ class Execution:
     remat: str = "none"
     attention: str = "auto"
 
-    @property
-    def kernel(self) -> str:
-        return best_kernel(jax.default_backend(), self.dtype) if self.attention == "auto" else self.attention
+    def kernel(self, cfg: ModelConfig, seq_len: int) -> str:
+        if self.attention != "auto":
+            return self.attention
+        return best_kernel(jax.default_backend(), self.dtype, seq_len, cfg.head_dim, cfg.window)
 
 
 def remat_policy(name: str) -> Any:
@@ -108,10 +109,12 @@ class LM(eqx.Module):
         # own outputs, so it enters at unit scale.
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
+        kernel = execution.kernel(self.cfg, tokens_BT.shape[1])
+
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
         def body(x: Array, layer: Layer) -> Array:
             layer = for_compute(layer, x.dtype)
-            return layer(x, segments_BT, positions_BT, kernel=execution.kernel)
+            return layer(x, segments_BT, positions_BT, kernel=kernel)
 
         x_BTD, _ = jax.lax.scan(lambda x, layer: (body(x, layer), None), x_BTD, self.layers)
         return self.norm(x_BTD)

@@ -19,13 +19,26 @@ _BLOCK = 64  # queries of one block of the xla kernel ...
 _MOST_BLOCKS = 8  # ... and how many blocks it unrolls at most
 
 
-def best_kernel(platform: str, dtype: str) -> str:
-    """The kernel that `auto` means: flash attention where the platform has one for this dtype, plain XLA elsewhere."""
-    if platform == "tpu":
-        return "splash"
-    if platform == "gpu" and dtype == "bfloat16":
-        return "cudnn"
-    return "xla"
+def why_not(kernel: str, platform: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str | None:
+    """What keeps a kernel from running there, in a few words; None if nothing does."""
+    home = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}.get(kernel, platform)
+    if platform != home:
+        return f"runs on {home}, not on {platform}"
+    if kernel == "cudnn" and dtype != "bfloat16":
+        return f"takes bfloat16, not {dtype}"
+    if kernel == "cudnn" and (head_dim % 8 or head_dim > 128 or seq_len % 2):
+        return f"takes an even T and heads of 8, 16, ... 128, not T {seq_len} and heads of {head_dim}"
+    if kernel == "pallas" and window is not None:
+        return "has no window"
+    if kernel in ("pallas", "splash") and seq_len % 128:
+        return f"takes a T that is a multiple of 128, not {seq_len}"
+    return None
+
+
+def best_kernel(platform: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str:
+    """The kernel that `auto` means: the platform's flash attention where it takes these shapes, plain XLA elsewhere."""
+    wanted = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "xla")
+    return "xla" if why_not(wanted, platform, dtype, seq_len, head_dim, window) else wanted
 
 
 def attention_mask(T: int, segments_BT: Int[Array, "B T"] | None, window: int | None) -> Bool[Array, "#B 1 T T"]:

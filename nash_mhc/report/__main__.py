@@ -14,7 +14,7 @@ def main() -> int:
     parser = OneLineParser(prog="python -m nash_mhc.report", allow_abbrev=False, description="One HTML page about a run.")
     parser.add_argument("folder", nargs="?", metavar="DIR", help="folder of the run")
     parser.add_argument("--out", metavar="FILE", help="where to write the page (default: DIR/report.html)")
-    args = parser.parse_strictly(sys.argv[1:])
+    args = parser.parse_strictly(sys.argv[1:], "one folder at a time")
     if args.folder is None:
         raise ConfigError("which run? Give its folder: python -m nash_mhc.report runs/tiny-20260101-120000")
     run = open_run(Path(args.folder))

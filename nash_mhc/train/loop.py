@@ -72,7 +72,7 @@ def train_loop(
         pending = None
         metrics = jax.device_get(device_metrics)
         meter.add(metrics)
-        reporter.advance(step, float(metrics["loss"]))
+        reporter.advance(step)
         if step % cfg.train.log_interval == 0 or step == total:
             row = meter.row(metrics)
             telemetry.write(step, row)

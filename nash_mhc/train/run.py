@@ -23,7 +23,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.sources import loss_floor, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
-from nash_mhc.ops.attend import best_kernel
+from nash_mhc.ops.attend import best_kernel, why_not
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh
 from nash_mhc.train.compiled import CompiledStep
@@ -55,7 +55,7 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     check_fit(cfg, mesh.shape)
     kind = mesh.devices.flat[0].platform
     dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if kind == "cpu" else "bfloat16")
-    attention = cfg.train.attention if cfg.train.attention != "auto" else best_kernel(kind, dtype)
+    attention = _attention_kernel(cfg, kind, dtype)
     folder = cfg.train.checkpoint_dir or f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     shape = {axis: mesh.shape[axis] for axis in ("data", "fsdp", "tp")}
     cfg = dataclasses.replace(
@@ -64,6 +64,15 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
         train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, checkpoint_dir=folder),
     )
     return cfg, mesh
+
+
+def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
+    shape = (platform, dtype, cfg.data.seq_len, cfg.model.head_dim, cfg.model.window)
+    if cfg.train.attention == "auto":
+        return best_kernel(*shape)
+    if reason := why_not(cfg.train.attention, *shape):
+        raise ConfigError(f"--attention {cfg.train.attention} {reason}; leave it at auto ({best_kernel(*shape)} here)")
+    return cfg.train.attention
 
 
 def make_objective(cfg: RunConfig) -> Objective:
@@ -110,16 +119,21 @@ def _check_resume_from(cfg: RunConfig) -> None:
         _check_same_run(other, cfg)
 
 
-def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store) -> tuple[TrainState, int, str]:
-    """(state, steps done, where it came from): the folder's own last checkpoint, else --resume-from, else a fresh one."""
+def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store) -> tuple[TrainState, int, int, str]:
+    """(state, steps done, tokens seen, where from): the folder's own last checkpoint, else --resume-from, else a fresh one."""
+
+    def restored(source: Store, step: int, name: str) -> tuple[TrainState, int, int, str]:
+        state, values = source.restore(step, sharded_abstract_state(cfg, mesh))
+        return state, step, int(values["tokens_seen"]), f"step {step} of {name}"
+
     if (latest := store.latest()) is not None:
-        return store.restore(latest, sharded_abstract_state(cfg, mesh)), latest, f"step {latest} of this run"
+        return restored(store, latest, "this run")
     if cfg.train.resume_from is None:
-        return create_state(cfg, mesh), 0, "fresh weights"
+        return create_state(cfg, mesh), 0, 0, "fresh weights"
     with Store(cfg.train.resume_from) as other:
         if (latest := other.latest()) is None:
             raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
-        return other.restore(latest, sharded_abstract_state(cfg, mesh)), latest, f"step {latest} of {cfg.train.resume_from}"
+        return restored(other, latest, cfg.train.resume_from)
 
 
 def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None) -> dict[str, Any]:
@@ -133,6 +147,15 @@ def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None)
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "floor": None if floor is None else {"nats_per_token": floor[0], "bits_per_byte": floor[1]},
     }
+
+
+def _parameter_table(state: TrainState) -> str:
+    """Name, shape and size of every parameter, for whoever wants to see what the model is made of."""
+    from clu import parameter_overview  # brings flax along, which takes a second to import
+
+    leaves = jax.tree_util.tree_flatten_with_path(state.model)[0]
+    shapes = {jax.tree_util.keystr(path).lstrip("."): jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in leaves}
+    return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
 
 
 def _use_compilation_cache(folder: Path) -> None:
@@ -162,8 +185,9 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
     evaluation: dict[str, float] = {}
 
     with Store(folder) as store:
-        state, start_step, origin = _starting_state(cfg, mesh, store)
+        state, start_step, tokens_seen, origin = _starting_state(cfg, mesh, store)
         (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor), indent=2) + "\n")
+        (folder / "parameters.txt").write_text(_parameter_table(state))
         telemetry = Telemetry(folder, start_step=start_step)
         reporter.say(f"starting from {origin}; compiling the step ...")
         step_fn = compile_train_step(cfg, mesh, warn=reporter.say)
@@ -182,8 +206,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
                 store.save(step, state, {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen})
 
         rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
-        slots = cfg.data.batch_size * cfg.train.grad_accum * cfg.data.seq_len
-        meter = Meter(cfg, flops_per_token(cfg.model, cfg.data.seq_len), peak_flops(mesh, cfg.train.dtype), start_step * slots)
+        meter = Meter(cfg, flops_per_token(cfg.model, cfg.data.seq_len), peak_flops(mesh, cfg.train.dtype), tokens_seen)
         feed = prefetched(rows, mesh)
         reporter.begin(start_step)
         try:

@@ -68,12 +68,16 @@ class Reporter:
             self._bar.start()
             self._bar.update(self._task, completed=step)
 
-    def advance(self, step: int, loss: float) -> None:
+    def advance(self, step: int) -> None:
         if self._bar:
-            self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
+            self._bar.update(self._task, completed=step)
 
     def row(self, step: int, row: dict[str, Any]) -> None:
         against = f" ({row['loss'] / self._floor:.2f}x the floor)" if self._floor else ""
+        if self._bar:
+            note = f"loss {row['loss']:.3f}{against}, {row['tokens_per_s']:,.0f} tok/s"
+            self._bar.update(self._task, completed=step, note=note)
+            return
         mfu = f"  mfu {row['mfu']:.0%}" if row["mfu"] >= 0.01 else ""
         self.say(
             f"step {step:>{len(str(self._total))}}/{self._total}  loss {row['loss']:.4f}{against}  lr {row['lr']:.2e}  "
