@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+# The device's own jax: CUDA or TPU where one is, plain CPU elsewhere; EXTRA=cuda, EXTRA=tpu or EXTRA= says otherwise.
+EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train test lint clean
@@ -24,12 +26,12 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir -e .
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[$(EXTRA)]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[dev,$(EXTRA)]'
 	touch $@ $(VENV)/.installed
 
 clean:

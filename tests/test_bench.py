@@ -1,12 +1,16 @@
 """The benchmark times the real step and reports consistent figures."""
 
+from types import SimpleNamespace
+
 import pytest
 import small
+from jax.experimental import topologies
 
 from nash_mhc.bench.aot import bench_compile
 from nash_mhc.bench.step import bench_step
 from nash_mhc.config import ConfigError
 from nash_mhc.model.lm import flops_per_token
+from nash_mhc.train.hardware import known_peak
 
 
 def test_figures_follow_from_one_another():
@@ -24,6 +28,31 @@ def test_figures_follow_from_one_another():
     assert figures["finite"]
 
 
-def test_a_topology_that_cannot_be_described_is_one_line():
-    with pytest.raises(ConfigError, match="--topology v6e:2x4: cannot be described here"):
+def test_a_topology_that_cannot_be_described_is_one_line(monkeypatch):
+    def absent(**_):
+        raise RuntimeError("no compiler\nsecond line")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", absent)
+    with pytest.raises(ConfigError, match=r"^--topology v6e:2x4: cannot be described here \(no compiler\); it needs libtpu"):
         bench_compile(small.mesh_config(small.config(), 2, 2, 2), "v6e:2x4")
+
+
+def test_a_mesh_that_does_not_fill_the_topology_is_refused(monkeypatch):
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=[None] * 8))
+    with pytest.raises(ConfigError, match="has 8 chips; the three mesh axes must multiply to that"):
+        bench_compile(small.mesh_config(small.config(), 2, 2, 1), "v6e:2x4")
+
+
+def test_peaks_are_those_of_the_named_chip():
+    kinds = (
+        "NVIDIA H200",
+        "NVIDIA GB200",
+        "NVIDIA B200",
+        "NVIDIA L40",
+        "NVIDIA L4",
+        "TPU v5",
+        "TPU v5 lite",
+        "TPU v6 lite",
+        "cpu",
+    )
+    assert [known_peak(k) for k in kinds] == [989, 2450, 2250, 181, 121, 459, 197, 918, None]

@@ -224,7 +224,7 @@ def test_a_preset_warm_up_shrinks_to_fit_a_short_run(size):
     parsed = cli.parse(["--model-size", size, "--total-steps", str(warmup - 1)])
     assert parsed.config.optim.warmup_steps <= (warmup - 1) / 10
     assert parsed.origins["optim.warmup_steps"] == f"preset {size}, fitted to total_steps"
-    long = cli.parse(["--model-size", size, "--total-steps", str(warmup)])
+    long = cli.parse(["--model-size", size, "--total-steps", str(10 * warmup)])
     assert long.config.optim.warmup_steps == warmup
     assert long.origins["optim.warmup_steps"] == f"preset {size}"
 

@@ -37,6 +37,13 @@ def test_collectives_are_the_ones_that_were_agreed_on(shape):
     assert counts.get("all-reduce", 0) + counts.get("reduce-scatter", 0) > 0
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_no_remat_policy_keeps_gathered_weights(remat):
+    """Each of a layer's seven matrices is gathered in the forward loop and again in the backward loop, not kept between."""
+    counts = count_collectives(compiled(small.mesh_config(small.config(train__remat=remat), 1, 8, 1)))
+    assert counts["all-gather"] >= 2 * 7
+
+
 def test_one_device_needs_no_collective():
     assert count_collectives(compiled(small.config())) == {}
 

@@ -15,7 +15,7 @@ from nash_mhc.config.cli import parse
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.parallel.fit import check_fit
-from nash_mhc.parallel.mesh import describe, make_mesh
+from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
 from nash_mhc.train.run import resolve, run
 
@@ -145,7 +145,7 @@ def test_resolve_fills_in_what_depends_on_the_devices() -> None:
     assert cfg.mesh.platform == "cpu"
     assert cfg.train.dtype == "float32"
     assert cfg.train.attention != "auto"
-    assert str(cfg.train.checkpoint_dir).startswith("runs/tiny-")
+    assert cfg.train.checkpoint_dir is None  # chosen when the run begins: a printed configuration pins no folder
     assert resolve(cfg)[0] == cfg
 
 
@@ -258,3 +258,12 @@ def test_printed_configuration_is_read_back(
     assert one_line_errors(main) == 0
     values = [line.partition("  #")[0].rstrip() for line in capsys.readouterr().out.splitlines()]
     assert values == [line.partition("  #")[0].rstrip() for line in printed.stdout.splitlines()]
+
+
+def test_the_default_mesh_takes_one_of_several_accelerators() -> None:
+    """A plain command works on any host; a mesh that was asked for must still use all there is."""
+    assert mesh_shape(MeshConfig(), "gpu", 8) == (1, 1, 1)
+    assert mesh_shape(MeshConfig(data=-1, tp=2), "gpu", 8) == (4, 1, 2)
+    assert mesh_shape(MeshConfig(tp=2, num_devices=2), "gpu", 8) == (1, 1, 2)
+    with pytest.raises(ConfigError, match=r"needs 2 device\(s\), but 8 gpu device\(s\) are in use; set --mesh-data -1"):
+        mesh_shape(MeshConfig(tp=2), "gpu", 8)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 
 import jax
 import numpy as np
@@ -10,7 +11,11 @@ import pytest
 import small
 
 from nash_mhc.config import ConfigError, presets
+from nash_mhc.data.sources import open_source
+from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.train import run
+from nash_mhc.train.evaluate import Evaluator
+from nash_mhc.train.run import _make_folder, make_objective
 
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 ROW = {
@@ -103,18 +108,51 @@ def test_a_run_continues_on_another_mesh_from_another_folder(unbroken, tmp_path)
 
 
 def test_a_finished_run_takes_no_step_and_says_so(unbroken, capsys):
-    before = (unbroken.folder / "metrics.jsonl").read_text()
+    before = [(unbroken.folder / name).read_text() for name in ("metrics.jsonl", "eval.jsonl")]
     again = run(
         dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, checkpoint_dir=str(unbroken.folder))), quiet=False
     )
     assert int(again.state.step) == 6
-    assert (unbroken.folder / "metrics.jsonl").read_text() == before
+    assert [(unbroken.folder / name).read_text() for name in ("metrics.jsonl", "eval.jsonl")] == before
     assert "all 6 steps are done already; raise --total-steps" in capsys.readouterr().out
 
 
 def test_another_model_in_a_used_folder_is_refused_by_name(unbroken):
-    with pytest.raises(ConfigError, match=r"holds a run of another model: model\.ffn \(64 there, 32 now\)"):
+    with pytest.raises(ConfigError, match=r"holds another run: model\.ffn \(64 there, 32 now\)"):
         at(unbroken.folder, small.config(model__ffn=32))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"data__seq_len": 64}, r"data\.seq_len \(32 there, 64 now\)"),
+        ({"train__seed": 5}, r"train\.seed \(0 there, 5 now\)"),
+        ({"data__batch_size": 16}, r"batch-size x grad-accum \(8 there, 16 now\)"),
+    ],
+)
+def test_a_continued_run_must_read_on_where_it_stopped(unbroken, change, named):
+    with pytest.raises(ConfigError, match=named):
+        at(unbroken.folder, small.config(**change))
+
+
+def test_a_new_run_never_takes_a_folder_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    assert [str(_make_folder(RUN)) for _ in range(3)] == ["runs/tiny-now", "runs/tiny-now-2", "runs/tiny-now-3"]
+
+
+def test_a_small_held_out_split_is_read_once_and_whatever_the_seed(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of the text.\n" for i in range(500)))
+    data = dataclasses.replace(RUN.data, dataset=str(tmp_path / "text.txt"))
+    tokenizer = load_tokenizer("bytes")
+    held_out = open_source(data, tokenizer, split="validation", seed=0)
+    for seed in (0, 1):
+        cfg = dataclasses.replace(RUN, data=data, train=dataclasses.replace(RUN.train, seed=seed, eval_batches=99))
+        evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, small.make_mesh(cfg.mesh))
+        rows = [row for batch in evaluator._rows for row in zip(*(a[0] for a in batch), strict=True)]
+        weighted = [inputs.tobytes() for inputs, _, _, weights in rows if weights.any()]
+        assert weighted == [held_out[i].inputs.tobytes() for i in range(len(held_out))]
+        assert len(rows) % 8 == 0
 
 
 def test_switching_ema_on_in_a_used_folder_is_refused(unbroken):

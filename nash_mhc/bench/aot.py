@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import Counter
@@ -16,7 +15,7 @@ from nash_mhc.model.lm import count_parameters
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.sharding import MESH_AXES
 from nash_mhc.train.feed import abstract_batch
-from nash_mhc.train.run import compile_train_step
+from nash_mhc.train.run import compile_train_step, for_platform
 from nash_mhc.train.state import sharded_abstract_state
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -44,7 +43,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     mesh = topologies.make_mesh(described, shape, MESH_AXES)
     mesh = type(mesh)(mesh.devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
     check_fit(cfg, mesh.shape)
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype="bfloat16", attention="splash"))
+    cfg = for_platform(cfg, "tpu")
     step = compile_train_step(cfg, mesh)
     compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
     memory = compiled.memory_analysis()

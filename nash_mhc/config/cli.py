@@ -244,9 +244,9 @@ def _build(settings: Settings) -> tuple[RunConfig, dict[str, str]]:
     size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
     values = presets.run(size).to_dict()
     origins = dict.fromkeys(keys(), f"preset {size}") | {"model_size": size_origin}
-    # A short trial run of a preset should just work; only a warm-up that the user chose may be too long.
+    # A short trial run of a preset should just work: its warm-up is at most a tenth, unless the user chose one.
     total = settings.get("train.total_steps", (math.inf, ""))[0]
-    if values["optim"]["warmup_steps"] > total:
+    if values["optim"]["warmup_steps"] > total / 10:
         values["optim"]["warmup_steps"] = total // 10
         origins["optim.warmup_steps"] += ", fitted to total_steps"
     for path, (value, origin) in settings.items():

@@ -16,7 +16,7 @@ from nash_mhc.model.attention import Attention
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.rope import positions_in_segments
-from nash_mhc.parallel.sharding import GATHERED_WEIGHT, for_compute, param, stacked
+from nash_mhc.parallel.sharding import for_compute, is_gathered_weight, param, stacked
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def remat_policy(name: str) -> Any:
     """What the backward pass finds saved. No policy keeps gathered weights: that would undo fsdp's saving."""
     policies = jax.checkpoint_policies
     return {
-        "none": policies.save_anything_except_these_names(GATHERED_WEIGHT),
+        "none": lambda primitive, *_, **params: not is_gathered_weight(primitive, params),
         "dots": policies.dots_with_no_batch_dims_saveable,
         "full": policies.nothing_saveable,
     }[name]

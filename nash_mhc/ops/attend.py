@@ -222,7 +222,7 @@ def _splash_kernel(group: int, T: int, window: int | None):  # type: ignore[no-u
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     one = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
-    block = min(512, T)
+    block = next(size for size in (512, 384, 256, 128) if T % size == 0)  # `why_not` sees to it that one does
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,

@@ -1,4 +1,4 @@
-"""MeshConfig -> jax Mesh: which devices, how many, in what shape. The only place that starts a JAX backend."""
+"""MeshConfig -> jax Mesh: which devices, how many, in what shape."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def _fill(cfg: MeshConfig, count: int) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def make_mesh(cfg: MeshConfig) -> Mesh:
-    """Chooses the platform and its devices and lays them out; ConfigError when the mesh does not fit them."""
-    devices = _pick_devices(cfg)
-    platform, there = devices[0].platform, len(devices)
+def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, int, int]:
+    """The shape of the mesh where `there` devices of this platform are; ConfigError when it does not fit them."""
     if cfg.num_devices is not None and cfg.num_devices > there:
         raise ConfigError(
             f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here; use --num-devices {there}"
         )
-    # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use.
-    emulated = platform == "cpu" and -1 not in (cfg.data, cfg.fsdp, cfg.tp)
-    in_use = cfg.num_devices or (math.prod((cfg.data, cfg.fsdp, cfg.tp)) if emulated else there)
+    # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use; and so does the
+    # default mesh anywhere: the first run of a newcomer takes one device and is told of the others.
+    sizes = (cfg.data, cfg.fsdp, cfg.tp)
+    by_mesh = (platform == "cpu" and -1 not in sizes) or sizes == (1, 1, 1)
+    in_use = cfg.num_devices or (math.prod(sizes) if by_mesh else there)
     shape = _fill(cfg, in_use)
     need = math.prod(shape)
     if need != in_use:
@@ -89,11 +89,20 @@ def make_mesh(cfg: MeshConfig) -> Mesh:
             f"mesh {_shape_text(cfg)} needs {need} devices, but JAX already runs with {there} cpu device(s); build the mesh "
             f"before any other JAX call, or set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
+    return shape
+
+
+def make_mesh(cfg: MeshConfig) -> Mesh:
+    """Chooses the platform and its devices and lays them out."""
+    devices = _pick_devices(cfg)
+    shape = mesh_shape(cfg, devices[0].platform, len(devices))
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(shape)])
 
 
 def describe(mesh: Mesh) -> str:
     """`8 x cpu, mesh 2x2x2 (data x fsdp x tp)`: the first line of a run."""
     device = mesh.devices.flat[0]
     shape = "x".join(str(mesh.shape[a]) for a in MESH_AXES)
-    return f"{mesh.size} x {device.device_kind}, mesh {shape} ({' x '.join(MESH_AXES)})"
+    text = f"{mesh.size} x {device.device_kind}, mesh {shape} ({' x '.join(MESH_AXES)})"
+    idle = 0 if device.platform == "cpu" else len(_found(device.platform)) - mesh.size
+    return text + (f"; {idle} more are idle: --mesh-data -1 takes them" if idle > 0 else "")

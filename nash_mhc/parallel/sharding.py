@@ -35,10 +35,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "vector": (),  # norm scales: too small to be worth a gather
     "layers": (),  # the stacked axis that the scan walks
+    "parts": (),  # the parts of an accumulated batch, taken one after another
 }
 # The axis whose shards are put together before compute; its gradients are scattered back over it.
 GATHERED = "fsdp"
-GATHERED_WEIGHT = "gathered_weight"  # checkpoint name: remat policies never save what a gather can bring back
+GATHERED_WEIGHT = "gathered_weight"  # checkpoint name of a layer's weights, cast and gathered
 
 Axes = tuple[str, ...]
 
@@ -158,6 +159,22 @@ def for_compute(module: PyTree, dtype: Any) -> PyTree:
     axes = jax.tree.leaves(logical_axes(module), is_leaf=lambda a: isinstance(a, tuple))
     leaves, tree = jax.tree.flatten(module)
     return jax.tree.unflatten(tree, [prepare(w, a) for w, a in zip(leaves, axes, strict=True)])
+
+
+def is_gathered_weight(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an operation's result is a weight that `for_compute` put together: what no remat policy may save.
+
+    By its name, and by the constraint that made it: the only one that leaves fsdp out, which activations carry in their batch.
+    """
+    if primitive.name == "name":
+        return params["name"] == GATHERED_WEIGHT
+    if primitive.name == "sharding_constraint":
+        used = [a for entry in params["sharding"].spec for a in (entry if isinstance(entry, tuple) else (entry,))]
+        return GATHERED not in used
+    if primitive.name == "custom_vjp_call":  # `_gathered`, seen from outside
+        inner = getattr(params.get("call_jaxpr"), "jaxpr", None)
+        return inner is not None and any(is_gathered_weight(e.primitive, e.params) for e in inner.eqns)
+    return False
 
 
 def on_shards(fn: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ def main() -> int:
                 origins |= {k: f"{origins[k]}, resolved here" for k in changed}
         print(render(config, origins), end="")
         return 0
-    print(next_commands(run(parsed.config)))
+    print(next_commands(run(parsed.config), sys.argv[1:]))
     return 0
 
 

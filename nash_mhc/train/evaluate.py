@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import count_bytes
+from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokens import Tokenizer
 from nash_mhc.model.lm import LM
 from nash_mhc.train.compiled import CompiledStep
-from nash_mhc.train.feed import host_batches, to_device
+from nash_mhc.train.feed import own_rows, to_device
 from nash_mhc.train.objective import Batch, Sums
 from nash_mhc.train.step import Objective
 
 
 class Evaluator:
-    """`evaluate(model)` -> loss, perplexity, bits per byte and token accuracy on the first batches of the held-out split."""
+    """`evaluate(model)` -> loss, perplexity, bits per byte and token accuracy on the first rows of the held-out split.
+
+    The rows do not depend on the run's seed or batch size (up to where the last batch ends), so that runs can be compared.
+    """
 
     def __init__(self, cfg: RunConfig, objective: Objective, tokenizer: Tokenizer, mesh: Mesh) -> None:
-        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=cfg.train.seed)
-        rows = host_batches(cfg.data, source, grad_accum=1, seed=cfg.train.seed)
+        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=0)
         self._mesh = mesh
-        self._rows = list(itertools.islice(rows, cfg.train.eval_batches))
-        rows.close()  # type: ignore[attr-defined]
+        B = cfg.data.batch_size
+        count = min(cfg.train.eval_batches * B, len(source))
+        rows = [source[i] for i in range(count)]
+        # A small split ends within a batch: rows of no weight fill it up.
+        rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-count % B)
+        self._rows = [Rows(*(np.stack(a)[None] for a in zip(*rows[i : i + B], strict=True))) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
 
         def sums(model: LM, batch: Batch) -> Sums:
@@ -36,7 +43,7 @@ class Evaluator:
         self.step = CompiledStep(sums, mesh)
 
     def evaluate(self, model: LM) -> dict[str, float]:
-        parts = [self.step(model, to_device(rows, self._mesh)) for rows in self._rows]
+        parts = [self.step(model, to_device(own_rows(rows), self._mesh)) for rows in self._rows]
         # Added up on the host in double precision: the sums of many batches outgrow float32.
         total = {name: sum(float(jax.device_get(getattr(p, name))) for p in parts) for name in ("ce", "correct", "weight")}
         nats = total["ce"] / total["weight"]

@@ -13,19 +13,25 @@ from nash_mhc.config.schema import DataConfig
 from nash_mhc.data.loader import batches
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource
-from nash_mhc.parallel.sharding import spec
+from nash_mhc.parallel.sharding import named
 from nash_mhc.train.objective import Batch
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Of an array [accumulation, batch, time]."""
-    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, *spec(("batch", "time"))))
+    return named(mesh, "parts", "batch", "time")
 
 
 def to_device(rows: Rows, mesh: Mesh) -> Batch:
     """Starts the transfer and returns at once; each process brings its own rows."""
     sharding = batch_sharding(mesh)
     return Batch(*(jax.make_array_from_process_local_data(sharding, a) for a in rows))
+
+
+def own_rows(rows: Rows) -> Rows:
+    """This process's share of a whole batch [parts, batch, time]."""
+    count = rows.inputs.shape[1] // jax.process_count()
+    return Rows(*(a[:, jax.process_index() * count :][:, :count] for a in rows))
 
 
 def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh) -> Batch:

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 # Dense bfloat16 peak of one device in TFLOP/s, from the vendors' data sheets, by a piece of JAX's device_kind.
 _PEAKS = {
-    "TPU v6": 918.0, "TPU v5p": 459.0, "TPU v5 lite": 197.0, "TPU v5e": 197.0, "TPU v4": 275.0, "TPU v3": 61.5,
-    "B200": 2250.0, "GB200": 2450.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "T4": 65.0,
+    "TPU v6": 918.0, "TPU v5p": 459.0, "TPU v5": 459.0, "TPU v5 lite": 197.0, "TPU v5e": 197.0, "TPU v4": 275.0,
+    "B200": 2250.0, "GB200": 2450.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40": 181.0, "L40S": 362.0, "L4": 121.0,
 }  # fmt: skip
 
 
@@ -29,15 +29,19 @@ def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
     return 2 * n**3 / best
 
 
+def known_peak(device_kind: str) -> float | None:
+    """bfloat16 TFLOP/s of one such chip by its data sheet. The longest name counts: GB200 is no B200, an L40 no L4."""
+    return _PEAKS.get(max((name for name in _PEAKS if name in device_kind), key=len, default=""))
+
+
 def processors(mesh: Mesh) -> int:
     """Devices that work on their own: emulated host devices share one processor."""
     return 1 if mesh.devices.flat[0].platform == "cpu" else mesh.size
 
 
 def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> float:
-    """FLOP/s of the whole mesh: the data sheet's for a known chip, the measured matmul rate for anything else."""
+    """FLOP/s of the whole mesh: the data sheet's for bfloat16 on a known chip, the measured matmul rate for anything else."""
     device = mesh.devices.flat[0]
-    for name, teraflops in _PEAKS.items():
-        if name in device.device_kind:
-            return teraflops * 1e12 * mesh.size
+    if dtype == "bfloat16" and (teraflops := known_peak(device.device_kind)):
+        return teraflops * 1e12 * mesh.size
     return (measured_rate or matmul_rate(dtype, device)) * processors(mesh)

@@ -8,8 +8,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,21 +51,21 @@ class Result:
     floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
 
 
+def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
+    """Fills in what depends on the kind of device, dtype and attention kernel; refuses a kernel that cannot run there."""
+    dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
+    attention = _attention_kernel(cfg, platform, dtype)
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention))
+
+
 def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
-    """Starts the devices and fills in what depends on them: mesh axes of -1, dtype and kernel `auto`, the run's folder."""
+    """Starts the devices and fills in what depends on them; ConfigError for what does not fit them."""
     mesh = make_mesh(cfg.mesh)
     check_fit(cfg, mesh.shape)
-    kind = mesh.devices.flat[0].platform
-    dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if kind == "cpu" else "bfloat16")
-    attention = _attention_kernel(cfg, kind, dtype)
-    folder = cfg.train.checkpoint_dir or f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
+    platform = mesh.devices.flat[0].platform
     shape = {axis: mesh.shape[axis] for axis in ("data", "fsdp", "tp")}
-    cfg = dataclasses.replace(
-        cfg,
-        mesh=dataclasses.replace(cfg.mesh, platform=kind if kind in ("tpu", "gpu", "cpu") else "gpu", **shape),
-        train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, checkpoint_dir=folder),
-    )
-    return cfg, mesh
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **shape))
+    return for_platform(cfg, platform), mesh
 
 
 def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
@@ -87,9 +89,12 @@ def compile_train_step(cfg: RunConfig, mesh: Mesh, **options: Any) -> CompiledSt
 
 
 def _make_folder(cfg: RunConfig) -> Path:
-    folder = Path(str(cfg.train.checkpoint_dir))
+    """The run's folder, writable. One that the user did not name is new: two runs never meet by accident."""
+    named, stamp = cfg.train.checkpoint_dir, f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
+    folder = Path(next(c for c in candidates if named or not Path(c).exists()))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=bool(named))
         (folder / ".writable").touch()
         (folder / ".writable").unlink()
     except OSError as error:
@@ -97,16 +102,25 @@ def _make_folder(cfg: RunConfig) -> Path:
     return folder
 
 
-def _check_same_run(folder: Path, cfg: RunConfig) -> None:
-    """A folder with a run in it is continued, so its model must be this one."""
+# What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
+_SAME_DATA = ("data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "train.seed")
+
+
+def _check_same_run(folder: Path, cfg: RunConfig, *, same_data: bool) -> None:
+    """A run that is continued has the same model and, in its own folder, reads on where it stopped."""
     try:
-        model = json.loads((folder / "run.json").read_text())["config"]["model"]
-    except (OSError, ValueError, KeyError):
+        then = json.loads((folder / "run.json").read_text())["config"]
+        before = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in then[section].items()}
+    except (OSError, ValueError, KeyError, TypeError):
         return
-    now = dataclasses.asdict(cfg.model)
-    changed = [f"model.{k} ({model.get(k)} there, {v} now)" for k, v in now.items() if model.get(k) != v]
+    now = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in cfg.to_dict()[section].items()}
+    kept = [k for k in now if k.startswith("model.")] + (list(_SAME_DATA) if same_data else [])
+    changed = [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]
+    rows = [d["data.batch_size"] * d["train.grad_accum"] for d in (before, now)]
+    if same_data and rows[0] != rows[1]:
+        changed.append(f"batch-size x grad-accum ({rows[0]} there, {rows[1]} now)")
     if changed:
-        raise ConfigError(f"{folder} holds a run of another model: {', '.join(changed)}; choose another --checkpoint-dir")
+        raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
 
 
 def _check_resume_from(cfg: RunConfig) -> None:
@@ -116,7 +130,7 @@ def _check_resume_from(cfg: RunConfig) -> None:
             raise ConfigError(
                 f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
             )
-        _check_same_run(other, cfg)
+        _check_same_run(other, cfg, same_data=False)
 
 
 def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store) -> tuple[TrainState, int, int, str]:
@@ -176,9 +190,11 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
     floor = loss_floor(cfg.data, tokenizer)
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed)
     _check_resume_from(cfg)
-    _check_same_run(Path(str(cfg.train.checkpoint_dir)), cfg)
+    if cfg.train.checkpoint_dir is not None:
+        _check_same_run(Path(cfg.train.checkpoint_dir), cfg, same_data=True)
     evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, mesh)
     folder = _make_folder(cfg)  # last of the checks: what is refused leaves nothing behind
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     _use_compilation_cache(folder)
     reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
@@ -198,7 +214,8 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
             evaluation.update(evaluator.evaluate(state.model))
             if state.ema is not None:
                 evaluation["eval/loss_ema"] = evaluator.evaluate(state.ema)["eval/loss"]
-            telemetry.write(step, evaluation, file="eval.jsonl")
+            if step > start_step:  # a run that had nothing left to do has its row already
+                telemetry.write(step, evaluation, file="eval.jsonl")
             reporter.say(_evaluation_line(step, evaluation, floor))
 
         def save(state: TrainState, step: int) -> None:
@@ -218,6 +235,8 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
             else:
                 reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
                 evaluate(state, start_step)
+                if store.latest() is None:  # restored from another run's folder: this one shall stand on its own
+                    save(state, start_step)
         finally:
             reporter.end()
             feed.close()  # type: ignore[attr-defined]
@@ -237,15 +256,16 @@ def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float
     return text
 
 
-def next_commands(result: Result) -> str:
-    """What to type after a run."""
+def next_commands(result: Result, argv: Sequence[str]) -> str:
+    """What to type after a run that was started with these arguments."""
     python = Path(sys.executable)
     here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path("python")
+    tensorboard = here.with_name("tensorboard")
+    longer = shlex.join([*argv, "--total-steps", str(10 * int(result.state.step))])
     return (
         f"\nThe run is in {result.folder}. Next:\n"
         f"  {here} -m nash_mhc.generate --checkpoint-dir {result.folder}\n"
         f"  {here} -m nash_mhc.report {result.folder}\n"
-        f"  {here.parent / 'tensorboard'} --logdir {result.folder.parent}\n"
-        f"  {here} -m nash_mhc.train --checkpoint-dir {result.folder} --total-steps "
-        f"{10 * int(result.state.step)}   # go on from here"
+        f"  {tensorboard} --logdir {result.folder}\n"
+        f"  {here} -m nash_mhc.train {longer}   # ten times the steps"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -23,7 +23,11 @@ class Telemetry:
         self._folder = folder
         for name in ("metrics.jsonl", "eval.jsonl"):
             self._keep_until(folder / name, start_step)
-        self._events = EventFileWriter(str(folder))
+        self._events = EventFileWriter(str(folder), flush_secs=10)
+        if start_step:
+            # TensorBoard, too, forgets what an earlier process wrote past this point.
+            restart = SessionLog(status=SessionLog.START)
+            self._events.add_event(Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
 
     @staticmethod
     def _keep_until(path: Path, step: int) -> None:
