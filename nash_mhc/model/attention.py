@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
-from nash_mhc.ops.attend import attend
+from nash_mhc.ops.attend import PLAIN_KERNELS, attend
 from nash_mhc.ops.rope import rope
 from nash_mhc.parallel.sharding import constrain, on_shards, param
 
@@ -61,9 +62,19 @@ class Attention(eqx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, self.rope_theta), rope(k_BTKH, positions_BT, self.rope_theta)
-        # Rows and heads are independent, so every kernel runs on its device's own shard and nothing crosses.
+        # Rows and heads are independent, so every kernel works on its device's own part and nothing crosses.
         per_head, per_kv_head = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
-        in_axes = [per_head, per_kv_head, per_kv_head, None if segments_BT is None else ("batch", "time")]
-        run = on_shards(functools.partial(attend, window=self.window, kernel=kernel), in_axes, per_head)
-        mixed_BTNH = run(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+        run: Callable[..., Array] = functools.partial(attend, window=self.window, kernel=kernel)
+        if kernel in PLAIN_KERNELS:
+            # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it crashes
+            # the CPU compiler of jax 0.11.2.)
+            q_BTNH, k_BTKH, v_BTKH = (
+                constrain(q_BTNH, *per_head),
+                constrain(k_BTKH, *per_kv_head),
+                constrain(v_BTKH, *per_kv_head),
+            )
+        else:
+            in_axes = [per_head, per_kv_head, per_kv_head, None if segments_BT is None else ("batch", "time")]
+            run = on_shards(run, in_axes, per_head)
+        mixed_BTNH = constrain(run(q_BTNH, k_BTKH, v_BTKH, segments_BT), *per_head)
         return constrain(jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD), "batch", "time_split", "width")

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-KERNELS = ("reference", "xla", "cudnn", "pallas", "splash")
+PLAIN_KERNELS = ("reference", "xla")  # array code, which any partitioner can split; the others are opaque to it
+KERNELS = (*PLAIN_KERNELS, "cudnn", "pallas", "splash")
 
 _BLOCK = 64  # queries of one block of the xla kernel ...
 _MOST_BLOCKS = 8  # ... and how many blocks it unrolls at most
