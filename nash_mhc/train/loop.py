@@ -26,6 +26,10 @@ class Meter:
     def reset(self) -> None:
         self._since, self._steps, self._tokens, self.data_wait = time.perf_counter(), 0, 0, 0.0
 
+    def leave_out(self, seconds: float) -> None:
+        """Time that belongs to no step: an evaluation, a save."""
+        self._since += seconds
+
     def add(self, metrics: dict[str, Any]) -> None:
         self._steps += 1
         self._tokens += int(metrics["tokens"])
@@ -98,5 +102,5 @@ def train_loop(
                     save(state, step)
                 if due(step, cfg.train.eval_interval):
                     evaluate(state, step)
-                meter._since += time.perf_counter() - paused  # neither belongs to the time of a step
+                meter.leave_out(time.perf_counter() - paused)
     return state
