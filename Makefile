@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 # The device's own jax: CUDA or TPU where one is, plain CPU elsewhere; EXTRA=cuda, EXTRA=tpu or EXTRA= says otherwise.
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
+comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train test lint clean
@@ -31,7 +32,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[dev,$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[dev$(addprefix $(comma),$(EXTRA))]'
 	touch $@ $(VENV)/.installed
 
 clean:
