@@ -27,7 +27,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.$(if $(EXTRA),[$(EXTRA)])'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
