@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 import small
 from jax.experimental import topologies
@@ -41,6 +42,18 @@ def test_a_mesh_that_does_not_fill_the_topology_is_refused(monkeypatch):
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=[None] * 8))
     with pytest.raises(ConfigError, match="has 8 chips; the three mesh axes must multiply to that"):
         bench_compile(small.mesh_config(small.config(), 2, 2, 1), "v6e:2x4")
+
+
+def test_compiling_for_a_topology_reports_memory_and_collectives(monkeypatch):
+    """The whole path with host devices in the place of chips: bfloat16, the mesh's own shardings, figures that add up."""
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=jax.devices()))
+    monkeypatch.setattr(topologies, "make_mesh", lambda described, shape, names: jax.make_mesh(shape, names))
+    cfg = small.mesh_config(small.config(train__dtype="auto", train__attention="xla"), 2, 2, 2)
+    figures = bench_compile(cfg, "v6e:2x4")
+    assert figures["topology"] == "v6e:2x4, mesh 2x2x2 (data x fsdp x tp)"
+    assert figures["peak_gib_per_chip"] >= figures["state_and_batch_gib"] > 0
+    assert "all-gather" in figures["collectives"]
+    assert figures["compile_s"] > 0
 
 
 def test_peaks_are_those_of_the_named_chip():
