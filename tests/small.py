@@ -16,7 +16,9 @@ from nash_mhc.train.feed import to_device
 from nash_mhc.train.run import compile_train_step
 from nash_mhc.train.state import TrainState, create_state
 
-MODEL = ModelConfig(vocab_size=257, width=32, layers=2, heads=8, kv_heads=8, head_dim=4, ffn=64)
+_SIZES = {"vocab_size": 257, "width": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn": 64}
+MODEL = ModelConfig(**_SIZES, scales=1, residual="plain")  # dense: what is tested with it does not depend on the architecture
+NASH = ModelConfig(**_SIZES, scales=3, window=8)  # the whole architecture, small
 
 
 def config(**changes: Any) -> RunConfig:

@@ -102,7 +102,14 @@ class ModelConfig(_Section):
     kv_heads: int = key(8, "key and value heads (K); fewer than heads is grouped-query attention", low=1)
     head_dim: int = key(16, "width of one head (H), an even number", low=2)
     ffn: int = key(384, "width of the feed-forward layer (F)", low=1)
-    window: int | None = key(None, "tokens that attention looks back, itself included (none: all)", low=1)
+    scales: int = key(4, "resolutions that attention looks at (C); 1 is plain attention", low=1, high=8)
+    ratio: int = key(2, "how much coarser each scale is than the one before (r)", low=2, high=64)
+    window: int | None = key(None, "tokens that the finest scale looks back, itself included (none: all)", low=1)
+    aggregation: str = key("nash", "how the scales find their weights", choices=("nash", "convex", "mean"))
+    nash_iterations: int = key(3, "best responses that the scales play", low=1, high=64)
+    residual: str = key("mhc", "residual: several mixed streams, or one that is added to", choices=("mhc", "plain"))
+    streams: int = key(4, "residual streams (R) of mhc", low=2, high=16)
+    sinkhorn_iterations: int = key(20, "normalisations that make the mixing of streams doubly stochastic", low=1, high=200)
     rope_theta: float = key(10_000.0, "base of the rotary position frequencies", above=0)
     norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
     qk_norm: bool = key(True, "normalise queries and keys per head before the rotation")
@@ -119,6 +126,22 @@ class ModelConfig(_Section):
             )
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim {self.head_dim} must be even for the rotary embedding; try {self.head_dim + 1}")
+        if self.window is not None and self.window % self.coarsest_stride:
+            raise ConfigError(
+                f"model.window {self.window} must be a multiple of the coarsest stride {self.coarsest_stride} "
+                f"(model.ratio {self.ratio}, model.scales {self.scales}); "
+                f"the nearest is {nearest_multiple(self.window, self.coarsest_stride)}"
+            )
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Tokens from one row of a scale to its next: 1, r, r^2, ..."""
+        return tuple(self.ratio**c for c in range(self.scales))
+
+    @property
+    def coarsest_stride(self) -> int:
+        """What rows and documents are aligned to."""
+        return self.strides[-1]
 
     @property
     def padded_vocab(self) -> int:
@@ -179,6 +202,7 @@ class OptimConfig(_Section):
     eps: float = key(1e-8, "AdamW epsilon", above=0)
     max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: never)", low=0)
     z_loss: float = key(0.0, "weight of the squared log-partition term", low=0)
+    sparsity: float = key(0.0, "weight of the entropy of the scales' weights in the loss", low=0)
     ema_decay: float = key(0.0, "decay of the averaged copy of the weights (0: none is kept)", low=0, high=0.999999)
 
 
@@ -221,6 +245,13 @@ class RunConfig:
             raise ConfigError(
                 f"optim.warmup_steps {self.optim.warmup_steps} is more than train.total_steps {self.train.total_steps}; "
                 f"lower --warmup-steps or raise --total-steps"
+            )
+        stride = self.model.coarsest_stride
+        if self.data.seq_len % stride:
+            raise ConfigError(
+                f"data.seq_len {self.data.seq_len} must be a multiple of the coarsest stride {stride} (model.ratio "
+                f"{self.model.ratio}, model.scales {self.model.scales}); the nearest is "
+                f"{nearest_multiple(self.data.seq_len, stride)}"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Rows(NamedTuple):
-    """Row r, slot t. Segments number the documents of a row from 1; 0 is padding, whose targets weigh nothing."""
+    """Row r, slot t. Segments number the documents of a row from 1; 0 is padding. Only real targets have a weight."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -39,23 +39,30 @@ def best_fit(lengths: Sequence[int], capacity: int, most_rows: int | None = None
     return rows
 
 
-def pack(documents: Sequence[np.ndarray], end: int, seq_len: int, most_rows: int | None = None) -> Rows:
-    """Packs token arrays. Each document is read as [end, tokens...] and predicts [tokens..., end]."""
+def pack(documents: Sequence[np.ndarray], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1) -> Rows:
+    """Packs token arrays. Each document is read as [end, tokens...] and predicts [tokens..., end].
+
+    Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the document
+    before it and weighs nothing, so that every aligned block of `align` slots lies in one document.
+    """
     pieces: list[tuple[np.ndarray, np.ndarray]] = []
     for document in documents:
         whole = np.concatenate([[end], document, [end]]).astype(np.int32)
         for start in range(0, len(whole) - 1, seq_len):
             stop = min(start + seq_len, len(whole) - 1)
             pieces.append((whole[start:stop], whole[start + 1 : stop + 1]))
-    rows = best_fit([len(inputs) for inputs, _ in pieces], seq_len, most_rows)
+    slots_of = [-(-len(inputs) // align) * align for inputs, _ in pieces]
+    rows = best_fit(slots_of, seq_len, most_rows)
     count = len(rows) if most_rows is None else most_rows
     inputs, targets = (np.full((count, seq_len), end, np.int32) for _ in range(2))
     segments = np.zeros((count, seq_len), np.int32)
+    weights = np.zeros((count, seq_len), np.float32)
     for r, items in enumerate(rows):
         at = 0
         for segment, item in enumerate(items, start=1):
             slots = slice(at, at + len(pieces[item][0]))
             inputs[r, slots], targets[r, slots] = pieces[item]
-            segments[r, slots] = segment
-            at = slots.stop
-    return Rows(inputs, targets, segments, (segments > 0).astype(np.float32))
+            weights[r, slots] = 1.0
+            segments[r, at : at + slots_of[item]] = segment
+            at += slots_of[item]
+    return Rows(inputs, targets, segments, weights)

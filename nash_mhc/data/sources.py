@@ -37,9 +37,9 @@ class StoryRows:
     endless = True
     rows_per_volume = 64
 
-    def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
         self._corpus, self._tokenizer = StoryCorpus(), tokenizer
-        self._seed, self._split, self._seq_len = seed, split, seq_len
+        self._seed, self._split, self._seq_len, self._align = seed, split, seq_len, align
         self._volumes: OrderedDict[int, Rows] = OrderedDict()
         self._lock = threading.Lock()  # grain's reader threads share this source
 
@@ -70,11 +70,11 @@ class StoryRows:
             # One number a story, volumes far apart: no story is ever used twice.
             story = self._corpus.story(self._seed, self._split, (volume << 20) + number)
             tokens = self._tokenizer.encode(story.text)
-            slots += len(tokens) + 1
+            slots += -(-(len(tokens) + 1) // self._align) * self._align
             if slots > capacity:
                 break
             documents.append(tokens)
-        return pack(documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume)
+        return pack(documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align)
 
 
 class TextRows:
@@ -82,11 +82,11 @@ class TextRows:
 
     endless = False
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, *, split: str, seq_len: int) -> None:
+    def __init__(self, path: Path, tokenizer: Tokenizer, *, split: str, seq_len: int, align: int = 1) -> None:
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"--dataset {path}: no .txt file in this folder")
-        rows = pack([tokenizer.encode(_read(f)) for f in files], tokenizer.end, seq_len)
+        rows = pack([tokenizer.encode(_read(f)) for f in files], tokenizer.end, seq_len, align=align)
         held_out = np.arange(len(rows.inputs)) % _VALIDATION_EVERY == _VALIDATION_EVERY - 1
         self._rows = Rows(*(a[held_out if split == "validation" else ~held_out] for a in rows))
         if not len(self):
@@ -112,17 +112,17 @@ def _read(file: Path) -> str:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int) -> RowSource:
-    """The rows of one split; ConfigError when there is no such dataset or split."""
+def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1) -> RowSource:
+    """The rows of one split, documents starting at multiples of `align`; ConfigError when there is no such dataset or split."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
     if cfg.dataset_name is not None:
         raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset {cfg.dataset!r} has no variants; leave it out")
     if cfg.dataset == "stories":
-        return StoryRows(tokenizer, seed=seed, split=split, seq_len=cfg.seq_len)
+        return StoryRows(tokenizer, seed=seed, split=split, seq_len=cfg.seq_len, align=align)
     if not Path(cfg.dataset).exists():
         raise ConfigError(f"--dataset {cfg.dataset}: neither 'stories' nor a .txt file or folder that is here")
-    return TextRows(Path(cfg.dataset), tokenizer, split=split, seq_len=cfg.seq_len)
+    return TextRows(Path(cfg.dataset), tokenizer, split=split, seq_len=cfg.seq_len, align=align)
 
 
 def loss_floor(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[float, float] | None:

@@ -1,4 +1,4 @@
-"""Dense causal attention: grouped queries, rotary positions, packed documents."""
+"""Causal attention at one resolution: projections, grouped queries, rotary positions, packed documents."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
-from nash_mhc.ops.attend import PLAIN_KERNELS, attend
+from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
 from nash_mhc.ops.rope import rope
 from nash_mhc.parallel.sharding import constrain, on_shards, param
+
+PER_HEAD, PER_KV_HEAD = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
 
 
 class Attention(eqx.Module):
@@ -43,15 +45,8 @@ class Attention(eqx.Module):
             rope_theta=cfg.rope_theta, window=cfg.window,
         )  # fmt: skip
 
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        segments_BT: Int[Array, "B T"] | None,
-        positions_BT: Int[Array, "B T"],
-        *,
-        kernel: str,
-    ) -> Float[Array, "B T D"]:
-        x_BTD = constrain(x_BTD, "batch", "time", "width")
+    def project(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+        """Queries, keys and values [B, T, heads, H], as they come out of the matrices."""
         q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, self.q_DNH)
         k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.k_DKH)
         v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.v_DKH)
@@ -59,22 +54,57 @@ class Attention(eqx.Module):
             # [None, None] spells the broadcast out: the tests run with implicit rank promotion forbidden.
             q_BTNH = q_BTNH + self.q_bias_NH[None, None]
             k_BTKH, v_BTKH = k_BTKH + self.k_bias_KH[None, None], v_BTKH + self.v_bias_KH[None, None]
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def placed(
+        self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
+    ) -> tuple[Array, Array]:
+        """Queries and keys normalised per head and turned to their positions: what scores are made of."""
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, self.rope_theta), rope(k_BTKH, positions_BT, self.rope_theta)
-        # Rows and heads are independent, so every kernel works on its device's own part and nothing crosses.
-        per_head, per_kv_head = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
-        run: Callable[..., Array] = functools.partial(attend, window=self.window, kernel=kernel)
+        return rope(q_BTNH, positions_BT, self.rope_theta), rope(k_BTKH, positions_BT, self.rope_theta)
+
+    def mix(
+        self,
+        q_BTNH: Float[Array, "B T N H"],
+        k_BTKH: Float[Array, "B T K H"],
+        v_BTKH: Float[Array, "B T K H"],
+        segments_BT: Int[Array, "B T"] | None,
+        positions_BT: Int[Array, "B T"],
+        *,
+        window: int | None,
+        kernel: str,
+    ) -> Float[Array, "B T N H"]:
+        """Attention over rows of one resolution. Rows and heads are independent, so nothing crosses between devices."""
+        kernel = fitting_kernel(kernel, str(v_BTKH.dtype), q_BTNH.shape[1], q_BTNH.shape[-1], window)
+        q_BTNH, k_BTKH = self.placed(q_BTNH, k_BTKH, positions_BT)
+        run: Callable[..., Array] = functools.partial(attend, window=window, kernel=kernel)
         if kernel in PLAIN_KERNELS:
             # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it crashes
             # the CPU compiler of jax 0.11.2.)
             q_BTNH, k_BTKH, v_BTKH = (
-                constrain(q_BTNH, *per_head),
-                constrain(k_BTKH, *per_kv_head),
-                constrain(v_BTKH, *per_kv_head),
+                constrain(q_BTNH, *PER_HEAD),
+                constrain(k_BTKH, *PER_KV_HEAD),
+                constrain(v_BTKH, *PER_KV_HEAD),
             )
         else:
-            in_axes = [per_head, per_kv_head, per_kv_head, None if segments_BT is None else ("batch", "time")]
-            run = on_shards(run, in_axes, per_head)
-        mixed_BTNH = constrain(run(q_BTNH, k_BTKH, v_BTKH, segments_BT), *per_head)
-        return constrain(jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD), "batch", "time_split", "width")
+            in_axes = [PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, None if segments_BT is None else ("batch", "time")]
+            run = on_shards(run, in_axes, PER_HEAD)
+        with jax.named_scope("attention"):
+            return constrain(run(q_BTNH, k_BTKH, v_BTKH, segments_BT), *PER_HEAD)
+
+    def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD)
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        segments_BT: Int[Array, "B T"] | None,
+        positions_BT: Int[Array, "B T"],
+        *,
+        kernel: str,
+    ) -> tuple[Float[Array, "B T D"], None]:
+        """The mixed tokens, and nothing to report: see `Multiscale`, which has the same interface."""
+        x_BTD = constrain(x_BTD, "batch", "time", "width")
+        mixed_BTNH = self.mix(*self.project(x_BTD), segments_BT, positions_BT, window=self.window, kernel=kernel)
+        return constrain(self.output(mixed_BTNH), "batch", "time_split", "width"), None

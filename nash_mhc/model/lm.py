@@ -13,9 +13,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention
+from nash_mhc.model.health import LayerReport, unmixed, watch_streams
+from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
+from nash_mhc.model.residual import HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.rope import positions_in_segments
+from nash_mhc.ops.streams import COEFFICIENTS
 from nash_mhc.parallel.sharding import for_compute, is_gathered_weight, param, stacked
 
 
@@ -38,33 +42,55 @@ def remat_policy(name: str) -> Any:
     policies = jax.checkpoint_policies
     return {
         "none": lambda primitive, *_, **params: not is_gathered_weight(primitive, params),
-        "dots": policies.dots_with_no_batch_dims_saveable,
+        "dots": policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS)
+        ),
         "full": policies.nothing_saveable,
     }[name]
 
 
 class Layer(eqx.Module):
+    """Attention, then feed-forward; each reads the residual state and writes to it through a residual of its own."""
+
+    attention_residual: PlainResidual | HyperConnection
     attention_norm: RMSNorm
-    attention: Attention
+    attention: Attention | Multiscale
+    ffn_residual: PlainResidual | HyperConnection
     ffn_norm: RMSNorm
     ffn: SwiGLU
 
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer:
-        attention, ffn = jax.random.split(key)
+        attention, ffn, first, second = jax.random.split(key, 4)
         norm = functools.partial(RMSNorm.init, cfg.width, cfg.norm_eps)
-        return Layer(norm(), Attention.init(cfg, key=attention), norm(), SwiGLU.init(cfg, key=ffn))
+        residual = residual_class(cfg)
+        mixer = Attention if cfg.scales == 1 else Multiscale
+        return Layer(
+            residual.init(cfg, key=first), norm(), mixer.init(cfg, key=attention),
+            residual.init(cfg, key=second), norm(), SwiGLU.init(cfg, key=ffn),
+        )  # fmt: skip
 
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        state: State,
+        composite: Array | None,
         segments_BT: Int[Array, "B T"] | None,
         positions_BT: Int[Array, "B T"],
         *,
         kernel: str,
-    ) -> Float[Array, "B T D"]:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), segments_BT, positions_BT, kernel=kernel)
-        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+    ) -> tuple[State, Array | None, LayerReport]:
+        """(residual state, product of the H_res so far, what happened): the product is followed only to be watched."""
+        entered = state
+        x_BTD, attention_maps = self.attention_residual.read(state)
+        y_BTD, game = self.attention(self.attention_norm(x_BTD), segments_BT, positions_BT, kernel=kernel)
+        state = self.attention_residual.write(state, y_BTD, attention_maps)
+        x_BTD, ffn_maps = self.ffn_residual.read(state)
+        state = self.ffn_residual.write(state, self.ffn(self.ffn_norm(x_BTD)), ffn_maps)
+        if composite is None:
+            return state, None, LayerReport(game, None)
+        with jax.named_scope("health"):
+            composite, watched = watch_streams(entered, composite, [attention_maps, ffn_maps])
+        return state, composite, LayerReport(game, watched)
 
 
 class LM(eqx.Module):
@@ -99,8 +125,17 @@ class LM(eqx.Module):
         tokens_BT: Int[Array, "B T"],
         segments_BT: Int[Array, "B T"] | None = None,
         execution: Execution = Execution(),
-    ) -> Float[Array, "B T D"]:
-        """The normalised stream after the last layer: what the loss and the logits are read from."""
+    ) -> tuple[Float[Array, "B T D"], LayerReport]:
+        """(the normalised stream after the last layer, reports of all layers): the loss and the logits are read from the first.
+
+        Documents must start at multiples of the coarsest stride, as `data/pack.py` lays them; T may be any number.
+        """
+        T = tokens_BT.shape[1]
+        missing = -T % self.cfg.coarsest_stride
+        if missing:  # whole blocks only; attention is causal, so what is added has no say
+            last = ((0, 0), (0, missing))
+            tokens_BT = jnp.pad(tokens_BT, last)
+            segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
         if segments_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
         else:
@@ -110,14 +145,17 @@ class LM(eqx.Module):
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
         kernel = execution.kernel(self.cfg, tokens_BT.shape[1])
+        residual = residual_class(self.cfg)
+        composite = unmixed(self.cfg, tokens_BT.shape)
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
-        def body(x: Array, layer: Layer) -> Array:
-            layer = for_compute(layer, x.dtype)
-            return layer(x, segments_BT, positions_BT, kernel=kernel)
+        def body(carry: tuple[State, Array | None], layer: Layer) -> tuple[tuple[State, Array | None], LayerReport]:
+            layer = for_compute(layer, x_BTD.dtype)
+            state, composite, report = layer(*carry, segments_BT, positions_BT, kernel=kernel)
+            return (state, composite), report
 
-        x_BTD, _ = jax.lax.scan(lambda x, layer: (body(x, layer), None), x_BTD, self.layers)
-        return self.norm(x_BTD)
+        (state, _), reports = jax.lax.scan(body, (residual.enter(self.cfg, x_BTD), composite), self.layers)
+        return self.norm(residual.leave(state))[:, :T], reports
 
     def __call__(
         self,
@@ -126,7 +164,7 @@ class LM(eqx.Module):
         execution: Execution = Execution(),
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, without the padding of the vocabulary. Segment ids keep packed documents apart."""
-        x_BTD = self.hidden(tokens_BT, segments_BT, execution)
+        x_BTD, _ = self.hidden(tokens_BT, segments_BT, execution)
         w_VD = self.unembed_VD[: self.cfg.vocab_size].astype(x_BTD.dtype)
         return jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)
 
@@ -140,11 +178,14 @@ def count_parameters(cfg: ModelConfig) -> int:
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
     """Floating-point operations of one training token: 6 a matmul weight, and causal attention counted once.
 
-    Lookups, norms and softmaxes are left out, and so is whatever remat computes again: this is useful work.
+    Lookups, norms, softmaxes, pooling, the game and the mixing of streams are left out, and so is whatever remat computes
+    again: this is useful matrix work.
     """
     attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
-    weights = cfg.layers * (attention + 3 * cfg.width * cfg.ffn) + cfg.vocab_size * cfg.width
-    # Keys that a query sees, on average over the row: T/2, or less within a window.
+    prior = cfg.width * cfg.heads * cfg.scales if cfg.scales > 1 else 0
+    maps = 2 * cfg.streams * cfg.width * (cfg.streams**2 + 2 * cfg.streams) if cfg.residual == "mhc" else 0
+    weights = cfg.layers * (attention + prior + maps + 3 * cfg.width * cfg.ffn) + cfg.vocab_size * cfg.width
+    # Keys that a query sees, on average over the row: T/2, or less within a window; a coarse row is shared by its tokens.
     w = min(cfg.window or seq_len, seq_len)
-    keys = w * (1 - w / (2 * seq_len))
+    keys = w * (1 - w / (2 * seq_len)) + sum(seq_len / 2 / stride**2 for stride in cfg.strides[1:])
     return 6.0 * weights + 12.0 * cfg.layers * cfg.heads * cfg.head_dim * keys

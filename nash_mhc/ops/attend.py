@@ -42,6 +42,12 @@ def best_kernel(platform: str, dtype: str, seq_len: int, head_dim: int, window: 
     return "xla" if why_not(wanted, platform, dtype, seq_len, head_dim, window) else wanted
 
 
+def fitting_kernel(kernel: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str:
+    """`kernel` where it takes these shapes, plain XLA elsewhere: the coarse scales of a run may be too short for it."""
+    home = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}.get(kernel, "cpu")
+    return "xla" if why_not(kernel, home, dtype, seq_len, head_dim, window) else kernel
+
+
 def attention_mask(T: int, segments_BT: Int[Array, "B T"] | None, window: int | None) -> Bool[Array, "#B 1 T T"]:
     """True where query t (rows) may look at key s (columns): s <= t, the same document, not farther than the window."""
     t, s = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
@@ -160,9 +166,9 @@ def _attend_xla(q: Array, k: Array, v: Array, segments: Array | None, window: in
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-# Documents in a row up to which cuDNN walks them one by one; measured on an H200 (T 4096, 16 heads of 128, batch 8, forward and
-# backward): 2.9 ms with room for 32 documents, 13.2 ms with room for 256, 8.4 ms with a mask, 3.9 ms with no documents at all.
-_CUDNN_DOCUMENTS = 32
+# Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so there are two
+# sizes; rows of more documents take a mask. Figures in docs/log.md.
+_CUDNN_ROOMS = (4, 32)
 
 
 def _attend_cudnn(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
@@ -179,9 +185,9 @@ def _attend_cudnn(q: Array, k: Array, v: Array, segments: Array | None, window: 
         return with_mask()
     starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
     document_BT = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
-    return jax.lax.cond(
-        jnp.max(document_BT) < _CUDNN_DOCUMENTS, lambda: _by_document(fused, q, k, v, document_BT, window), with_mask
-    )
+    by_document = [functools.partial(_by_document, fused, q, k, v, document_BT, window, room) for room in _CUDNN_ROOMS]
+    smallest = jnp.sum(jnp.max(document_BT) >= jnp.array(_CUDNN_ROOMS))
+    return jax.lax.switch(smallest, [*by_document, with_mask])
 
 
 def _packed_cudnn():  # type: ignore[no-untyped-def]
@@ -195,8 +201,8 @@ def _packed_cudnn():  # type: ignore[no-untyped-def]
     return fused if capability >= 9.0 else None
 
 
-def _by_document(fused, q: Array, k: Array, v: Array, document_BT: Array, window: int | None) -> Array:  # type: ignore[no-untyped-def]
-    count = lambda row: jnp.zeros(_CUDNN_DOCUMENTS, jnp.int32).at[row].add(1, mode="drop")
+def _by_document(fused, q: Array, k: Array, v: Array, document_BT: Array, window: int | None, room: int) -> Array:  # type: ignore[no-untyped-def]
+    count = lambda row: jnp.zeros(room, jnp.int32).at[row].add(1, mode="drop")
     length_BM = jax.vmap(count)(document_BT)
     offset_BM = jnp.cumsum(length_BM, axis=1) - length_BM
     there_BM = length_BM > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -33,6 +33,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "ffn": ("tp",),
     "vocab": ("tp",),
     "head_dim": (),
+    "streams": (),  # R: a token's streams stay together; it is T that is split
+    "maps": (),  # coefficients of the residual streams' maps
+    "scales": (),  # C: every device has all scales of its own heads
+    "taps": (),  # of a pooling kernel
     "vector": (),  # norm scales: too small to be worth a gather
     "layers": (),  # the stacked axis that the scan walks
     "parts": (),  # the parts of an accumulated batch, taken one after another
@@ -44,9 +48,13 @@ GATHERED_WEIGHT = "gathered_weight"  # checkpoint name of a layer's weights, cas
 Axes = tuple[str, ...]
 
 
-def param(*axes: str, decay: bool = True) -> Any:
-    """Declares a parameter field: one logical axis name a dimension, and whether weight decay applies to it."""
-    return eqx.field(metadata={"axes": axes, "decay": decay and len(axes) > 1})
+def param(*axes: str, decay: bool = True, cast: bool = True) -> Any:
+    """Declares a parameter field: one logical axis name a dimension, whether weight decay applies, and whether it is cast.
+
+    Vectors neither decay nor leave float32: a norm scale near 1 has no bits left for its updates in bfloat16.
+    """
+    matrix = len(axes) > 1
+    return eqx.field(metadata={"axes": axes, "decay": decay and matrix, "cast": cast and matrix})
 
 
 def stacked() -> Any:
@@ -74,8 +82,8 @@ def _fields(module: eqx.Module) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(module) if not f.metadata.get("static", False)]
 
 
-def _walk(module: Any, leaf: Callable[[Axes, bool], Any], prefix: Axes, path: str) -> Any:
-    """The same module with each array replaced by leaf(its axes, whether it decays)."""
+def _walk(module: Any, leaf: Callable[[Axes, Mapping[str, Any]], Any], prefix: Axes, path: str) -> Any:
+    """The same module with each array replaced by leaf(its axes, how it was declared)."""
     replaced: dict[str, Any] = {}
     for f in _fields(module):
         value, here = getattr(module, f.name), f"{path}.{f.name}"
@@ -87,7 +95,7 @@ def _walk(module: Any, leaf: Callable[[Axes, bool], Any], prefix: Axes, path: st
             axes = prefix + f.metadata["axes"]
             if len(axes) != len(value.shape):
                 raise ValueError(f"{here} has shape {value.shape} but declares the axes {axes}")
-            replaced[f.name] = leaf(axes, f.metadata["decay"])
+            replaced[f.name] = leaf(axes, f.metadata)
         else:
             raise ValueError(f"{here} is an array without logical axes; declare it with param(...)")
     # Rebuilt around the constructor: these leaves are specs and masks, not the arrays that the fields are typed for.
@@ -99,17 +107,17 @@ def _walk(module: Any, leaf: Callable[[Axes, bool], Any], prefix: Axes, path: st
 
 def logical_axes(module: PyTree) -> PyTree:
     """The module's tree with a tuple of logical axis names in place of each array."""
-    return _walk(module, lambda axes, decay: axes, (), type(module).__name__)
+    return _walk(module, lambda axes, _: axes, (), type(module).__name__)
 
 
 def decays(module: PyTree) -> PyTree:
     """The module's tree with True where weight decay applies: matrices, not norms or biases."""
-    return _walk(module, lambda axes, decay: decay, (), type(module).__name__)
+    return _walk(module, lambda _, declared: declared["decay"], (), type(module).__name__)
 
 
 def shardings(module: PyTree, mesh: Mesh) -> PyTree:
     """The module's tree with a NamedSharding in place of each array."""
-    return _walk(module, lambda axes, decay: NamedSharding(mesh, spec(axes)), (), type(module).__name__)
+    return _walk(module, lambda axes, _: NamedSharding(mesh, spec(axes)), (), type(module).__name__)
 
 
 def named(mesh: Mesh, *axes: str) -> NamedSharding:
@@ -145,20 +153,20 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def for_compute(module: PyTree, dtype: Any) -> PyTree:
-    """One layer's parameters as the matmuls want them: matrices in the compute dtype, whole along fsdp.
+    """One layer's parameters as its operations want them: in the compute dtype unless declared otherwise, whole along fsdp."""
 
-    Vectors stay in float32: a norm scale near 1 has no bits left for its updates in bfloat16.
-    """
-
-    def prepare(w: Array, axes: Axes) -> Array:
+    def prepare(w: Array, declared: tuple[Axes, bool]) -> Array:
+        axes, cast = declared
+        if cast:
+            w = w.astype(dtype)
         if len(axes) < 2:
             return w
-        w = w.astype(dtype)
         return checkpoint_name(_gathered(w, axes) if _ambient() else w, GATHERED_WEIGHT)
 
-    axes = jax.tree.leaves(logical_axes(module), is_leaf=lambda a: isinstance(a, tuple))
+    declared = _walk(module, lambda axes, declared: (axes, declared["cast"]), (), type(module).__name__)
     leaves, tree = jax.tree.flatten(module)
-    return jax.tree.unflatten(tree, [prepare(w, a) for w, a in zip(leaves, axes, strict=True)])
+    pairs = jax.tree.leaves(declared, is_leaf=lambda a: isinstance(a, tuple))
+    return jax.tree.unflatten(tree, [prepare(w, pair) for w, pair in zip(leaves, pairs, strict=True)])
 
 
 def is_gathered_weight(primitive: Any, params: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ class Evaluator:
     """
 
     def __init__(self, cfg: RunConfig, objective: Objective, tokenizer: Tokenizer, mesh: Mesh) -> None:
-        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=0)
+        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=0, align=cfg.model.coarsest_stride)
         self._mesh = mesh
         B = cfg.data.batch_size
         count = min(cfg.train.eval_batches * B, len(source))
@@ -38,7 +38,7 @@ class Evaluator:
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
 
         def sums(model: LM, batch: Batch) -> Sums:
-            return objective(model, jax.tree.map(lambda a: a[0], batch))[1]
+            return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
 
         self.step = CompiledStep(sums, mesh)
 

@@ -35,11 +35,12 @@ class Meter:
         self._tokens += int(metrics["tokens"])
         self.tokens_seen += int(metrics["tokens"])
 
-    def row(self, metrics: dict[str, Any]) -> dict[str, float]:
+    def row(self, metrics: dict[str, Any]) -> dict[str, Any]:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         # MFU counts every slot of the batch: padding costs as much as text.
         slots = self._steps * self._cfg.train.grad_accum * self._cfg.data.batch_size * self._cfg.data.seq_len
-        row = {k: float(v) for k, v in metrics.items() if k != "tokens"} | {
+        # Numbers, and for what is measured layer by layer, lists of them.
+        row = {k: v.tolist() for k, v in metrics.items() if k != "tokens"} | {
             "tokens_per_s": self._tokens / seconds,
             "mfu": slots * self._flops_per_token / seconds / self._peak,
             "tokens_seen": self.tokens_seen,

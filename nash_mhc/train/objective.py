@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from nash_mhc.model.health import summary
 from nash_mhc.model.lm import LM, Execution
 from nash_mhc.ops.xent import XentSums, xent, xent_and_grads
 from nash_mhc.parallel.sharding import mesh_axis, on_shards
@@ -103,9 +104,22 @@ def _backward(vocab_size, z_weight, grads, cotangent):  # type: ignore[no-untype
 sharded_xent.defvjp(_forward, _backward)
 
 
-def next_token(model: LM, batch: Batch, *, execution: Execution, z_weight: float) -> tuple[Float[Array, ""], Sums]:
-    """Cross-entropy of the next token (+ z-loss). The dense model has no sparsity term: it is zero."""
-    x_BTD = model.hidden(batch.inputs, batch.segments, execution)
+class Aux(NamedTuple):
+    """What an objective reports beside its loss; accumulated parts add up."""
+
+    sums: Sums
+    health: dict[str, Array]  # see model/health.py; one row a layer
+
+
+def next_token(
+    model: LM, batch: Batch, *, execution: Execution, z_weight: float, sparsity_weight: float = 0.0
+) -> tuple[Float[Array, ""], Aux]:
+    """Cross-entropy of the next token, z-loss, and the entropy of the scales' weights (as a share of its largest value)."""
+    x_BTD, reports = model.hidden(batch.inputs, batch.segments, execution)
     out = sharded_xent(x_BTD, model.unembed_VD, batch.targets, batch.weights, model.cfg.vocab_size, z_weight)
-    sums = Sums(out.loss, out.ce, z_weight * out.z, jnp.zeros(()), out.correct, out.weight)
-    return out.loss, sums
+    sparsity = jnp.zeros(())
+    if reports.game is not None and sparsity_weight > 0:
+        sparsity = sparsity_weight * jnp.mean(summary(reports)["scale_entropy"]) * out.weight
+    loss = out.loss + sparsity
+    sums = Sums(loss, out.ce, z_weight * out.z, sparsity, out.correct, out.weight)
+    return loss, Aux(sums, jax.lax.stop_gradient(summary(reports)))

@@ -79,7 +79,8 @@ def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
 
 def make_objective(cfg: RunConfig) -> Objective:
     execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
-    return functools.partial(next_token, execution=execution, z_weight=cfg.optim.z_loss)
+    z, sparsity = cfg.optim.z_loss, cfg.optim.sparsity
+    return functools.partial(next_token, execution=execution, z_weight=z, sparsity_weight=sparsity)
 
 
 def compile_train_step(cfg: RunConfig, mesh: Mesh, **options: Any) -> CompiledStep:
@@ -188,7 +189,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
             f"set --model-vocab-size {tokenizer.vocab_size}"
         )
     floor = loss_floor(cfg.data, tokenizer)
-    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed)
+    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=cfg.model.coarsest_stride)
     _check_resume_from(cfg)
     if cfg.train.checkpoint_dir is not None:
         _check_same_run(Path(cfg.train.checkpoint_dir), cfg, same_data=True)

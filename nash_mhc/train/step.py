@@ -11,12 +11,12 @@ import optax
 from jaxtyping import Array, Float
 
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.train.objective import Batch, Sums
+from nash_mhc.train.objective import Aux, Batch, Sums
 from nash_mhc.train.optim import learning_rate, make_optimizer
 from nash_mhc.train.state import TrainState
 
-Metrics = dict[str, Float[Array, ""]]
-Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Sums]]
+Metrics = dict[str, Float[Array, "..."]]
+Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]
 
 
 def means(sums: Sums) -> Metrics:
@@ -32,8 +32,8 @@ def means(sums: Sums) -> Metrics:
     }
 
 
-def summed_gradients(objective: Objective, model: Any, batch: Batch) -> tuple[Any, Sums]:
-    """Gradients and sums over all A parts of a batch [A, B, T], one part at a time: the memory of one."""
+def summed_gradients(objective: Objective, model: Any, batch: Batch) -> tuple[Any, Aux]:
+    """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one."""
     grad = jax.grad(objective, has_aux=True)
     if batch.inputs.shape[0] == 1:
         return grad(model, jax.tree.map(lambda a: a[0], batch))
@@ -41,20 +41,22 @@ def summed_gradients(objective: Objective, model: Any, batch: Batch) -> tuple[An
     def add(carry: Any, part: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, carry, grad(model, part)), None
 
-    zero = Sums(*(jnp.zeros(()) for _ in Sums._fields))
+    first = jax.tree.map(lambda a: a[0], batch)
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: objective(model, first)[1]))
     return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, model), zero), batch)[0]
 
 
 def make_train_step(cfg: RunConfig, objective: Objective) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, sums = summed_gradients(objective, state.model, batch)
+        grads, (sums, health) = summed_gradients(objective, state.model, batch)
         # One division at the end: every token weighs the same, whichever part of the batch it came in.
         grads = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), grads)
         updates, opt_state = make_optimizer(cfg, state.model).update(grads, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
         decay = cfg.optim.ema_decay
         ema = None if state.ema is None else jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, state.ema, model)
-        metrics = means(sums) | {
+        metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
+        metrics |= {
             "lr": learning_rate(cfg)(state.step),
             "grad_norm": optax.tree.norm(grads),
             "update_norm": optax.tree.norm(updates),

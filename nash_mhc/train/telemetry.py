@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: a diverged run must still leave a file that every reader can parse."""
+    if isinstance(value, list):
+        return [_without_nan(v) for v in value]
+    return value if math.isfinite(value) else None
+
+
+def _scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+    """TensorBoard knows only numbers: a list becomes one tag an entry."""
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from _scalars(f"{tag}/{index:02d}", entry)
+    else:
+        yield tag, value
 
 
 class Telemetry:
@@ -36,12 +53,12 @@ class Telemetry:
             rows = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
             path.write_text("".join(line for line in rows if json.loads(line)["step"] <= step))
 
-    def write(self, step: int, row: dict[str, float], *, file: str = "metrics.jsonl") -> None:
-        # JSON has no NaN: a diverged run must still leave a file that every reader can parse.
-        clean = {k: v if math.isfinite(v) else None for k, v in row.items()}
+    def write(self, step: int, row: dict[str, Any], *, file: str = "metrics.jsonl") -> None:
+        """Numbers, or lists of them (one entry a layer), by name."""
+        clean = {k: _without_nan(v) for k, v in row.items()}
         with (self._folder / file).open("a") as out:
             out.write(json.dumps({"step": step} | clean) + "\n")
-        values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items()]
+        values = [Summary.Value(tag=tag, simple_value=v) for k, x in row.items() for tag, v in _scalars(k, x)]
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:

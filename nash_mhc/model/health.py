@@ -1,0 +1,82 @@
+"""How the architecture is doing, measured inside the step: mixing of the streams, and the game of the scales, layer by layer.
+
+Inside the scan over layers everything stays where it is on the mesh (tokens, heads); `summary` brings it together once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.multiscale import GameReport
+from nash_mhc.model.residual import Maps, State
+
+
+class StreamReport(NamedTuple):
+    """The residual streams of one layer, for each token."""
+
+    deviation_BT: Float[Array, "*L B T"]  # of H_res from doubly stochastic, the larger of the layer's two
+    unbalanced_BT: Float[Array, "*L B T"]  # the same before `balance`: how far Sinkhorn's iteration got
+    forward_gain_BT: Float[Array, "*L B T"]  # largest absolute row sum of the product of all H_res so far
+    backward_gain_BT: Float[Array, "*L B T"]  # and column sum
+    rms_RBT: Float[Array, "*L R B T"]  # of each stream as it enters the layer
+
+
+class LayerReport(NamedTuple):
+    game: GameReport | None  # None: one scale
+    streams: StreamReport | None  # None: plain residual
+
+
+def unmixed(cfg: ModelConfig, shape: tuple[int, ...]) -> Array | None:
+    """The product of no H_res at all, for each token: what `watch_streams` starts from."""
+    if cfg.residual == "plain":
+        return None
+    identity = jnp.eye(cfg.streams, dtype=jnp.float32)
+    return jnp.broadcast_to(identity[:, :, None, None], (cfg.streams, cfg.streams, *shape))
+
+
+def watch_streams(entered: State, composite_RRBT: Array, maps: Sequence[Maps]) -> tuple[Array, StreamReport]:
+    """The product including this layer's H_res, and its report. None of it carries a gradient."""
+    entered, composite, maps = jax.lax.stop_gradient((entered, composite_RRBT, maps))
+    R = len(entered)
+    off = lambda p, axis: jnp.max(jnp.abs(jnp.sum(p, axis=axis) - 1.0), axis=0)
+    deviations = [off(m.res_RRBT, axis) for m in maps for axis in (0, 1)]
+    for m in maps:
+        # Spelled out over tokens: as a dot, 4 x 4 matrices would each be padded to a tile.
+        composite = jnp.stack([
+            sum(m.res_RRBT[i, j][None] * composite[j] for j in range(R)) for i in range(R)
+        ])  # fmt: skip
+    report = StreamReport(
+        deviation_BT=jnp.max(jnp.stack(deviations), axis=0),
+        unbalanced_BT=jnp.maximum(maps[0].unbalanced_BT, maps[1].unbalanced_BT),
+        forward_gain_BT=jnp.max(jnp.sum(jnp.abs(composite), axis=1), axis=0),
+        backward_gain_BT=jnp.max(jnp.sum(jnp.abs(composite), axis=0), axis=0),
+        rms_RBT=jnp.sqrt(jnp.stack([jnp.mean(x.astype(jnp.float32) * x.astype(jnp.float32), axis=-1) for x in entered])),
+    )
+    return composite, report
+
+
+def summary(reports: LayerReport) -> dict[str, Array]:
+    """One value or one short vector a layer, by name; reports of all layers stacked."""
+    out: dict[str, Array] = {}
+    if reports.game is not None:
+        game = reports.game
+        count_L = jnp.sum(game.tokens_B, axis=1) * game.entropy_BN.shape[-1]
+        mean = lambda total_L: total_L / jnp.maximum(count_L, 1.0)
+        out["scale_weight"] = jnp.sum(game.weight_BCN, axis=(1, 3)) / jnp.maximum(count_L, 1.0)[:, None]
+        out["scale_entropy"] = mean(jnp.sum(game.entropy_BN, axis=(1, 2)))
+        out["nash_residual"] = mean(jnp.sum(game.residual_BN, axis=(1, 2)))
+    if reports.streams is not None:
+        streams = reports.streams
+        largest = lambda x_LBT: jnp.max(x_LBT, axis=(1, 2))
+        out["res_deviation"] = largest(streams.deviation_BT)
+        out["sinkhorn_deviation"] = largest(streams.unbalanced_BT)
+        out["gain_forward"] = largest(streams.forward_gain_BT)
+        out["gain_backward"] = largest(streams.backward_gain_BT)
+        out["stream_rms"] = jnp.mean(streams.rms_RBT, axis=(2, 3))
+    return out

@@ -1,0 +1,111 @@
+"""Causal multiscale attention: one projection, many resolutions, and a game that weighs what they found."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention
+from nash_mhc.model.parts import init_matrix
+from nash_mhc.ops.nash import Rules, aggregate
+from nash_mhc.ops.pyramid import continues, pool
+from nash_mhc.parallel.sharding import constrain, param
+
+
+class GameReport(NamedTuple):
+    """What the game of one layer came to, summed over the real tokens of each row; heads apart, so nothing crosses devices."""
+
+    weight_BCN: Float[Array, "*L B C N"]
+    entropy_BN: Float[Array, "*L B N"]  # of the weights, as a share of ln C; this one carries a gradient
+    residual_BN: Float[Array, "*L B N"]  # |BR(w) - w|_1
+    tokens_B: Float[Array, "*L B"]
+
+
+class Multiscale(eqx.Module):
+    """Scale 0 is the attention it holds, over the last `window` tokens; each further scale is `ratio` times coarser."""
+
+    base: Attention
+    pool_q_CJNH: Float[Array, "C-1 J N H"] = param("scales", "taps", "heads", "head_dim", decay=False, cast=False)
+    pool_k_CJKH: Float[Array, "C-1 J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
+    pool_v_CJKH: Float[Array, "C-1 J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
+    prior_DCN: Float[Array, "D C N"] = param("embed", "scales", "heads")
+    prior_bias_CN: Float[Array, "C N"] = param("scales", "heads", decay=False, cast=False)
+    tau_N: Float[Array, "N"] = param("heads")  # before softplus
+    strides: tuple[int, ...] = eqx.field(static=True)
+    rules: Rules = eqx.field(static=True)
+
+    @staticmethod
+    def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Multiscale:
+        base, prior, *pools = jax.random.split(key, 5)
+        C, r, H = cfg.scales, cfg.ratio, cfg.head_dim
+        # The mean of the row's own block, and nothing yet of the block before it.
+        mean_J = jnp.concatenate([jnp.zeros(r), jnp.full(r, 1.0 / r)])
+
+        def taps(key: PRNGKeyArray, heads: int) -> Array:
+            return mean_J[None, :, None, None] + 0.02 * jax.random.normal(key, (C - 1, 2 * r, heads, H))
+
+        return Multiscale(
+            base=Attention.init(cfg, key=base),
+            pool_q_CJNH=taps(pools[0], cfg.heads),
+            pool_k_CJKH=taps(pools[1], cfg.kv_heads), pool_v_CJKH=taps(pools[2], cfg.kv_heads),
+            prior_DCN=init_matrix(prior, (cfg.width, C, cfg.heads), cfg.width, 0.1),
+            prior_bias_CN=jnp.zeros((C, cfg.heads)), tau_N=jnp.full(cfg.heads, math.log(math.e - 1.0)),
+            strides=cfg.strides, rules=Rules(cfg.aggregation, cfg.nash_iterations),
+        )  # fmt: skip
+
+    def prior(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T C N"]:
+        """What each head expects of each scale, from the token itself."""
+        from_token = jnp.einsum("btd,dcn->btcn", x_BTD, self.prior_DCN, preferred_element_type=jnp.float32)
+        return from_token + self.prior_bias_CN[None, None]
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        segments_BT: Int[Array, "B T"] | None,
+        positions_BT: Int[Array, "B T"],
+        *,
+        kernel: str,
+    ) -> tuple[Float[Array, "B T D"], GameReport]:
+        x_BTD = constrain(x_BTD, "batch", "time", "width")
+        q, k, v = self.base.project(x_BTD)
+        documents_BT = jnp.ones_like(positions_BT) if segments_BT is None else segments_BT
+        outs = []
+        for c, stride in enumerate(self.strides):
+            rows = slice(None, None, stride)  # documents start at multiples of every stride
+            if c:
+                with jax.named_scope("pooling"):
+                    goes_on = continues(documents_BT[:, rows])
+                    q = constrain(pool(q, self.pool_q_CJNH[c - 1], goes_on), *PER_HEAD)
+                    k = constrain(pool(k, self.pool_k_CJKH[c - 1], goes_on), *PER_KV_HEAD)
+                    v = constrain(pool(v, self.pool_v_CJKH[c - 1], goes_on), *PER_KV_HEAD)
+            segments = None if segments_BT is None else segments_BT[:, rows]
+            window = self.base.window if c == 0 else None
+            outs.append(self.base.mix(q, k, v, segments, positions_BT[:, rows], window=window, kernel=kernel))
+        with jax.named_scope("nash"):
+            present_BTC = jnp.stack([positions_BT + 1 >= stride for stride in self.strides], axis=-1)
+            tau_N = jax.nn.softplus(self.tau_N)
+            mixed_BTNH, w_BTCN, residual_BTN = aggregate(tuple(outs), self.prior(x_BTD), tau_N, present_BTC, self.rules)
+            game = report(w_BTCN, residual_BTN, documents_BT > 0)
+        out_BTD = self.base.output(constrain(mixed_BTNH, *PER_HEAD))
+        return constrain(out_BTD, "batch", "time_split", "width"), game
+
+
+def report(w_BTCN: Float[Array, "B T C N"], residual_BTN: Float[Array, "B T N"], real_BT: Bool[Array, "B T"]) -> GameReport:
+    real_BT = real_BT.astype(w_BTCN.dtype)
+    # w ln w goes to 0 with w; the inner max keeps the gradient there finite.
+    entropy_BTN = -jnp.sum(w_BTCN * jnp.log(jnp.maximum(w_BTCN, 1e-30)), axis=2) / math.log(max(w_BTCN.shape[2], 2))
+    # As products with a row of ones: a reduction over T with so short an axis behind it would be slow on a GPU.
+    over_time = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    return GameReport(
+        weight_BCN=over_time("bt,btcn->bcn", real_BT, jax.lax.stop_gradient(w_BTCN)),
+        entropy_BN=over_time("bt,btn->bn", real_BT, entropy_BTN),
+        residual_BN=over_time("bt,btn->bn", real_BT, jax.lax.stop_gradient(residual_BTN)),
+        tokens_B=jnp.sum(real_BT, axis=1),
+    )

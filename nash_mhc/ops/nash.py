@@ -1,0 +1,198 @@
+"""The game of the scales: each is paid for agreeing with the consensus of all, and they settle on weights.
+
+For each token and head, the outputs O_c of C scales meet in their Gram matrix G = O O^T / H. Scale c's error against the
+consensus is e_c(w) = G_cc - 2 (G w)_c + w^T G w = |O_c - sum_m w_m O_m|^2 / H, and its best response is softmax(p - tau e(w)).
+The wide arrays are read once for G and once for the weighted sum; the game itself runs on C numbers a token and head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from nash_mhc.ops.pyramid import upsample, upsample_transposed
+
+AGGREGATIONS = ("nash", "convex", "mean")
+Scales = tuple[Array, ...]  # one array a scale, over tokens and heads
+Gram = tuple[Scales, ...]  # C x C of them
+
+
+class Rules(NamedTuple):
+    """How weights are found: `nash` plays, `convex` takes the prior as it is, `mean` treats the scales present alike."""
+
+    aggregation: str = "nash"
+    iterations: int = 3
+
+
+def _sum(terms: Sequence[Array]) -> Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _softmax(logits: Scales, present: Scales) -> Scales:
+    """Over the scales that are there; the others get exactly 0."""
+    masked = [jnp.where(there, x, -jnp.inf) for x, there in zip(logits, present, strict=True)]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, masked))
+    grown = [jnp.exp(x - top) for x in masked]
+    total = _sum(grown)
+    return tuple(x / total for x in grown)
+
+
+# A value that is computed once a token and head and used many times over: without this, a compiler may compute it again in
+# every loop that uses it, with all that it depends on (a CPU played the whole game once a channel and entry of G: ten times
+# the step). On an accelerator, what lies between two of these is one fused pass.
+_kept = jax.lax.optimization_barrier
+
+
+class Round(NamedTuple):
+    """One best response: from `before`, through the errors it saw, to `after`."""
+
+    before: Scales
+    gw: Scales  # G w
+    errors: Scales
+    after: Scales
+
+
+def best_response(gram: Gram, prior: Scales, tau: Array, present: Scales, w: Scales) -> Round:
+    gw = tuple(_sum([g * x for g, x in zip(row, w, strict=True)]) for row in gram)
+    consensus = _sum([x * y for x, y in zip(w, gw, strict=True)])
+    errors = tuple(gram[c][c] - 2.0 * gw[c] + consensus for c in range(len(w)))
+    answer = _softmax(tuple(p - tau * e for p, e in zip(prior, errors, strict=True)), present)
+    return Round(*_kept((w, gw, errors, answer)))
+
+
+def play(gram: Gram, prior: Scales, tau: Array, present: Scales, rules: Rules) -> tuple[Scales, list[Round]]:
+    """The weights that the scales settle on, and how they got there."""
+    even = rules.aggregation == "mean"
+    w = _kept(_softmax(tuple(jnp.zeros_like(p) for p in prior) if even else prior, present))
+    rounds = []
+    for _ in range(rules.iterations if rules.aggregation == "nash" else 0):
+        rounds.append(best_response(gram, prior, tau, present, w))
+        w = rounds[-1].after
+    return w, rounds
+
+
+def _through_softmax(w: Scales, dw: Scales) -> Scales:
+    """The gradient of the logits of a softmax that came to `w`; exactly 0 for absent scales."""
+    mean = _sum([x * d for x, d in zip(w, dw, strict=True)])
+    return tuple(x * (d - mean) for x, d in zip(w, dw, strict=True))
+
+
+def play_backward(
+    gram: Gram, tau: Array, rules: Rules, w: Scales, rounds: list[Round], dw: Scales
+) -> tuple[Gram, Scales, Array]:
+    """Gradients of G, of the prior and of tau (still one number a token), through every round of the game."""
+    C = len(dw)
+    zero = jnp.zeros_like(dw[0])
+    dgram, dprior, dtau = [[zero] * C for _ in range(C)], [zero] * C, zero
+    if rules.aggregation == "mean":
+        return tuple(tuple(row) for row in dgram), tuple(dprior), dtau
+    for r in reversed(rounds):
+        dlogits = _through_softmax(r.after, dw)
+        derrors = tuple(-tau * d for d in dlogits)
+        total = _sum(derrors)
+        dgw = tuple(total * x - 2.0 * d for x, d in zip(r.before, derrors, strict=True))
+        dlogits, derrors, total, dgw = _kept((dlogits, derrors, total, dgw))
+        dprior = [a + d for a, d in zip(dprior, dlogits, strict=True)]
+        dtau = dtau - _sum([e * d for e, d in zip(r.errors, dlogits, strict=True)])
+        dw = tuple(total * r.gw[m] + _sum([dgw[c] * gram[c][m] for c in range(C)]) for m in range(C))
+        dgram = [[dgram[c][m] + dgw[c] * r.before[m] + (derrors[c] if c == m else 0.0) for m in range(C)] for c in range(C)]
+        dprior, dtau, dw, dgram = _kept((dprior, dtau, dw, dgram))
+    first = rounds[0].before if rounds else w
+    dprior = [a + d for a, d in zip(dprior, _through_softmax(first, dw), strict=True)]
+    return _kept((tuple(tuple(row) for row in dgram), tuple(dprior), dtau))
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _gram(outs: Sequence[Array]) -> Gram:
+    H = outs[0].shape[-1]
+    C = len(outs)
+    half = {(a, b): jnp.sum(outs[a] * outs[b], axis=-1) / H for a in range(C) for b in range(a, C)}
+    return tuple(tuple(half[min(a, b), max(a, b)] for b in range(C)) for a in range(C))
+
+
+def _at_tokens(outs: Sequence[Array]) -> list[Array]:
+    """Every scale's output at full resolution, float32."""
+    T = outs[0].shape[1]
+    return [_wide(upsample(o, T // o.shape[1])) for o in outs]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def aggregate(
+    outs: Scales,
+    prior_BTCN: Float[Array, "B T C N"],
+    tau_N: Float[Array, "N"],
+    present_BTC: Bool[Array, "B T C"],
+    rules: Rules,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T C N"], Float[Array, "B T N"]]:
+    """(sum_c w_c O_c at every token, the weights w, the residual of the game). `outs[c]` is [B, T / r^c, N, H], finest first.
+
+    Rows are handed to tokens by `upsample`; `present` says which scales have one that belongs to the token's document.
+    The residual, |BR(w) - w|_1, carries no gradient.
+    """
+    return _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules)[0]
+
+
+def _unstacked(x_BTCN: Array) -> Scales:
+    return tuple(x_BTCN[:, :, c] for c in range(x_BTCN.shape[2]))
+
+
+def _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules):  # type: ignore[no-untyped-def]
+    at = _at_tokens(outs)
+    gram = _kept(_gram(at))
+    prior, tau, present = _unstacked(prior_BTCN), tau_N[None, None], _unstacked(present_BTC[..., None])
+    w, rounds = play(gram, prior, tau, present, rules)
+    answer = best_response(gram, prior, tau, present, w).after if rules.aggregation == "nash" else w
+    residual = _sum([jnp.abs(a - b) for a, b in zip(answer, w, strict=True)])
+    y = _sum([x[..., None] * o for x, o in zip(w, at, strict=True)]).astype(outs[0].dtype)
+    return (_kept(y), jnp.stack(w, axis=2), residual), (gram, w, rounds)
+
+
+def _aggregate_fwd(outs, prior_BTCN, tau_N, present_BTC, rules):  # type: ignore[no-untyped-def]
+    results, game = _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules)
+    return results, (outs, tau_N, game)
+
+
+def _aggregate_bwd(rules, saved, cotangents):  # type: ignore[no-untyped-def]
+    outs, tau_N, (gram, w, rounds) = saved
+    dy_BTNH, dw_BTCN, _ = cotangents
+    at, dy = _at_tokens(outs), _wide(dy_BTNH)
+    dw = _kept(tuple(jnp.sum(dy * o, axis=-1) + d for o, d in zip(at, _unstacked(dw_BTCN), strict=True)))
+    dgram, dprior, dtau = play_backward(gram, tau_N[None, None], rules, w, rounds, dw)
+    C, H = len(outs), dy.shape[-1]
+    douts = []
+    for c in range(C):
+        # G_cm depends on O_c through both of its places; the two halves of dG came in separately.
+        through_gram = _sum([(dgram[c][m] + dgram[m][c])[..., None] * at[m] for m in range(C)]) / H
+        token = w[c][..., None] * dy + through_gram
+        douts.append(upsample_transposed(token, dy.shape[1] // outs[c].shape[1]).astype(outs[c].dtype))
+    return _kept(tuple(douts)), jnp.stack(dprior, axis=2), jnp.sum(dtau, axis=(0, 1)), None
+
+
+aggregate.defvjp(_aggregate_fwd, _aggregate_bwd)
+
+
+def aggregate_reference(
+    outs: Scales,
+    prior_BTCN: Float[Array, "B T C N"],
+    tau_N: Float[Array, "N"],
+    present_BTC: Bool[Array, "B T C"],
+    rules: Rules,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T C N"]]:
+    """The same by its definition: errors as squared distances from the consensus, no Gram matrix, ordinary gradients."""
+    o_BTCNH = jnp.stack([_wide(upsample(o, outs[0].shape[1] // o.shape[1])) for o in outs], axis=2)
+    masked_softmax = lambda x: jax.nn.softmax(jnp.where(present_BTC[..., None], x, -jnp.inf), axis=2)
+    consensus = lambda w: jnp.sum(w[..., None] * o_BTCNH, axis=2)
+    prior = jnp.zeros_like(prior_BTCN) if rules.aggregation == "mean" else prior_BTCN
+    w = masked_softmax(prior)
+    for _ in range(rules.iterations if rules.aggregation == "nash" else 0):
+        e = jnp.mean((o_BTCNH - consensus(w)[:, :, None]) ** 2, axis=-1)
+        w = masked_softmax(prior_BTCN - tau_N[None, None, None] * e)
+    return consensus(w).astype(outs[0].dtype), w

@@ -1,0 +1,108 @@
+"""Coarser and coarser views of a sequence, strictly causal: `pool` makes one, `upsample` brings what was computed on it back.
+
+Row i of a scale with stride s has read tokens up to (i + 1) s - 1, and `upsample` hands it to tokens from there on, never
+earlier. Everything is local to a head and a document.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# Written down in its own dtype and read again: otherwise a compiler pools anew, in float32, in everything that uses the result.
+_kept = jax.lax.optimization_barrier
+
+
+def continues(segments_BI: Int[Array, "B I"]) -> Bool[Array, "B I"]:
+    """Whether the row before each row exists and belongs to the same document: only then may a pooling kernel read it."""
+    same = segments_BI[:, 1:] == segments_BI[:, :-1]
+    return jnp.concatenate([jnp.zeros_like(same[:, :1]), same], axis=1)
+
+
+def pool_reference(
+    z_BTNH: Float[Array, "B T N H"], kernel_JNH: Float[Array, "J N H"], continues_BI: Bool[Array, "B I"]
+) -> Float[Array, "B I N H"]:
+    """out[i] = sum_j kernel[j] z[(i - 1) r + j], j = 0 .. 2r - 1; taps before the start of a document read 0."""
+    B, T, N, H = z_BTNH.shape
+    r = kernel_JNH.shape[0] // 2
+    padded = jnp.pad(_wide(z_BTNH), ((0, 0), (r, 0), (0, 0), (0, 0)))
+    total = jnp.zeros((B, T // r, N, H), padded.dtype)
+    for j in range(2 * r):
+        tap = padded[:, j : j + T : r]
+        if j < r:
+            tap = jnp.where(continues_BI[:, :, None, None], tap, 0.0)
+        total = total + kernel_JNH[j][None, None] * tap
+    return total.astype(z_BTNH.dtype)
+
+
+def _blocks(z_BTNH: Array, r: int) -> list[Array]:
+    """Slot j of every block of r rows, for each j, in float32."""
+    B, T, N, H = z_BTNH.shape
+    z = z_BTNH.reshape(B, T // r, r, N, H)
+    return [_wide(z[:, :, j]) for j in range(r)]
+
+
+def _later(x: Array) -> Array:
+    """Row i gets what was row i - 1's; the first gets zeros."""
+    return jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
+
+
+def _earlier(x: Array) -> Array:
+    return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0)))[:, 1:]
+
+
+@jax.custom_vjp
+def pool(
+    z_BTNH: Float[Array, "B T N H"], kernel_JNH: Float[Array, "J N H"], continues_BI: Bool[Array, "B I"]
+) -> Float[Array, "B I N H"]:
+    """The same as `pool_reference`: each block is summed with both halves of the kernel, and the sums are shifted."""
+    r = kernel_JNH.shape[0] // 2
+    slots = _blocks(z_BTNH, r)
+    weighted = lambda taps: functools.reduce(jnp.add, (k[None, None] * z for k, z in zip(taps, slots, strict=True)))
+    before = jnp.where(continues_BI[:, :, None, None], _later(weighted(kernel_JNH[:r])), 0.0)
+    return _kept((before + weighted(kernel_JNH[r:])).astype(z_BTNH.dtype))
+
+
+def _pool_fwd(z_BTNH, kernel_JNH, continues_BI):  # type: ignore[no-untyped-def]
+    return pool(z_BTNH, kernel_JNH, continues_BI), (z_BTNH, kernel_JNH, continues_BI)
+
+
+def _pool_bwd(saved, dout_BINH):  # type: ignore[no-untyped-def]
+    z_BTNH, kernel_JNH, continues_BI = saved
+    r = kernel_JNH.shape[0] // 2
+    dout = _wide(dout_BINH)
+    # What the row after each block sends back to it.
+    dnext = _earlier(jnp.where(continues_BI[:, :, None, None], dout, 0.0))
+    dz = jnp.stack([kernel_JNH[r + j][None, None] * dout + kernel_JNH[j][None, None] * dnext for j in range(r)], axis=2)
+    slots = _blocks(z_BTNH, r)
+    dkernel = [jnp.sum(g * z, axis=(0, 1)) for g in (dnext, dout) for z in slots]
+    return _kept(dz.reshape(z_BTNH.shape).astype(z_BTNH.dtype)), jnp.stack(dkernel).astype(kernel_JNH.dtype), None
+
+
+pool.defvjp(_pool_fwd, _pool_bwd)
+
+
+def upsample(rows_BINH: Float[Array, "B I N H"], stride: int) -> Float[Array, "B T N H"]:
+    """Token t gets the last row that has ended by then, (t + 1) // stride - 1; zeros where none has."""
+    if stride == 1:
+        return rows_BINH
+    B, count, N, H = rows_BINH.shape
+    repeated = jnp.broadcast_to(rows_BINH[:, :, None], (B, count, stride, N, H)).reshape(B, count * stride, N, H)
+    return jnp.pad(repeated, ((0, 0), (stride - 1, 0), (0, 0), (0, 0)))[:, : count * stride]
+
+
+def upsample_transposed(tokens_BTNH: Float[Array, "B T N H"], stride: int) -> Float[Array, "B I N H"]:
+    """The adjoint of `upsample`: each row gets the sum over the tokens that it was handed to."""
+    if stride == 1:
+        return tokens_BTNH
+    B, T, N, H = tokens_BTNH.shape
+    moved = jnp.pad(tokens_BTNH[:, stride - 1 :], ((0, 0), (0, stride - 1), (0, 0), (0, 0)))
+    return jnp.sum(moved.reshape(B, T // stride, stride, N, H), axis=2)

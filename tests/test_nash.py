@@ -1,0 +1,92 @@
+"""The game: weights on the simplex, a fixed point, the Gram form against squared distances, gradients that measure true."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.ops.nash import Rules, aggregate, aggregate_reference
+
+B, T, N, H, C = 2, 16, 2, 64, 4
+
+
+def inputs(dtype=jnp.float32, size=1.0):
+    keys = jax.random.split(jax.random.key(0), C + 2)
+    outs = tuple(size * jax.random.normal(k, (B, T // 2**c, N, H), dtype) for c, k in enumerate(keys[:C]))
+    wide = jnp.promote_types(dtype, jnp.float32)
+    prior = jax.random.normal(keys[C], (B, T, C, N), wide)
+    tau = jnp.abs(jax.random.normal(keys[C + 1], (N,), wide)) + 0.5
+    present = jnp.stack([jnp.broadcast_to(jnp.arange(T) + 1 >= 2**c, (B, T)) for c in range(C)], axis=-1)
+    return outs, prior, tau, present
+
+
+@pytest.mark.parametrize("aggregation", ["nash", "convex", "mean"])
+def test_values_and_gradients_are_those_of_the_definition(aggregation):
+    rules = Rules(aggregation, 3)
+    with jax.enable_x64(True):
+        outs, prior, tau, present = inputs(jnp.float64)
+        probe_y = jax.random.normal(jax.random.key(5), (B, T, N, H), jnp.float64)
+        probe_w = jax.random.normal(jax.random.key(6), (B, T, C, N), jnp.float64)
+        loss = lambda f: (
+            lambda *args: (lambda out: jnp.sum(probe_y * out[0]) + jnp.sum(probe_w * out[1]))(f(*args, present, rules))
+        )
+        fast, plain = aggregate(outs, prior, tau, present, rules), aggregate_reference(outs, prior, tau, present, rules)
+        np.testing.assert_allclose(fast[0], plain[0], atol=1e-10)
+        np.testing.assert_allclose(fast[1], plain[1], atol=1e-10)
+        got, want = (jax.grad(loss(f), (0, 1, 2))(outs, prior, tau) for f in (aggregate, aggregate_reference))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), got, want)
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    with jax.enable_x64(True):
+        outs, prior, tau, present = inputs(jnp.float64)
+        probe = jax.random.normal(jax.random.key(5), (B, T, N, H), jnp.float64)
+        loss = jax.jit(lambda outs, prior, tau: jnp.sum(probe * aggregate(outs, prior, tau, present, Rules())[0]))
+        grads = jax.grad(loss, (0, 1, 2))(outs, prior, tau)
+        for seed in range(4):
+            leaves, tree = jax.tree.flatten((outs, prior, tau))
+            keys = jax.random.split(jax.random.key(seed), len(leaves))
+            way = tree.unflatten([jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
+            at = lambda h, way=way: loss(*jax.tree.map(lambda x, d: x + h * d, (outs, prior, tau), way))
+            measured = (at(1e-6) - at(-1e-6)) / 2e-6
+            predicted = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(way), strict=True))
+            np.testing.assert_allclose(predicted, measured, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_weights_lie_on_the_simplex_and_absent_scales_have_none(dtype):
+    outs, prior, tau, present = inputs(dtype)
+    _, w, _ = aggregate(outs, prior, tau, present, Rules())
+    assert float(w.min()) >= 0.0
+    np.testing.assert_allclose(jnp.sum(w, axis=2), 1.0, atol=1e-6)
+    assert (np.asarray(w)[~np.broadcast_to(np.asarray(present)[..., None], w.shape)] == 0.0).all()
+    assert float(w[:, 8:].min()) > 0.0
+
+
+def test_the_weights_are_a_fixed_point_up_to_the_residual_reported():
+    outs, prior, tau, present = inputs(size=0.7)
+    residuals = []
+    for iterations in (1, 3, 8, 30):
+        _, w, residual = aggregate(outs, prior, tau, present, Rules("nash", iterations))
+        _, after, _ = aggregate(outs, prior, tau, present, Rules("nash", iterations + 1))
+        np.testing.assert_allclose(jnp.sum(jnp.abs(after - w), axis=2), residual, atol=1e-5)
+        residuals.append(float(residual.max()))
+    assert residuals == sorted(residuals, reverse=True)
+    assert residuals[-1] < 1e-5
+
+
+def test_a_scale_that_disagrees_loses_weight():
+    same = jnp.ones((1, 8, 1, 4))
+    outs = (same, same[:, ::2], same[:, ::4], -same[:, ::8])
+    present = jnp.ones((1, 8, 4), bool)
+    _, w, _ = aggregate(outs, jnp.zeros((1, 8, 4, 1)), jnp.ones(1), present, Rules())
+    assert float(w[0, 7, 3, 0]) < float(w[0, 7, 0, 0]) < 0.5
+
+
+@pytest.mark.parametrize("size", [0.0, 1e4, 1e15])
+def test_no_size_of_the_outputs_gives_a_nan(size):
+    outs, prior, tau, present = inputs(size=size)
+    loss = lambda outs, prior, tau: jnp.sum(aggregate(outs, prior, tau, present, Rules())[0] / max(size, 1.0))
+    value, grads = jax.value_and_grad(loss, (0, 1, 2))(outs, prior, tau)
+    assert np.isfinite(value)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))

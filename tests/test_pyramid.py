@@ -1,0 +1,72 @@
+"""Pooling and upsampling: the fast form against the definition, documents apart, the adjoint, and what may be seen when."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.ops.pyramid import continues, pool, pool_reference, upsample, upsample_transposed
+
+B, T, N, H = 2, 24, 2, 4
+
+
+def inputs(r, dtype=jnp.float32):
+    z = jax.random.normal(jax.random.key(0), (B, T, N, H), dtype)
+    kernel = jax.random.normal(jax.random.key(1), (2 * r, N, H), jnp.promote_types(dtype, jnp.float32))
+    segments = jnp.repeat(jnp.array([[1, 1, 2, 2], [1, 2, 2, 3]]), 6, axis=1)
+    return z, kernel, continues(segments[:, ::r])
+
+
+def definition(z, kernel, continues_BI, r):
+    """sum_j kernel[j] z[(i-1) r + j], one number at a time."""
+    out = np.zeros((B, T // r, N, H))
+    for b in range(B):
+        for i in range(T // r):
+            for j in range(2 * r):
+                if j >= r or continues_BI[b, i]:
+                    out[b, i] += kernel[j] * z[b, (i - 1) * r + j]
+    return out
+
+
+@pytest.mark.parametrize("r", [2, 3])
+def test_both_forms_are_the_definition(r):
+    z, kernel, goes_on = inputs(r)
+    want = definition(np.asarray(z), np.asarray(kernel), np.asarray(goes_on), r)
+    np.testing.assert_allclose(pool_reference(z, kernel, goes_on), want, atol=1e-5)
+    np.testing.assert_allclose(pool(z, kernel, goes_on), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("r", [2, 3])
+def test_gradients_are_those_of_the_plain_form(r):
+    with jax.enable_x64(True):
+        z, kernel, goes_on = inputs(r, jnp.float64)
+        weight = jax.random.normal(jax.random.key(2), (B, T // r, N, H), jnp.float64)
+        got, want = (
+            jax.grad(lambda z, k, f=f: jnp.sum(weight * f(z, k, goes_on)), (0, 1))(z, kernel) for f in (pool, pool_reference)
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, want)
+
+
+def test_bfloat16_is_summed_in_float32():
+    z, kernel, goes_on = inputs(2, jnp.bfloat16)
+    want = pool_reference(z.astype(jnp.float32), kernel, goes_on)
+    np.testing.assert_allclose(np.asarray(pool(z, kernel, goes_on), np.float32), want, rtol=2**-8, atol=1e-6)
+
+
+def test_a_row_continues_only_its_own_document():
+    assert continues(jnp.array([[1, 1, 2, 2, 2, 3]])).tolist() == [[False, True, False, True, True, False]]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_a_token_gets_the_last_row_that_has_ended(stride):
+    rows = 1.0 + jnp.arange(T // stride, dtype=jnp.float32)
+    up = upsample(jnp.broadcast_to(rows[None, :, None, None], (B, T // stride, N, H)), stride)
+    assert up[0, :, 0, 0].tolist() == [(t + 1) // stride for t in range(T)]  # row numbers from 1; 0 is none
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_the_transposed_upsample_is_its_adjoint(stride):
+    rows = jax.random.normal(jax.random.key(3), (B, T // stride, N, H))
+    tokens = jax.random.normal(jax.random.key(4), (B, T, N, H))
+    _, adjoint = jax.vjp(lambda x: upsample(x, stride), rows)
+    np.testing.assert_allclose(upsample_transposed(tokens, stride), adjoint(tokens)[0], atol=1e-5)
