@@ -18,7 +18,8 @@ from nash_mhc.train.state import TrainState, create_state
 
 _SIZES = {"vocab_size": 257, "width": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn": 64}
 MODEL = ModelConfig(**_SIZES, scales=1, residual="plain")  # dense: what is tested with it does not depend on the architecture
-NASH = ModelConfig(**_SIZES, scales=3, window=8)  # the whole architecture, small
+# The whole architecture, small: three scales, a window, four streams; as wide as the invariants of the design are stated for.
+NASH = ModelConfig(**_SIZES | {"width": 64, "head_dim": 8}, scales=3, ratio=2, window=8)
 
 
 def config(**changes: Any) -> RunConfig:
@@ -35,18 +36,35 @@ def config(**changes: Any) -> RunConfig:
     return base
 
 
+def nash_config(**changes: Any) -> RunConfig:
+    """The same run with the whole architecture.
+
+    At the start all streams are alike, so nothing depends on how they are mixed: those gradients are rounding, which Adam
+    would blow up to whole steps, other ones on every mesh. A larger epsilon leaves them as small as they are.
+    """
+    return dataclasses.replace(config(**{"optim__eps": 1e-4} | changes), model=NASH)
+
+
 def mesh_config(cfg: RunConfig, data: int = 1, fsdp: int = 1, tp: int = 1) -> RunConfig:
     return dataclasses.replace(cfg, mesh=MeshConfig(data=data, fsdp=fsdp, tp=tp))
 
 
 def random_rows(cfg: RunConfig, seed: int, *, parts: int | None = None, batch: int | None = None) -> Rows:
-    """Rows of two or three documents with some padding at the end: every mask has something to hide."""
+    """Rows of two or three documents with some padding at the end: every mask has something to hide.
+
+    Laid as `data/pack.py` does: documents start at multiples of the coarsest stride, the gap before the next weighs nothing.
+    """
     rng = np.random.default_rng(seed)
     A, B, T = parts or cfg.train.grad_accum, batch or cfg.data.batch_size, cfg.data.seq_len
+    stride = cfg.model.coarsest_stride
     tokens = rng.integers(0, cfg.model.vocab_size, (A, B, T + 1), np.int32)
-    segments = np.sort(rng.integers(1, 4, (A, B, T), np.int32), axis=-1)
-    segments[..., T - rng.integers(1, T // 4) :] = 0
-    return Rows(tokens[..., :-1], tokens[..., 1:], segments, (segments > 0).astype(np.float32))
+    blocks = np.sort(rng.integers(1, 4, (A, B, T // stride), np.int32), axis=-1)
+    blocks[..., T // stride - rng.integers(1, max(2, T // stride // 4)) :] = 0
+    last = np.diff(blocks, axis=-1, append=0) != 0  # the blocks in which documents end, each with some text
+    text = np.where(last, rng.integers(1, stride + 1, blocks.shape), stride)
+    segments = np.repeat(blocks, stride, axis=-1)
+    weights = (segments > 0) & (np.arange(T) % stride < np.repeat(text, stride, axis=-1))
+    return Rows(tokens[..., :-1], tokens[..., 1:], segments, weights.astype(np.float32))
 
 
 @functools.cache
@@ -55,11 +73,11 @@ def _compiled(cfg: RunConfig) -> tuple[Any, Any]:
     return mesh, compile_train_step(cfg, mesh)
 
 
-def train(cfg: RunConfig, batches: list[Rows]) -> tuple[TrainState, list[dict[str, float]], Any]:
+def train(cfg: RunConfig, batches: list[Rows]) -> tuple[TrainState, list[dict[str, Any]], Any]:
     """Takes a step on each batch: (last state on the host, metrics of each step, the compiled step)."""
     mesh, step = _compiled(cfg)
     state, history = create_state(cfg, mesh), []
     for rows in batches:
         state, metrics = step(state, to_device(rows, mesh))
-        history.append({k: float(v) for k, v in jax.device_get(metrics).items()})
+        history.append({k: v.tolist() for k, v in jax.device_get(metrics).items()})
     return jax.device_get(state), history, step

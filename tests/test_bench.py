@@ -1,17 +1,30 @@
-"""The benchmark times the real step and reports consistent figures."""
+"""The benchmarks run the real step and report consistent figures; the comparison of models is a fair one."""
 
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import statistics
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 import small
 from jax.experimental import topologies
 
+from nash_mhc.bench import __main__ as command
+from nash_mhc.bench import quality
 from nash_mhc.bench.aot import bench_compile
 from nash_mhc.bench.step import bench_step
 from nash_mhc.config import ConfigError
-from nash_mhc.model.lm import flops_per_token
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.lm import count_parameters, flops_per_token
+from nash_mhc.train import evaluate, feed
 from nash_mhc.train.hardware import known_peak
+from nash_mhc.train.run import resolve
 
 
 def test_figures_follow_from_one_another():
@@ -69,3 +82,244 @@ def test_peaks_are_those_of_the_named_chip():
         "cpu",
     )
     assert [known_peak(k) for k in kinds] == [989, 2450, 2250, 181, 121, 459, 197, 918, None]
+
+
+# The full architecture, as quick to compile as it gets.
+MINUTE = ModelConfig(
+    width=32, layers=1, heads=4, kv_heads=4, head_dim=8, ffn=64, scales=2, ratio=4, window=8, nash_iterations=1, streams=2,
+    sinkhorn_iterations=2,
+)  # fmt: skip
+# Stories are longer than 32 tokens: only the last rows of each 64 hold several, and all batches together reach them.
+STEPS, SEEDS, B, EVAL_BATCHES = 3, 2, 24, 4  # the last is four times what the configuration says
+
+
+def minute(**changes):
+    sizes = {"data__batch_size": B, "train__total_steps": STEPS, "train__eval_batches": EVAL_BATCHES // 4}
+    return dataclasses.replace(small.config(**sizes | changes), model=MINUTE)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    """One comparison of all variants, with what went to the devices, the steps that were compiled and what was said."""
+    seen = SimpleNamespace(trained=[], held_out=[], steps=[], started=[], said=io.StringIO())
+
+    def spy(patch, module, rows_seen):
+        real = module.to_device
+        patch.setattr(module, "to_device", lambda rows, mesh: rows_seen.append(rows) or real(rows, mesh))
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(seen.said):
+        spy(patch, feed, seen.trained)
+        spy(patch, evaluate, seen.held_out)
+        compiled, created = quality.compile_train_step, quality.create_state
+        patch.setattr(quality, "compile_train_step", lambda *a, **k: seen.steps.append(compiled(*a, **k)) or seen.steps[-1])
+        patch.setattr(quality, "create_state", lambda cfg, mesh: seen.started.append(cfg) or created(cfg, mesh))
+        seen.figures = quality.bench_quality(minute(), variants=",".join(quality.VARIANTS), seeds=SEEDS)
+    return seen
+
+
+def by_variant(rows, batches):
+    """[variant, seed, batch, field, ...] of the rows in the order in which they were taken."""
+    flat = np.stack([np.stack([a.astype(np.float32) for a in r]) for r in rows])
+    return flat.reshape(len(quality.VARIANTS), SEEDS, batches, *flat.shape[1:])
+
+
+def test_all_variants_learn_from_the_same_rows_in_the_same_order(compared):
+    rows = by_variant(compared.trained, STEPS)
+    for other in rows[1:]:
+        np.testing.assert_array_equal(other, rows[0])
+    assert not np.array_equal(rows[0, 0], rows[0, 1])  # each seed has its own
+    assert not np.array_equal(rows[0, 0, 0], rows[0, 0, 1])  # and so has each step
+
+
+def test_all_variants_are_scored_on_the_same_rows(compared):
+    rows = by_variant(compared.held_out, EVAL_BATCHES)
+    for variant in rows:
+        for seed in variant:
+            np.testing.assert_array_equal(seed, rows[0, 0])
+    assert compared.figures["eval_rows"] == EVAL_BATCHES * B
+
+
+@pytest.mark.parametrize("kind", ["trained", "held_out"])
+def test_rows_are_aligned_for_the_coarsest_model(compared, kind):
+    segments = np.concatenate([r.segments.reshape(-1, 32) for r in getattr(compared, kind)])
+    starts = np.nonzero(np.diff(segments, axis=1) > 0)[1] + 1
+    assert starts.size  # documents do meet within rows, or the alignment would not show
+    assert not np.any(starts % MINUTE.coarsest_stride)
+
+
+def test_variants_differ_in_architecture_and_hardly_in_parameters(compared):
+    variants = compared.figures["variants"]
+    shapes = {name: (v["scales"], v["window"], v["residual"]) for name, v in variants.items()}
+    assert shapes == {
+        "nash-mhc": (2, 8, "mhc"),
+        "dense": (1, None, "plain"),
+        "dense-mhc": (1, None, "mhc"),
+        "multiscale-plain": (2, 8, "plain"),
+    }
+    assert variants["nash-mhc"]["ffn"] == MINUTE.ffn
+    for v in variants.values():
+        model = dataclasses.replace(MINUTE, **{key: v[key] for key in ("scales", "window", "residual", "ffn")})
+        assert v["parameters"] == count_parameters(model)
+        assert v["parameters"] == pytest.approx(count_parameters(MINUTE), rel=0.03)
+        assert v["ffn"] % 8 == 0
+
+
+def test_a_variant_is_compiled_once_and_starts_anew_for_each_seed(compared):
+    assert [step.traces for step in compared.steps] == [1] * len(quality.VARIANTS)
+    assert [cfg.train.seed for cfg in compared.started] == [0, 1] * len(quality.VARIANTS)
+
+
+def test_a_seed_gives_the_same_loss_again_by_itself(compared):
+    """Also shows that the seed is not part of the step, which here is compiled for another one; 73 rows are four batches."""
+    first = compared.figures["variants"]["dense"]["held_out"]
+    again = quality.bench_quality(minute(train__seed=1), variants="dense", seeds=1, eval_rows=73)
+    assert again["variants"]["dense"]["held_out"] == first[1:]
+    assert again["seeds"] == compared.figures["seeds"][1:] == [1]
+    assert first[0] != first[1]
+    assert (again["nash_below_dense"], again["verdict"]) == (None, "No verdict: it needs both nash-mhc and dense.")
+
+
+def test_figures_of_the_comparison_follow_from_the_losses(compared):
+    figures, dense = compared.figures, compared.figures["variants"]["dense"]["held_out"]
+    for v in figures["variants"].values():
+        losses = v["held_out"]
+        assert v["mean"] == pytest.approx(statistics.fmean(losses))
+        assert v["spread"] == max(losses) - min(losses) > 0
+        assert v["minus_dense"] == [a - b for a, b in zip(losses, dense, strict=True)]
+        assert v["tokens_per_s"] > 0
+        assert v["compile_s"] > 0
+        assert all(3 < loss < 8 for loss in losses)  # three steps from ln 257 = 5.5
+    assert figures["nash_below_dense"] == (max(figures["variants"]["nash-mhc"]["held_out"]) < min(dense))
+    assert figures["floor_nats_per_token"] == pytest.approx(0.53, abs=0.01)
+    said = compared.said.getvalue()
+    for name in quality.VARIANTS:
+        assert f"\n{name}: " in f"\n{said}"
+        assert f"{name}, seed 1: held-out loss {figures['variants'][name]['held_out'][1]:.4f} after 3 steps" in said
+    assert said.count("compiling ...") == len(quality.VARIANTS)
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-mhc"])
+def test_the_ffn_width_is_the_closest_of_all(name, monkeypatch):
+    count = functools.cache(count_parameters)  # tracing takes its time
+    monkeypatch.setattr(quality, "count_parameters", count)
+    model = dataclasses.replace(MINUTE, **quality.VARIANTS[name])
+    counts = {ffn: count(dataclasses.replace(model, ffn=ffn)) for ffn in range(8, 201, 8)}
+    for unit in (8, 24):
+        for target in (0, counts[8] + 1, count(MINUTE), counts[104] + 300, counts[104] + 500, counts[120] + 1300):
+            best = min(range(unit, 201, unit), key=lambda ffn: abs(counts[ffn] - target))
+            assert quality.matched(model, target, unit).ffn == best, (unit, target)
+
+
+def test_the_ffn_width_divides_over_the_mesh():
+    model = dataclasses.replace(MINUTE, width=48, layers=3, heads=6, kv_heads=6, ffn=480)
+    cfg = small.mesh_config(dataclasses.replace(minute(data__seq_len=48), model=model), tp=3)
+    base, mesh = resolve(cfg)
+    assert quality.relative("nash-mhc", cfg, base, mesh) == base
+    assert [quality.relative(name, cfg, base, mesh).model.ffn % 24 for name in quality.VARIANTS] == [0] * 4
+
+
+def test_a_model_without_an_equal_relative_is_refused():
+    model = dataclasses.replace(MINUTE, width=8, heads=1, kv_heads=1, head_dim=2, ffn=8, vocab_size=2)
+    cfg = dataclasses.replace(minute(), model=model)
+    with pytest.raises(
+        ConfigError, match=r"^variant dense-mhc: no FFN width brings it within 3% of [\d,]+ parameters \(the nearest"
+    ):
+        quality.relative("dense-mhc", cfg, *resolve(cfg))
+
+
+@pytest.mark.parametrize(
+    ("nash", "dense", "below", "words"),
+    [
+        ([0.70, 0.72], [0.74, 0.73], True, ["Every seed", "0.7000 to 0.7200 against 0.7300 to 0.7400", "+0.0100", "2 of 2"]),
+        ([0.70, 0.74], [0.75, 0.73], False, ["Not every seed", "margin -0.0100", "1 of 2, by +0.0200 on average"]),
+        ([0.70], [0.75], True, ["0.7000 against 0.7500", "one seed says nothing about the spread"]),
+        ([0.70, None], [0.75, 0.76], None, ["a run diverged"]),
+    ],
+)
+def test_the_verdict_says_what_the_seeds_say(nash, dense, below, words):
+    variants = {"nash-mhc": {"held_out": nash}, "dense": {"held_out": dense}}
+    quality.compare(variants)
+    answer, text = quality.verdict(variants, 0.5)
+    assert answer is below
+    for word in words:
+        assert word in text
+    assert below is None or "floor of the stories is 0.5000, the means are 1.4" in text
+    assert (variants["nash-mhc"]["mean"] is None) == (None in nash)
+    assert variants["dense"]["spread"] == max(dense) - min(dense)
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(quality, "time", SimpleNamespace(monotonic=lambda: now))
+    progress = quality._Progress()
+    for now in (1.0, 9.0, 11.0, 12.0, 20.0, 22.0):
+        progress.now(f"at {now:.0f}")
+    assert capsys.readouterr().err == "at 11\nat 22\n"
+
+
+def run_command(monkeypatch, *argv):
+    monkeypatch.setattr("sys.argv", ["bench", *argv])
+    return one_line_errors(command.main)
+
+
+def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr(quality, "bench_quality", lambda cfg, **own: asked.append((cfg, own)) or compared.figures)
+    file = tmp_path / "figures.json"
+    assert run_command(monkeypatch, "quality", "--total-steps", "7", "--seeds", "5", "--eval-rows", "6", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out) == compared.figures
+    assert run_command(monkeypatch, "quality", "--variants", "dense", "--json", str(file)) == 0
+    assert json.loads(file.read_text()) == compared.figures
+    assert [(cfg.train.total_steps, own["seeds"], own["eval_rows"]) for cfg, own in asked] == [(7, 5, 6), (400, 3, None)]
+    assert asked[0][1]["variants"].split(",") == list(quality.VARIANTS)
+    assert asked[1][1]["variants"] == "dense"
+    table = capsys.readouterr().out
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    variants = compared.figures["variants"].values()
+    assert ["parameters", *(f"{v['parameters']:,}" for v in variants)] in cells
+    assert ["held_out, seed 1", *(f"{v['held_out'][1]:.4f}" for v in variants)] in cells
+    assert ["minus_dense, seed 0", *(f"{v['minus_dense'][0]:+.4f}" for v in variants)] in cells
+    assert [row[0] for row in cells if ", seed" not in row[0]] == [
+        "parameters", "ffn", "mean", "spread", "tokens_per_s", "compile_s",
+    ]  # fmt: skip
+    assert compared.figures["verdict"] in table
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("quality --seeds 0", "--seeds and --eval-rows must be at least 1"),
+        ("quality --seeds many", "--seeds: invalid int value: 'many'"),
+        ("quality --eval-rows 0", "--seeds and --eval-rows must be at least 1"),
+        ("quality --seed 4294967295 --seeds 2", "train.seed must be at most 4294967295, not 4294967296"),
+        ("quality --variants nash-mhc,dens", "--variants: unknown variant 'dens'; did you mean dense?"),
+        ("quality --variants ,", "--variants: unknown variant ''; there are nash-mhc, dense, dense-mhc, multiscale-plain"),
+        ("quality --model-scales 1", "the run's model must be the full one: --model-scales above 1"),
+        ("quality --model-residual plain", "the run's model must be the full one: --model-scales above 1"),
+        ("quality --model-vocab-size 100", "--tokenizer bytes: set --model-vocab-size 257 or more"),
+        ("quality --warmup 3 --seeds 0", "unknown flag --warmup; did you mean --warmup-steps?"),
+        ("quality --json /nowhere/figures.json --seeds 0", "--json /nowhere/figures.json: cannot be written"),
+        ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
+        ("step --steps 0", "--steps must be at least 1"),
+        ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | compile |"),
+        ("", "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality [flags of train]"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(argv, message, monkeypatch, capsys):
+    assert run_command(monkeypatch, *argv.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {message}")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_help_names_the_benchmarks_and_each_its_own_flags(monkeypatch, capsys):
+    assert run_command(monkeypatch, "--help") == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in command.ABOUT)
+    with pytest.raises(SystemExit) as stopped:
+        run_command(monkeypatch, "quality", "--help")
+    flags = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert all(flag in flags for flag in ("--seeds", "--variants", "--eval-rows", "--json", "--total-steps"))
+    assert "--topology" not in flags

@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 # A value for every flag that must exist, different from what any preset would hold.
 REQUIRED = {
     "--dataset": "corpus.txt", "--dataset-name": "v2", "--split": "part", "--tokenizer": "toks", "--batch-size": "7",
-    "--seq-len": "77", "--total-steps": "777777", "--warmup-steps": "7", "--learning-rate": "7e-05", "--seed": "7",
+    "--seq-len": "80", "--total-steps": "777777", "--warmup-steps": "7", "--learning-rate": "7e-05", "--seed": "7",
     "--log-interval": "7", "--checkpoint-interval": "7", "--checkpoint-dir": "runs/seven", "--resume-from": "runs/six",
     "--num-workers": "7", "--worker-buffer-size": "7", "--mesh-data": "7", "--mesh-fsdp": "7", "--mesh-tp": "7",
     "--num-devices": "7", "--model-size": "small", "--platform": "cpu", "--grad-accum": "7", "--remat": "full",
@@ -67,8 +67,10 @@ def a_value(key: cli.Key) -> tuple[str, object]:
     if float in key.kinds:
         return "0.625", 0.625
     if int in key.kinds:
-        # Divisors and even numbers keep the model's own rules; every other key just takes it.
+        # Divisors, even numbers and multiples of the coarsest stride keep the rules between keys; every other key just takes it.
         special = {"model.heads": 96, "model.kv_heads": 1, "model.head_dim": 34, "optim.warmup_steps": 3}
+        special |= {"model.scales": 3, "model.ratio": 4, "model.window": 104, "data.seq_len": 104}
+        special |= {"model.nash_iterations": 7, "model.streams": 7}
         number = special.get(key.path, 97)
         return str(number), number
     return "some text", "some text"
@@ -319,6 +321,12 @@ def test_render_is_plain_yaml_with_aligned_origins():
         (["ema_decay=2"], "override ema_decay=2: optim.ema_decay must be at most 0.999999, not 2.0"),
         (["--remat", "ful"], "--remat must be one of none, dots, full, not 'ful'; did you mean full?"),
         (["--remat", "DOTS"], "--remat must be one of none, dots, full, not 'DOTS'; did you mean dots?"),
+        (["--model-scales", "9"], "--model-scales must be at most 8, not 9"),
+        (["--model-ratio", "1"], "--model-ratio must be at least 2, not 1"),
+        (["--model-streams", "1"], "--model-streams must be at least 2, not 1"),
+        (["--model-aggregation", "nsh"], "--model-aggregation must be one of nash, convex, mean, not 'nsh'; did you mean nash?"),
+        (["--model-residual", "hc"], "--model-residual must be one of mhc, plain, not 'hc'; did you mean mhc?"),
+        (["sparsity=-1"], "override sparsity=-1: optim.sparsity must be at least 0, not -1.0"),
         (["batchsize=8"], "override batchsize=8: unknown key batchsize; did you mean batch_size?"),
         (["data.batchsize=8"], "override data.batchsize=8: unknown key data.batchsize; did you mean data.batch_size?"),
         (["optim.seq_len=8"], "override optim.seq_len=8: unknown key optim.seq_len; did you mean data.seq_len?"),
@@ -349,6 +357,18 @@ def test_keys_that_do_not_fit_together_name_both_origins(write):
     message = error("--config", file, "--model-kv-heads", "4")
     assert "model.kv_heads 4 does not divide model.heads 9; the nearest that does is 3" in message
     assert "model.heads from run.yaml:2" in message and "model.kv_heads from flag --model-kv-heads" in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "nearest"), [("--model-window", 100, 96), ("--seq-len", 61, 64), ("--model-window", 3, 8)]
+)
+def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(flag, value, nearest):
+    path = next(k.path for k in cli.keys().values() if k.flag == flag)
+    message = error("--model-scales", "4", flag, str(value))
+    assert message.startswith(f"{path} {value} must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); ")
+    assert f"the nearest is {nearest} (" in message
+    assert "model.scales from flag --model-scales" in message and f"{path} from flag {flag}" in message
+    assert leaf(cli.parse(["--model-scales", "4", flag, str(nearest)]).config, path) == nearest
 
 
 # --- mistakes in a file -------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Text from a trained run: the right tokens, the right cuts, the same text again, and one clear line for every mistake."""
 
+import contextlib
+import dataclasses
+import io
 import json
 import shutil
 import sys
@@ -17,8 +20,10 @@ from nash_mhc.config.schema import ModelConfig, RunConfig
 from nash_mhc.data.tokens import ByteTokenizer
 from nash_mhc.generate.__main__ import main
 from nash_mhc.generate.decode import Loaded, generate_tokens, keep_likely, load, sample, stream_text
+from nash_mhc.model.sampling import context_start
 from nash_mhc.parallel.sharding import MESH_AXES
-from nash_mhc.train.run import run
+from nash_mhc.train import __main__ as train_command
+from nash_mhc.train.run import Result, run
 from nash_mhc.train.state import abstract_state, state_shardings
 
 T = 32
@@ -39,8 +44,16 @@ def tiny_config(folder: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tiny_config(tmp_path_factory.mktemp("runs") / "tiny"), quiet=True).folder
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        result = run(tiny_config(tmp_path_factory.mktemp("runs") / "tiny"), quiet=True)
+    assert shown.getvalue() == ""  # a sample belongs to the command
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(trained: Result) -> Path:
+    return trained.folder
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +82,43 @@ def test_greedy_is_the_argmax_of_the_full_model_at_every_step(loaded: Loaded) ->
     assert made == jnp.argmax(logits_TV, axis=-1)[len(prompt) - 1 : -1].tolist()
 
 
-def test_beyond_the_buffer_the_last_tokens_are_seen(loaded: Loaded) -> None:
-    prompt = [256, *b"a prompt that is by itself longer than the buffer"]
-    made = tokens_of(loaded, prompt, max_tokens=6, temperature=0.0)
-    last_BT = jnp.array([(prompt + made[:i])[-T:] for i in range(6)])
-    assert made == jnp.argmax(loaded.model(last_BT)[:, -1], axis=-1).tolist()
-    grown = tokens_of(loaded, [256], max_tokens=T + 5, temperature=1.0)
-    assert len(grown) == T + 5
+def test_a_full_cache_begins_anew_with_its_last_half_in_whole_blocks(loaded: Loaded) -> None:
+    cfg = loaded.model.cfg
+    assert cfg.coarsest_stride == 8
+    starts = lambda seq_len, counts: [context_start(cfg, n, seq_len) for n in counts]
+    assert starts(32, (1, 32, 33, 48, 49, 64, 65, 400)) == [0, 0, 16, 16, 32, 32, 48, 368]
+    assert starts(24, (24, 25, 40, 41)) == [0, 16, 16, 32]  # half is 12 tokens: one block of 8 is kept
+    assert starts(8, (8, 9, 12, 13)) == [0, 4, 4, 8]  # no whole block in a half
+    assert starts(2, (2, 3, 4)) == [0, 1, 2]
+
+
+def test_each_token_is_drawn_from_the_context_that_is_promised(loaded: Loaded) -> None:
+    """Held against passes of the whole model, through prompt and text, across two fresh starts of the cache."""
+    logits = jax.jit(lambda model, tokens_T, count: model(tokens_T[None])[0, count - 1])
+    prompt = [256, *b"a prompt that alone is longer than the row"]
+    for given, count in ((prompt, 30), (prompt[:20], 50)):
+        made = tokens_of(loaded, given, max_tokens=count, temperature=1.0, seed=5)
+        assert len(set(made)) > 20
+        text = given + made
+        for i, token in enumerate(made):
+            seen = text[context_start(loaded.model.cfg, len(given) + i, T) : len(given) + i]
+            assert T // 2 < len(seen) <= T or len(seen) == len(given) + i
+            logits_V = logits(loaded.model, jnp.array(seen + [0] * (T - len(seen))), len(seen))
+            assert token == int(sample(logits_V, jax.random.fold_in(jax.random.key(5), i), 1.0)), i
+
+
+def test_a_text_goes_on_in_the_same_way_from_wherever_it_is_cut(loaded: Loaded) -> None:
+    made = tokens_of(loaded, [256], max_tokens=60, temperature=0.0)
+    for cut in (1, 31, 32, 33, 55):
+        assert tokens_of(loaded, [256, *made[:cut]], max_tokens=60 - cut, temperature=0.0) == made[cut:]
+
+
+def test_a_long_prompt_is_read_with_progress(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nash_mhc.model.sampling._PATIENCE", -1.0)
+    said: list[str] = []
+    next(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, say=said.append))
+    progress = [f"reading the prompt: {n} of 150 tokens ..." for n in (64, 128)]
+    assert said == ["compiling ...", *progress]
 
 
 def test_the_end_token_ends_the_text(loaded: Loaded) -> None:
@@ -172,13 +215,51 @@ def test_command_prints_the_prompt_and_its_continuation(
 ) -> None:
     argv = ("--checkpoint-dir", folder, "--prompt", "Once", "--max-tokens", 12, "--seed", 4, "--step", 1)
     code, text, err = command(monkeypatch, capsys, *argv)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"reading step 1 of {folder} ...\ncompiling ...\n")
     first = load(folder, 1)
     made = generate_tokens(first.model, [256, *b"Once"], seq_len=T, end=256, max_tokens=12, seed=4)
     assert text == "Once" + BYTES.decode(np.array(list(made))) + "\n"
     code, text, _ = command(monkeypatch, capsys, "--checkpoint-dir", folder, "--prompt", "", "--max-tokens", 3)
     assert code == 0
     assert text.endswith("\n")
+
+
+def test_training_ends_with_a_sample_of_what_was_learned(
+    trained: Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trained.folder / "run.yaml").write_text(json.dumps(tiny_config(trained.folder).to_dict()))
+    monkeypatch.setattr(train_command, "run", lambda cfg: trained)
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(trained.folder / "run.yaml")])
+    assert one_line_errors(train_command.main) == 0
+    made = generate_tokens(load(trained.folder).model, [256], seq_len=T, end=256, max_tokens=300, temperature=0.8, seed=0)
+    text = BYTES.decode(np.array(list(made)))
+    assert capsys.readouterr().out.startswith(
+        f"\nA sample (temperature 0.8):\n{text}\n\nThe run is in {trained.folder}. Next:\n"
+    )
+
+
+def test_a_sample_comes_from_any_mesh_and_never_fails_a_run(
+    trained: Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = tiny_config(trained.folder)
+
+    def shown(result: Result) -> str:
+        train_command._show_sample(result, cfg)
+        return capsys.readouterr().out
+
+    on_one = shown(trained)
+    mesh = jax.make_mesh((2, 2, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    spread = jax.tree.map(jax.device_put, trained.state.model, state_shardings(cfg, mesh).model)
+    assert shown(dataclasses.replace(trained, state=eqx.tree_at(lambda s: s.model, trained.state, spread))) == on_one
+    with monkeypatch.context() as patched:
+        patched.setattr(train_command, "stream_text", lambda tokens, tokenizer: 1 / 0)
+        assert shown(trained).endswith("\n(no sample: ZeroDivisionError: division by zero)\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(train_command, "_LARGEST_SAMPLED", 1000)
+        assert shown(trained) == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "process_index", lambda: 1)
+        assert shown(trained) == ""
 
 
 @pytest.mark.parametrize(

@@ -132,3 +132,49 @@ def test_most_rows_fixes_the_number_of_rows() -> None:
     assert {tuple(i) for i, _ in pieces(fewer)} < whole
     assert {tuple(i) for i, _ in pieces(more)} == whole
     assert (more.weights.sum(axis=1) == 0).any()
+
+
+# --- alignment -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_aligned_documents_start_at_multiples_and_lose_nothing(seed: int) -> None:
+    align, documents = 8, random_documents(seed, 60, longest=40)  # some are cut: rows of 32
+    rows = pack(documents, END, 32, align=align)
+    starts = np.flatnonzero(np.diff(rows.segments, axis=1, prepend=0).ravel() * (rows.segments.ravel() > 0)) % 32
+    assert len(starts) > 60
+    assert not (starts % align).any()
+    # Every token and every end is a target once, in the order of the document, whatever lies in the gaps.
+    kept = [
+        (inputs[(segments == s) & (weights > 0)].tolist(), targets[(segments == s) & (weights > 0)].tolist())
+        for inputs, targets, segments, weights in zip(*rows, strict=True)
+        for s in range(1, segments.max() + 1)
+    ]
+    whole = [[END, *d.tolist(), END] for d in documents]
+    cut = [(w[at : at + 32], w[at + 1 : at + 33]) for w in whole for at in range(0, len(w) - 1, 32)]
+    cut = [(i[: len(t)], t) for i, t in cut]
+    assert Counter((tuple(i), tuple(t)) for i, t in kept) == Counter((tuple(i), tuple(t)) for i, t in cut)
+
+
+def test_a_gap_belongs_to_the_document_before_it_and_weighs_nothing() -> None:
+    rows = pack([np.arange(4), np.arange(10, 13)], END, 24, align=8)  # 5 and 4 slots of text
+    assert rows.segments.tolist() == [[1] * 8 + [2] * 8 + [0] * 8]
+    assert rows.weights.tolist() == [[1.0] * 5 + [0.0] * 3 + [1.0] * 4 + [0.0] * 12]
+    assert rows.inputs[0].tolist() == [END, 0, 1, 2, 3, END, END, END, END, 10, 11, 12, *[END] * 12]
+
+
+@pytest.mark.parametrize("align", [2, 8, 27])
+def test_every_aligned_block_lies_in_one_document(align: int) -> None:
+    rows = pack(random_documents(2, 80, longest=50), END, 108 // align * align, align=align)
+    blocks = rows.segments.reshape(len(rows.segments), -1, align)
+    assert (blocks == blocks[:, :, :1]).all()
+    assert (rows.weights[rows.segments == 0] == 0).all()
+    # Rows hold several documents: a packer that gave each a row of its own would pass all of the above.
+    assert rows.segments.max() >= 3
+
+
+def test_aligned_best_fit_counts_the_gaps() -> None:
+    """Three documents of 5 slots fit a row of 16 tokens, but not of two blocks of 8."""
+    documents = [np.arange(4)] * 3
+    assert len(pack(documents, END, 16).inputs) == 1
+    assert len(pack(documents, END, 16, align=8).inputs) == 2

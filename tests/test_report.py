@@ -150,6 +150,16 @@ def test_nan_and_text_in_a_row_are_gaps_too(tmp_path: Path) -> None:
     assert not re.search(r'[dxy]="[^"]*(nan|inf)', text)
 
 
+def test_what_is_measured_layer_by_layer_is_left_aside(tmp_path: Path) -> None:
+    """Rows of a whole model hold lists; the page is that of the same rows without them."""
+    health = {"health/gain_forward": [1.0, 1.01], "health/scale_weight": [[0.5, 0.5], [0.25, None]], "loss/sparsity": 0.0}
+    plain, listed = ([row(s, **more) for s in (1, 2, 3)] for more in ({}, health))
+    runs = [open_run(make_run(tmp_path / "r", rows, [EVAL])) for rows in (plain, listed)]
+    assert page(runs[1]) == page(runs[0])
+    # Even where a number is expected: a gap, not a failure.
+    assert "no values yet" in page(open_run(make_run(tmp_path / "odd", [row(1, grad_norm=[1.0]), row(2, grad_norm=[2.0])])))
+
+
 def test_points_lie_where_their_values_say() -> None:
     (xa, ya), (xb, yb), (xc, yc) = numbers(line_of(chart("x", [(0.0, 0.0), (5.0, 5.0), (10.0, 10.0)])))
     assert xb == pytest.approx((xa + xc) / 2, abs=0.11)

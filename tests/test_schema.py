@@ -63,6 +63,29 @@ plain = load_plain_schema()
             "model.kv_heads 5 does not divide model.heads 12; the nearest that does is 4",
         ),
         (lambda: plain.ModelConfig(head_dim=15), "model.head_dim 15 must be even for the rotary embedding; try 16"),
+        (lambda: plain.ModelConfig(scales=0), "model.scales must be at least 1, not 0"),
+        (lambda: plain.ModelConfig(scales=9), "model.scales must be at most 8, not 9"),
+        (lambda: plain.ModelConfig(ratio=1), "model.ratio must be at least 2, not 1"),
+        (lambda: plain.ModelConfig(ratio=65), "model.ratio must be at most 64, not 65"),
+        (lambda: plain.ModelConfig(nash_iterations=0), "model.nash_iterations must be at least 1, not 0"),
+        (lambda: plain.ModelConfig(streams=1), "model.streams must be at least 2, not 1"),
+        (lambda: plain.ModelConfig(streams=17), "model.streams must be at most 16, not 17"),
+        (lambda: plain.ModelConfig(sinkhorn_iterations=0), "model.sinkhorn_iterations must be at least 1, not 0"),
+        (lambda: plain.ModelConfig(aggregation="sum"), "model.aggregation must be one of nash, convex, mean, not 'sum'"),
+        (lambda: plain.ModelConfig(residual="hc"), "model.residual must be one of mhc, plain, not 'hc'"),
+        (lambda: plain.OptimConfig(sparsity=-0.5), "optim.sparsity must be at least 0, not -0.5"),
+        (
+            lambda: plain.ModelConfig(window=100, ratio=3, scales=4),
+            "model.window 100 must be a multiple of the coarsest stride 27 (model.ratio 3, model.scales 4); the nearest is 108",
+        ),
+        (
+            lambda: plain.ModelConfig(window=1),
+            "model.window 1 must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); the nearest is 8",
+        ),
+        (
+            lambda: plain.RunConfig(data=plain.DataConfig(seq_len=99)),
+            "data.seq_len 99 must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); the nearest is 96",
+        ),
         (lambda: plain.MeshConfig(tp=0), "mesh.tp must be a positive number of devices or -1 for the rest, not 0"),
         (lambda: plain.MeshConfig(tp=-2), "mesh.tp must be at least -1, not -2"),
         (lambda: plain.MeshConfig(data=-1, tp=-1), "only one mesh axis may be -1 (the rest), not mesh.data and mesh.tp"),
@@ -129,6 +152,16 @@ def test_unknown_size_lists_the_sizes():
     with pytest.raises(ConfigError, match="unknown model size 'huge'") as caught:
         presets.run("huge")
     assert all(size in str(caught.value) for size in presets.sizes())
+
+
+def test_one_scale_takes_any_window_and_any_length():
+    assert plain.ModelConfig(scales=1, window=13).coarsest_stride == 1
+    assert plain.RunConfig(model=plain.ModelConfig(scales=1), data=plain.DataConfig(seq_len=99)).data.seq_len == 99
+
+
+def test_strides_are_the_powers_of_the_ratio():
+    assert ModelConfig().strides == (1, 2, 4, 8)
+    assert ModelConfig(scales=3, ratio=3).strides == (1, 3, 9)
 
 
 def test_helpers():

@@ -77,6 +77,24 @@ def test_a_pickled_source_gives_the_same_rows() -> None:
     assert len(data) < 200_000  # the recipe, not the rows
 
 
+def starts_of(rows: Rows) -> np.ndarray:
+    return np.flatnonzero(np.diff(rows.segments, prepend=0) > 0)
+
+
+def test_aligned_rows_start_documents_at_multiples(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text(f"{number}: " + "x" * (number % 11))
+    for dataset in ("stories", str(tmp_path)):
+        cfg = DataConfig(dataset=dataset, seq_len=1024)
+        plain, aligned = (open_source(cfg, BYTES, split="train", seed=0, align=align) for align in (1, 8))
+        assert any((starts_of(plain[i]) % 8).any() for i in range(min(4, len(plain))))  # it is not so by itself
+        rows = [aligned[i] for i in range(min(64, len(aligned)))]
+        assert sum(len(starts_of(row)) for row in rows) >= 30
+        assert not any((starts_of(row) % 8).any() for row in rows)
+        # Text still fills them: gaps cost half a block a document.
+        assert dataset != "stories" or np.mean([row.weights.mean() for row in rows]) > 0.9
+
+
 class Recorder:
     """The corpus, with a record of what each story cost."""
 

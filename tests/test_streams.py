@@ -1,4 +1,6 @@
-"""Reading from, writing to and projecting residual streams: the fused forms against plain einsums, values and gradients."""
+"""Reading from, writing to, projecting and mapping residual streams: fused forms and GPU kernels against plain einsums."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,59 +9,111 @@ import pytest
 
 from nash_mhc.ops import streams
 
-R, B, T, D, M = 4, 2, 6, 64, 24
+R, B, T, D, M = 4, 2, 64, 64, 24  # 128 tokens: a whole block of every kernel
 
 
 def inputs(dtype=jnp.float32, seed=0):
     keys = jax.random.split(jax.random.key(seed), 7)
     xs = tuple(jax.random.normal(k, (B, T, D), dtype) for k in keys[:R])
     y = jax.random.normal(keys[4], (B, T, D), dtype)
-    coefficients = jax.random.normal(keys[5], (R * R + 2 * R, B, T), jnp.promote_types(dtype, jnp.float32))
+    each = tuple(jax.random.normal(keys[5], (M, B, T), jnp.promote_types(dtype, jnp.float32)))
     phi = 0.1 * jax.random.normal(keys[6], (R, D, M), dtype)
-    return xs, y, coefficients[:R], coefficients[R : 2 * R], coefficients[2 * R :].reshape(R, R, B, T), phi
+    return xs, y, *streams._split(each), phi
 
 
-def forms(xs, y, pre, post, res, phi):
-    eps = 1e-6
+def logits(dtype, spread=0.5):
+    noise = spread * jax.random.normal(jax.random.key(9), (B, T, M), dtype)
+    return noise + jnp.concatenate([jnp.zeros(2 * R), 6.0 * jnp.eye(R).ravel()]).astype(dtype)[None, None]
+
+
+def stacked_maps(logits_BTM):
+    found = streams.maps(logits_BTM, 20)
+    return jnp.stack(found.pre), jnp.stack(found.post), jnp.stack([jnp.stack(row) for row in found.res])
+
+
+def forms(name, dtype=jnp.float32):
+    """(fast form, plain form, arguments)."""
+    xs, y, pre, post, res, phi = inputs(dtype)
     return {
         "read": (streams.read, streams.read_reference, (xs, pre)),
         "write": (streams.write, streams.write_reference, (xs, y, res, post)),
         "project": (
-            lambda xs, phi: streams.project(xs, phi, eps),
-            lambda xs, phi: streams.project_reference(xs, phi, eps),
+            lambda xs, phi: streams.project(xs, phi, 1e-6),
+            lambda xs, phi: streams.project_reference(xs, phi, 1e-6),
             (xs, phi),
         ),
-    }  # fmt: skip
+        "maps": (
+            stacked_maps,
+            lambda x: streams.maps_reference(x, 20),
+            (logits(jnp.promote_types(dtype, jnp.float32)),),
+        ),
+    }[name]
 
 
-def squares(tree):
+def weighted(tree):
     """A loss with another weight on every element."""
     leaves = jax.tree.leaves(tree)
     return sum(jnp.sum(jnp.sin(jnp.arange(x.size).reshape(x.shape)).astype(x.dtype) * x) for x in leaves)
 
 
-@pytest.mark.parametrize("name", ["read", "write", "project"])
+NAMES = ["read", "write", "project", "maps"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_those_of_the_plain_form(name):
     with jax.enable_x64(True):
-        fast, plain, args = forms(*inputs(jnp.float64))[name]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), fast(*args), plain(*args))
-        got, want = (jax.grad(lambda args, f=f: squares(f(*args)))(args) for f in (fast, plain))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), got, want)
+        fast, plain, args = forms(name, jnp.float64)
+        both = [jax.jit(jax.value_and_grad(lambda args, f=f: weighted(f(*args)))) for f in (fast, plain)]
+        values = [jax.jit(f)(*args) for f in (fast, plain)]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), *values)
+        (_, got), (_, want) = (f(args) for f in both)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), got, want)
 
 
 @pytest.mark.parametrize("name", ["read", "write", "project"])
 def test_bfloat16_streams_are_summed_in_float32(name):
-    fast, _, args = forms(*inputs(jnp.bfloat16))[name]
-    _, plain, wide = forms(*inputs(jnp.bfloat16))[name]
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), wide)
-    for a, b in zip(jax.tree.leaves(fast(*args)), jax.tree.leaves(plain(*wide)), strict=True):
+    fast, plain, args = forms(name, jnp.bfloat16)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), args)
+    for a, b in zip(jax.tree.leaves(jax.jit(fast)(*args)), jax.tree.leaves(jax.jit(plain)(*wide)), strict=True):
         # One rounding at the end, or none where the result is a coefficient.
         tolerance = 2**-8 if a.dtype == jnp.bfloat16 else 1e-5
         np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=tolerance, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_the_gpu_kernels_compute_what_xla_does(dtype):
+    """In Pallas's interpreter: the same kernels that a GPU compiles."""
+    xs, y, _, post, res, _ = inputs(dtype)
+    x = logits(jnp.float32)
+    grads = streams._split(tuple(jax.random.normal(jax.random.key(3), (M, B, T))))
+    here = functools.partial(functools.partial, interpret=True)
+    pairs = [
+        (streams._write_in_xla, here(streams._write_in_kernel), (xs, y, res, post)),
+        (streams._write_sums_in_xla, here(streams._write_sums_in_kernel), (xs, y, post, tuple(reversed(xs)))),
+        (functools.partial(streams._maps_in_xla, 20), here(streams._maps_in_kernel, 20), (x,)),
+        (functools.partial(streams._maps_backward_in_xla, 20), here(streams._maps_backward_in_kernel, 20), (x, grads)),
+    ]
+    for in_xla, in_kernel, args in pairs:
+        want, got = jax.jit(in_xla)(*args), jax.jit(in_kernel)(*args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            tolerance = 2**-7 if a.dtype == jnp.bfloat16 else 2e-5
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
+
+
+def test_the_mixing_is_doubly_stochastic_for_every_token():
+    """Also where Sinkhorn's iteration has not arrived after 20 rounds; `unbalanced` says by how much it had not."""
+    found = jax.jit(streams.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
+    res = np.array(jax.tree.map(np.asarray, found.res))
+    assert res.min() >= 0.0
+    np.testing.assert_allclose(res.sum(axis=1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(res.sum(axis=0), 1.0, atol=2e-6)
+    assert float(found.unbalanced_BT.max()) > 1e-3
+
+
 def test_an_empty_token_has_finite_maps_and_gradients():
     xs = tuple(jnp.zeros((B, T, D)) for _ in range(R))
     phi = inputs()[-1]
-    assert np.isfinite(streams.project(xs, phi, 1e-6)).all()
-    assert all(np.isfinite(g).all() for g in jax.grad(lambda xs: squares(streams.project(xs, phi, 1e-6)))(xs))
+    loss = lambda xs: weighted(streams.project(xs, phi, 1e-6))
+    value, grads = jax.jit(jax.value_and_grad(loss))(xs)
+    assert np.isfinite(value) and all(np.isfinite(g).all() for g in grads)

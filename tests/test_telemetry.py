@@ -55,6 +55,19 @@ def test_what_json_can_not_say_is_null(tmp_path: Path, value: float) -> None:
     assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "lr": 0.5}]
 
 
+def test_lists_are_kept_as_lists_and_given_to_tensorboard_one_by_one(tmp_path: Path) -> None:
+    """What is measured layer by layer; a NaN of one layer is null there and hides no other."""
+    telemetry = Telemetry(tmp_path)
+    telemetry.write(3, {"loss": 1.0, "health/gain": [1.0, math.nan], "health/weight": [[0.5, 0.25], [1.0, 2.0]]})
+    telemetry.close()
+    [written] = rows_of(tmp_path / "metrics.jsonl")
+    assert written == {"step": 3, "loss": 1.0, "health/gain": [1.0, None], "health/weight": [[0.5, 0.25], [1.0, 2.0]]}
+    seen = {tag: value for (tag, step), value in scalars(tmp_path).items() if step == 3}
+    expected = {"loss": 1.0, "health/gain/00": 1.0, "health/gain/01": math.nan}
+    expected |= {"health/weight/00/00": 0.5, "health/weight/00/01": 0.25, "health/weight/01/00": 1.0, "health/weight/01/01": 2.0}
+    assert seen == pytest.approx(expected, nan_ok=True)
+
+
 def test_a_resumed_run_drops_the_rows_it_will_write_again(tmp_path: Path) -> None:
     first = Telemetry(tmp_path)
     for step in (10, 20, 30, 40):

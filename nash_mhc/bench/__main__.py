@@ -1,9 +1,10 @@
-"""`python -m nash_mhc.bench step` times the train step here, `compile` compiles it for a TPU; both take train's flags."""
+"""`python -m nash_mhc.bench step`: how fast the train step is; `compile`: what it needs on a TPU; `quality`: what it learns."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,53 @@ from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.config.cli import parse
-from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.commands import did_you_mean, one_line_errors
+from nash_mhc.config.schema import ConfigError, RunConfig
+
+ABOUT = {
+    "step": "times the real train step on the devices at hand",
+    "compile": "compiles it for a TPU topology that is not here, with its memory figures",
+    "quality": "trains the model and its relatives on the same rows and compares their held-out losses",
+}
+USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 
 
-def _own_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=int, default=10, help="steps to time")
-    group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
-    group.add_argument("--topology", default="v6e:2x4", help="TPU topology that 'bench compile' compiles for")
+def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
+    if command == "step":
+        group.add_argument("--steps", type=int, default=10, help="steps to time")
+        group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    elif command == "compile":
+        group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for")
+    else:
+        every = "nash-mhc,dense,dense-mhc,multiscale-plain"
+        group.add_argument("--seeds", type=int, default=3, help="runs of each variant, counted from --seed on [3]")
+        group.add_argument("--variants", metavar="A,B,...", default=every, help=f"what to compare [{every}]")
+        group.add_argument("--eval-rows", type=int, metavar="ROWS", help="held-out rows [4 x eval-batches x batch-size]")
     group.add_argument("--json", metavar="FILE", default=None, help="write the figures here, too ('-': only JSON, to stdout)")
 
 
-def _show(figures: dict[str, Any]) -> None:
+def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any]:
+    if command == "quality":
+        from nash_mhc.bench.quality import bench_quality
+
+        return bench_quality(cfg, variants=own.variants, seeds=own.seeds, eval_rows=own.eval_rows)
+    if command == "step" and (own.steps < 1 or own.warmup < 0):
+        raise ConfigError("--steps must be at least 1 and --warmup at least 0")
+    print("compiling ...", file=sys.stderr, flush=True)
+    if command == "compile":
+        from nash_mhc.bench.aot import bench_compile
+
+        return bench_compile(cfg, own.topology)
+    from nash_mhc.bench.step import bench_step
+
+    return bench_step(cfg, steps=own.steps, warmup=own.warmup)
+
+
+def _show(command: str, figures: dict[str, Any]) -> None:
+    if command == "quality":
+        from nash_mhc.bench.quality import show
+
+        return show(figures)
     table = Table(show_header=False)
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value))
@@ -33,28 +69,23 @@ def _show(figures: dict[str, Any]) -> None:
 def main() -> int:
     command, *argv = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
-        command, argv = "step", ["--help"]
-    if command not in ("step", "compile"):
-        raise ConfigError(f"unknown benchmark {command!r}; there are: python -m nash_mhc.bench step | compile [flags of train]")
-    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=_own_flags)
-    own = parsed.own
-    if own.steps < 1 or own.warmup < 0:
-        raise ConfigError("--steps must be at least 1 and --warmup at least 0")
-    print("compiling ...", file=sys.stderr, flush=True)
-    if command == "compile":
-        from nash_mhc.bench.aot import bench_compile
-
-        figures = bench_compile(parsed.config, own.topology)
-    else:
-        from nash_mhc.bench.step import bench_step
-
-        figures = bench_step(parsed.config, steps=own.steps, warmup=own.warmup)
-    if own.json == "-":
+        print(f"usage: {USAGE}\n", *(f"  {name:<9}{about}" for name, about in ABOUT.items()), sep="\n")
+        print("\n--help behind one of these names lists its flags.")
+        return 0
+    if command not in ABOUT:
+        raise ConfigError(f"unknown benchmark {command!r}{did_you_mean(command, ABOUT)}; there are: {USAGE}")
+    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=lambda group: _own_flags(command, group))
+    file = Path(parsed.own.json) if parsed.own.json not in (None, "-") else None
+    # Asked before the work, which may take an hour.
+    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"--json {file}: cannot be written; name a file in a folder that is there")
+    figures = _run(command, parsed.config, parsed.own)
+    if parsed.own.json == "-":
         print(json.dumps(figures, indent=2))
         return 0
-    _show(figures)
-    if own.json:
-        Path(own.json).write_text(json.dumps(figures, indent=2) + "\n")
+    _show(command, figures)
+    if file:
+        file.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 

@@ -29,6 +29,7 @@ def model(name: str = "tiny") -> ModelConfig:
     width, layers, heads, kv_heads, head_dim, ffn, vocab, _ = _SHAPES[name]
     return ModelConfig(
         vocab_size=vocab, width=width, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn,
+        window=64 if name == "tiny" else 512,
         rope_theta=10_000.0 if name == "tiny" else 500_000.0, tied_embeddings=name not in ("1b", "3b"),
     )  # fmt: skip
 

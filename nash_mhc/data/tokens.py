@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
+
+_UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
 
 
 @runtime_checkable
@@ -82,3 +85,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not Path(name).is_dir():
         raise ConfigError(f"--tokenizer {name}: neither 'bytes' nor a local folder with a Hugging Face tokenizer")
     return HuggingFaceTokenizer(Path(name))
+
+
+def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Text as soon as it is certain: the pieces join to decode(all tokens), and none ends within a character."""
+    seen: list[int] = []
+    text, shown = "", 0
+    for token in tokens:
+        seen.append(token)
+        text = tokenizer.decode(np.array(seen, np.int32))
+        # A character is at most four bytes: up to three marks at the end may still turn into one.
+        marks = len(text) - len(text.rstrip(_UNREADABLE))
+        ready = len(text) - min(marks, 3)
+        if ready > shown:
+            yield text[shown:ready]
+            shown = ready
+    if len(text) > shown:
+        yield text[shown:]

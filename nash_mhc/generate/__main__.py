@@ -49,19 +49,23 @@ def main() -> int:
     args = parse(sys.argv[1:])
     from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is told without JAX
 
-    loaded = load(args.checkpoint_dir, args.step)
+    # Beside the text, not in it: `generate > file` writes nothing but text.
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    loaded = load(args.checkpoint_dir, args.step, say=say)
     tokenizer = loaded.tokenizer
     prompt = [tokenizer.end, *tokenizer.encode(args.prompt).tolist()]  # every document that the model has read began so
     tokens = generate_tokens(
         loaded.model, prompt, seq_len=loaded.config.data.seq_len, end=tokenizer.end,
         max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
-        execution=loaded.execution,
+        dtype=loaded.dtype, say=say,
     )  # fmt: skip
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
     try:
-        print(args.prompt, end="", flush=True)
-        for piece in stream_text(tokens, tokenizer):
+        pieces = stream_text(tokens, tokenizer)
+        first = next(pieces, "")  # whatever is said before it comes above the text, not into its first line
+        print(args.prompt + first, end="", flush=True)
+        for piece in pieces:
             print(piece, end="", flush=True)
         print(flush=True)
     except BrokenPipeError:  # the reader (`head`, a pager) has seen enough; the flush at exit must not fail again

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +13,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
-from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
+from nash_mhc.ops.attend import PLAIN_KERNELS, Rows, attend_each, fitting_kernel
+from nash_mhc.ops.norm import norm_and_rope
 from nash_mhc.ops.rope import rope
 from nash_mhc.parallel.sharding import constrain, on_shards, param
 
@@ -60,38 +62,36 @@ class Attention(eqx.Module):
         self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
     ) -> tuple[Array, Array]:
         """Queries and keys normalised per head and turned to their positions: what scores are made of."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        return rope(q_BTNH, positions_BT, self.rope_theta), rope(k_BTKH, positions_BT, self.rope_theta)
+        if self.q_norm is None or self.k_norm is None:
+            return rope(q_BTNH, positions_BT, self.rope_theta), rope(k_BTKH, positions_BT, self.rope_theta)
+        turn = lambda x, norm: norm_and_rope(x, norm.scale_D, positions_BT, norm.eps, self.rope_theta)
+        return turn(q_BTNH, self.q_norm), turn(k_BTKH, self.k_norm)
 
     def mix(
-        self,
-        q_BTNH: Float[Array, "B T N H"],
-        k_BTKH: Float[Array, "B T K H"],
-        v_BTKH: Float[Array, "B T K H"],
-        segments_BT: Int[Array, "B T"] | None,
-        positions_BT: Int[Array, "B T"],
-        *,
-        window: int | None,
-        kernel: str,
-    ) -> Float[Array, "B T N H"]:
-        """Attention over rows of one resolution. Rows and heads are independent, so nothing crosses between devices."""
-        kernel = fitting_kernel(kernel, str(v_BTKH.dtype), q_BTNH.shape[1], q_BTNH.shape[-1], window)
-        q_BTNH, k_BTKH = self.placed(q_BTNH, k_BTKH, positions_BT)
-        run: Callable[..., Array] = functools.partial(attend, window=window, kernel=kernel)
-        if kernel in PLAIN_KERNELS:
-            # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it crashes
-            # the CPU compiler of jax 0.11.2.)
-            q_BTNH, k_BTKH, v_BTKH = (
-                constrain(q_BTNH, *PER_HEAD),
-                constrain(k_BTKH, *PER_KV_HEAD),
-                constrain(v_BTKH, *PER_KV_HEAD),
+        self, each: Sequence[Rows], positions: Sequence[Int[Array, "B T"]], *, windows: Sequence[int | None], kernel: str
+    ) -> tuple[Float[Array, "B T N H"], ...]:
+        """Attention over rows of one or several resolutions. Rows and heads are independent: nothing crosses devices."""
+        H, dtype = self.q_DNH.shape[-1], str(each[0].v_BTKH.dtype)
+        sizes = [(rows.q_BTNH.shape[1], window) for rows, window in zip(each, windows, strict=True)]
+        kernels = tuple(fitting_kernel(kernel, dtype, T, H, window) for T, window in sizes)
+        placed = []
+        for rows, positions_BT, kind in zip(each, positions, kernels, strict=True):
+            q_BTNH, k_BTKH = self.placed(rows.q_BTNH, rows.k_BTKH, positions_BT)
+            v_BTKH = rows.v_BTKH
+            if kind in PLAIN_KERNELS:
+                # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it
+                # crashes the CPU compiler of jax 0.11.2.)
+                q_BTNH, k_BTKH = constrain(q_BTNH, *PER_HEAD), constrain(k_BTKH, *PER_KV_HEAD)
+                v_BTKH = constrain(v_BTKH, *PER_KV_HEAD)
+            placed.append(Rows(q_BTNH, k_BTKH, v_BTKH, rows.segments_BT))
+        run: Callable[..., tuple[Array, ...]] = functools.partial(attend_each, windows=tuple(windows), kernels=kernels)
+        if not set(kernels) <= set(PLAIN_KERNELS):
+            axes: Any = Rows._make(
+                [PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, None if each[0].segments_BT is None else ("batch", "time")]
             )
-        else:
-            in_axes = [PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, None if segments_BT is None else ("batch", "time")]
-            run = on_shards(run, in_axes, PER_HEAD)
+            run = on_shards(run, [(axes,) * len(each)], (PER_HEAD,) * len(each))
         with jax.named_scope("attention"):
-            return constrain(run(q_BTNH, k_BTKH, v_BTKH, segments_BT), *PER_HEAD)
+            return tuple(constrain(out, *PER_HEAD) for out in run(tuple(placed)))
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD)
@@ -106,5 +106,6 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], None]:
         """The mixed tokens, and nothing to report: see `Multiscale`, which has the same interface."""
         x_BTD = constrain(x_BTD, "batch", "time", "width")
-        mixed_BTNH = self.mix(*self.project(x_BTD), segments_BT, positions_BT, window=self.window, kernel=kernel)
+        rows = Rows(*self.project(x_BTD), segments_BT)
+        (mixed_BTNH,) = self.mix([rows], [positions_BT], windows=[self.window], kernel=kernel)
         return constrain(self.output(mixed_BTNH), "batch", "time_split", "width"), None

@@ -5,6 +5,7 @@ Inside the scan over layers everything stays where it is on the mesh (tokens, he
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ from jaxtyping import Array, Float
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.multiscale import GameReport
-from nash_mhc.model.residual import Maps, State
+from nash_mhc.model.residual import State
+from nash_mhc.ops.sinkhorn import Matrix
+from nash_mhc.ops.streams import Maps
 
 
 class StreamReport(NamedTuple):
@@ -32,30 +35,32 @@ class LayerReport(NamedTuple):
     streams: StreamReport | None  # None: plain residual
 
 
-def unmixed(cfg: ModelConfig, shape: tuple[int, ...]) -> Array | None:
+def unmixed(cfg: ModelConfig, shape: tuple[int, ...]) -> Matrix | None:
     """The product of no H_res at all, for each token: what `watch_streams` starts from."""
     if cfg.residual == "plain":
         return None
-    identity = jnp.eye(cfg.streams, dtype=jnp.float32)
-    return jnp.broadcast_to(identity[:, :, None, None], (cfg.streams, cfg.streams, *shape))
+    one, zero, R = jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32), range(cfg.streams)
+    return tuple(tuple(one if i == j else zero for j in R) for i in R)
 
 
-def watch_streams(entered: State, composite_RRBT: Array, maps: Sequence[Maps]) -> tuple[Array, StreamReport]:
+def watch_streams(entered: State, composite: Matrix, maps: Sequence[Maps]) -> tuple[Matrix, StreamReport]:
     """The product including this layer's H_res, and its report. None of it carries a gradient."""
-    entered, composite, maps = jax.lax.stop_gradient((entered, composite_RRBT, maps))
-    R = len(entered)
-    off = lambda p, axis: jnp.max(jnp.abs(jnp.sum(p, axis=axis) - 1.0), axis=0)
-    deviations = [off(m.res_RRBT, axis) for m in maps for axis in (0, 1)]
+    entered, composite, maps = jax.lax.stop_gradient((entered, composite, maps))
+    total = functools.partial(functools.reduce, jnp.add)
+    largest = functools.partial(functools.reduce, jnp.maximum)
+    rows_and_columns = lambda m: [total(line) for line in (*m, *zip(*m, strict=True))]
+    deviations = [jnp.abs(s - 1.0) for m in maps for s in rows_and_columns(m.res)]
     for m in maps:
-        # Spelled out over tokens: as a dot, 4 x 4 matrices would each be padded to a tile.
-        composite = jnp.stack([
-            sum(m.res_RRBT[i, j][None] * composite[j] for j in range(R)) for i in range(R)
-        ])  # fmt: skip
+        columns = tuple(zip(*composite, strict=True))
+        composite = tuple(
+            tuple(total([a * b for a, b in zip(row, column, strict=True)]) for column in columns) for row in m.res
+        )
+    sums = rows_and_columns(composite)  # of what cannot be negative
     report = StreamReport(
-        deviation_BT=jnp.max(jnp.stack(deviations), axis=0),
+        deviation_BT=largest(deviations),
         unbalanced_BT=jnp.maximum(maps[0].unbalanced_BT, maps[1].unbalanced_BT),
-        forward_gain_BT=jnp.max(jnp.sum(jnp.abs(composite), axis=1), axis=0),
-        backward_gain_BT=jnp.max(jnp.sum(jnp.abs(composite), axis=0), axis=0),
+        forward_gain_BT=largest(sums[: len(composite)]),
+        backward_gain_BT=largest(sums[len(composite) :]),
         rms_RBT=jnp.sqrt(jnp.stack([jnp.mean(x.astype(jnp.float32) * x.astype(jnp.float32), axis=-1) for x in entered])),
     )
     return composite, report

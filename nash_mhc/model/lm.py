@@ -18,6 +18,7 @@ from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
 from nash_mhc.model.residual import HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.ops.attend import best_kernel
+from nash_mhc.ops.nash import GRAM
 from nash_mhc.ops.rope import positions_in_segments
 from nash_mhc.ops.streams import COEFFICIENTS
 from nash_mhc.parallel.sharding import for_compute, is_gathered_weight, param, stacked
@@ -43,7 +44,7 @@ def remat_policy(name: str) -> Any:
     return {
         "none": lambda primitive, *_, **params: not is_gathered_weight(primitive, params),
         "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS)
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, GRAM)
         ),
         "full": policies.nothing_saveable,
     }[name]
@@ -73,12 +74,12 @@ class Layer(eqx.Module):
     def __call__(
         self,
         state: State,
-        composite: Array | None,
+        composite: Any,
         segments_BT: Int[Array, "B T"] | None,
         positions_BT: Int[Array, "B T"],
         *,
         kernel: str,
-    ) -> tuple[State, Array | None, LayerReport]:
+    ) -> tuple[State, Any, LayerReport]:
         """(residual state, product of the H_res so far, what happened): the product is followed only to be watched."""
         entered = state
         x_BTD, attention_maps = self.attention_residual.read(state)
@@ -149,7 +150,7 @@ class LM(eqx.Module):
         composite = unmixed(self.cfg, tokens_BT.shape)
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
-        def body(carry: tuple[State, Array | None], layer: Layer) -> tuple[tuple[State, Array | None], LayerReport]:
+        def body(carry: tuple[State, Any], layer: Layer) -> tuple[tuple[State, Any], LayerReport]:
             layer = for_compute(layer, x_BTD.dtype)
             state, composite, report = layer(*carry, segments_BT, positions_BT, kernel=kernel)
             return (state, composite), report

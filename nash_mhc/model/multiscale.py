@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention
 from nash_mhc.model.parts import init_matrix
+from nash_mhc.ops.attend import Rows
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
 from nash_mhc.parallel.sharding import constrain, param
@@ -32,9 +33,9 @@ class Multiscale(eqx.Module):
     """Scale 0 is the attention it holds, over the last `window` tokens; each further scale is `ratio` times coarser."""
 
     base: Attention
-    pool_q_CJNH: Float[Array, "C-1 J N H"] = param("scales", "taps", "heads", "head_dim", decay=False, cast=False)
-    pool_k_CJKH: Float[Array, "C-1 J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
-    pool_v_CJKH: Float[Array, "C-1 J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
+    pool_q_CJNH: Float[Array, "coarse J N H"] = param("scales", "taps", "heads", "head_dim", decay=False, cast=False)
+    pool_k_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
+    pool_v_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
     prior_DCN: Float[Array, "D C N"] = param("embed", "scales", "heads")
     prior_bias_CN: Float[Array, "C N"] = param("scales", "heads", decay=False, cast=False)
     tau_N: Float[Array, "N"] = param("heads")  # before softplus
@@ -65,6 +66,30 @@ class Multiscale(eqx.Module):
         from_token = jnp.einsum("btd,dcn->btcn", x_BTD, self.prior_DCN, preferred_element_type=jnp.float32)
         return from_token + self.prior_bias_CN[None, None]
 
+    def coarser(
+        self,
+        c: int,
+        q_BTNH: Float[Array, "B T N H"],
+        k_BTKH: Float[Array, "B T K H"],
+        v_BTKH: Float[Array, "B T K H"],
+        goes_on_BI: Bool[Array, "B I"],
+    ) -> tuple[Float[Array, "B I N H"], Float[Array, "B I K H"], Float[Array, "B I K H"]]:
+        """Queries, keys and values of scale c from those of the scale below."""
+        with jax.named_scope("pooling"):
+            return (
+                constrain(pool(q_BTNH, self.pool_q_CJNH[c - 1], goes_on_BI), *PER_HEAD),
+                constrain(pool(k_BTKH, self.pool_k_CJKH[c - 1], goes_on_BI), *PER_KV_HEAD),
+                constrain(pool(v_BTKH, self.pool_v_CJKH[c - 1], goes_on_BI), *PER_KV_HEAD),
+            )
+
+    def settle(
+        self, x_BTD: Float[Array, "B T D"], outs: tuple[Array, ...], positions_BT: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T C N"], Float[Array, "B T N"]]:
+        """The game: (what the scales found, weighed, the weights, the residual). A scale is there once a block has ended."""
+        with jax.named_scope("nash"):
+            present_BTC = jnp.stack([positions_BT + 1 >= stride for stride in self.strides], axis=-1)
+            return aggregate(outs, self.prior(x_BTD), jax.nn.softplus(self.tau_N), present_BTC, self.rules)
+
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
@@ -76,22 +101,17 @@ class Multiscale(eqx.Module):
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         q, k, v = self.base.project(x_BTD)
         documents_BT = jnp.ones_like(positions_BT) if segments_BT is None else segments_BT
-        outs = []
+        each, positions = [], []
         for c, stride in enumerate(self.strides):
             rows = slice(None, None, stride)  # documents start at multiples of every stride
             if c:
-                with jax.named_scope("pooling"):
-                    goes_on = continues(documents_BT[:, rows])
-                    q = constrain(pool(q, self.pool_q_CJNH[c - 1], goes_on), *PER_HEAD)
-                    k = constrain(pool(k, self.pool_k_CJKH[c - 1], goes_on), *PER_KV_HEAD)
-                    v = constrain(pool(v, self.pool_v_CJKH[c - 1], goes_on), *PER_KV_HEAD)
-            segments = None if segments_BT is None else segments_BT[:, rows]
-            window = self.base.window if c == 0 else None
-            outs.append(self.base.mix(q, k, v, segments, positions_BT[:, rows], window=window, kernel=kernel))
+                q, k, v = self.coarser(c, q, k, v, continues(documents_BT[:, rows]))
+            each.append(Rows(q, k, v, None if segments_BT is None else segments_BT[:, rows]))
+            positions.append(positions_BT[:, rows])
+        windows = [self.base.window, *[None] * (len(each) - 1)]
+        outs = self.base.mix(each, positions, windows=windows, kernel=kernel)
+        mixed_BTNH, w_BTCN, residual_BTN = self.settle(x_BTD, outs, positions_BT)
         with jax.named_scope("nash"):
-            present_BTC = jnp.stack([positions_BT + 1 >= stride for stride in self.strides], axis=-1)
-            tau_N = jax.nn.softplus(self.tau_N)
-            mixed_BTNH, w_BTCN, residual_BTN = aggregate(tuple(outs), self.prior(x_BTD), tau_N, present_BTC, self.rules)
             game = report(w_BTCN, residual_BTN, documents_BT > 0)
         out_BTD = self.base.output(constrain(mixed_BTNH, *PER_HEAD))
         return constrain(out_BTD, "batch", "time_split", "width"), game

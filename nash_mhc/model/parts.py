@@ -11,19 +11,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
+from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards, param
 
 
 def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> Float[Array, "..."]:
     """Normal, cut at two deviations, variance scale^2 / fan_in."""
     return scale * fan_in**-0.5 * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-
-
-def rms_norm(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
-    """x / rms(x) * scale, in float32, back in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    scale = scale_D.reshape((1,) * (x.ndim - 1) + scale_D.shape)
-    return (x32 * lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
 class RMSNorm(eqx.Module):

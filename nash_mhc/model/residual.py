@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,19 +15,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.ops import streams
-from nash_mhc.ops.sinkhorn import balance, sinkhorn
-from nash_mhc.parallel.sharding import constrain, param
+from nash_mhc.ops.streams import Maps
+from nash_mhc.parallel.sharding import constrain, on_shards, param
+
+# Logical axes: every token's streams and coefficients are its own, so each device works on its tokens alone.
+_TOKENS, _COEFFICIENT = ("batch", "time_split", "width"), ("batch", "time_split")
 
 State = Any  # x_BTD, or a tuple of R such arrays
-
-
-class Maps(NamedTuple):
-    """The three maps of one sub-layer, for each token, float32."""
-
-    pre_RBT: Float[Array, "R B T"]
-    post_RBT: Float[Array, "R B T"]
-    res_RRBT: Float[Array, "R R B T"]
-    unbalanced_BT: Float[Array, "B T"]  # how far Sinkhorn's columns were from 1 before `balance`
 
 
 class PlainResidual(eqx.Module):
@@ -78,27 +73,27 @@ class HyperConnection(eqx.Module):
 
     def maps(self, state: State) -> Maps:
         R = len(state)
-        h_MBT = streams.project(state, self.phi_RDM, self.eps)
+        h_BTM = streams.project(state, self.phi_RDM, self.eps)
         alpha_M = jnp.repeat(self.alpha_3, np.array([R, R, R * R]), total_repeat_length=R * R + 2 * R)
-        h_MBT = alpha_M[:, None, None] * h_MBT + self.bias_M[:, None, None]
-        res_RRBT = sinkhorn(h_MBT[2 * R :].reshape(R, R, *h_MBT.shape[1:]), self.iterations)
-        res_RRBT = checkpoint_name(res_RRBT, streams.COEFFICIENTS)
-        unbalanced_BT = jax.lax.stop_gradient(jnp.max(jnp.abs(jnp.sum(res_RRBT, axis=0) - 1.0), axis=0))
-        pre_RBT, post_RBT = jax.nn.sigmoid(h_MBT[:R]), 2.0 * jax.nn.sigmoid(h_MBT[R : 2 * R])
-        # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials.
-        kept = jax.lax.optimization_barrier((pre_RBT, post_RBT, balance(res_RRBT)))
-        pre_RBT, post_RBT, res_RRBT = (checkpoint_name(m, streams.COEFFICIENTS) for m in kept)
-        return Maps(pre_RBT, post_RBT, res_RRBT, unbalanced_BT)
+        logits_BTM = alpha_M[None, None] * h_BTM + self.bias_M[None, None]
+        out_axes: Any = Maps._make([(_COEFFICIENT,) * R, (_COEFFICIENT,) * R, ((_COEFFICIENT,) * R,) * R, _COEFFICIENT])
+        to_maps = on_shards(functools.partial(streams.maps, iterations=self.iterations), [(*_COEFFICIENT, "maps")], out_axes)
+        # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials; and
+        # kept for the backward pass.
+        name = functools.partial(checkpoint_name, name=streams.COEFFICIENTS)
+        return jax.tree.map(name, jax.lax.optimization_barrier(to_maps(logits_BTM)))
 
     def read(self, state: State) -> tuple[Float[Array, "B T D"], Any]:
         with jax.named_scope("mhc"):
             maps = self.maps(state)
-            return constrain(streams.read(state, maps.pre_RBT), "batch", "time_split", "width"), maps
+            return constrain(streams.read(state, maps.pre), *_TOKENS), maps
 
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:
         with jax.named_scope("mhc"):
-            state = streams.write(state, y_BTD, maps.res_RRBT, maps.post_RBT)
-        return tuple(constrain(x, "batch", "time_split", "width") for x in state)
+            R = len(state)
+            axes = [(_TOKENS,) * R, _TOKENS, ((_COEFFICIENT,) * R,) * R, (_COEFFICIENT,) * R]
+            write = on_shards(streams.write, axes, (_TOKENS,) * R)
+            return write(state, y_BTD, maps.res, maps.post)
 
 
 def residual_class(cfg: ModelConfig) -> type[PlainResidual] | type[HyperConnection]:

@@ -8,6 +8,8 @@ pass instead of keeping them (on a CPU, where memory is what is slow, two thirds
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,15 @@ def attention_mask(T: int, segments_BT: Int[Array, "B T"] | None, window: int | 
     return mask_BTT[:, None]
 
 
+class Rows(NamedTuple):
+    """What attention needs of one resolution of a batch."""
+
+    q_BTNH: Float[Array, "B T N H"]
+    k_BTKH: Float[Array, "B T K H"]
+    v_BTKH: Float[Array, "B T K H"]
+    segments_BT: Int[Array, "B T"] | None = None
+
+
 def attend(
     q_BTNH: Float[Array, "B T N H"],
     k_BTKH: Float[Array, "B T K H"],
@@ -70,16 +81,21 @@ def attend(
     kernel: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v, causal, within a document, over the last `window` tokens. N is a multiple of K."""
-    forms = {
-        "reference": _attend_reference,
-        "xla": _attend_xla,
-        "cudnn": _attend_cudnn,
-        "pallas": _attend_pallas,
-        "splash": _attend_splash,
-    }
-    if kernel not in forms:
-        raise ValueError(f"unknown attention kernel {kernel!r}; there are {', '.join(KERNELS)}")
-    return forms[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window)
+    return attend_each((Rows(q_BTNH, k_BTKH, v_BTKH, segments_BT),), windows=(window,), kernels=(kernel,))[0]
+
+
+def attend_each(
+    each: tuple[Rows, ...], *, windows: tuple[int | None, ...], kernels: tuple[str, ...]
+) -> tuple[Float[Array, "B T N H"], ...]:
+    """`attend` for several resolutions of the same documents."""
+    forms = {"reference": _attend_reference, "xla": _attend_xla, "pallas": _attend_pallas, "splash": _attend_splash}
+    unknown = [k for k in kernels if k not in KERNELS]
+    if unknown:
+        raise ValueError(f"unknown attention kernel {unknown[0]!r}; there are {', '.join(KERNELS)}")
+    with_cudnn = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
+    # All of cuDNN's share one branch on the number of documents, at which the device waits for the host.
+    done = dict(zip(with_cudnn, _attend_cudnn([each[i] for i in with_cudnn], [windows[i] for i in with_cudnn]), strict=True))
+    return tuple(done[i] if i in done else forms[kernels[i]](*rows, windows[i]) for i, rows in enumerate(each))
 
 
 def _attend_reference(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
@@ -171,23 +187,35 @@ def _attend_xla(q: Array, k: Array, v: Array, segments: Array | None, window: in
 _CUDNN_ROOMS = (4, 32)
 
 
-def _attend_cudnn(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
-    def masked(mask: Array | None) -> Array:
-        # The causal part stays with the kernel, which skips what lies above the diagonal; only documents need a mask.
-        span = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, local_window_size=span, implementation="cudnn")
-
-    if segments is None:
-        return masked(None)
-    with_mask = lambda: masked((segments[:, :, None] == segments[:, None, :])[:, None])
+def _attend_cudnn(each: Sequence[Rows], windows: Sequence[int | None]) -> Sequence[Array]:
+    if not each or each[0].segments_BT is None:
+        return [_cudnn_masked(rows, window) for rows, window in zip(each, windows, strict=True)]
+    # Checkpointed: a branch's memory for the backward pass is set aside whether it is taken or not, and this one's has T x T.
+    with_mask = jax.checkpoint(lambda: [_cudnn_masked(rows, window) for rows, window in zip(each, windows, strict=True)])
     fused = _packed_cudnn()
     if fused is None:
         return with_mask()
-    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
-    document_BT = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
-    by_document = [functools.partial(_by_document, fused, q, k, v, document_BT, window, room) for room in _CUDNN_ROOMS]
-    smallest = jnp.sum(jnp.max(document_BT) >= jnp.array(_CUDNN_ROOMS))
-    return jax.lax.switch(smallest, [*by_document, with_mask])
+    documents = [_document_numbers(rows.segments_BT) for rows in each if rows.segments_BT is not None]
+
+    def by_document(room: int) -> list[Array]:
+        return [_by_document(fused, *each[i][:3], documents[i], windows[i], room) for i in range(len(each))]
+
+    smallest = jnp.sum(jnp.max(documents[0]) >= jnp.array(_CUDNN_ROOMS))
+    return jax.lax.switch(smallest, [*(functools.partial(by_document, room) for room in _CUDNN_ROOMS), with_mask])
+
+
+def _cudnn_masked(rows: Rows, window: int | None) -> Array:
+    q, k, v, segments = rows
+    # The causal part stays with the kernel, which skips what lies above the diagonal; only documents need a mask.
+    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+    span = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, local_window_size=span, implementation="cudnn")
+
+
+def _document_numbers(segments_BT: Array) -> Array:
+    """The documents of each row counted from 0."""
+    starts = jnp.concatenate([jnp.ones_like(segments_BT[:, :1], bool), segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1)
+    return jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
 
 
 def _packed_cudnn():  # type: ignore[no-untyped-def]

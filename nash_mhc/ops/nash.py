@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from nash_mhc.ops.pyramid import upsample, upsample_transposed
 
-AGGREGATIONS = ("nash", "convex", "mean")
+GRAM = "gram"  # checkpoint name of the Gram matrix: C x C numbers a token and head, a pass over all scales to get
 Scales = tuple[Array, ...]  # one array a scale, over tokens and heads
 Gram = tuple[Scales, ...]  # C x C of them
 
@@ -146,7 +147,7 @@ def _unstacked(x_BTCN: Array) -> Scales:
 
 def _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules):  # type: ignore[no-untyped-def]
     at = _at_tokens(outs)
-    gram = _kept(_gram(at))
+    gram = tuple(tuple(checkpoint_name(g, GRAM) for g in row) for row in _kept(_gram(at)))
     prior, tau, present = _unstacked(prior_BTCN), tau_N[None, None], _unstacked(present_BTC[..., None])
     w, rounds = play(gram, prior, tau, present, rules)
     answer = best_response(gram, prior, tau, present, w).after if rules.aggregation == "nash" else w

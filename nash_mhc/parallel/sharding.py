@@ -185,14 +185,16 @@ def is_gathered_weight(primitive: Any, params: dict[str, Any]) -> bool:
     return False
 
 
-def on_shards(fn: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
-    """Runs `fn` on each device's own shards (shard_map); `fn` itself where there is one device. None: the argument is None."""
+def on_shards(fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
+    """Runs `fn` on each device's own shards (shard_map); `fn` itself where there is one device.
+
+    Axes are given in trees like the arguments and the result; None: the argument is None.
+    """
     if jax.sharding.get_abstract_mesh().size <= 1:
         return fn
-    in_specs = tuple(PartitionSpec() if a is None else spec(a) for a in in_axes)
-    is_axes = lambda a: isinstance(a, tuple) and all(isinstance(name, str) for name in a)
-    out_specs = jax.tree.map(spec, out_axes, is_leaf=is_axes)
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    is_axes = lambda a: a is None or (isinstance(a, tuple) and all(isinstance(name, str) for name in a))
+    specs = lambda tree: jax.tree.map(lambda a: PartitionSpec() if a is None else spec(a), tree, is_leaf=is_axes)
+    return jax.shard_map(fn, in_specs=specs(tuple(in_axes)), out_specs=specs(out_axes), check_vma=False)
 
 
 def mesh_axis(logical: str) -> tuple[str, ...]:

@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Iterator
+
+import jax
 
 from nash_mhc.config.cli import parse, render
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.train.run import next_commands, resolve, run
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.data.tokens import load_tokenizer, stream_text
+from nash_mhc.model.lm import count_parameters
+from nash_mhc.model.sampling import generate_tokens
+from nash_mhc.train.run import Result, for_platform, next_commands, resolve, run
+
+_SAMPLE_TOKENS, _TEMPERATURE = 300, 0.8
+_LARGEST_SAMPLED = 200_000_000  # parameters: a larger model may not fit on one device beside its own optimizer state
+
+
+def _sample(result: Result, cfg: RunConfig) -> Iterator[str]:
+    """Text in pieces, from a copy of the trained weights on one device of the mesh."""
+    model = result.state.model if result.state.ema is None else result.state.ema
+    device = min(model.embed_VD.devices(), key=lambda d: d.id)
+    dtype = "float32" if device.platform == "cpu" else for_platform(cfg, device.platform).train.dtype
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    tokens = generate_tokens(
+        jax.device_put(model, device), [tokenizer.end], seq_len=cfg.data.seq_len, end=tokenizer.end,
+        max_tokens=_SAMPLE_TOKENS, temperature=_TEMPERATURE, seed=0, dtype=dtype,
+    )  # fmt: skip
+    yield from stream_text(tokens, tokenizer)
+
+
+def _show_sample(result: Result, cfg: RunConfig) -> None:
+    """A first look at what was learned, as it is written. The run is over and saved: whatever happens here is no failure."""
+    held_here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(result.state.model))
+    if jax.process_index() or not held_here or count_parameters(cfg.model) > _LARGEST_SAMPLED:
+        return
+    print(f"\nA sample (temperature {_TEMPERATURE}):", flush=True)
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
+        for piece in _sample(result, cfg):
+            print(piece, end="", flush=True)
+        print()
+    except Exception as error:
+        print(f"\n(no sample: {type(error).__name__}: {error})")
 
 
 def main() -> int:
@@ -21,7 +61,9 @@ def main() -> int:
                 origins |= {k: f"{origins[k]}, resolved here" for k in changed}
         print(render(config, origins), end="")
         return 0
-    print(next_commands(run(parsed.config), sys.argv[1:]))
+    result = run(parsed.config)
+    _show_sample(result, parsed.config)
+    print(next_commands(result, sys.argv[1:]))
     return 0
 
 

@@ -26,8 +26,11 @@ class Evaluator:
     The rows do not depend on the run's seed or batch size (up to where the last batch ends), so that runs can be compared.
     """
 
-    def __init__(self, cfg: RunConfig, objective: Objective, tokenizer: Tokenizer, mesh: Mesh) -> None:
-        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=0, align=cfg.model.coarsest_stride)
+    def __init__(
+        self, cfg: RunConfig, objective: Objective, tokenizer: Tokenizer, mesh: Mesh, *, align: int | None = None
+    ) -> None:
+        align = cfg.model.coarsest_stride if align is None else align  # given: the rows of a coarser model, to compare with it
+        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=0, align=align)
         self._mesh = mesh
         B = cfg.data.batch_size
         count = min(cfg.train.eval_batches * B, len(source))

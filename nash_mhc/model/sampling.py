@@ -1,0 +1,113 @@
+"""New tokens from a model, one by one: which are drawn, and how much of the text before them is seen."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.incremental import Cache, empty_cache, read
+from nash_mhc.model.lm import LM
+from nash_mhc.parallel.sharding import for_compute
+
+_CHUNK = 64  # tokens of a prompt that are read in one call
+_PATIENCE = 2.0  # seconds of silence that a reader of the terminal is asked for
+
+
+@functools.partial(jax.jit, donate_argnames="cache")  # the cache comes back with its new rows written in place
+def _read(model: LM, cache: Cache, tokens_T: Int[Array, "T"], count: Int[Array, ""]) -> tuple[Float[Array, "V"], Cache]:
+    logits_BV, cache = read(model, cache, tokens_T[None], count)
+    return logits_BV[0], cache
+
+
+def keep_likely(logits_V: Float[Array, "V"], top_k: int, top_p: float) -> Float[Array, "V"]:
+    """Logits with -inf outside the `top_k` best (0: all), then outside the fewest of those whose mass reaches `top_p`."""
+    # By rank rather than by threshold: among equal logits exactly k stay, the first ones, as argmax would choose.
+    order_V = jnp.argsort(-logits_V, stable=True)
+    sorted_V = logits_V[order_V]
+    if top_k > 0:
+        sorted_V = jnp.where(jnp.arange(sorted_V.size) < top_k, sorted_V, -jnp.inf)
+    if top_p < 1:
+        mass_V = jax.nn.softmax(sorted_V)
+        before_V = jnp.cumsum(mass_V) - mass_V  # the best token has nothing before it, so it always stays
+        sorted_V = jnp.where(before_V < top_p, sorted_V, -jnp.inf)
+    return jnp.zeros_like(logits_V).at[order_V].set(sorted_V)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def sample(
+    logits_V: Float[Array, "V"], key: PRNGKeyArray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> Int[Array, ""]:
+    """One token id: at temperature 0 the best, otherwise a draw from softmax(logits / temperature), cut to the likely ones."""
+    if temperature == 0:
+        return jnp.argmax(logits_V)
+    # The best at zero and a floor under the divisor: no temperature, however low, divides to inf or NaN.
+    scaled_V = (logits_V - jnp.max(logits_V)) / max(temperature, 1e-6)
+    return jax.random.categorical(key, keep_likely(scaled_V, top_k, top_p))
+
+
+def context_start(cfg: ModelConfig, count: int, seq_len: int) -> int:
+    """The first of `count` tokens that the prediction of the next one sees.
+
+    All of them while the cache has room. When it is full, it begins anew with its last half, in whole blocks of the coarsest
+    scale, so that blocks hold the same tokens as before. The answer depends on the count alone: a text goes on in the same
+    way whether it was a prompt or was generated.
+    """
+    half = seq_len // 2
+    hop = seq_len - (half // cfg.coarsest_stride * cfg.coarsest_stride or half)
+    return max(0, -(-(count - seq_len) // hop)) * hop
+
+
+def generate_tokens(
+    model: LM,
+    prompt_tokens: Sequence[int] | np.ndarray,
+    *,
+    seq_len: int,
+    end: int,
+    max_tokens: int = 400,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    dtype: str = "float32",
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[int]:
+    """Yields new tokens until `end` (not yielded) or `max_tokens`; the model and its cache stay on the model's device.
+
+    Each token is predicted from the tokens before it, from `context_start` on: at most `seq_len`, and once the text is longer
+    than that, at least half as many. Beginning the cache anew costs half a `seq_len` of steps every half `seq_len` of tokens,
+    so a token costs about two steps however long the text is. A document begins with `end`, so a prompt usually does, too.
+    The same arguments give the same tokens. `say` hears of what takes long before the first token.
+    """
+    tokens = [int(t) for t in prompt_tokens]
+    if not tokens:
+        raise ValueError("the model needs a token to begin with; a new document begins with the tokenizer's end token")
+    key = jax.random.key(seed)
+    model = for_compute(model, jnp.dtype(dtype))  # once, not for every token
+    cache, start, seen = empty_cache(model.cfg, 1, seq_len, dtype), 0, 0
+    said = time.monotonic()
+    say("compiling ...")
+    for i in range(max_tokens):
+        now = context_start(model.cfg, len(tokens), seq_len)
+        if now != start:
+            cache, start, seen = empty_cache(model.cfg, 1, seq_len, dtype), now, now
+        while seen < len(tokens):
+            chunk = tokens[seen : seen + _CHUNK]
+            padded_T = np.pad(np.array(chunk, np.int32), (0, _CHUNK - len(chunk)))
+            logits_V, cache = _read(model, cache, jnp.asarray(padded_T), jnp.asarray(len(chunk)))
+            seen += len(chunk)
+            if i == 0 and seen < len(tokens) and time.monotonic() - said > _PATIENCE:
+                logits_V.block_until_ready()  # otherwise these words would be ahead of the work
+                said = time.monotonic()
+                say(f"reading the prompt: {seen - start:,} of {len(tokens) - start:,} tokens ...")
+        token = int(sample(logits_V, jax.random.fold_in(key, i), temperature, top_k, top_p))
+        if token == end:
+            return
+        tokens.append(token)
+        yield token

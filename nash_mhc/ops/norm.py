@@ -1,0 +1,95 @@
+"""RMS normalisation, alone and followed by a rotation to positions, with gradients written out."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from nash_mhc.ops.rope import rope
+
+# The reductions are kept as values of their own, and results in their own dtype: fused into what comes after (a rotation, a
+# transposed copy), a GPU computed them again for every element, and wrote float32 where half of it was asked for.
+_kept = lax.optimization_barrier
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _inverse_rms(x: Array, eps: float) -> Array:
+    return _kept(lax.rsqrt(jnp.mean(_wide(x) ** 2, axis=-1, keepdims=True) + eps))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """x / rms(x) * scale, in float32, back in x's dtype."""
+    return _normed(x, scale_D, _inverse_rms(x, eps))
+
+
+def _aligned(scale_D: Array, x: Array) -> Array:
+    return scale_D.reshape((1,) * (x.ndim - 1) + scale_D.shape)
+
+
+def _normed(x: Array, scale_D: Array, inverse: Array) -> Array:
+    return _kept((_wide(x) * inverse * _aligned(scale_D, x)).astype(x.dtype))
+
+
+def rms_norm_reference(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """The same in one line, with ordinary gradients."""
+    rms = jnp.sqrt(jnp.mean(_wide(x) ** 2, axis=-1, keepdims=True) + eps)
+    return (_wide(x) / rms * _aligned(scale_D, x)).astype(x.dtype)
+
+
+def _fwd(x, scale_D, eps):  # type: ignore[no-untyped-def]
+    inverse = _inverse_rms(x, eps)
+    return _normed(x, scale_D, inverse), (x, scale_D, inverse)
+
+
+def _bwd(eps, saved, dout):  # type: ignore[no-untyped-def]
+    x, scale_D, inverse = saved
+    dx, dscale = _norm_gradients(x, scale_D, inverse, _wide(_kept(dout)))
+    return _kept(dx), dscale  # each residual stream takes its share of it: computed once
+
+
+def _norm_gradients(x: Array, scale_D: Array, inverse: Array, dout: Array) -> tuple[Array, Array]:
+    normed = _wide(x) * inverse
+    dnormed = dout * _aligned(scale_D, x)
+    along = _kept(jnp.mean(dnormed * normed, axis=-1, keepdims=True))
+    dx = ((dnormed - normed * along) * inverse).astype(x.dtype)
+    return dx, jnp.sum(dout * normed, axis=tuple(range(x.ndim - 1))).astype(scale_D.dtype)
+
+
+rms_norm.defvjp(_fwd, _bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def norm_and_rope(
+    x_BTNH: Float[Array, "B T N H"], scale_H: Float[Array, "H"], positions_BT: Int[Array, "B T"], eps: float, theta: float
+) -> Float[Array, "B T N H"]:
+    """rope(rms_norm(x)): one pass after the reduction, and nothing rounded in between."""
+    return _turned(x_BTNH, scale_H, positions_BT, _inverse_rms(x_BTNH, eps), theta)
+
+
+def _turned(x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse: Array, theta: float) -> Array:
+    normed = _wide(x_BTNH) * inverse * _aligned(scale_H, x_BTNH)
+    return _kept(rope(normed, positions_BT, theta).astype(x_BTNH.dtype))
+
+
+def _turn_fwd(x_BTNH, scale_H, positions_BT, eps, theta):  # type: ignore[no-untyped-def]
+    inverse = _inverse_rms(x_BTNH, eps)
+    return _turned(x_BTNH, scale_H, positions_BT, inverse, theta), (x_BTNH, scale_H, positions_BT, inverse)
+
+
+def _turn_bwd(eps, theta, saved, dout):  # type: ignore[no-untyped-def]
+    x_BTNH, scale_H, positions_BT, inverse = saved
+    # A rotation's transpose turns back.
+    straight = rope(_wide(_kept(dout)), -positions_BT, theta)
+    dx, dscale = _norm_gradients(x_BTNH, scale_H, inverse, straight)
+    return dx, dscale, None
+
+
+norm_and_rope.defvjp(_turn_fwd, _turn_bwd)

@@ -1,0 +1,180 @@
+"""Decoding with caches: the same logits as the whole model, at the price of one token."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model import LM
+from nash_mhc.model.incremental import empty_cache, read, step
+from nash_mhc.model.lm import Execution
+
+# Few iterations compile faster, and every one is the same code as in the whole model.
+BASE = dataclasses.replace(
+    small.NASH, vocab_size=40, width=16, heads=4, kv_heads=4, ffn=24, sinkhorn_iterations=2, nash_iterations=2
+)
+
+# Every option that attention or the residual has appears with another value somewhere.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "whole": {"scales": 4, "window": 8},
+    "grouped, no window, biased, plain": {"scales": 3, "kv_heads": 2, "qkv_bias": True, "qk_norm": False, "window": None},
+    "ratio 3, convex, plain": {"scales": 3, "ratio": 3, "window": 9, "aggregation": "convex"},
+    "two scales, mean, wide heads, plain": {"scales": 2, "ratio": 4, "window": 4, "aggregation": "mean", "head_dim": 64},
+    "one scale, window, streams": {"scales": 1, "window": 5, "kv_heads": 1},
+    "dense, plain": {"scales": 1, "window": None, "tied_embeddings": False},
+}  # fmt: skip
+
+
+def config(name: str) -> ModelConfig:
+    return dataclasses.replace(BASE, residual="plain" if name.endswith("plain") else "mhc", **CONFIGS[name])
+
+
+def model_of(cfg: ModelConfig) -> LM:
+    """With noise on every parameter: what starts at 0 or 1 would not be missed if it were left out."""
+    model = LM.init(cfg, key=jax.random.key(0))
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [a + 0.15 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def tokens_of(cfg: ModelConfig, B: int, T: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(2), (B, T), 0, cfg.vocab_size)
+
+
+@jax.jit(static_argnames=("seq_len", "dtype"))
+def decoded(model: LM, tokens_BT: jax.Array, seq_len: int, dtype: str = "float32") -> jax.Array:
+    def body(cache, tokens_B):
+        logits_BV, cache = step(model, cache, tokens_B)
+        return cache, logits_BV
+
+    logits_TBV = jax.lax.scan(body, empty_cache(model.cfg, tokens_BT.shape[0], seq_len, dtype), tokens_BT.T)[1]
+    return jnp.swapaxes(logits_TBV, 0, 1)
+
+
+@jax.jit(static_argnames="dtype")
+def whole(model: LM, tokens_BT: jax.Array, dtype: str = "float32") -> jax.Array:
+    return model(tokens_BT, execution=Execution(dtype, attention="reference"))
+
+
+def length(cfg: ModelConfig) -> int:
+    """More than three of the coarsest blocks and several windows, and no multiple of a stride."""
+    return max(3 * cfg.coarsest_stride, 20) + 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_step_by_step_is_the_whole_forward_pass_at_every_position(name: str) -> None:
+    cfg = config(name)
+    T = length(cfg)
+    assert cfg.scales == 1 or T % cfg.ratio
+    model, tokens_BT = model_of(cfg), tokens_of(cfg, 2, T)
+    # Room for these tokens and no more: with several scales, the last block has begun and cannot end.
+    np.testing.assert_allclose(decoded(model, tokens_BT, T), whole(model, tokens_BT), rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_whole_forward_pass_is() -> None:
+    cfg = config("whole")
+    model, tokens_BT = model_of(cfg), tokens_of(cfg, 2, length(cfg))
+    exact = np.asarray(whole(model, tokens_BT))
+    error = lambda logits: math.sqrt(np.mean((np.asarray(logits) - exact) ** 2) / np.mean(exact**2))
+    one_by_one, at_once = decoded(model, tokens_BT, 64, "bfloat16"), whole(model, tokens_BT, "bfloat16")
+    assert 0 < error(at_once) < 0.03
+    assert error(one_by_one) < 1.5 * error(at_once)
+    assert jax.eval_shape(lambda: empty_cache(cfg, 2, 64, "bfloat16")).dtype == jnp.bfloat16
+
+
+reader = jax.jit(read)
+
+
+def test_a_chunk_is_read_as_its_tokens_are_and_padding_is_not_read() -> None:
+    cfg = config("whole")
+    model, tokens_BT = model_of(cfg), tokens_of(cfg, 2, length(cfg))
+    expected_BTV = whole(model, tokens_BT)
+    cache = empty_cache(cfg, 2, 200)  # room that is not used has no say either
+    for first, count in ((0, 7), (7, 1), (8, 12)):
+        chunk = jnp.full((2, 16), 39).at[:, :count].set(tokens_BT[:, first : first + count])
+        logits_BV, cache = reader(model, cache, chunk, jnp.asarray(count))
+        assert int(cache.position) == first + count
+        np.testing.assert_allclose(logits_BV, expected_BTV[:, first + count - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_scale_is_absent_until_its_first_block_has_ended() -> None:
+    cfg = config("whole")
+    model, tokens_BT = model_of(cfg), jnp.pad(tokens_of(cfg, 2, 8), ((0, 0), (0, 8)))
+    clean = empty_cache(cfg, 2, 200)
+    for c, stride in enumerate(cfg.strides[1:]):
+        # Nonsense where its rows and outputs are to come: a weight that were small, not 0, would let it through.
+        soiled = eqx.tree_at(lambda cache: cache.coarse[c], clean, replace_fn=lambda s: jax.tree.map(lambda a: a + 1e4, s))  # noqa: B023
+        for count in range(1, stride):
+            one, other = (reader(model, cache, tokens_BT, jnp.asarray(count))[0] for cache in (clean, soiled))
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_full_cache_answers_nothing_rather_than_nonsense() -> None:
+    cfg = config("dense, plain")
+    logits_BTV = np.asarray(decoded(model_of(cfg), tokens_of(cfg, 1, 10), 8))
+    assert np.isfinite(logits_BTV[:, :8]).all()
+    assert np.isnan(logits_BTV[:, 8:]).all()
+
+
+def matmul_flops(jaxpr, *, branches: bool) -> float:
+    """Of every dot in a program, loops counted as often as they run; `branches` says whether the dearest of a `cond` counts."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        values = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "jaxpr"))
+        inner = [j for value in values if hasattr(j := getattr(value, "jaxpr", value), "eqns")]
+        costs = [matmul_flops(j, branches=branches) for j in inner]
+        if eqn.primitive.name == "cond":
+            total += max(costs) if branches else 0.0
+        else:
+            total += sum(costs) * eqn.params.get("length", 1)
+    return total
+
+
+def flops_of_a_token(cfg: ModelConfig, seq_len: int, *, branches: bool) -> float:
+    model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
+    cache = jax.eval_shape(lambda: empty_cache(cfg, 1, seq_len))
+    traced = jax.make_jaxpr(step)(model, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    return matmul_flops(traced.jaxpr, branches=branches)
+
+
+def test_a_token_costs_the_same_however_long_the_text_is() -> None:
+    cfg = config("whole")
+    T = 512
+    short, long = (flops_of_a_token(cfg, n, branches=False) for n in (T, 4 * T))
+    assert short == long > 0  # within a window; what a token pays that ends no block
+    model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
+    forward = jax.make_jaxpr(lambda m, t: m(t))(model, jax.ShapeDtypeStruct((1, T), jnp.int32))
+    weights = matmul_flops(forward.jaxpr, branches=True)
+    # The dearest of all, which ends a block of every scale, looks at all their rows; still no share of a forward pass.
+    dearest = flops_of_a_token(cfg, T, branches=True)
+    assert short < dearest < weights / 20
+    # The rows of the coarse scales, T/2 + T/4 + T/8 for queries and again for values, are all that grows with T.
+    grown = flops_of_a_token(cfg, 4 * T, branches=True) - dearest
+    rows = 3 * sum(T // stride for stride in cfg.strides[1:])
+    assert grown == 4.0 * rows * cfg.heads * cfg.head_dim * cfg.layers
+
+
+def test_the_cache_is_written_in_place() -> None:
+    """No operation of the compiled step makes a whole stack of rows anew, which would cost as much as reading all of them."""
+    cfg = dataclasses.replace(config("whole"), layers=5, residual="plain")
+    model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
+    cache = jax.eval_shape(lambda: empty_cache(cfg, 1, 256))
+    lowered = jax.jit(step, donate_argnums=1).lower(model, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    text = lowered.compile().as_text()
+    stacks = {",".join(map(str, scale.rows.k_LBKSH.shape)) for scale in cache.coarse}
+    stacks.add(",".join(map(str, cache.fine.k_LBKSH.shape)))
+    for stack in stacks:
+        assert f"f32[{stack}]" in text  # the check can see them
+        copies = [line for line in text.splitlines() if f" = f32[{stack}]" in line and " copy(" in line]
+        assert not copies, copies[0]
