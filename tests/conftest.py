@@ -1,6 +1,7 @@
 """Eight emulated host devices for the whole suite, and one compilation cache for all of its processes."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
@@ -10,6 +11,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is most of the suite's time, and these programs run for milliseconds: let LLVM hurry. HLO is not affected.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+if version("jaxlib").startswith("0.10."):
+    # The newer of XLA's two code generators for fused loops takes three times as long, and without LLVM's optimizer the code it
+    # repeats in every branch of a large fusion is really run: minutes a step. An XLA that does not know the flag would stop.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax  # noqa: E402  (after the environment that it reads)
 

@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 # A value for every flag that must exist, different from what any preset would hold.
 REQUIRED = {
     "--dataset": "corpus.txt", "--dataset-name": "v2", "--split": "part", "--tokenizer": "toks", "--batch-size": "7",
-    "--seq-len": "80", "--total-steps": "777777", "--warmup-steps": "7", "--learning-rate": "7e-05", "--seed": "7",
+    "--seq-len": "320", "--total-steps": "777777", "--warmup-steps": "7", "--learning-rate": "7e-05", "--seed": "7",
     "--log-interval": "7", "--checkpoint-interval": "7", "--checkpoint-dir": "runs/seven", "--resume-from": "runs/six",
     "--num-workers": "7", "--worker-buffer-size": "7", "--mesh-data": "7", "--mesh-fsdp": "7", "--mesh-tp": "7",
     "--num-devices": "7", "--model-size": "small", "--platform": "cpu", "--grad-accum": "7", "--remat": "full",
@@ -69,7 +69,7 @@ def a_value(key: cli.Key) -> tuple[str, object]:
     if int in key.kinds:
         # Divisors, even numbers and multiples of the coarsest stride keep the rules between keys; every other key just takes it.
         special = {"model.heads": 96, "model.kv_heads": 1, "model.head_dim": 34, "optim.warmup_steps": 3}
-        special |= {"model.scales": 3, "model.ratio": 4, "model.window": 104, "data.seq_len": 104}
+        special |= {"model.scales": 2, "model.ratio": 8, "model.window": 320, "data.seq_len": 320}
         special |= {"model.nash_iterations": 7, "model.streams": 7}
         number = special.get(key.path, 97)
         return str(number), number
@@ -122,7 +122,7 @@ def test_no_jax_is_imported():
         (["--total-steps", "123456789012345678901"], "train.total_steps", 123456789012345678901),
         (["--weight-decay", "0"], "optim.weight_decay", 0.0),
         (["--model-window", "None"], "model.window", None),
-        (["model_window=8", "model.window=none"], "model.window", None),
+        (["model_window=64", "model.window=none"], "model.window", None),
         (["--remat", "none"], "train.remat", "none"),
         (["--dataset", "none"], "data.dataset", "none"),
         (["--model-qk-norm"], "model.qk_norm", True),
@@ -324,7 +324,10 @@ def test_render_is_plain_yaml_with_aligned_origins():
         (["--model-scales", "9"], "--model-scales must be at most 8, not 9"),
         (["--model-ratio", "1"], "--model-ratio must be at least 2, not 1"),
         (["--model-streams", "1"], "--model-streams must be at least 2, not 1"),
-        (["--model-aggregation", "nsh"], "--model-aggregation must be one of nash, convex, mean, not 'nsh'; did you mean nash?"),
+        (
+            ["--model-aggregation", "nsh"],
+            "--model-aggregation must be one of nash, convex, mean, not 'nsh'; did you mean nash?",
+        ),
         (["--model-residual", "hc"], "--model-residual must be one of mhc, plain, not 'hc'; did you mean mhc?"),
         (["sparsity=-1"], "override sparsity=-1: optim.sparsity must be at least 0, not -1.0"),
         (["batchsize=8"], "override batchsize=8: unknown key batchsize; did you mean batch_size?"),
@@ -364,11 +367,12 @@ def test_keys_that_do_not_fit_together_name_both_origins(write):
 )
 def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(flag, value, nearest):
     path = next(k.path for k in cli.keys().values() if k.flag == flag)
-    message = error("--model-scales", "4", flag, str(value))
+    shape = ["model.ratio=2", "--model-scales", "4"]
+    message = error(*shape, flag, str(value))
     assert message.startswith(f"{path} {value} must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); ")
     assert f"the nearest is {nearest} (" in message
     assert "model.scales from flag --model-scales" in message and f"{path} from flag {flag}" in message
-    assert leaf(cli.parse(["--model-scales", "4", flag, str(nearest)]).config, path) == nearest
+    assert leaf(cli.parse([*shape, flag, str(nearest)]).config, path) == nearest
 
 
 # --- mistakes in a file -------------------------------------------------------------------------------------------

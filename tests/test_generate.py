@@ -32,6 +32,7 @@ BYTES = ByteTokenizer()
 
 def tiny_config(folder: Path) -> RunConfig:
     model = {"width": 16, "layers": 1, "heads": 8, "kv_heads": 8, "head_dim": 2, "ffn": 16}
+    model |= {"scales": 2, "ratio": 8, "residual": "plain"}  # compiles fast; test_incremental.py has the other forms
     train = {"total_steps": 2, "eval_batches": 1, "log_interval": 1, "checkpoint_dir": str(folder)}
     values = {
         "model": model,
@@ -320,4 +321,4 @@ def test_the_model_is_the_one_described(loaded: Loaded, folder: Path) -> None:
     first = load(folder, 1)
     assert first.step == 1
     assert not np.array_equal(first.model.embed_VD, loaded.model.embed_VD)
-    assert loaded.model.cfg == loaded.config.model == ModelConfig(257, 16, 1, 8, 8, 2, 16)
+    assert loaded.model.cfg == loaded.config.model == ModelConfig(257, 16, 1, 8, 8, 2, 16, 2, 8, residual="plain")

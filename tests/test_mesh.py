@@ -20,7 +20,7 @@ from nash_mhc.train.__main__ import main
 from nash_mhc.train.run import resolve, run
 
 SMALL = RunConfig(
-    model=ModelConfig(vocab_size=257, width=16, layers=1, heads=4, kv_heads=4, head_dim=4, ffn=16),
+    model=ModelConfig(vocab_size=257, width=16, layers=1, heads=4, kv_heads=4, head_dim=4, ffn=16, scales=4, ratio=2),
     data=DataConfig(batch_size=8, seq_len=64),
     optim=OptimConfig(warmup_steps=0),
     train=TrainConfig(total_steps=1, eval_batches=1),

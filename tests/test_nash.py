@@ -27,13 +27,16 @@ def test_values_and_gradients_are_those_of_the_definition(aggregation):
         outs, prior, tau, present = inputs(jnp.float64)
         probe_y = jax.random.normal(jax.random.key(5), (B, T, N, H), jnp.float64)
         probe_w = jax.random.normal(jax.random.key(6), (B, T, C, N), jnp.float64)
-        loss = lambda f: (
-            lambda *args: (lambda out: jnp.sum(probe_y * out[0]) + jnp.sum(probe_w * out[1]))(f(*args, present, rules))
-        )
-        fast, plain = aggregate(outs, prior, tau, present, rules), aggregate_reference(outs, prior, tau, present, rules)
-        np.testing.assert_allclose(fast[0], plain[0], atol=1e-10)
-        np.testing.assert_allclose(fast[1], plain[1], atol=1e-10)
-        got, want = (jax.grad(loss(f), (0, 1, 2))(outs, prior, tau) for f in (aggregate, aggregate_reference))
+
+        def all_of(f):
+            def loss(args):
+                y, w = f(*args, present, rules)[:2]
+                return jnp.sum(probe_y * y) + jnp.sum(probe_w * w), (y, w)
+
+            return jax.jit(jax.grad(loss, has_aux=True))((outs, prior, tau))
+
+        (got, results), (want, expected) = all_of(aggregate), all_of(aggregate_reference)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), results, expected)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), got, want)
 
 
@@ -42,13 +45,13 @@ def test_the_gradient_is_that_of_finite_differences():
         outs, prior, tau, present = inputs(jnp.float64)
         probe = jax.random.normal(jax.random.key(5), (B, T, N, H), jnp.float64)
         loss = jax.jit(lambda outs, prior, tau: jnp.sum(probe * aggregate(outs, prior, tau, present, Rules())[0]))
-        grads = jax.grad(loss, (0, 1, 2))(outs, prior, tau)
+        grads = jax.jit(jax.grad(loss, (0, 1, 2)))(outs, prior, tau)
         for seed in range(4):
             leaves, tree = jax.tree.flatten((outs, prior, tau))
             keys = jax.random.split(jax.random.key(seed), len(leaves))
             way = tree.unflatten([jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
-            at = lambda h, way=way: loss(*jax.tree.map(lambda x, d: x + h * d, (outs, prior, tau), way))
-            measured = (at(1e-6) - at(-1e-6)) / 2e-6
+            ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, (outs, prior, tau), way) for h in (1e-6, -1e-6))
+            measured = (loss(*ahead) - loss(*behind)) / 2e-6
             predicted = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(way), strict=True))
             np.testing.assert_allclose(predicted, measured, rtol=1e-6)
 

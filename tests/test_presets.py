@@ -16,6 +16,12 @@ def test_the_page_has_the_exact_figures(name):
     m = run.model
     row = [
         f"`{name}`", f"{count_parameters(m):,}", str(m.width), str(m.layers), f"{m.heads} ({m.kv_heads}) x {m.head_dim}",
-        str(m.ffn), f"{m.vocab_size:,}", str(run.data.seq_len),
+        str(m.ffn), f"{m.vocab_size:,}", str(run.data.seq_len), str(m.window),
     ]  # fmt: skip
     assert "| " + " | ".join(row) + " |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", presets.sizes())
+def test_every_size_is_the_full_architecture(name):
+    m = presets.model(name)
+    assert (m.scales, m.ratio, m.residual, m.streams, m.aggregation) == (3, 4, "mhc", 4, "nash")

@@ -79,11 +79,11 @@ plain = load_plain_schema()
             "model.window 100 must be a multiple of the coarsest stride 27 (model.ratio 3, model.scales 4); the nearest is 108",
         ),
         (
-            lambda: plain.ModelConfig(window=1),
+            lambda: plain.ModelConfig(window=1, ratio=2, scales=4),
             "model.window 1 must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); the nearest is 8",
         ),
         (
-            lambda: plain.RunConfig(data=plain.DataConfig(seq_len=99)),
+            lambda: plain.RunConfig(model=plain.ModelConfig(ratio=2, scales=4), data=plain.DataConfig(seq_len=99)),
             "data.seq_len 99 must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); the nearest is 96",
         ),
         (lambda: plain.MeshConfig(tp=0), "mesh.tp must be a positive number of devices or -1 for the rest, not 0"),
@@ -160,7 +160,7 @@ def test_one_scale_takes_any_window_and_any_length():
 
 
 def test_strides_are_the_powers_of_the_ratio():
-    assert ModelConfig().strides == (1, 2, 4, 8)
+    assert ModelConfig(scales=4, ratio=2).strides == (1, 2, 4, 8)
     assert ModelConfig(scales=3, ratio=3).strides == (1, 3, 9)
 
 

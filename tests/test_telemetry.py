@@ -64,7 +64,12 @@ def test_lists_are_kept_as_lists_and_given_to_tensorboard_one_by_one(tmp_path: P
     assert written == {"step": 3, "loss": 1.0, "health/gain": [1.0, None], "health/weight": [[0.5, 0.25], [1.0, 2.0]]}
     seen = {tag: value for (tag, step), value in scalars(tmp_path).items() if step == 3}
     expected = {"loss": 1.0, "health/gain/00": 1.0, "health/gain/01": math.nan}
-    expected |= {"health/weight/00/00": 0.5, "health/weight/00/01": 0.25, "health/weight/01/00": 1.0, "health/weight/01/01": 2.0}
+    expected |= {
+        "health/weight/00/00": 0.5,
+        "health/weight/00/01": 0.25,
+        "health/weight/01/00": 1.0,
+        "health/weight/01/01": 2.0,
+    }
     assert seen == pytest.approx(expected, nan_ok=True)
 
 

@@ -163,11 +163,11 @@ def verdict(variants: dict[str, Figures], floor: float | None) -> tuple[bool | N
     if None in nash + dense:
         return None, "No verdict: a run diverged."
     span = lambda losses: f"{min(losses):.4f} to {max(losses):.4f}" if len(losses) > 1 else f"{losses[0]:.4f}"
-    margin, gain = min(dense) - max(nash), statistics.fmean(dense) - statistics.fmean(nash)
+    margin, difference = min(dense) - max(nash), statistics.fmean(nash) - statistics.fmean(dense)
     text = (
         f"{'Every' if margin > 0 else 'Not every'} seed of nash-mhc is below every seed of dense: {span(nash)} against "
         f"{span(dense)} nats a token, margin {margin:+.4f} (best of dense - worst of nash-mhc); seed by seed it is below in "
-        f"{sum(a < b for a, b in zip(nash, dense, strict=True))} of {len(nash)}, by {gain:+.4f} on average"
+        f"{sum(a < b for a, b in zip(nash, dense, strict=True))} of {len(nash)}, the means differ by {difference:+.4f}"
     )
     if floor is not None:
         means = " and ".join(f"{statistics.fmean(losses) / floor:.3f}x" for losses in (nash, dense))

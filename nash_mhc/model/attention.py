@@ -68,8 +68,8 @@ class Attention(eqx.Module):
         return turn(q_BTNH, self.q_norm), turn(k_BTKH, self.k_norm)
 
     def mix(
-        self, each: Sequence[Rows], positions: Sequence[Int[Array, "B T"]], *, windows: Sequence[int | None], kernel: str
-    ) -> tuple[Float[Array, "B T N H"], ...]:
+        self, each: Sequence[Rows], positions: Sequence[Int[Array, "B _"]], *, windows: Sequence[int | None], kernel: str
+    ) -> tuple[Float[Array, "B _ N H"], ...]:
         """Attention over rows of one or several resolutions. Rows and heads are independent: nothing crosses devices."""
         H, dtype = self.q_DNH.shape[-1], str(each[0].v_BTKH.dtype)
         sizes = [(rows.q_BTNH.shape[1], window) for rows, window in zip(each, windows, strict=True)]

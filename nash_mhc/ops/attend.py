@@ -86,7 +86,7 @@ def attend(
 
 def attend_each(
     each: tuple[Rows, ...], *, windows: tuple[int | None, ...], kernels: tuple[str, ...]
-) -> tuple[Float[Array, "B T N H"], ...]:
+) -> tuple[Float[Array, "B _ N H"], ...]:
     """`attend` for several resolutions of the same documents."""
     forms = {"reference": _attend_reference, "xla": _attend_xla, "pallas": _attend_pallas, "splash": _attend_splash}
     unknown = [k for k in kernels if k not in KERNELS]
