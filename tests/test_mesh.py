@@ -115,7 +115,7 @@ ALIGNED = changed(SMALL, data={"seq_len": 64}, model={"heads": 6, "kv_heads": 3,
     ("flag", "cfg", "shape"),
     [
         *((flag, *case) for flag, case in FITS.items()),
-        pytest.param("--seq-len", *ALIGNED, marks=pytest.mark.xfail(strict=True, reason="fit.py does not know of strides yet")),
+        pytest.param("--seq-len", *ALIGNED),
     ],
 )
 def test_what_does_not_divide_is_refused_and_the_advice_holds(flag: str, cfg: RunConfig, shape: dict[str, int]) -> None:

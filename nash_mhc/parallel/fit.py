@@ -43,7 +43,8 @@ def _nearest(model: ModelConfig, axis: str, size: int, flag: str, ways: int) -> 
         unit = math.lcm(128, ways)
         return f"{flag} {-(-size // unit) * unit}"
     if axis not in ("heads", "kv_heads"):
-        return f"{flag} {nearest_multiple(size, ways)}"
+        unit = math.lcm(ways, model.coarsest_stride) if axis == "time_split" else ways  # rows hold whole coarse blocks
+        return f"{flag} {nearest_multiple(size, unit)}"
     heads = nearest_multiple(model.heads, ways)
     shared = [k for k in range(ways, heads + 1, ways) if heads % k == 0]
     kv_heads = f"--model-kv-heads {min(shared, key=lambda k: abs(k - model.kv_heads))}"
