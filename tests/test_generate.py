@@ -62,6 +62,14 @@ def loaded(folder: Path) -> Loaded:
     return load(folder)
 
 
+@pytest.fixture(scope="module")
+def lively(loaded: Loaded) -> Loaded:
+    """Two steps of training leave a model to which what came before hardly matters; to this one it does."""
+    rng = np.random.default_rng(3)
+    noisy = jax.tree.map(lambda a: jnp.asarray(a + 0.5 * rng.standard_normal(a.shape), a.dtype), jax.device_get(loaded.model))
+    return dataclasses.replace(loaded, model=noisy)
+
+
 def tokens_of(loaded: Loaded, prompt: list[int], **options: object) -> list[int]:
     # An end token of -1 never comes, so that the length of the text is known.
     return list(generate_tokens(loaded.model, prompt, seq_len=T, **({"end": -1} | options)))  # type: ignore[arg-type]
@@ -93,33 +101,39 @@ def test_a_full_cache_begins_anew_with_its_last_half_in_whole_blocks(loaded: Loa
     assert starts(2, (2, 3, 4)) == [0, 1, 2]
 
 
-def test_each_token_is_drawn_from_the_context_that_is_promised(loaded: Loaded) -> None:
+def test_each_token_is_drawn_from_the_context_that_is_promised(lively: Loaded) -> None:
     """Held against passes of the whole model, through prompt and text, across two fresh starts of the cache."""
     logits = jax.jit(lambda model, tokens_T, count: model(tokens_T[None])[0, count - 1])
     prompt = [256, *b"a prompt that alone is longer than the row"]
     for given, count in ((prompt, 30), (prompt[:20], 50)):
-        made = tokens_of(loaded, given, max_tokens=count, temperature=1.0, seed=5)
+        made = tokens_of(lively, given, max_tokens=count, temperature=1.0, seed=5)
         assert len(set(made)) > 20
         text = given + made
         for i, token in enumerate(made):
-            seen = text[context_start(loaded.model.cfg, len(given) + i, T) : len(given) + i]
+            seen = text[context_start(lively.model.cfg, len(given) + i, T) : len(given) + i]
             assert T // 2 < len(seen) <= T or len(seen) == len(given) + i
-            logits_V = logits(loaded.model, jnp.array(seen + [0] * (T - len(seen))), len(seen))
+            logits_V = logits(lively.model, jnp.array(seen + [0] * (T - len(seen))), len(seen))
             assert token == int(sample(logits_V, jax.random.fold_in(jax.random.key(5), i), 1.0)), i
 
 
-def test_a_text_goes_on_in_the_same_way_from_wherever_it_is_cut(loaded: Loaded) -> None:
-    made = tokens_of(loaded, [256], max_tokens=60, temperature=0.0)
+def test_a_text_goes_on_in_the_same_way_from_wherever_it_is_cut(lively: Loaded) -> None:
+    made = tokens_of(lively, [256], max_tokens=60, temperature=0.0)
+    assert len(set(made)) > 5
     for cut in (1, 31, 32, 33, 55):
-        assert tokens_of(loaded, [256, *made[:cut]], max_tokens=60 - cut, temperature=0.0) == made[cut:]
+        assert tokens_of(lively, [256, *made[:cut]], max_tokens=60 - cut, temperature=0.0) == made[cut:]
 
 
-def test_a_long_prompt_is_read_with_progress(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_with_progress_by_a_program_that_is_compiled_once(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("nash_mhc.model.sampling._PATIENCE", -1.0)
     said: list[str] = []
-    next(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, say=said.append))
+    with jax.log_compiles():
+        list(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, max_tokens=60, say=said.append))
     progress = [f"reading the prompt: {n} of 150 tokens ..." for n in (64, 128)]
     assert said == ["compiling ...", *progress]
+    compiled = [m for r in caplog.records if (m := r.getMessage()).startswith("Compiling") and "_read" in m.split("with")[0]]
+    assert len(compiled) == 1  # for chunks of the prompt, single tokens and a fresh start alike
 
 
 def test_the_end_token_ends_the_text(loaded: Loaded) -> None:
@@ -250,8 +264,13 @@ def test_a_sample_comes_from_any_mesh_and_never_fails_a_run(
 
     on_one = shown(trained)
     mesh = jax.make_mesh((2, 2, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    spread = jax.tree.map(jax.device_put, trained.state.model, state_shardings(cfg, mesh).model)
-    assert shown(dataclasses.replace(trained, state=eqx.tree_at(lambda s: s.model, trained.state, spread))) == on_one
+    model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(cfg, mesh).model)
+    spread = dataclasses.replace(trained, state=eqx.tree_at(lambda s: s.model, trained.state, model))
+    assert len(model.embed_VD.devices()) == 8
+    assert shown(spread) == on_one
+    with monkeypatch.context() as patched:
+        patched.setattr(train_command, "generate_tokens", lambda model, *_, **__: [48 + len(model.embed_VD.devices())])
+        assert shown(spread).endswith(":\n1\n")  # the number of devices that the sampled model lies on
     with monkeypatch.context() as patched:
         patched.setattr(train_command, "stream_text", lambda tokens, tokenizer: 1 / 0)
         assert shown(trained).endswith("\n(no sample: ZeroDivisionError: division by zero)\n")

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors
 from nash_mhc.config.schema import ConfigError, check_field
@@ -48,10 +49,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     args = parse(sys.argv[1:])
     from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is told without JAX
+    from nash_mhc.train.run import use_compilation_cache
 
     # Beside the text, not in it: `generate > file` writes nothing but text.
     say = lambda text: print(text, file=sys.stderr, flush=True)
     loaded = load(args.checkpoint_dir, args.step, say=say)
+    use_compilation_cache(Path(args.checkpoint_dir))  # the sample that a run ends with has left the program there
     tokenizer = loaded.tokenizer
     prompt = [tokenizer.end, *tokenizer.encode(args.prompt).tolist()]  # every document that the model has read began so
     tokens = generate_tokens(

@@ -68,7 +68,7 @@ def empty_cache(cfg: ModelConfig, batch: int, seq_len: int, dtype: Any = "float3
     rows = lambda count: KeyValues(zeros(K, count, H), zeros(K, count, H))
     J = 2 * cfg.ratio
     coarse = [
-        # Rounded up: the last row, though it may never end, has a place of its own while it is under way.
+        # Rounded up: also the row that cannot end any more has a place.
         Coarse(zeros(J, N, H), zeros(J, K, H), zeros(J, K, H), rows(-(-seq_len // stride)), zeros(N, H))
         for stride in cfg.strides[1:]
     ]

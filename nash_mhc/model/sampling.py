@@ -78,25 +78,29 @@ def generate_tokens(
     dtype: str = "float32",
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[int]:
-    """Yields new tokens until `end` (not yielded) or `max_tokens`; the model and its cache stay on the model's device.
+    """Yields new tokens until `end` (not yielded) or `max_tokens`, on the one device that holds the model.
 
     Each token is predicted from the tokens before it, from `context_start` on: at most `seq_len`, and once the text is longer
-    than that, at least half as many. Beginning the cache anew costs half a `seq_len` of steps every half `seq_len` of tokens,
-    so a token costs about two steps however long the text is. A document begins with `end`, so a prompt usually does, too.
-    The same arguments give the same tokens. `say` hears of what takes long before the first token.
+    than that, more than half as many (the half rounded down to whole blocks). Beginning the cache anew costs half a `seq_len`
+    of steps every half `seq_len` of tokens, so a token costs about two steps however long the text is. A document begins with
+    `end`, so a prompt usually does, too. The same arguments give the same tokens. `say` hears of what takes long before the
+    first token.
     """
     tokens = [int(t) for t in prompt_tokens]
     if not tokens:
         raise ValueError("the model needs a token to begin with; a new document begins with the tokenizer's end token")
     key = jax.random.key(seed)
     model = for_compute(model, jnp.dtype(dtype))  # once, not for every token
-    cache, start, seen = empty_cache(model.cfg, 1, seq_len, dtype), 0, 0
+    # Where the model lies, in so many words: JAX would compile once for a cache without a place and again for the one returned.
+    (device,) = model.embed_VD.devices()
+    fresh = lambda: jax.device_put(empty_cache(model.cfg, 1, seq_len, dtype), device)
+    cache, start, seen = fresh(), 0, 0
     said = time.monotonic()
     say("compiling ...")
     for i in range(max_tokens):
         now = context_start(model.cfg, len(tokens), seq_len)
         if now != start:
-            cache, start, seen = empty_cache(model.cfg, 1, seq_len, dtype), now, now
+            cache, start, seen = fresh(), now, now
         while seen < len(tokens):
             chunk = tokens[seen : seen + _CHUNK]
             padded_T = np.pad(np.array(chunk, np.int32), (0, _CHUNK - len(chunk)))

@@ -173,7 +173,7 @@ def _parameter_table(state: TrainState) -> str:
     return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
 
 
-def _use_compilation_cache(folder: Path) -> None:
+def use_compilation_cache(folder: Path) -> None:
     """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str((folder.parent / ".jax_cache").absolute()))
@@ -196,7 +196,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
     evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, mesh)
     folder = _make_folder(cfg)  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
-    _use_compilation_cache(folder)
+    use_compilation_cache(folder)
     reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
     evaluation: dict[str, float] = {}
