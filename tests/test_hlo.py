@@ -21,15 +21,19 @@ def compiled(cfg):
     return step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)], ids=str)
-def test_collectives_are_the_ones_that_were_agreed_on(shape):
+AGREED = [("dense", shape) for shape in [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]]
+AGREED += [("nash", shape) for shape in [(2, 2, 2), (1, 1, 8)]]
+
+
+@pytest.mark.parametrize(("model", "shape"), AGREED, ids=str)
+def test_collectives_are_the_ones_that_were_agreed_on(model, shape):
     """A lost sharding shows as a missing or an extra collective. After a wanted change, write the new counts down."""
-    counts = count_collectives(compiled(small.mesh_config(small.config(), *shape)))
+    config = {"dense": small.config, "nash": small.nash_config}[model]
+    counts = count_collectives(compiled(small.mesh_config(config(), *shape)))
     expected = json.loads(STORED.read_text())
     version = ".".join(jax.__version__.split(".")[:2])
-    name = "x".join(map(str, shape))
     if version in expected:
-        assert counts == expected[version][name]
+        assert counts == expected[version][model]["x".join(map(str, shape))]
     # Of any version: parameters are gathered over fsdp, gradients come back, nothing is shuffled between devices.
     assert counts.get("all-to-all", 0) == 0
     if shape[1] * shape[2] > 1:
@@ -44,8 +48,71 @@ def test_no_remat_policy_keeps_gathered_weights(remat):
     assert counts["all-gather"] >= 2 * 7
 
 
-def test_one_device_needs_no_collective():
-    assert count_collectives(compiled(small.config())) == {}
+@pytest.mark.parametrize("config", [small.config, small.nash_config])
+def test_one_device_needs_no_collective(config):
+    assert count_collectives(compiled(config())) == {}
+
+
+# --- the whole architecture on a mesh --------------------------------------------------------------------------------
+
+PRIOR = "btd,dcn->btcn/dot_general"  # the projection that the game's prior comes from, or one of its two gradients
+
+
+def collectives(text):
+    """(kind, [(name, elements of one device), ...]) of each; what XLA put into one instruction is taken apart again."""
+    pattern = r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(.*op_name=\"([^\"]*)\""
+    found = []
+    for shapes, kind, name in re.findall(pattern, text):
+        sizes = [math.prod(map(int, dims.split(","))) if dims else 1 for dims in re.findall(r"\w\[([\d,]*)\]", shapes)]
+        prefix, several = re.fullmatch(r"(.*?)(?:\(([^()]*:.*)\))?", name).groups()
+        names = [prefix + n for n in several.split(":")] if several else [name] * len(sizes)
+        found.append((kind, list(zip(names, sizes, strict=True))))
+    return found
+
+
+def inside(name):
+    return {"pooling", "nash"} & set(name.split("/"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)], ids=str)
+def test_pooling_and_the_game_stay_on_their_device(shape):
+    """Heads are apart over tp and rows over data and fsdp, so that nothing they compute with ever travels.
+
+    Beside the prior's projection, which is one like those of q, k and v, only gradients of their parameters are added up, over
+    the rows of other devices; along tp not even these, for each device has the parameters of its own heads.
+    """
+    cfg = small.mesh_config(small.nash_config(), *shape)
+    text = compiled(cfg).as_text()
+    assert "/pooling/" in text and "/nash/" in text  # the scopes are there to be found
+    heads, strides = cfg.model.heads // shape[2], cfg.model.strides
+    of_parameters = {
+        "pooling": (len(strides) - 1) * 2 * cfg.model.ratio * heads * cfg.model.head_dim,
+        "nash": len(strides) * heads,
+    }
+    rows = cfg.data.batch_size // (shape[0] * shape[1])
+    # Sizes tell gradients of parameters from what there is for every token: the smallest of that is a number a token and head.
+    assert of_parameters["nash"] < rows * cfg.data.seq_len * heads
+    assert of_parameters["pooling"] < rows * cfg.data.seq_len // strides[-1] * heads * cfg.model.head_dim
+    members = [(kind, name, size) for kind, each in collectives(text) for name, size in each if inside(name)]
+    assert any(name.endswith(PRIOR) for _, name, _ in members)
+    sums = [m for m in members if not m[1].endswith(PRIOR)]
+    assert bool(sums) == (shape[0] * shape[1] > 1), sums
+    for kind, name, size in members:
+        assert kind in ("all-reduce", "reduce-scatter"), (kind, name)
+        assert name.endswith(PRIOR) or size <= of_parameters[inside(name).pop()], (name, size)
+
+
+def test_streams_are_split_along_time_between_the_layers():
+    """tp devices share the R-fold residual state: what the scan over layers carries, and keeps, is 1/8 of T."""
+    cfg = small.mesh_config(small.nash_config(), 1, 1, 8)
+    B, T, D, R = cfg.data.batch_size, cfg.data.seq_len, cfg.model.width, cfg.model.streams
+    pattern = r'= (.*) while\(.*op_name="jit\(traced\)/((?:transpose\()?jvp\(\)\)?)/while"'
+    loops = {name: shapes_of(types, "f32") for types, name in re.findall(pattern, compiled(cfg).as_text())}
+    assert set(loops) == {"jvp()", "transpose(jvp())"}  # over the layers, forwards and backwards
+    for carried in loops.values():
+        assert carried.count((B, T // 8, D)) == R
+        # Whole rows are kept of two things only: what attention and what the feed-forward layer read.
+        assert [dims for dims in carried if math.prod(dims) >= B * T * D] in ([], [(cfg.model.layers, B, T, D)] * 2)
 
 
 def shapes_of(text, dtype):

@@ -158,10 +158,10 @@ def test_a_token_costs_the_same_however_long_the_text_is() -> None:
     assert short == long > 0  # within a window; what a token pays that ends no block
     model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
     forward = jax.make_jaxpr(lambda m, t: m(t))(model, jax.ShapeDtypeStruct((1, T), jnp.int32))
-    weights = matmul_flops(forward.jaxpr, branches=True)
+    whole_pass = matmul_flops(forward.jaxpr, branches=True)
     # The dearest of all, which ends a block of every scale, looks at all their rows; still no share of a forward pass.
     dearest = flops_of_a_token(cfg, T, branches=True)
-    assert short < dearest < weights / 20
+    assert short < dearest < whole_pass / 20
     # The rows of the coarse scales, T/2 + T/4 + T/8 for queries and again for values, are all that grows with T.
     grown = flops_of_a_token(cfg, 4 * T, branches=True) - dearest
     rows = 3 * sum(T // stride for stride in cfg.strides[1:])

@@ -63,9 +63,10 @@ def test_tied_embeddings_are_one_leaf_and_untied_two():
     assert LM.init(tied, key=jax.random.key(0)).output_VD is None
 
 
-def test_parameters_start_at_the_same_values_on_every_mesh():
-    one = small.create_state(small.config(), small.make_mesh(small.config().mesh)).model
-    cfg = small.mesh_config(small.config(), 2, 2, 2)
+@pytest.mark.parametrize("config", [small.config, small.nash_config])
+def test_parameters_start_at_the_same_values_on_every_mesh(config):
+    one = small.create_state(config(), small.make_mesh(config().mesh)).model
+    cfg = small.mesh_config(config(), 2, 2, 2)
     eight = small.create_state(cfg, small.make_mesh(cfg.mesh)).model
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -1,0 +1,107 @@
+"""What a step reports of its architecture, layer by layer, and the entropy of the scales' weights as a part of the loss."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.model.health import LayerReport, summary
+from nash_mhc.model.multiscale import Multiscale, report
+
+CFG = small.nash_config()
+L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams
+SHAPES = {
+    "scale_weight": (L, C), "scale_entropy": (L,), "nash_residual": (L,), "res_deviation": (L,), "sinkhorn_deviation": (L,),
+    "gain_forward": (L,), "gain_backward": (L,), "stream_rms": (L, R),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return small.random_rows(CFG, 0)
+
+
+def health_of(metrics):
+    return {k.removeprefix("health/"): np.asarray(v) for k, v in metrics.items() if k.startswith("health/")}
+
+
+def test_a_step_reports_every_layer_within_its_range(batch):
+    _, history, _ = small.train(CFG, [batch, small.random_rows(CFG, 1)])
+    for metrics in history:
+        found = health_of(metrics)
+        assert {k: v.shape for k, v in found.items()} == SHAPES
+        np.testing.assert_allclose(found["scale_weight"].sum(axis=1), 1.0, atol=1e-5)
+        assert found["scale_weight"].min() > 0.0
+        assert found["scale_entropy"].min() > 0.0 and found["scale_entropy"].max() < 1.0
+        assert found["nash_residual"].min() > 0.0 and found["nash_residual"].max() <= 2.0
+        assert found["res_deviation"].max() < 1e-5
+        # Sinkhorn's iteration alone leaves more than that: the reason for balancing.
+        assert found["sinkhorn_deviation"].min() > found["res_deviation"].max()
+        for gain in ("gain_forward", "gain_backward"):
+            np.testing.assert_allclose(found[gain], 1.0, atol=1e-4)
+        assert found["stream_rms"].min() > 0.0
+
+
+def test_a_plain_model_has_nothing_to_report():
+    _, history, _ = small.train(small.config(), [small.random_rows(small.config(), 0)])
+    assert health_of(history[0]) == {}
+    assert history[0]["loss/sparsity"] == 0.0
+
+
+def test_only_real_tokens_count():
+    """One token plays scale 0 alone, one plays both alike, and a third, which would tip the balance, is padding."""
+    w_BTCN = jnp.array([[[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]])[..., None]
+    residual_BTN = jnp.array([[[0.1], [0.3], [2.0]]])
+    game = jax.tree.map(lambda a: a[None], jax.jit(report)(w_BTCN, residual_BTN, jnp.array([[True, True, False]])))
+    found = jax.jit(summary)(LayerReport(game, None))
+    np.testing.assert_allclose(found["scale_weight"], [[0.75, 0.25]], rtol=1e-6)
+    np.testing.assert_allclose(found["scale_entropy"], [0.5], rtol=1e-6)
+    np.testing.assert_allclose(found["nash_residual"], [0.2], rtol=1e-6)
+
+
+def test_scales_without_a_finished_block_have_no_weight_at_all():
+    """Through the whole mixer: by positions that never come to the end of a block of 4, of 2, and that do."""
+    cfg = CFG.model
+    mixer = jax.jit(lambda: Multiscale.init(cfg, key=jax.random.key(0)))()
+    x_BTD = jax.random.normal(jax.random.key(1), (3, 8, cfg.width))
+    positions_BT = jnp.arange(8)[None] % jnp.array([1, 3, 8])[:, None]
+    game = jax.jit(lambda m, x: m(x, None, positions_BT, kernel="xla")[1])(mixer, x_BTD)
+    weight_BCN = np.asarray(game.weight_BCN)
+    np.testing.assert_allclose(weight_BCN.sum(axis=1), 8.0, rtol=1e-6)
+    assert (weight_BCN > 0.0).any(axis=2).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    assert (weight_BCN >= 0.0).all()
+    assert (np.asarray(game.residual_BN)[0] == 0.0).all()  # a scale alone has nothing to settle
+
+
+def gradients(state, metrics, cfg):
+    """The step's raw gradients, from Adam's first moments after it: unclipped again."""
+    factor = max(1.0, metrics["grad_norm"] / cfg.optim.max_grad_norm) / (1 - cfg.optim.b1)
+    return jax.tree.map(lambda m: factor * m, state.opt_state[1].mu)
+
+
+def test_the_sparsity_weight_adds_the_entropy_and_its_gradient(batch):
+    weight = 0.25
+    cfg = small.nash_config(optim__sparsity=weight)
+    (plain_state, [plain], _), (state, [sparse], _) = small.train(CFG, [batch]), small.train(cfg, [batch])
+    share = np.mean(sparse["health/scale_entropy"])
+    assert sparse["loss/sparsity"] == pytest.approx(weight * share, rel=1e-5)
+    assert sparse["loss/ce"] == pytest.approx(plain["loss/ce"], rel=1e-6)
+    assert sparse["loss"] == pytest.approx(plain["loss"] + weight * share, rel=1e-6)
+    # What the gradients have more than before is the slope of the entropy: measured by walking both ways along it.
+    extra = jax.tree.map(np.subtract, gradients(state, sparse, cfg), gradients(plain_state, plain, CFG))
+    slope = math.sqrt(sum(float((e**2).sum()) for e in jax.tree.leaves(extra))) / weight
+    assert slope > 1e-3
+    mesh, step = small._compiled(CFG)
+
+    def entropy(distance):
+        start = small.start(CFG, mesh)
+        moved = jax.tree.map(lambda p, e: p + distance * e / (weight * slope), start.model, extra)
+        _, metrics = step(dataclasses.replace(start, model=moved), small.to_device(batch, mesh))
+        return float(np.mean(metrics["health/scale_entropy"]))
+
+    reach = 0.02
+    assert (entropy(reach) - entropy(-reach)) / (2 * reach) == pytest.approx(slope, rel=2e-2)
