@@ -1,10 +1,13 @@
 """The game: weights on the simplex, a fixed point, the Gram form against squared distances, gradients that measure true."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nash_mhc.ops import nash
 from nash_mhc.ops.nash import Rules, aggregate, aggregate_reference
 
 B, T, N, H, C = 2, 16, 2, 64, 4
@@ -54,6 +57,28 @@ def test_the_gradient_is_that_of_finite_differences():
             measured = (loss(*ahead) - loss(*behind)) / 2e-6
             predicted = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(way), strict=True))
             np.testing.assert_allclose(predicted, measured, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("aggregation", ["nash", "convex"])
+def test_the_gpu_kernels_compute_what_xla_does(aggregation, dtype):
+    """In Pallas's interpreter: the same kernels that a GPU compiles. The second document of each row starts in the middle."""
+    rules, (outs, prior, tau, present) = Rules(aggregation, 3), inputs(dtype)
+    assert nash.nash_gpu.fits(outs)
+    present = present.at[:, T // 2 :].set(present[:, : T // 2])
+    dy = jax.random.normal(jax.random.key(5), (B, T, N, H), dtype)
+    dw = jax.random.normal(jax.random.key(6), (B, T, C, N))
+    compare = functools.partial(np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 2e-5, atol=1e-5)
+    wide = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
+    want = jax.jit(functools.partial(nash._aggregate_in_xla, rules))(outs, prior, tau, present)
+    got = jax.jit(functools.partial(nash._aggregate_in_kernel, rules, interpret=True))(outs, prior, tau, present)
+    for a, b in zip(wide(got), wide(want), strict=True):
+        compare(a, b)
+    args = (outs, prior, tau, present, want[-1], dy, dw)
+    want = jax.jit(functools.partial(nash._backward_in_xla, rules))(*args)
+    got = jax.jit(functools.partial(nash._backward_in_kernel, rules, interpret=True))(*args)
+    for a, b in zip(wide(got), wide(want), strict=True):
+        compare(a, b, atol=2e-5 if dtype == jnp.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -10,7 +10,8 @@ import pytest
 import small
 
 from nash_mhc.model import LM
-from nash_mhc.model.residual import HyperConnection, PlainResidual
+from nash_mhc.model.residual import HyperConnection, PlainResidual, StreamState
+from nash_mhc.ops import streams
 from nash_mhc.parallel.sharding import for_compute
 
 CFG = dataclasses.replace(small.NASH, streams=4)
@@ -32,8 +33,9 @@ def connection(kind):
 @jax.jit
 def pass_through(connection, state, y_BTD):
     """(maps, what the sub-layer reads, the state after it)."""
+    state = StreamState(state, streams.squares(state))
     x_BTD, maps = connection.read(state)
-    return maps, x_BTD, connection.write(state, y_BTD, maps)
+    return (maps.pre, maps.post, maps.res), x_BTD, connection.write(state, y_BTD, maps).xs
 
 
 def passed(kind, dtype):
@@ -42,7 +44,7 @@ def passed(kind, dtype):
     maps, x_BTD, after = pass_through(ready, tuple(state), 0 * y_BTD)
     _, _, written = pass_through(ready, tuple(state), y_BTD)
     wide = lambda tree: np.array(jax.tree.map(lambda a: np.asarray(a, np.float64), tree))
-    return tuple(wide(a) for a in (maps.pre, maps.post, maps.res, state, y_BTD, x_BTD, after, written))
+    return tuple(wide(a) for a in (*maps, state, y_BTD, x_BTD, after, written))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -16,9 +16,9 @@ def inputs(dtype=jnp.float32, seed=0):
     keys = jax.random.split(jax.random.key(seed), 7)
     xs = tuple(jax.random.normal(k, (B, T, D), dtype) for k in keys[:R])
     y = jax.random.normal(keys[4], (B, T, D), dtype)
-    each = tuple(jax.random.normal(keys[5], (M, B, T), jnp.promote_types(dtype, jnp.float32)))
+    maps = jax.random.normal(keys[5], (B, T, M), jnp.promote_types(dtype, jnp.float32))
     phi = 0.1 * jax.random.normal(keys[6], (R, D, M), dtype)
-    return xs, y, *streams._split(each), phi
+    return xs, y, maps, phi
 
 
 def logits(dtype, spread=0.5):
@@ -26,24 +26,19 @@ def logits(dtype, spread=0.5):
     return noise + jnp.concatenate([jnp.zeros(2 * R), 6.0 * jnp.eye(R).ravel()]).astype(dtype)[None, None]
 
 
-def stacked_maps(logits_BTM):
-    found = streams.maps(logits_BTM, 20)
-    return jnp.stack(found.pre), jnp.stack(found.post), jnp.stack([jnp.stack(row) for row in found.res])
-
-
 def forms(name, dtype=jnp.float32):
     """(fast form, plain form, arguments)."""
-    xs, y, pre, post, res, phi = inputs(dtype)
+    xs, y, maps, phi = inputs(dtype)
     return {
-        "read": (streams.read, streams.read_reference, (xs, pre)),
-        "write": (streams.write, streams.write_reference, (xs, y, res, post)),
+        "read": (streams.read, streams.read_reference, (xs, maps)),
+        "write": (lambda *args: streams.write(*args)[0], streams.write_reference, (xs, y, maps)),
         "project": (
-            lambda xs, phi: streams.project(xs, phi, 1e-6),
+            lambda xs, phi: streams.project(xs, streams.squares(xs), phi, 1e-6),
             lambda xs, phi: streams.project_reference(xs, phi, 1e-6),
             (xs, phi),
         ),
         "maps": (
-            stacked_maps,
+            lambda x: streams.maps(x, 20)[0],
             lambda x: streams.maps_reference(x, 20),
             (logits(jnp.promote_types(dtype, jnp.float32)),),
         ),
@@ -83,15 +78,14 @@ def test_bfloat16_streams_are_summed_in_float32(name):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_the_gpu_kernels_compute_what_xla_does(dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles."""
-    xs, y, _, post, res, _ = inputs(dtype)
-    x = logits(jnp.float32)
-    grads = streams._split(tuple(jax.random.normal(jax.random.key(3), (M, B, T))))
+    xs, y, maps, _ = inputs(dtype)
+    x, dmaps = logits(jnp.float32), jax.random.normal(jax.random.key(3), (B, T, M))
     here = functools.partial(functools.partial, interpret=True)
     pairs = [
-        (streams._write_in_xla, here(streams._write_in_kernel), (xs, y, res, post)),
-        (streams._write_sums_in_xla, here(streams._write_sums_in_kernel), (xs, y, post, tuple(reversed(xs)))),
+        (streams._write_in_xla, here(streams._write_in_kernel), (xs, y, maps)),
+        (streams._write_sums_in_xla, here(streams._write_sums_in_kernel), (xs, y, maps, tuple(reversed(xs)))),
         (functools.partial(streams._maps_in_xla, 20), here(streams._maps_in_kernel, 20), (x,)),
-        (functools.partial(streams._maps_backward_in_xla, 20), here(streams._maps_backward_in_kernel, 20), (x, grads)),
+        (functools.partial(streams._maps_backward_in_xla, 20), here(streams._maps_backward_in_kernel, 20), (x, dmaps)),
     ]
     for in_xla, in_kernel, args in pairs:
         want, got = jax.jit(in_xla)(*args), jax.jit(in_kernel)(*args)
@@ -103,17 +97,26 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
 
 def test_the_mixing_is_doubly_stochastic_for_every_token():
     """Also where Sinkhorn's iteration has not arrived after 20 rounds; `unbalanced` says by how much it had not."""
-    found = jax.jit(streams.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
-    res = np.array(jax.tree.map(np.asarray, found.res))
+    maps, unbalanced = jax.jit(streams.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
+    res = np.array(jax.tree.map(np.asarray, streams.coefficients(maps)[2]))
     assert res.min() >= 0.0
     np.testing.assert_allclose(res.sum(axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(res.sum(axis=0), 1.0, atol=2e-6)
-    assert float(found.unbalanced_BT.max()) > 1e-3
+    assert float(unbalanced.max()) > 1e-3
+
+
+def test_squares_are_those_of_the_streams_as_written():
+    """Rounded as they are: the next sub-layer divides by them."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        xs, y, maps, _ = inputs(dtype)
+        written, squares = jax.jit(streams.write)(xs, y, maps)
+        want = np.stack([np.sum(np.asarray(x, np.float64) ** 2, axis=-1) for x in written], axis=-1)
+        np.testing.assert_allclose(squares, want, rtol=1e-5)
 
 
 def test_an_empty_token_has_finite_maps_and_gradients():
     xs = tuple(jnp.zeros((B, T, D)) for _ in range(R))
     phi = inputs()[-1]
-    loss = lambda xs: weighted(streams.project(xs, phi, 1e-6))
+    loss = lambda xs: weighted(streams.project(xs, streams.squares(xs), phi, 1e-6))
     value, grads = jax.jit(jax.value_and_grad(loss))(xs)
     assert np.isfinite(value) and all(np.isfinite(g).all() for g in grads)

@@ -15,9 +15,8 @@ from jaxtyping import Array, Float
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.multiscale import GameReport
-from nash_mhc.model.residual import State
+from nash_mhc.model.residual import Maps, State
 from nash_mhc.ops.sinkhorn import Matrix
-from nash_mhc.ops.streams import Maps
 
 
 class StreamReport(NamedTuple):
@@ -27,7 +26,7 @@ class StreamReport(NamedTuple):
     unbalanced_BT: Float[Array, "*L B T"]  # the same before `balance`: how far Sinkhorn's iteration got
     forward_gain_BT: Float[Array, "*L B T"]  # largest absolute row sum of the product of all H_res so far
     backward_gain_BT: Float[Array, "*L B T"]  # and column sum
-    rms_RBT: Float[Array, "*L R B T"]  # of each stream as it enters the layer
+    rms_BTR: Float[Array, "*L B T R"]  # of each stream as it enters the layer
 
 
 class LayerReport(NamedTuple):
@@ -61,7 +60,7 @@ def watch_streams(entered: State, composite: Matrix, maps: Sequence[Maps]) -> tu
         unbalanced_BT=jnp.maximum(maps[0].unbalanced_BT, maps[1].unbalanced_BT),
         forward_gain_BT=largest(sums[: len(composite)]),
         backward_gain_BT=largest(sums[len(composite) :]),
-        rms_RBT=jnp.sqrt(jnp.stack([jnp.mean(x.astype(jnp.float32) * x.astype(jnp.float32), axis=-1) for x in entered])),
+        rms_BTR=jnp.sqrt(entered.squares_BTR / entered.xs[0].shape[-1]),
     )
     return composite, report
 
@@ -83,5 +82,5 @@ def summary(reports: LayerReport) -> dict[str, Array]:
         out["sinkhorn_deviation"] = largest(streams.unbalanced_BT)
         out["gain_forward"] = largest(streams.forward_gain_BT)
         out["gain_backward"] = largest(streams.backward_gain_BT)
-        out["stream_rms"] = jnp.mean(streams.rms_RBT, axis=(2, 3))
+        out["stream_rms"] = jnp.mean(streams.rms_BTR, axis=(1, 2))
     return out

@@ -16,7 +16,7 @@ from nash_mhc.model.attention import Attention
 from nash_mhc.model.health import LayerReport, unmixed, watch_streams
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
-from nash_mhc.model.residual import HyperConnection, PlainResidual, State, residual_class
+from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.nash import GRAM
 from nash_mhc.ops.rope import positions_in_segments
@@ -44,7 +44,7 @@ def remat_policy(name: str) -> Any:
     return {
         "none": lambda primitive, *_, **params: not is_gathered_weight(primitive, params),
         "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, GRAM)
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, READ, GRAM)
         ),
         "full": policies.nothing_saveable,
     }[name]

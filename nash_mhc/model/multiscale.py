@@ -17,7 +17,7 @@ from nash_mhc.model.parts import init_matrix
 from nash_mhc.ops.attend import Rows
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
-from nash_mhc.parallel.sharding import constrain, param
+from nash_mhc.parallel.sharding import constrain, on_shards, param
 
 
 class GameReport(NamedTuple):
@@ -88,7 +88,13 @@ class Multiscale(eqx.Module):
         """The game: (what the scales found, weighed, the weights, the residual). A scale is there once a block has ended."""
         with jax.named_scope("nash"):
             present_BTC = jnp.stack([positions_BT + 1 >= stride for stride in self.strides], axis=-1)
-            return aggregate(outs, self.prior(x_BTD), jax.nn.softplus(self.tau_N), present_BTC, self.rules)
+            of_scales = ("batch", "time", "scales", "heads")
+            run = on_shards(
+                functools.partial(aggregate, rules=self.rules),
+                [(PER_HEAD,) * len(outs), of_scales, ("heads",), of_scales[:3]],
+                (PER_HEAD, of_scales, ("batch", "time", "heads")),
+            )
+            return run(outs, self.prior(x_BTD), jax.nn.softplus(self.tau_N), present_BTC)
 
     def __call__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,13 +15,44 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.ops import streams
-from nash_mhc.ops.streams import Maps
+from nash_mhc.ops.sinkhorn import Matrix, Vector
+from nash_mhc.ops.streams import Streams
 from nash_mhc.parallel.sharding import constrain, on_shards, param
 
 # Logical axes: every token's streams and coefficients are its own, so each device works on its tokens alone.
-_TOKENS, _COEFFICIENT = ("batch", "time_split", "width"), ("batch", "time_split")
+_TOKENS = ("batch", "time_split", "width")
+_MAPS, _SQUARES, _NUMBER = ("batch", "time_split", "maps"), ("batch", "time_split", "streams"), ("batch", "time_split")
 
-State = Any  # x_BTD, or a tuple of R such arrays
+READ = "stream_reading"  # checkpoint name of what a sub-layer reads: one [B, T, D] array instead of a pass over all streams
+
+
+class StreamState(NamedTuple):
+    """The residual state of mHC."""
+
+    xs: Streams
+    squares_BTR: Float[Array, "B T R"]  # of the streams, known since they were written
+
+
+class Maps(NamedTuple):
+    """The three maps of one sub-layer, for each token, float32."""
+
+    all_BTM: Float[Array, "B T M"]
+    unbalanced_BT: Float[Array, "B T"]  # how far Sinkhorn's columns were from 1 before they were balanced
+
+    @property
+    def pre(self) -> Vector:
+        return streams.coefficients(self.all_BTM)[0]
+
+    @property
+    def post(self) -> Vector:
+        return streams.coefficients(self.all_BTM)[1]
+
+    @property
+    def res(self) -> Matrix:
+        return streams.coefficients(self.all_BTM)[2]
+
+
+State = Any  # x_BTD, or StreamState
 
 
 class PlainResidual(eqx.Module):
@@ -65,35 +96,34 @@ class HyperConnection(eqx.Module):
 
     @staticmethod
     def enter(cfg: ModelConfig, x_BTD: Float[Array, "B T D"]) -> State:
-        return (x_BTD,) * cfg.streams
+        xs = (x_BTD,) * cfg.streams
+        return StreamState(xs, constrain(jax.lax.stop_gradient(streams.squares(xs)), *_SQUARES))
 
     @staticmethod
     def leave(state: State) -> Float[Array, "B T D"]:
-        return sum(x.astype(jnp.float32) for x in state).astype(state[0].dtype)
+        return sum(x.astype(jnp.float32) for x in state.xs).astype(state.xs[0].dtype)
 
     def maps(self, state: State) -> Maps:
-        R = len(state)
-        h_BTM = streams.project(state, self.phi_RDM, self.eps)
+        R = len(state.xs)
+        h_BTM = streams.project(state.xs, state.squares_BTR, self.phi_RDM, self.eps)
         alpha_M = jnp.repeat(self.alpha_3, np.array([R, R, R * R]), total_repeat_length=R * R + 2 * R)
         logits_BTM = alpha_M[None, None] * h_BTM + self.bias_M[None, None]
-        out_axes: Any = Maps._make([(_COEFFICIENT,) * R, (_COEFFICIENT,) * R, ((_COEFFICIENT,) * R,) * R, _COEFFICIENT])
-        to_maps = on_shards(functools.partial(streams.maps, iterations=self.iterations), [(*_COEFFICIENT, "maps")], out_axes)
+        to_maps = on_shards(functools.partial(streams.maps, iterations=self.iterations), [_MAPS], (_MAPS, _NUMBER))
         # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials; and
         # kept for the backward pass.
         name = functools.partial(checkpoint_name, name=streams.COEFFICIENTS)
-        return jax.tree.map(name, jax.lax.optimization_barrier(to_maps(logits_BTM)))
+        return Maps(*jax.tree.map(name, jax.lax.optimization_barrier(to_maps(logits_BTM))))
 
     def read(self, state: State) -> tuple[Float[Array, "B T D"], Any]:
         with jax.named_scope("mhc"):
             maps = self.maps(state)
-            return constrain(streams.read(state, maps.pre), *_TOKENS), maps
+            return checkpoint_name(constrain(streams.read(state.xs, maps.all_BTM), *_TOKENS), READ), maps
 
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:
         with jax.named_scope("mhc"):
-            R = len(state)
-            axes = [(_TOKENS,) * R, _TOKENS, ((_COEFFICIENT,) * R,) * R, (_COEFFICIENT,) * R]
-            write = on_shards(streams.write, axes, (_TOKENS,) * R)
-            return write(state, y_BTD, maps.res, maps.post)
+            all_streams = (_TOKENS,) * len(state.xs)
+            write = on_shards(streams.write, [all_streams, _TOKENS, _MAPS], (all_streams, _SQUARES))
+            return StreamState(*write(state.xs, y_BTD, maps.all_BTM))
 
 
 def residual_class(cfg: ModelConfig) -> type[PlainResidual] | type[HyperConnection]:

@@ -8,14 +8,16 @@ The wide arrays are read once for G and once for the weighted sum; the game itse
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
+from nash_mhc.ops import nash_gpu
 from nash_mhc.ops.pyramid import upsample, upsample_transposed
 
 GRAM = "gram"  # checkpoint name of the Gram matrix: C x C numbers a token and head, a pass over all scales to get
@@ -58,21 +60,26 @@ class Round(NamedTuple):
     after: Scales
 
 
-def best_response(gram: Gram, prior: Scales, tau: Array, present: Scales, w: Scales) -> Round:
+Keep = Callable[[Any], Any]
+
+
+def best_response(gram: Gram, prior: Scales, tau: Array, present: Scales, w: Scales, keep: Keep = _kept) -> Round:
     gw = tuple(_sum([g * x for g, x in zip(row, w, strict=True)]) for row in gram)
     consensus = _sum([x * y for x, y in zip(w, gw, strict=True)])
     errors = tuple(gram[c][c] - 2.0 * gw[c] + consensus for c in range(len(w)))
     answer = _softmax(tuple(p - tau * e for p, e in zip(prior, errors, strict=True)), present)
-    return Round(*_kept((w, gw, errors, answer)))
+    return Round(*keep((w, gw, errors, answer)))
 
 
-def play(gram: Gram, prior: Scales, tau: Array, present: Scales, rules: Rules) -> tuple[Scales, list[Round]]:
+def play(
+    gram: Gram, prior: Scales, tau: Array, present: Scales, rules: Rules, keep: Keep = _kept
+) -> tuple[Scales, list[Round]]:
     """The weights that the scales settle on, and how they got there."""
     even = rules.aggregation == "mean"
-    w = _kept(_softmax(tuple(jnp.zeros_like(p) for p in prior) if even else prior, present))
+    w = keep(_softmax(tuple(jnp.zeros_like(p) for p in prior) if even else prior, present))
     rounds = []
     for _ in range(rules.iterations if rules.aggregation == "nash" else 0):
-        rounds.append(best_response(gram, prior, tau, present, w))
+        rounds.append(best_response(gram, prior, tau, present, w, keep))
         w = rounds[-1].after
     return w, rounds
 
@@ -84,7 +91,7 @@ def _through_softmax(w: Scales, dw: Scales) -> Scales:
 
 
 def play_backward(
-    gram: Gram, tau: Array, rules: Rules, w: Scales, rounds: list[Round], dw: Scales
+    gram: Gram, tau: Array, rules: Rules, w: Scales, rounds: list[Round], dw: Scales, keep: Keep = _kept
 ) -> tuple[Gram, Scales, Array]:
     """Gradients of G, of the prior and of tau (still one number a token), through every round of the game."""
     C = len(dw)
@@ -97,32 +104,70 @@ def play_backward(
         derrors = tuple(-tau * d for d in dlogits)
         total = _sum(derrors)
         dgw = tuple(total * x - 2.0 * d for x, d in zip(r.before, derrors, strict=True))
-        dlogits, derrors, total, dgw = _kept((dlogits, derrors, total, dgw))
+        dlogits, derrors, total, dgw = keep((dlogits, derrors, total, dgw))
         dprior = [a + d for a, d in zip(dprior, dlogits, strict=True)]
         dtau = dtau - _sum([e * d for e, d in zip(r.errors, dlogits, strict=True)])
         dw = tuple(total * r.gw[m] + _sum([dgw[c] * gram[c][m] for c in range(C)]) for m in range(C))
         dgram = [[dgram[c][m] + dgw[c] * r.before[m] + (derrors[c] if c == m else 0.0) for m in range(C)] for c in range(C)]
-        dprior, dtau, dw, dgram = _kept((dprior, dtau, dw, dgram))
+        dprior, dtau, dw, dgram = keep((dprior, dtau, dw, dgram))
     first = rounds[0].before if rounds else w
     dprior = [a + d for a, d in zip(dprior, _through_softmax(first, dw), strict=True)]
-    return _kept((tuple(tuple(row) for row in dgram), tuple(dprior), dtau))
+    return keep((tuple(tuple(row) for row in dgram), tuple(dprior), dtau))
 
 
 def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _gram(outs: Sequence[Array]) -> Gram:
-    H = outs[0].shape[-1]
-    C = len(outs)
-    half = {(a, b): jnp.sum(outs[a] * outs[b], axis=-1) / H for a in range(C) for b in range(a, C)}
-    return tuple(tuple(half[min(a, b), max(a, b)] for b in range(C)) for a in range(C))
+def _half_gram(outs: Sequence[Array]) -> list[Array]:
+    """G_ab for a <= b: the matrix is symmetric."""
+    H, C = outs[0].shape[-1], len(outs)
+    return [jnp.sum(outs[a] * outs[b], axis=-1) / H for a in range(C) for b in range(a, C)]
+
+
+def _whole(half: Sequence[Array], C: int) -> Gram:
+    places = {(a, b): i for i, (a, b) in enumerate((a, b) for a in range(C) for b in range(a, C))}
+    return tuple(tuple(half[places[min(a, b), max(a, b)]] for b in range(C)) for a in range(C))
 
 
 def _at_tokens(outs: Sequence[Array]) -> list[Array]:
     """Every scale's output at full resolution, float32."""
     T = outs[0].shape[1]
     return [_wide(upsample(o, T // o.shape[1])) for o in outs]
+
+
+def _settle(
+    rules: Rules, keep: Keep, at: list[Array], prior: Scales, tau: Array, present: Scales
+) -> tuple[Array, Scales, Array, list[Array]]:
+    """(y, w, residual, half of G) for tokens of any shape; `at` are the scales' outputs there, one more axis behind."""
+    half = keep(_half_gram(at))
+    gram = _whole(half, len(at))
+    w, _ = play(gram, prior, tau, present, rules, keep)
+    answer = best_response(gram, prior, tau, present, w, keep).after if rules.aggregation == "nash" else w
+    residual = _sum([jnp.abs(a - b) for a, b in zip(answer, w, strict=True)])
+    return _sum([x[..., None] * o for x, o in zip(w, at, strict=True)]), w, residual, half
+
+
+def _unsettle(
+    rules: Rules,
+    keep: Keep,
+    at: list[Array],
+    prior: Scales,
+    tau: Array,
+    present: Scales,
+    half: Sequence[Array],
+    dy: Array,
+    dw: Scales,
+) -> tuple[list[Array], Scales, Array]:
+    """Gradients of `at`, of the prior and of tau. The game is played again: cheaper than to keep its rounds."""
+    C, H = len(at), dy.shape[-1]
+    gram = _whole(half, C)
+    w, rounds = play(gram, prior, tau, present, rules, keep)
+    dw = keep(tuple(jnp.sum(dy * o, axis=-1) + d for o, d in zip(at, dw, strict=True)))
+    dgram, dprior, dtau = play_backward(gram, tau, rules, w, rounds, dw, keep)
+    # G_cm depends on O_c through both of its places; the two halves of dG came in separately.
+    through = [_sum([((dgram[c][m] + dgram[m][c]) / H)[..., None] * at[m] for m in range(C)]) for c in range(C)]
+    return [x[..., None] * dy + d for x, d in zip(w, through, strict=True)], dprior, dtau
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -138,7 +183,7 @@ def aggregate(
     Rows are handed to tokens by `upsample`; `present` says which scales have one that belongs to the token's document.
     The residual, |BR(w) - w|_1, carries no gradient.
     """
-    return _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules)[0]
+    return _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules)[:3]
 
 
 def _unstacked(x_BTCN: Array) -> Scales:
@@ -146,35 +191,52 @@ def _unstacked(x_BTCN: Array) -> Scales:
 
 
 def _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules):  # type: ignore[no-untyped-def]
-    at = _at_tokens(outs)
-    gram = tuple(tuple(checkpoint_name(g, GRAM) for g in row) for row in _kept(_gram(at)))
-    prior, tau, present = _unstacked(prior_BTCN), tau_N[None, None], _unstacked(present_BTC[..., None])
-    w, rounds = play(gram, prior, tau, present, rules)
-    answer = best_response(gram, prior, tau, present, w).after if rules.aggregation == "nash" else w
-    residual = _sum([jnp.abs(a - b) for a, b in zip(answer, w, strict=True)])
-    y = _sum([x[..., None] * o for x, o in zip(w, at, strict=True)]).astype(outs[0].dtype)
-    return (_kept(y), jnp.stack(w, axis=2), residual), (gram, w, rounds)
+    forms: dict[str, Any] = {"default": functools.partial(_aggregate_in_xla, rules)}
+    if nash_gpu.fits(outs):
+        forms["cuda"] = functools.partial(_aggregate_in_kernel, rules)
+    y, w, residual, half = lax.platform_dependent(outs, prior_BTCN, tau_N, present_BTC, **forms)
+    return _kept(y), w, residual, [checkpoint_name(g, GRAM) for g in half]
+
+
+def _aggregate_in_xla(rules: Rules, outs: Scales, prior_BTCN: Array, tau_N: Array, present_BTC: Array) -> tuple[Any, ...]:
+    present = _unstacked(present_BTC[..., None])
+    y, w, residual, half = _settle(rules, _kept, _at_tokens(outs), _unstacked(prior_BTCN), tau_N[None, None], present)
+    return y.astype(outs[0].dtype), jnp.stack(w, axis=2), residual, half
+
+
+def _aggregate_in_kernel(
+    rules: Rules, outs: Scales, prior_BTCN: Array, tau_N: Array, present_BTC: Array, *, interpret: bool = False
+) -> tuple[Any, ...]:
+    settle = functools.partial(_settle, rules, lambda x: x)
+    return nash_gpu.forward(outs, prior_BTCN, tau_N, present_BTC, settle, interpret=interpret)
 
 
 def _aggregate_fwd(outs, prior_BTCN, tau_N, present_BTC, rules):  # type: ignore[no-untyped-def]
-    results, game = _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules)
-    return results, (outs, tau_N, game)
+    *results, half = _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules)
+    return tuple(results), (outs, prior_BTCN, tau_N, present_BTC, half)
 
 
 def _aggregate_bwd(rules, saved, cotangents):  # type: ignore[no-untyped-def]
-    outs, tau_N, (gram, w, rounds) = saved
     dy_BTNH, dw_BTCN, _ = cotangents
-    at, dy = _at_tokens(outs), _wide(dy_BTNH)
-    dw = _kept(tuple(jnp.sum(dy * o, axis=-1) + d for o, d in zip(at, _unstacked(dw_BTCN), strict=True)))
-    dgram, dprior, dtau = play_backward(gram, tau_N[None, None], rules, w, rounds, dw)
-    C, H = len(outs), dy.shape[-1]
-    douts = []
-    for c in range(C):
-        # G_cm depends on O_c through both of its places; the two halves of dG came in separately.
-        through_gram = _sum([(dgram[c][m] + dgram[m][c])[..., None] * at[m] for m in range(C)]) / H
-        token = w[c][..., None] * dy + through_gram
-        douts.append(upsample_transposed(token, dy.shape[1] // outs[c].shape[1]).astype(outs[c].dtype))
-    return _kept(tuple(douts)), jnp.stack(dprior, axis=2), jnp.sum(dtau, axis=(0, 1)), None
+    forms: dict[str, Any] = {"default": functools.partial(_backward_in_xla, rules)}
+    if nash_gpu.fits(saved[0]):
+        forms["cuda"] = functools.partial(_backward_in_kernel, rules)
+    douts, dprior, dtau = lax.platform_dependent(*saved, dy_BTNH, dw_BTCN, **forms)
+    return _kept(tuple(douts)), dprior, jnp.sum(dtau, axis=(0, 1)), None
+
+
+def _backward_in_xla(rules, outs, prior_BTCN, tau_N, present_BTC, half, dy_BTNH, dw_BTCN):  # type: ignore[no-untyped-def]
+    """(d outs, d prior, d tau of each token and head)."""
+    game = _unstacked(prior_BTCN), tau_N[None, None], _unstacked(present_BTC[..., None])
+    dat, dprior, dtau = _unsettle(rules, _kept, _at_tokens(outs), *game, half, _wide(dy_BTNH), _unstacked(dw_BTCN))
+    T = dy_BTNH.shape[1]
+    douts = [upsample_transposed(d, T // o.shape[1]).astype(o.dtype) for d, o in zip(dat, outs, strict=True)]
+    return douts, jnp.stack(dprior, axis=2), dtau
+
+
+def _backward_in_kernel(rules, outs, prior_BTCN, tau_N, present_BTC, half, dy_BTNH, dw_BTCN, *, interpret=False):  # type: ignore[no-untyped-def]
+    unsettle = functools.partial(_unsettle, rules, lambda x: x)
+    return nash_gpu.backward(outs, prior_BTCN, tau_N, present_BTC, half, dy_BTNH, dw_BTCN, unsettle, interpret=interpret)
 
 
 aggregate.defvjp(_aggregate_fwd, _aggregate_bwd)

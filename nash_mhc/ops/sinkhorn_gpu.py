@@ -40,28 +40,32 @@ class Aside(NamedTuple):
 def over_tokens(
     body: Callable[..., Sequence[Array]],
     args: Sequence[Array],
-    outs: int,
+    outs: Sequence[int],
     *,
     aside: tuple[int, int] = (1, 1),
     interpret: bool = False,
-) -> list[Array]:  # fmt: skip
-    """`body(vector of each argument, aside) -> vectors`, for every token: arguments and results are arrays over all tokens.
+) -> list[Array]:
+    """`body(numbers, aside) -> numbers` for every token: `args` are arrays [..., m], whose columns it gets one after another.
 
-    `aside` is (how many vectors, how long each) there is room for.
+    Its results fill arrays [..., m] of the widths `outs`. `aside` is (how many vectors, how long each) there is room for.
     """
-    shape, tokens = args[0].shape, args[0].size
+    shape = args[0].shape[:-1]
+    tokens = math.prod(shape)
 
     def kernel(*refs: Any) -> None:
         in_refs, out_refs, aside_ref = refs[: len(args)], refs[len(args) : -1], refs[-1]
-        for ref, x in zip(out_refs, body([ref[:] for ref in in_refs], Aside(aside_ref, aside[1])), strict=True):
-            ref[:] = x
+        # Column by column: neighbours share a cache line, so that memory is still read once.
+        columns = [ref[:, m] for ref in in_refs for m in range(ref.shape[1])]
+        places = [(ref, m) for ref in out_refs for m in range(ref.shape[1])]
+        for (ref, m), x in zip(places, body(columns, Aside(aside_ref, aside[1])), strict=True):
+            ref[:, m] = x
 
-    one = pl.BlockSpec((_TOKENS,), lambda i: (i,))
-    shapes = [jax.ShapeDtypeStruct((tokens,), args[0].dtype)] * outs
+    block = lambda width: pl.BlockSpec((_TOKENS, width), lambda i: (i, 0))
+    shapes = [jax.ShapeDtypeStruct((tokens, width), args[0].dtype) for width in outs]
     room = jax.ShapeDtypeStruct((aside[0] * aside[1], tokens), args[0].dtype)
     *results, _ = pl.pallas_call(
-        kernel, out_shape=[*shapes, room], grid=(tokens // _TOKENS,), in_specs=[one] * len(args),
-        out_specs=[*[one] * outs, pl.BlockSpec((room.shape[0], _TOKENS), lambda i: (0, i))],
+        kernel, out_shape=[*shapes, room], grid=(tokens // _TOKENS,), in_specs=[block(a.shape[-1]) for a in args],
+        out_specs=[*[block(width) for width in outs], pl.BlockSpec((room.shape[0], _TOKENS), lambda i: (0, i))],
         compiler_params=plgpu.CompilerParams(num_warps=_TOKENS // 32, num_stages=1), name="stream_maps", interpret=interpret,
-    )(*(a.reshape(tokens) for a in args))  # fmt: skip
-    return [r.reshape(shape) for r in results]
+    )(*(a.reshape(tokens, a.shape[-1]) for a in args))  # fmt: skip
+    return [r.reshape(*shape, r.shape[-1]) for r in results]

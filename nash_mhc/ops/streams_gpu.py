@@ -2,7 +2,7 @@
 
 XLA's own fusions load up to 24 coefficients again for every element, and split the reductions of the backward pass over many
 kernels that each read the streams anew. `streams.py` has the same functions in plain arrays; the tests hold them together.
-Streams are [tokens, D] here, coefficients [tokens], each an array of its own.
+Streams are [tokens, D] here, and a token's coefficients one row of a [tokens, M] array: pre, post, then res row by row.
 """
 
 from __future__ import annotations
@@ -54,49 +54,61 @@ def _sum(terms: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, terms)
 
 
-def write(
-    xs: Sequence[Array], y: Array, res: Sequence[Array], post: Sequence[Array], *, interpret: bool = False
-) -> list[Array]:
-    """Stream i becomes sum_j res[i R + j] stream j + post[i] y."""
-    R, chunk = len(xs), _chunk(y.shape[1])
-
-    def kernel(*refs: Any) -> None:
-        x_refs, y_ref, out_refs = refs[:R], refs[R], refs[-R:]
-        res, post = ([ref[:][:, None] for ref in part] for part in (refs[R + 1 : -2 * R], refs[-2 * R : -R]))
-
-        def body(k: Array, _: None) -> None:
-            x, y = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk)
-            for i, out_ref in enumerate(out_refs):
-                mixed = _sum([res[i * R + j] * x[j] for j in range(R)]) + post[i] * y
-                out_ref[:, pl.ds(k * chunk, chunk)] = mixed.astype(out_ref.dtype)
-
-        lax.fori_loop(0, y.shape[1] // chunk, body, None)
-
-    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
-    return _call(kernel, outs, [*xs, y, *res, *post], "streams_write", interpret)
-
-
-def write_backward(
-    xs: Sequence[Array], y: Array, post: Sequence[Array], douts: Sequence[Array], *, interpret: bool = False
-) -> tuple[Array, list[Array], list[Array]]:
-    """(dy, d res row by row, d post) in one pass over the streams and their gradients."""
+def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False) -> tuple[list[Array], Array]:
+    """(stream i becomes sum_j res[i, j] stream j + post[i] y; the sums of squares of the new streams, [tokens, R])."""
     R, (tokens, width), chunk = len(xs), y.shape, _chunk(y.shape[1])
 
     def kernel(*refs: Any) -> None:
-        x_refs, y_ref, post_refs, d_refs = refs[:R], refs[R], refs[R + 1 : 2 * R + 1], refs[2 * R + 1 : 3 * R + 1]
-        dy_ref, sum_refs = refs[3 * R + 1], refs[3 * R + 2 :]
-        post = [ref[:][:, None] for ref in post_refs]
+        x_refs, y_ref, maps_ref, out_refs, squares_ref = refs[:R], refs[R], refs[R + 1], refs[R + 2 : -1], refs[-1]
+        post, res = _post_and_res(maps_ref, R)
 
         def body(k: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            x, y, d = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk), [_tile(ref, k, chunk) for ref in d_refs]
-            dy_ref[:, pl.ds(k * chunk, chunk)] = _sum([p * g for p, g in zip(post, d, strict=True)]).astype(dy_ref.dtype)
-            products = [g * o for g in d for o in x] + [g * y for g in d]
+            x, y = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk)
+            out = [(_sum([c * a for c, a in zip(row, x, strict=True)]) + p * y) for row, p in zip(res, post, strict=True)]
+            rounded = [a.astype(ref.dtype) for a, ref in zip(out, out_refs, strict=True)]
+            for ref, a in zip(out_refs, rounded, strict=True):
+                ref[:, pl.ds(k * chunk, chunk)] = a
+            wide = [a.astype(_wide(a.dtype)) for a in rounded]
+            return tuple(s + jnp.sum(a * a, axis=1) for s, a in zip(sums, wide, strict=True))
+
+        sums = lax.fori_loop(0, width // chunk, body, (jnp.zeros(_ROWS, _wide(y.dtype)),) * R)
+        for r, total in enumerate(sums):
+            squares_ref[:, r] = total
+
+    outs = [*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], jax.ShapeDtypeStruct((tokens, R), _wide(y.dtype))]
+    *streams, squares = _call(kernel, outs, [*xs, y, maps], "streams_write", interpret)
+    return streams, squares
+
+
+def _post_and_res(maps_ref: Any, R: int) -> tuple[list[Array], list[list[Array]]]:
+    column = lambda m: maps_ref[:, m][:, None]
+    return [column(R + i) for i in range(R)], [[column(2 * R + i * R + j) for j in range(R)] for i in range(R)]
+
+
+def write_backward(
+    xs: Sequence[Array], y: Array, maps: Array, douts: Sequence[Array], *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """(dy, d maps; 0 for pre, which had no part in it) in one pass over the streams and their gradients."""
+    R, width, chunk = len(xs), y.shape[1], _chunk(y.shape[1])
+
+    def kernel(*refs: Any) -> None:
+        x_refs, y_ref, maps_ref, d_refs = refs[:R], refs[R], refs[R + 1], refs[R + 2 : 2 * R + 2]
+        dy_ref, dmaps_ref = refs[2 * R + 2 :]
+        post, _ = _post_and_res(maps_ref, R)
+
+        def body(k: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            x, y = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk)
+            d = [_tile(ref, k, chunk) for ref in d_refs]
+            dy_ref[:, pl.ds(k * chunk, chunk)] = _sum([p * a for p, a in zip(post, d, strict=True)]).astype(dy_ref.dtype)
+            # In the order of the coefficients: d post, then d res row by row.
+            products = [*(a * y for a in d), *(a * b for a in d for b in x)]
             return tuple(s + jnp.sum(p, axis=1) for s, p in zip(sums, products, strict=True))
 
-        sums = lax.fori_loop(0, width // chunk, body, (jnp.zeros(_ROWS, _wide(y.dtype)),) * (R * R + R))
-        for ref, total in zip(sum_refs, sums, strict=True):
-            ref[:] = total
+        zero = jnp.zeros(_ROWS, _wide(y.dtype))
+        sums = lax.fori_loop(0, width // chunk, body, (zero,) * (R * R + R))
+        for m, total in enumerate([*[zero] * R, *sums]):
+            dmaps_ref[:, m] = total
 
-    outs = [jax.ShapeDtypeStruct(y.shape, y.dtype), *[jax.ShapeDtypeStruct((tokens,), _wide(y.dtype))] * (R * R + R)]
-    dy, *sums = _call(kernel, outs, [*xs, y, *post, *douts], "streams_write_backward", interpret)
-    return dy, sums[: R * R], sums[R * R :]
+    outs = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(maps.shape, _wide(y.dtype))]
+    dy, dmaps = _call(kernel, outs, [*xs, y, maps, *douts], "streams_write_backward", interpret)
+    return dy, dmaps
