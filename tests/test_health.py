@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import small
 
+from nash_mhc.model.attention import Layout
 from nash_mhc.model.health import LayerReport, summary
 from nash_mhc.model.multiscale import Multiscale, report
 
@@ -69,7 +70,7 @@ def test_scales_without_a_finished_block_have_no_weight_at_all():
     mixer = jax.jit(lambda: Multiscale.init(cfg, key=jax.random.key(0)))()
     x_BTD = jax.random.normal(jax.random.key(1), (3, 8, cfg.width))
     positions_BT = jnp.arange(8)[None] % jnp.array([1, 3, 8])[:, None]
-    game = jax.jit(lambda m, x: m(x, None, positions_BT, kernel="xla")[1])(mixer, x_BTD)
+    game = jax.jit(lambda m, x: m(x, Layout(None, positions_BT), kernel="xla")[1])(mixer, x_BTD)
     weight_BCN = np.asarray(game.weight_BCN)
     np.testing.assert_allclose(weight_BCN.sum(axis=1), 8.0, rtol=1e-6)
     assert (weight_BCN > 0.0).any(axis=2).tolist() == [[True, False, False], [True, True, False], [True, True, True]]

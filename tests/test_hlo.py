@@ -9,7 +9,7 @@ import jax
 import pytest
 import small
 
-from nash_mhc.bench.aot import count_collectives
+from nash_mhc.bench.aot import communicating, count_collectives
 from nash_mhc.train.feed import abstract_batch
 from nash_mhc.train.state import sharded_abstract_state
 
@@ -62,7 +62,7 @@ def collectives(text):
     """(kind, [(name, elements of one device), ...]) of each; what XLA put into one instruction is taken apart again."""
     pattern = r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(.*op_name=\"([^\"]*)\""
     found = []
-    for shapes, kind, name in re.findall(pattern, text):
+    for shapes, kind, name in re.findall(pattern, communicating(text)):
         sizes = [math.prod(map(int, dims.split(","))) if dims else 1 for dims in re.findall(r"\w\[([\d,]*)\]", shapes)]
         prefix, several = re.fullmatch(r"(.*?)(?:\(([^()]*:.*)\))?", name).groups()
         names = [prefix + n for n in several.split(":")] if several else [name] * len(sizes)

@@ -15,7 +15,7 @@ import small
 
 from nash_mhc.config.schema import MeshConfig, ModelConfig
 from nash_mhc.model import LM
-from nash_mhc.model.attention import Attention
+from nash_mhc.model.attention import Attention, Layout
 from nash_mhc.model.lm import Execution
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.parallel.mesh import make_mesh
@@ -170,7 +170,7 @@ def test_one_scale_is_plain_attention_bit_for_bit():
     positions_BT = jnp.broadcast_to(jnp.arange(16), (2, 16))
 
     def loss(mixer, x_BTD):
-        out_BTD, _ = mixer(x_BTD, segments_BT, positions_BT, kernel="xla")
+        out_BTD, _ = mixer(x_BTD, Layout(segments_BT, positions_BT), kernel="xla")
         return jnp.sum(out_BTD * probe_BTD), out_BTD
 
     run = jax.jit(jax.grad(loss, (0, 1), has_aux=True))

@@ -1,10 +1,13 @@
 """Pooling and upsampling: the fast form against the definition, documents apart, the adjoint, and what may be seen when."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nash_mhc.ops import pyramid
 from nash_mhc.ops.pyramid import continues, pool, pool_reference, upsample, upsample_transposed
 
 B, T, N, H = 2, 24, 2, 4
@@ -33,24 +36,55 @@ def test_both_forms_are_the_definition(r):
     z, kernel, goes_on = inputs(r)
     want = definition(np.asarray(z), np.asarray(kernel), np.asarray(goes_on), r)
     np.testing.assert_allclose(pool_reference(z, kernel, goes_on), want, atol=1e-5)
-    np.testing.assert_allclose(pool(z, kernel, goes_on), want, atol=1e-5)
+    same, pooled = pool(z, kernel, goes_on)
+    np.testing.assert_allclose(pooled, want, atol=1e-5)
+    np.testing.assert_array_equal(same, z)
 
 
 @pytest.mark.parametrize("r", [2, 3])
 def test_gradients_are_those_of_the_plain_form(r):
     with jax.enable_x64(True):
         z, kernel, goes_on = inputs(r, jnp.float64)
-        weight = jax.random.normal(jax.random.key(2), (B, T // r, N, H), jnp.float64)
-        got, want = (
-            jax.grad(lambda z, k, f=f: jnp.sum(weight * f(z, k, goes_on)), (0, 1))(z, kernel) for f in (pool, pool_reference)
-        )
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, want)
+        probe = lambda key, rows: jax.random.normal(jax.random.key(key), (B, rows, N, H), jnp.float64)
+        on_z, on_rows = probe(2, T), probe(3, T // r)
+        plain = lambda z, kernel, goes_on: (z, pool_reference(z, kernel, goes_on))
+
+        def gradients(f):
+            def loss(z, kernel):
+                same, pooled = f(z, kernel, goes_on)
+                return jnp.sum(on_z * same) + jnp.sum(on_rows * pooled)
+
+            return jax.grad(loss, (0, 1))(z, kernel)
+
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), gradients(pool), gradients(plain))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("r", [2, 4])
+def test_the_gpu_kernels_compute_what_xla_does(r, dtype):
+    """In Pallas's interpreter: the same kernels that a GPU compiles. A document ends within a piece."""
+    shape, rows = (2, 40 * r, 2, 64), 40
+    z, dz = (jax.random.normal(jax.random.key(i), shape, dtype) for i in (0, 1))
+    dout = jax.random.normal(jax.random.key(2), (2, rows, *shape[2:]), dtype)
+    kernel = jax.random.normal(jax.random.key(3), (2 * r, *shape[2:]))
+    goes_on = continues(jnp.array([[1] * 19 + [2] * 21, [1] * 8 + [2] * 32]))
+    assert pyramid.pyramid_gpu.fits(z, r)
+    pairs = [
+        (pyramid._pool_in_xla, pyramid._pool_in_kernel, (z, kernel, goes_on)),
+        (pyramid._backward_in_xla, pyramid._backward_in_kernel, (z, kernel, goes_on, dz, dout)),
+    ]
+    for in_xla, in_kernel, args in pairs:
+        want, got = jax.jit(in_xla)(*args), jax.jit(functools.partial(in_kernel, interpret=True))(*args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            tolerance = 2**-7 if a.dtype == jnp.bfloat16 else 2e-5
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
 
 
 def test_bfloat16_is_summed_in_float32():
     z, kernel, goes_on = inputs(2, jnp.bfloat16)
     want = pool_reference(z.astype(jnp.float32), kernel, goes_on)
-    np.testing.assert_allclose(np.asarray(pool(z, kernel, goes_on), np.float32), want, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(pool(z, kernel, goes_on)[1], np.float32), want, rtol=2**-8, atol=1e-6)
 
 
 def test_a_row_continues_only_its_own_document():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from typing import Any
@@ -18,12 +19,14 @@ from nash_mhc.train.hardware import matmul_rate, peak_flops, processors
 from nash_mhc.train.run import compile_train_step, resolve
 from nash_mhc.train.state import create_state
 
+_DOCUMENTS = 2  # in a row
+
 
 def random_rows(cfg: RunConfig, seed: int) -> Rows:
-    """Random tokens in rows of two packed documents each: what a step costs does not depend on what it reads."""
+    """Random tokens in rows of two documents each: what a step costs does not depend on what it reads."""
     shape = (cfg.train.grad_accum, cfg.data.batch_size, cfg.data.seq_len)
     tokens = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (*shape[:2], shape[2] + 1), np.int32)
-    segments = np.broadcast_to(1 + (np.arange(shape[2]) >= shape[2] // 2), shape).astype(np.int32)
+    segments = np.broadcast_to(1 + np.arange(shape[2]) * _DOCUMENTS // shape[2], shape).astype(np.int32)
     return Rows(tokens[..., :-1], tokens[..., 1:], segments, np.ones(shape, np.float32))
 
 
@@ -37,22 +40,24 @@ def _peak_memory(compiled: Any, device: jax.Device) -> int | None:
 
 
 def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Median step time after the warm-up, waiting for each step's end, beside the matmul rate measured in the same run."""
+    """Median step time after the warm-up, beside the matmul rate measured in the same run."""
     cfg, mesh = resolve(cfg)
     device = mesh.devices.flat[0]
     state = create_state(cfg, mesh)
     batch = to_device(random_rows(cfg, 0), mesh)
-    step_fn = compile_train_step(cfg, mesh)
+    step_fn = compile_train_step(cfg, mesh, most_documents=_DOCUMENTS)
     compiled = step_fn.compile(state, batch)
     rate_before = matmul_rate(cfg.train.dtype, device, seconds=1.0)
-    times, losses = [], []
-    for number in range(warmup + steps):
-        start = time.perf_counter()
+    # As in training: the host reads a step's loss while the next one runs, and times are between such ends.
+    ends, losses, before = [], [], None
+    for _ in range(max(warmup, 1) + steps + 1):
         state, metrics = step_fn(state, batch)
-        jax.block_until_ready((state, metrics))
-        if number >= warmup:
-            times.append(time.perf_counter() - start)
-        losses.append(float(metrics["loss"]))
+        if before is not None:
+            losses.append(float(before["loss"]))
+            ends.append(time.perf_counter())
+        before = metrics
+    jax.block_until_ready(state)
+    times = [later - earlier for earlier, later in itertools.pairwise(ends[-steps - 1 :])]
     # The machine may be slower or faster at either end; the better of the two is what it can do.
     rate = max(rate_before, matmul_rate(cfg.train.dtype, device, seconds=1.0))
     seconds = statistics.median(times)

@@ -29,7 +29,7 @@ def model(name: str = "tiny") -> ModelConfig:
     width, layers, heads, kv_heads, head_dim, ffn, vocab, _ = _SHAPES[name]
     return ModelConfig(
         vocab_size=vocab, width=width, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn,
-        window=64 if name == "tiny" else 512,
+        window=32 if name == "tiny" else 512,
         rope_theta=10_000.0 if name == "tiny" else 500_000.0, tied_embeddings=name not in ("1b", "3b"),
     )  # fmt: skip
 
@@ -43,5 +43,7 @@ def run(name: str = "tiny") -> RunConfig:
         config,
         data=DataConfig(batch_size=8, seq_len=_SHAPES[name][-1]),
         optim=OptimConfig(learning_rate=6e-4 if name == "small" else 3e-4, warmup_steps=200, min_lr_ratio=0.1),
-        train=TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500),
+        train=TrainConfig(
+            total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, eval_batches=16, checkpoint_interval=500
+        ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,12 +13,39 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
-from nash_mhc.ops.attend import PLAIN_KERNELS, Rows, attend_each, fitting_kernel
+from nash_mhc.ops.attend import PLAIN_KERNELS, Documents, Rows, attend_each, documents_of, fitting_kernel
 from nash_mhc.ops.norm import norm_and_rope
-from nash_mhc.ops.rope import rope
+from nash_mhc.ops.rope import positions_in_segments, rope
 from nash_mhc.parallel.sharding import constrain, on_shards, param
 
 PER_HEAD, PER_KV_HEAD = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a batch stand; the same in all layers."""
+
+    segments_BT: Int[Array, "B T"] | None  # which document a token belongs to; None: every row is one
+    positions_BT: Int[Array, "B T"]  # in its document
+    documents: tuple[Documents, ...] = ()  # of each scale, for the kernels that ask for them
+
+    def at(self, c: int, stride: int) -> tuple[Array | None, Array, Documents | None]:
+        """(segments, positions, documents) of scale c; documents start at multiples of every stride."""
+        segments_BI = None if self.segments_BT is None else self.segments_BT[:, ::stride]
+        return segments_BI, self.positions_BT[:, ::stride], self.documents[c] if self.documents else None
+
+
+def lay_out(
+    shape: tuple[int, ...],
+    segments_BT: Int[Array, "B T"] | None,
+    strides: Sequence[int] = (1,),
+    kernel: str = "xla",
+    most_documents: int | None = None,
+) -> Layout:
+    """The layout of rows of that shape, which hold at most so many documents each."""
+    if segments_BT is None:
+        return Layout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
+    documents = tuple(documents_of(segments_BT[:, ::stride], most_documents) for stride in strides) if kernel == "cudnn" else ()
+    return Layout(segments_BT, positions_in_segments(segments_BT), documents)
 
 
 class Attention(eqx.Module):
@@ -83,12 +110,12 @@ class Attention(eqx.Module):
                 # crashes the CPU compiler of jax 0.11.2.)
                 q_BTNH, k_BTKH = constrain(q_BTNH, *PER_HEAD), constrain(k_BTKH, *PER_KV_HEAD)
                 v_BTKH = constrain(v_BTKH, *PER_KV_HEAD)
-            placed.append(Rows(q_BTNH, k_BTKH, v_BTKH, rows.segments_BT))
+            placed.append(rows._replace(q_BTNH=q_BTNH, k_BTKH=k_BTKH, v_BTKH=v_BTKH))
         run: Callable[..., tuple[Array, ...]] = functools.partial(attend_each, windows=tuple(windows), kernels=kernels)
         if not set(kernels) <= set(PLAIN_KERNELS):
-            axes: Any = Rows._make(
-                [PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, None if each[0].segments_BT is None else ("batch", "time")]
-            )
+            of_batch = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
+            documents = of_batch(each[0].documents, "documents")
+            axes: Any = Rows._make([PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, of_batch(each[0].segments_BT, "time"), documents])
             run = on_shards(run, [(axes,) * len(each)], (PER_HEAD,) * len(each))
         with jax.named_scope("attention"):
             return tuple(constrain(out, *PER_HEAD) for out in run(tuple(placed)))
@@ -96,16 +123,10 @@ class Attention(eqx.Module):
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD)
 
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        segments_BT: Int[Array, "B T"] | None,
-        positions_BT: Int[Array, "B T"],
-        *,
-        kernel: str,
-    ) -> tuple[Float[Array, "B T D"], None]:
+    def __call__(self, x_BTD: Float[Array, "B T D"], layout: Layout, *, kernel: str) -> tuple[Float[Array, "B T D"], None]:
         """The mixed tokens, and nothing to report: see `Multiscale`, which has the same interface."""
         x_BTD = constrain(x_BTD, "batch", "time", "width")
-        rows = Rows(*self.project(x_BTD), segments_BT)
+        segments_BT, positions_BT, documents = layout.at(0, 1)
+        rows = Rows(*self.project(x_BTD), segments_BT, documents)
         (mixed_BTNH,) = self.mix([rows], [positions_BT], windows=[self.window], kernel=kernel)
         return constrain(self.output(mixed_BTNH), "batch", "time_split", "width"), None

@@ -25,12 +25,10 @@ from jaxtyping import Array, Float, Int
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention
 from nash_mhc.model.lm import LM, Layer
-from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.multiscale import Multiscale, Projected
 from nash_mhc.model.parts import embed
 from nash_mhc.model.residual import State, residual_class
 from nash_mhc.parallel.sharding import for_compute
-
-Projected = tuple[Array, Array, Array]  # q, k, v of one row [B, 1, heads, H], before norm and rotation
 
 
 class KeyValues(eqx.Module):
@@ -181,7 +179,7 @@ def _grow(mixer: Multiscale, c: int, scale: Coarse, finer: Projected, index: Arr
         # The block before comes first: an odd row's lies in the first half, an even row's in the second.
         q, k, v = (jnp.roll(_layer(stack, index), jnp.where(i % 2 == 0, J // 2, 0), axis=1) for stack in recent)
         goes_on_BI = jnp.broadcast_to(jnp.stack([jnp.zeros_like(i, bool), i > 0]), (q.shape[0], 2))
-        q, k, v = (pair[:, 1:] for pair in mixer.coarser(c, q, k, v, goes_on_BI))
+        q, k, v = (pair[:, 1:] for pair in mixer.coarser(c, q, k, v, goes_on_BI)[1])
         return (q, k, v), mixer.base.placed(q, k, jnp.broadcast_to(i * stride, q.shape[:2]))
 
     nothing = jax.tree.map(jnp.zeros_like, finer)

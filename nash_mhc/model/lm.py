@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import Attention
+from nash_mhc.model.attention import Attention, Layout, lay_out
 from nash_mhc.model.health import LayerReport, unmixed, watch_streams
-from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.multiscale import MIXED, Multiscale
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
 from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.nash import GRAM
-from nash_mhc.ops.rope import positions_in_segments
 from nash_mhc.ops.streams import COEFFICIENTS
 from nash_mhc.parallel.sharding import for_compute, is_gathered_weight, param, stacked
 
@@ -31,6 +30,7 @@ class Execution:
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"
+    most_documents: int | None = None  # that a row holds, where the data knows it
 
     def kernel(self, cfg: ModelConfig, seq_len: int) -> str:
         if self.attention != "auto":
@@ -44,7 +44,7 @@ def remat_policy(name: str) -> Any:
     return {
         "none": lambda primitive, *_, **params: not is_gathered_weight(primitive, params),
         "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, READ, GRAM)
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, READ, GRAM, MIXED)
         ),
         "full": policies.nothing_saveable,
     }[name]
@@ -71,19 +71,11 @@ class Layer(eqx.Module):
             residual.init(cfg, key=second), norm(), SwiGLU.init(cfg, key=ffn),
         )  # fmt: skip
 
-    def __call__(
-        self,
-        state: State,
-        composite: Any,
-        segments_BT: Int[Array, "B T"] | None,
-        positions_BT: Int[Array, "B T"],
-        *,
-        kernel: str,
-    ) -> tuple[State, Any, LayerReport]:
+    def __call__(self, state: State, composite: Any, layout: Layout, *, kernel: str) -> tuple[State, Any, LayerReport]:
         """(residual state, product of the H_res so far, what happened): the product is followed only to be watched."""
         entered = state
         x_BTD, attention_maps = self.attention_residual.read(state)
-        y_BTD, game = self.attention(self.attention_norm(x_BTD), segments_BT, positions_BT, kernel=kernel)
+        y_BTD, game = self.attention(self.attention_norm(x_BTD), layout, kernel=kernel)
         state = self.attention_residual.write(state, y_BTD, attention_maps)
         x_BTD, ffn_maps = self.ffn_residual.read(state)
         state = self.ffn_residual.write(state, self.ffn(self.ffn_norm(x_BTD)), ffn_maps)
@@ -137,22 +129,19 @@ class LM(eqx.Module):
             last = ((0, 0), (0, missing))
             tokens_BT = jnp.pad(tokens_BT, last)
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
-        if segments_BT is None:
-            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-        else:
-            positions_BT = positions_in_segments(segments_BT)
         # The table is scaled for the output, where it meets a stream of norm sqrt(D); as input that would drown in the layers'
         # own outputs, so it enters at unit scale.
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
         kernel = execution.kernel(self.cfg, tokens_BT.shape[1])
+        layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents)
         residual = residual_class(self.cfg)
         composite = unmixed(self.cfg, tokens_BT.shape)
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
         def body(carry: tuple[State, Any], layer: Layer) -> tuple[tuple[State, Any], LayerReport]:
             layer = for_compute(layer, x_BTD.dtype)
-            state, composite, report = layer(*carry, segments_BT, positions_BT, kernel=kernel)
+            state, composite, report = layer(*carry, layout, kernel=kernel)
             return (state, composite), report
 
         (state, _), reports = jax.lax.scan(body, (residual.enter(self.cfg, x_BTD), composite), self.layers)

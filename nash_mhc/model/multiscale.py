@@ -9,15 +9,19 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention
-from nash_mhc.model.parts import init_matrix
+from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Layout
+from nash_mhc.model.parts import init_matrix, init_small
 from nash_mhc.ops.attend import Rows
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
 from nash_mhc.parallel.sharding import constrain, on_shards, param
+
+MIXED = "mixed_scales"  # checkpoint name of what leaves the game: one [B, T, D] array instead of a pass over all scales
+Projected = tuple[Array, Array, Array]  # q, k, v of one scale, before norm and rotation
 
 
 class GameReport(NamedTuple):
@@ -50,7 +54,7 @@ class Multiscale(eqx.Module):
         mean_J = jnp.concatenate([jnp.zeros(r), jnp.full(r, 1.0 / r)])
 
         def taps(key: PRNGKeyArray, heads: int) -> Array:
-            return mean_J[None, :, None, None] + 0.02 * jax.random.normal(key, (C - 1, 2 * r, heads, H))
+            return mean_J[None, :, None, None] + init_small(key, (C - 1, 2 * r, heads, H), 0.02)
 
         return Multiscale(
             base=Attention.init(cfg, key=base),
@@ -73,14 +77,21 @@ class Multiscale(eqx.Module):
         k_BTKH: Float[Array, "B T K H"],
         v_BTKH: Float[Array, "B T K H"],
         goes_on_BI: Bool[Array, "B I"],
-    ) -> tuple[Float[Array, "B I N H"], Float[Array, "B I K H"], Float[Array, "B I K H"]]:
-        """Queries, keys and values of scale c from those of the scale below."""
+    ) -> tuple[Projected, Projected]:
+        """(those of the scale below, for further use; queries, keys and values of scale c, pooled from them)."""
+
+        def pooled(z: Array, taps_CJNH: Array, axes: tuple[str, ...]) -> tuple[Array, Array]:
+            run = on_shards(pool, [axes, ("taps", *axes[2:]), ("batch", "time")], (axes, axes))
+            return run(z, taps_CJNH[c - 1], goes_on_BI)
+
         with jax.named_scope("pooling"):
-            return (
-                constrain(pool(q_BTNH, self.pool_q_CJNH[c - 1], goes_on_BI), *PER_HEAD),
-                constrain(pool(k_BTKH, self.pool_k_CJKH[c - 1], goes_on_BI), *PER_KV_HEAD),
-                constrain(pool(v_BTKH, self.pool_v_CJKH[c - 1], goes_on_BI), *PER_KV_HEAD),
+            below, above = zip(
+                pooled(q_BTNH, self.pool_q_CJNH, PER_HEAD),
+                pooled(k_BTKH, self.pool_k_CJKH, PER_KV_HEAD),
+                pooled(v_BTKH, self.pool_v_CJKH, PER_KV_HEAD),
+                strict=True,
             )
+        return below, above
 
     def settle(
         self, x_BTD: Float[Array, "B T D"], outs: tuple[Array, ...], positions_BT: Int[Array, "B T"]
@@ -97,29 +108,27 @@ class Multiscale(eqx.Module):
             return run(outs, self.prior(x_BTD), jax.nn.softplus(self.tau_N), present_BTC)
 
     def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        segments_BT: Int[Array, "B T"] | None,
-        positions_BT: Int[Array, "B T"],
-        *,
-        kernel: str,
+        self, x_BTD: Float[Array, "B T D"], layout: Layout, *, kernel: str
     ) -> tuple[Float[Array, "B T D"], GameReport]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         q, k, v = self.base.project(x_BTD)
-        documents_BT = jnp.ones_like(positions_BT) if segments_BT is None else segments_BT
-        each, positions = [], []
+        each: list[Rows] = []
+        positions = []
         for c, stride in enumerate(self.strides):
-            rows = slice(None, None, stride)  # documents start at multiples of every stride
+            segments_BI, positions_BI, documents = layout.at(c, stride)
             if c:
-                q, k, v = self.coarser(c, q, k, v, continues(documents_BT[:, rows]))
-            each.append(Rows(q, k, v, None if segments_BT is None else segments_BT[:, rows]))
-            positions.append(positions_BT[:, rows])
+                one_text_BI = jnp.ones_like(positions_BI) if segments_BI is None else segments_BI
+                below, (q, k, v) = self.coarser(c, q, k, v, continues(one_text_BI))
+                each[-1] = Rows(*below, *each[-1][3:])
+            each.append(Rows(q, k, v, segments_BI, documents))
+            positions.append(positions_BI)
         windows = [self.base.window, *[None] * (len(each) - 1)]
         outs = self.base.mix(each, positions, windows=windows, kernel=kernel)
-        mixed_BTNH, w_BTCN, residual_BTN = self.settle(x_BTD, outs, positions_BT)
+        mixed_BTNH, w_BTCN, residual_BTN = self.settle(x_BTD, outs, layout.positions_BT)
         with jax.named_scope("nash"):
-            game = report(w_BTCN, residual_BTN, documents_BT > 0)
-        out_BTD = self.base.output(constrain(mixed_BTNH, *PER_HEAD))
+            real_BT = jnp.ones_like(positions[0], bool) if layout.segments_BT is None else layout.segments_BT > 0
+            game = report(w_BTCN, residual_BTN, real_BT)
+        out_BTD = self.base.output(checkpoint_name(constrain(mixed_BTNH, *PER_HEAD), MIXED))
         return constrain(out_BTD, "batch", "time_split", "width"), game
 
 

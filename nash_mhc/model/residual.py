@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.parts import init_small
 from nash_mhc.ops import streams
 from nash_mhc.ops.sinkhorn import Matrix, Vector
 from nash_mhc.ops.streams import Streams
@@ -91,7 +92,7 @@ class HyperConnection(eqx.Module):
         R = cfg.streams
         # At the start every stream is read alike and written alike, and each keeps to itself.
         bias = [jnp.full(R, -math.log(R - 1.0)), jnp.zeros(R), 6.0 * jnp.eye(R).ravel()]
-        phi = 0.02 * jax.random.normal(key, (R, cfg.width, R * R + 2 * R))
+        phi = init_small(key, (R, cfg.width, R * R + 2 * R), 0.02)
         return HyperConnection(phi, jnp.concatenate(bias), jnp.full(3, 0.01), cfg.sinkhorn_iterations, cfg.norm_eps)
 
     @staticmethod

@@ -62,6 +62,14 @@ def attention_mask(T: int, segments_BT: Int[Array, "B T"] | None, window: int | 
     return mask_BTT[:, None]
 
 
+class Documents(NamedTuple):
+    """Where the documents of each row lie, for kernels that walk them one by one; those beyond the room are left out."""
+
+    lengths_BM: Int[Array, "B M"]  # -1: no such document
+    offsets_BM: Int[Array, "B M+1"]
+    count_B: Int[Array, "B"] | None  # None: there is room for all, whatever the rows hold
+
+
 class Rows(NamedTuple):
     """What attention needs of one resolution of a batch."""
 
@@ -69,6 +77,7 @@ class Rows(NamedTuple):
     k_BTKH: Float[Array, "B T K H"]
     v_BTKH: Float[Array, "B T K H"]
     segments_BT: Int[Array, "B T"] | None = None
+    documents: Documents | None = None  # of `segments_BT`, where they were found once for all layers
 
 
 def attend(
@@ -95,7 +104,7 @@ def attend_each(
     with_cudnn = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
     # All of cuDNN's share one branch on the number of documents, at which the device waits for the host.
     done = dict(zip(with_cudnn, _attend_cudnn([each[i] for i in with_cudnn], [windows[i] for i in with_cudnn]), strict=True))
-    return tuple(done[i] if i in done else forms[kernels[i]](*rows, windows[i]) for i, rows in enumerate(each))
+    return tuple(done[i] if i in done else forms[kernels[i]](*rows[:4], windows[i]) for i, rows in enumerate(each))
 
 
 def _attend_reference(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
@@ -182,8 +191,8 @@ def _attend_xla(q: Array, k: Array, v: Array, segments: Array | None, window: in
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-# Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so there are two
-# sizes; rows of more documents take a mask. Figures in docs/log.md.
+# Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so where their
+# number is not known ahead there are two sizes; rows of more documents take a mask. Figures in docs/log.md.
 _CUDNN_ROOMS = (4, 32)
 
 
@@ -195,27 +204,40 @@ def _attend_cudnn(each: Sequence[Rows], windows: Sequence[int | None]) -> Sequen
     fused = _packed_cudnn()
     if fused is None:
         return with_mask()
-    documents = [_document_numbers(rows.segments_BT) for rows in each if rows.segments_BT is not None]
+    documents = [rows.documents or documents_of(rows.segments_BT) for rows in each]  # type: ignore[arg-type]
 
     def by_document(room: int) -> list[Array]:
         return [_by_document(fused, *each[i][:3], documents[i], windows[i], room) for i in range(len(each))]
 
-    smallest = jnp.sum(jnp.max(documents[0]) >= jnp.array(_CUDNN_ROOMS))
+    if (count_B := documents[0].count_B) is None:
+        return by_document(documents[0].lengths_BM.shape[1])
+    # A branch on the device's own numbers, for which the host waits in every layer: it cannot run ahead any more.
+    smallest = jnp.sum(jnp.max(count_B) > jnp.array(_CUDNN_ROOMS))
     return jax.lax.switch(smallest, [*(functools.partial(by_document, room) for room in _CUDNN_ROOMS), with_mask])
 
 
 def _cudnn_masked(rows: Rows, window: int | None) -> Array:
-    q, k, v, segments = rows
+    q, k, v, segments, _ = rows
     # The causal part stays with the kernel, which skips what lies above the diagonal; only documents need a mask.
     mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
     span = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, local_window_size=span, implementation="cudnn")
 
 
-def _document_numbers(segments_BT: Array) -> Array:
-    """The documents of each row counted from 0."""
+def documents_of(segments_BT: Int[Array, "B T"], most: int | None = None) -> Documents:
+    """`most`: what the rows are known to hold at most."""
+    known = most is not None and most <= _CUDNN_ROOMS[-1]
+    room = 1 << (most - 1).bit_length() if most is not None and known else _CUDNN_ROOMS[-1]
     starts = jnp.concatenate([jnp.ones_like(segments_BT[:, :1], bool), segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1)
-    return jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    number_BT = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    length_BM = jax.vmap(lambda row: jnp.zeros(room, jnp.int32).at[row].add(1, mode="drop"))(number_BT)
+    offset_BM = jnp.cumsum(length_BM, axis=1) - length_BM
+    there_BM = length_BM > 0
+    return Documents(
+        lengths_BM=jnp.where(there_BM, length_BM, -1),
+        offsets_BM=jnp.pad(jnp.where(there_BM, offset_BM, -1), ((0, 0), (0, 1)), constant_values=-1),
+        count_B=None if known else number_BT[:, -1] + 1,
+    )
 
 
 def _packed_cudnn():  # type: ignore[no-untyped-def]
@@ -229,13 +251,8 @@ def _packed_cudnn():  # type: ignore[no-untyped-def]
     return fused if capability >= 9.0 else None
 
 
-def _by_document(fused, q: Array, k: Array, v: Array, document_BT: Array, window: int | None, room: int) -> Array:  # type: ignore[no-untyped-def]
-    count = lambda row: jnp.zeros(room, jnp.int32).at[row].add(1, mode="drop")
-    length_BM = jax.vmap(count)(document_BT)
-    offset_BM = jnp.cumsum(length_BM, axis=1) - length_BM
-    there_BM = length_BM > 0
-    lengths = jnp.where(there_BM, length_BM, -1)  # -1: no such document
-    offsets = jnp.pad(jnp.where(there_BM, offset_BM, -1), ((0, 0), (0, 1)), constant_values=-1)
+def _by_document(fused, q: Array, k: Array, v: Array, documents: Documents, window: int | None, room: int) -> Array:  # type: ignore[no-untyped-def]
+    lengths, offsets = documents.lengths_BM[:, :room], documents.offsets_BM[:, : room + 1]
     return fused.dot_product_attention(
         q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
         scale=q.shape[-1] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL, sliding_window_length=window,

@@ -7,10 +7,14 @@ earlier. Everything is local to a head and a document.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from nash_mhc.ops import pyramid_gpu
 
 
 def _wide(x: Array) -> Array:
@@ -18,7 +22,7 @@ def _wide(x: Array) -> Array:
 
 
 # Written down in its own dtype and read again: otherwise a compiler pools anew, in float32, in everything that uses the result.
-_kept = jax.lax.optimization_barrier
+_kept = lax.optimization_barrier
 
 
 def continues(segments_BI: Int[Array, "B I"]) -> Bool[Array, "B I"]:
@@ -62,33 +66,76 @@ def _earlier(x: Array) -> Array:
 @jax.custom_vjp
 def pool(
     z_BTNH: Float[Array, "B T N H"], kernel_JNH: Float[Array, "J N H"], continues_BI: Bool[Array, "B I"]
-) -> Float[Array, "B I N H"]:
-    """The same as `pool_reference`: each block is summed with both halves of the kernel, and the sums are shifted."""
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B I N H"]]:
+    """(z itself, the same as `pool_reference`). Use the z that it returns: its gradient is then added to in the same pass."""
+    forms: dict[str, Any] = {"default": _pool_in_xla}
+    if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
+        forms["cuda"] = _pool_in_kernel
+    return z_BTNH, _kept(lax.platform_dependent(z_BTNH, kernel_JNH, continues_BI, **forms))
+
+
+def _pool_in_xla(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array) -> Array:
+    """Each block is summed with both halves of the kernel, and the sums are shifted."""
     r = kernel_JNH.shape[0] // 2
     slots = _blocks(z_BTNH, r)
     weighted = lambda taps: functools.reduce(jnp.add, (k[None, None] * z for k, z in zip(taps, slots, strict=True)))
     before = jnp.where(continues_BI[:, :, None, None], _later(weighted(kernel_JNH[:r])), 0.0)
-    return _kept((before + weighted(kernel_JNH[r:])).astype(z_BTNH.dtype))
+    return (before + weighted(kernel_JNH[r:])).astype(z_BTNH.dtype)
+
+
+def _flat(x: Array) -> Array:
+    """Heads and channels in one axis."""
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _in_blocks(x_BTNH: Array, r: int) -> Array:
+    B, T, N, H = x_BTNH.shape
+    return x_BTNH.reshape(B, T // r, r, N * H)
+
+
+def _pool_in_kernel(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, *, interpret: bool = False) -> Array:
+    r = kernel_JNH.shape[0] // 2
+    out_BIW = pyramid_gpu.pool(_in_blocks(z_BTNH, r), _flat(kernel_JNH), continues_BI, interpret=interpret)
+    return out_BIW.reshape(*out_BIW.shape[:2], *z_BTNH.shape[2:])
 
 
 def _pool_fwd(z_BTNH, kernel_JNH, continues_BI):  # type: ignore[no-untyped-def]
     return pool(z_BTNH, kernel_JNH, continues_BI), (z_BTNH, kernel_JNH, continues_BI)
 
 
-def _pool_bwd(saved, dout_BINH):  # type: ignore[no-untyped-def]
-    z_BTNH, kernel_JNH, continues_BI = saved
+def _pool_bwd(saved, cotangents):  # type: ignore[no-untyped-def]
+    z_BTNH, kernel_JNH, _ = saved
+    forms: dict[str, Any] = {"default": _backward_in_xla}
+    if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
+        forms["cuda"] = _backward_in_kernel
+    return *_kept(lax.platform_dependent(*saved, *cotangents, **forms)), None
+
+
+def _backward_in_xla(
+    z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, dz_BTNH: Array, dout_BINH: Array
+) -> tuple[Array, Array]:
+    """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel)."""
     r = kernel_JNH.shape[0] // 2
     dout = _wide(dout_BINH)
     # What the row after each block sends back to it.
     dnext = _earlier(jnp.where(continues_BI[:, :, None, None], dout, 0.0))
     # All slots of a block at once, by broadcasting: neither a stack, which a GPU interleaves slowly, nor 2 r reductions.
     own, before = kernel_JNH[None, None, r:], kernel_JNH[None, None, :r]
-    dz = (dout[:, :, None] * own + dnext[:, :, None] * before).astype(z_BTNH.dtype)
+    pooled = (dout[:, :, None] * own + dnext[:, :, None] * before).reshape(z_BTNH.shape)
     # Rows in one axis, heads and channels in another: left as five axes, a GPU's compiler may transpose them all to sum them.
     B, T, N, H = z_BTNH.shape
     z_IrC = _wide(z_BTNH).reshape(B * T // r, r, N * H)
     dkernel = [jnp.sum(g.reshape(B * T // r, 1, N * H) * z_IrC, axis=0) for g in (dnext, dout)]
-    return dz.reshape(z_BTNH.shape), jnp.concatenate(dkernel).reshape(kernel_JNH.shape).astype(kernel_JNH.dtype), None
+    dz = (_wide(dz_BTNH) + pooled).astype(z_BTNH.dtype)
+    return dz, jnp.concatenate(dkernel).reshape(kernel_JNH.shape).astype(kernel_JNH.dtype)
+
+
+def _backward_in_kernel(
+    z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, dz_BTNH: Array, dout_BINH: Array, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    z, dz = (_in_blocks(x, kernel_JNH.shape[0] // 2) for x in (z_BTNH, dz_BTNH))
+    dz, dkernel = pyramid_gpu.pool_backward(z, _flat(kernel_JNH), continues_BI, dz, _flat(dout_BINH), interpret=interpret)
+    return dz.reshape(z_BTNH.shape), dkernel.reshape(kernel_JNH.shape)
 
 
 pool.defvjp(_pool_fwd, _pool_bwd)

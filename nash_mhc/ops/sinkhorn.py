@@ -111,17 +111,19 @@ def _last_gradients(k: Matrix, grad: Matrix, u: Vector, v: Vector) -> tuple[Vect
     return du, dv, _times(grad, _outer(u, v))
 
 
-def _back(k: Matrix, carry: tuple[Vector, Vector, Matrix], u: Vector) -> tuple[Vector, Vector, Matrix]:
-    """One iteration in reverse, `u` being what it began with; what it computed on the way is computed again."""
-    du, dv, dk = carry
+Backward = tuple[Vector, Vector, Matrix, Vector]  # du, dv, dk, and the u that they belong to
+
+
+def _back(k: Matrix, carry: Backward, u: Vector) -> Backward:
+    """One iteration in reverse, `u` being what it began with; the v on the way is computed again."""
+    du, dv, dk, after = carry
     v = _columns(k, u)
-    after = _row_scales(k, v)
     at_rows = tuple(-d * s * s for d, s in zip(du, after, strict=True))  # of the sums that `after` is 1 over
     dv = tuple(d + _dot(column, at_rows) for d, column in zip(dv, _transposed(k), strict=True))
     at_columns = tuple(-d * s * s for d, s in zip(dv, v, strict=True))
     dk = _plus(_plus(dk, _outer(at_rows, v)), _outer(u, at_columns))
     du = tuple(_dot(row, at_columns) for row in k)
-    return du, tuple(jnp.zeros_like(d) for d in dv), dk
+    return du, tuple(jnp.zeros_like(d) for d in dv), dk, u
 
 
 def iterate(logits: Matrix, iterations: int) -> Matrix:
@@ -135,8 +137,8 @@ def reverse(logits: Matrix, grad: Matrix, iterations: int) -> Matrix:
     """The gradient of `iterate`: only u of each iteration is kept, and that only here."""
     k = _kernel(logits)
     u, history = lax.scan(lambda u, _: (_round(k, (u, u))[0], u), _ones(k), length=iterations)
-    carry = _last_gradients(k, grad, u, _columns(k, tuple(h[-1] for h in history)))
-    (_, _, dk), _ = lax.scan(lambda carry, u: (_back(k, carry, u), None), carry, history, reverse=True)
+    carry = (*_last_gradients(k, grad, u, _columns(k, tuple(h[-1] for h in history))), u)
+    (_, _, dk, _), _ = lax.scan(lambda carry, u: (_back(k, carry, u), None), carry, history, reverse=True)
     return _times(dk, k)
 
 
@@ -149,9 +151,9 @@ def reverse_in_kernel(logits: Matrix, grad: Matrix, iterations: int, aside: Asid
         return _round(k, (u, u))[0]
 
     u = lax.fori_loop(0, iterations, ahead, _ones(k))
-    carry = _last_gradients(k, grad, u, _columns(k, aside.read(iterations - 1)))
+    carry = (*_last_gradients(k, grad, u, _columns(k, aside.read(iterations - 1))), u)
     back = lambda n, carry: _back(k, carry, aside.read(iterations - 1 - n))
-    _, _, dk = lax.fori_loop(0, iterations, back, carry)
+    _, _, dk, _ = lax.fori_loop(0, iterations, back, carry)
     return _times(dk, k)
 
 

@@ -26,6 +26,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),  # rows of a batch
     "time": (),  # T inside attention and FFN, where every device needs the whole row
     "time_split": ("tp",),  # T of the residual stream outside them (sequence parallel)
+    "documents": (),  # of a row, where a kernel walks them
     "width": (),  # D of an activation
     "embed": ("fsdp",),  # D of a parameter: gathered layer by layer, just before it is used
     "heads": ("tp",),

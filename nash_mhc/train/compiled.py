@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,29 @@ class CompiledStep:
                 self._compiled[key] = self._jit.lower(state, batch).compile()
             self.seconds += time.perf_counter() - start
         return self._compiled[key]
+
+    def begin(self, state: Any, batch: Any) -> Callable[[], None]:
+        """Starts to compile in a thread of its own; the function that is returned waits for the end of it.
+
+        Other things can be compiled meanwhile, and an interrupt gets through, which a compiler in the main thread holds up.
+        """
+        failure: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self.compile(state, batch)
+            except BaseException as error:  # whatever it is, the one who waits shall have it
+                failure.append(error)
+
+        thread = threading.Thread(target=work, name="compile", daemon=True)
+        thread.start()
+
+        def wait() -> None:
+            thread.join()
+            if failure:
+                raise failure[0]
+
+        return wait
 
     def __call__(self, state: Any, batch: Any) -> Any:
         return self.compile(state, batch)(state, batch)

@@ -45,6 +45,10 @@ class Evaluator:
 
         self.step = CompiledStep(sums, mesh)
 
+    def compile(self, model: LM) -> None:
+        """Ahead of the first evaluation."""
+        self.step.compile(model, to_device(own_rows(self._rows[0]), self._mesh))
+
     def evaluate(self, model: LM) -> dict[str, float]:
         parts = [self.step(model, to_device(own_rows(rows), self._mesh)) for rows in self._rows]
         # Added up on the host in double precision: the sums of many batches outgrow float32.

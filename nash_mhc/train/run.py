@@ -77,16 +77,18 @@ def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
     return cfg.train.attention
 
 
-def make_objective(cfg: RunConfig) -> Objective:
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
+def make_objective(cfg: RunConfig, most_documents: int | None = None) -> Objective:
+    """`most_documents`: what a row holds at most, where that is known: attention need not find out then."""
+    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents)
     z, sparsity = cfg.optim.z_loss, cfg.optim.sparsity
     return functools.partial(next_token, execution=execution, z_weight=z, sparsity_weight=sparsity)
 
 
-def compile_train_step(cfg: RunConfig, mesh: Mesh, **options: Any) -> CompiledStep:
+def compile_train_step(cfg: RunConfig, mesh: Mesh, *, most_documents: int | None = None, **options: Any) -> CompiledStep:
     """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
     out = (state_shardings(cfg, mesh), None)
-    return CompiledStep(make_train_step(cfg, make_objective(cfg)), mesh, donate=True, out_shardings=out, **options)
+    step = make_train_step(cfg, make_objective(cfg, most_documents))
+    return CompiledStep(step, mesh, donate=True, out_shardings=out, **options)
 
 
 def _make_folder(cfg: RunConfig) -> Path:
@@ -202,14 +204,17 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
     evaluation: dict[str, float] = {}
 
     with Store(folder) as store:
+        reporter.say("compiling the step ...")
+        step_fn = compile_train_step(cfg, mesh, warn=reporter.say)
+        compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
+        # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
         state, start_step, tokens_seen, origin = _starting_state(cfg, mesh, store)
         (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor), indent=2) + "\n")
         (folder / "parameters.txt").write_text(_parameter_table(state))
         telemetry = Telemetry(folder, start_step=start_step)
-        reporter.say(f"starting from {origin}; compiling the step ...")
-        step_fn = compile_train_step(cfg, mesh, warn=reporter.say)
-        step_fn.compile(state, abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
-        reporter.say(f"compiled in {step_fn.seconds:.1f} s")
+        evaluator.compile(state.model)
+        compiled()
+        reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {origin}")
 
         def evaluate(state: TrainState, step: int) -> None:
             evaluation.update(evaluator.evaluate(state.model))
