@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nash_mhc.config.schema import DataConfig
 from nash_mhc.data.loader import batches, count_bytes
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.sources import RowSource, StoryRows, TextRows
+from nash_mhc.data.sources import RowSource, StoryRows, open_source
 from nash_mhc.data.tokens import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -23,10 +24,11 @@ def stories() -> StoryRows:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TextRows:
-    file: Path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    file.write_text(" ".join(map(str, range(400))))
-    return TextRows(file, BYTES, split="train", seq_len=T)
+def text(tmp_path_factory: pytest.TempPathFactory) -> RowSource:
+    folder: Path = tmp_path_factory.mktemp("text")
+    (folder / "numbers.txt").write_text(" ".join(map(str, range(400))))
+    cfg = DataConfig(dataset=str(folder / "numbers.txt"), seq_len=T, cache_dir=str(folder / "cache"))
+    return open_source(cfg, BYTES, split="train", seed=0)
 
 
 def take(source: RowSource, count: int, **options: Any) -> list[Rows]:
@@ -102,7 +104,7 @@ def test_accumulated_batches_hold_the_rows_of_one_big_batch(source: RowSource) -
         assert keys(one) == keys(many)
 
 
-def test_text_is_read_once_an_epoch_in_a_new_order_each_time(text: TextRows) -> None:
+def test_text_is_read_once_an_epoch_in_a_new_order_each_time(text: RowSource) -> None:
     count = len(text)
     assert count > 20
     got = [k for rows in take(text, 2 * count, batch_size=1, seed=3) for k in keys(rows)]
@@ -114,14 +116,15 @@ def test_text_is_read_once_an_epoch_in_a_new_order_each_time(text: TextRows) -> 
     assert [k for rows in take(text, count, batch_size=1, seed=4) for k in keys(rows)] != first
 
 
-def test_a_text_smaller_than_a_batch_is_repeated(text: TextRows) -> None:
+def test_a_text_smaller_than_a_batch_is_repeated(text: RowSource) -> None:
     (rows,) = take(text, 1, batch_size=3 * len(text))
     assert set(Counter(keys(rows)).values()) == {3}
 
 
-def test_a_worker_process_changes_nothing(stories: StoryRows) -> None:
-    with_worker = take(stories, 3, workers=1, start_step=2, buffer=1)
-    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(stories, 3, start_step=2)]
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
+def test_worker_processes_change_nothing(source: RowSource) -> None:
+    with_worker = take(source, 3, workers=2, start_step=2, buffer=1)
+    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(source, 3, start_step=2)]
     assert isinstance(with_worker[0], Rows)
 
 

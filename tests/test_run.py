@@ -143,7 +143,7 @@ def test_a_new_run_never_takes_a_folder_that_is_there(tmp_path, monkeypatch):
 
 def test_a_small_held_out_split_is_read_once_and_whatever_the_seed(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {i} of the text.\n" for i in range(500)))
-    data = dataclasses.replace(RUN.data, dataset=str(tmp_path / "text.txt"))
+    data = dataclasses.replace(RUN.data, dataset=str(tmp_path / "text.txt"), cache_dir=str(tmp_path / "cache"))
     tokenizer = load_tokenizer("bytes")
     held_out = open_source(data, tokenizer, split="validation", seed=0)
     for seed in (0, 1):

@@ -1,0 +1,101 @@
+"""Which row comes when: permutations and mixtures as functions of a position, with no state and no table.
+
+A run's rows have positions 0, 1, 2, ...; step k reads the next `batch` of them. The position is all there is to restore, and
+nothing here depends on processes, workers or the version of a library: the arithmetic is exact, on 64-bit integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+
+_ROUNDS = 8
+
+
+def mix(values: np.ndarray, key: int) -> np.ndarray:
+    """Every bit of a 64-bit number and of the key moves every bit of the result (the finalizer of SplitMix64)."""
+    with np.errstate(over="ignore"):
+        x = values.astype(np.uint64) + np.uint64(key & 0xFFFFFFFFFFFFFFFF) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def combine(*numbers: int) -> int:
+    """One 64-bit key from several numbers, in their order."""
+    key = np.zeros(1, np.uint64)
+    for number in numbers:
+        key = mix(key, number + 1)
+    return int(key[0])
+
+
+def permuted(positions: np.ndarray, count: int, key: int) -> np.ndarray:
+    """Images of positions 0..count-1 under a permutation of them that `key` chooses.
+
+    A Feistel network on the smallest even number of bits that holds `count`, walked until it is back inside the range: a
+    permutation by construction, for any round function, in constant memory.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    low = np.uint64((1 << half) - 1)
+    shift = np.uint64(half)
+    keys = [combine(key, turn) for turn in range(_ROUNDS)]
+
+    def once(x: np.ndarray) -> np.ndarray:
+        left, right = x >> shift, x & low
+        for round_key in keys:
+            left, right = right, left ^ (mix(right, round_key) & low)
+        return (left << shift) | right
+
+    out = once(positions.astype(np.uint64))
+    while (outside := out >= count).any():
+        out[outside] = once(out[outside])
+    return out.astype(np.int64)
+
+
+def shuffled(positions: np.ndarray, count: int, *, seed: int, source: int = 0) -> np.ndarray:
+    """Rows at these positions of an endless reading of `count` rows: each once an epoch, in an order of its own each epoch."""
+    epochs, inside = np.divmod(positions.astype(np.int64), count)
+    rows = np.empty_like(inside)
+    for epoch in np.unique(epochs):
+        at = epochs == epoch
+        rows[at] = permuted(inside[at], count, combine(seed, source, int(epoch)))
+    return rows
+
+
+BLOCK = 4096  # positions over which a mixture keeps its shares exactly (to one row)
+
+
+def shares(weights: Sequence[str]) -> tuple[Fraction, ...]:
+    """Weights as exact shares of one; decimal text, because 0.1 is no binary number."""
+    exact = [Fraction(weight) for weight in weights]
+    return tuple(weight / sum(exact) for weight in exact)
+
+
+def counts_before(position: int, parts: Sequence[Fraction]) -> list[int]:
+    """How many of the positions before a block's first one belong to each source; they add up to `position`."""
+    total, bounds = Fraction(0), [0]
+    for part in parts:
+        total += part
+        bounds.append(position * total.numerator // total.denominator)
+    return [b - a for a, b in pairwise(bounds)]
+
+
+def dealt(positions: np.ndarray, parts: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(source, position within that source's own reading) of positions in a mixture.
+
+    Every block deals each source its share, in an order of its own; so a source's count before a block follows from the block's
+    number alone, and any position can be looked up at once.
+    """
+    positions = positions.astype(np.int64)
+    sources, inner = np.empty_like(positions), np.empty_like(positions)
+    for block in np.unique(positions // BLOCK):
+        at = positions // BLOCK == block
+        before, after = (np.array(counts_before((int(block) + i) * BLOCK, parts)) for i in (0, 1))
+        starts = np.concatenate([[0], np.cumsum(after - before)])  # of each source's places in the block, before it is mixed
+        places = permuted(positions[at] % BLOCK, BLOCK, combine(seed, int(block), BLOCK))
+        sources[at] = np.searchsorted(starts, places, side="right") - 1
+        inner[at] = before[sources[at]] + places - starts[sources[at]]
+    return sources, inner

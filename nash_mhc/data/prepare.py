@@ -1,0 +1,356 @@
+"""Documents -> tokens -> packed rows on disk, in parallel, once.
+
+The corpus is read in chunks, whose borders follow from its content; a chunk becomes its own shards, whoever makes them. So
+the result does not depend on the number of processes, and a preparation that was killed goes on with the chunks that are
+missing: byte for byte what an unbroken one leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import multiprocessing
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.manifest import FILE, Manifest, Shard, Split, check_files, write_whole
+from nash_mhc.data.order import mix
+from nash_mhc.data.pack import Piece, cut, lay
+from nash_mhc.data.readers import Corpus, Raw
+from nash_mhc.data.records import TEMPLATE, check_template, spans_of
+from nash_mhc.data.rows import RowFormat
+from nash_mhc.data.tokens import HuggingFaceTokenizer, Tokenizer
+
+_SMALLEST, _LARGEST = 4 << 20, 32 << 20  # bytes of text in a chunk: enough to pack well, few enough for memory
+_AT_ONCE = 1 << 20  # bytes of text given to the tokenizer in one call
+RECIPE = "recipe.json"
+
+Watch = Callable[[int, int, int], None]  # bytes read, bytes in all, tokens so far
+
+
+class Chunk(NamedTuple):
+    number: int
+    split: str
+    raws: list[Raw]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process needs to make the shards of a chunk."""
+
+    recipe: dict[str, Any]
+    tokenizer: Tokenizer
+    names: tuple[str, ...]  # of the files, for messages
+    folder: Path
+
+
+def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, align: int) -> dict[str, Any]:
+    """Everything that the rows follow from; equal recipes give equal bytes."""
+    return {
+        "content": corpus.content,
+        "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
+        "seq_len": cfg.seq_len,
+        "align": align,
+        "format": cfg.format,
+        "text_field": cfg.text_field,
+        "template": check_template(cfg.template or TEMPLATE),
+        "loss_on": cfg.loss_on,
+        "split": cfg.split,
+        "eval_split": cfg.eval_split,
+        "validation_fraction": 0.0 if cfg.eval_split in corpus.splits else cfg.validation_fraction,
+        "max_documents": cfg.max_documents,
+        "chunk_bytes": min(_LARGEST, max(_SMALLEST, corpus.total // 32)),
+    }
+
+
+def read_chunks(corpus: Corpus, recipe: dict[str, Any]) -> Iterator[Chunk]:
+    """The corpus in pieces of `chunk_bytes`, each of one split."""
+    number = 0
+    for split in (recipe["split"], *({recipe["eval_split"]} & {*corpus.splits})):
+        raws: list[Raw] = []
+        size = documents = 0
+        for raw in corpus.read(split):
+            documents += raw.opens
+            if recipe["max_documents"] is not None and documents > recipe["max_documents"]:
+                break
+            raws.append(raw)
+            size += raw.size
+            if size >= recipe["chunk_bytes"]:
+                yield Chunk(number, split, raws)
+                number, raws, size = number + 1, [], 0
+        if raws:
+            yield Chunk(number, split, raws)
+            number += 1
+
+
+def tokenized(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """In calls of bounded size: a batch's tokens are Python objects for a moment."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _AT_ONCE:
+            yield from tokenizer.encode_batch(batch)
+            batch, size = [], 0
+    yield from tokenizer.encode_batch(batch)
+
+
+def pieces_of(raws: list[Raw], job: Job) -> tuple[list[Piece], int, int]:
+    """(pieces, bytes of text, documents left out because they are empty); a piece's document is its place in `raws`."""
+    recipe = job.recipe
+    spans = [spans_of(raw, job.names[raw.file], recipe) for raw in raws]
+    tokens = tokenized([text for document in spans for text, _ in document], job.tokenizer)
+    pieces: list[Piece] = []
+    size = empty = 0
+    for number, (raw, document) in enumerate(zip(raws, spans, strict=True)):
+        parts = [next(tokens) for _ in document]
+        size += sum(len(text.encode("utf-8")) for text, _ in document)
+        if not any(len(part) for part in parts):
+            empty += raw.opens and raw.closes
+            continue
+        counts = np.concatenate([np.full(len(part), c) for part, (_, c) in zip(parts, document, strict=True)])
+        pieces += cut(
+            np.concatenate(parts), job.tokenizer.end, recipe["seq_len"], opens=raw.opens, closes=raw.closes,
+            counts=np.append(counts, counts[-1]), document=number,
+        )  # fmt: skip
+    return pieces, size, empty
+
+
+def held_out(count: int, fraction: float, chunk: int) -> np.ndarray:
+    """Which of a chunk's pieces are held out: a mask with the fraction's share, by a hash of their numbers.
+
+    What the share leaves over one chunk, another makes up for; and a corpus of one chunk holds out something, if it can.
+    """
+    golden = (0.5 + chunk * 0.6180339887498949) % 1
+    wanted = int(count * fraction + golden)
+    if chunk == 0 and fraction > 0:
+        wanted = max(1, wanted)
+    mask = np.zeros(count, bool)
+    mask[np.argsort(mix(np.arange(count), chunk + 1), kind="stable")[: min(wanted, count - 1)]] = fraction > 0
+    return mask
+
+
+def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
+    """Writes the shards of a chunk and, last, the note that says they are there; returns the note."""
+    recipe = job.recipe
+    pieces, size, empty = pieces_of(chunk.raws, job)
+    is_own = chunk.split == recipe["eval_split"] != recipe["split"]  # the data's own held-out split
+    mask = held_out(len(pieces), 0.0 if is_own else recipe["validation_fraction"], chunk.number)
+    note: dict[str, Any] = {"bytes": size, "empty": empty, "splits": {}}
+    for name, wanted in ((chunk.split, ~mask), (recipe["eval_split"], mask)):
+        mine = [piece for piece, take in zip(pieces, wanted, strict=True) if take]
+        if mine:
+            note["splits"][name] = _write_shard(job, chunk, name, mine)
+    write_whole(job.folder / f"chunk-{chunk.number:05d}.json", json.dumps(note).encode())
+    return note
+
+
+def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece]) -> dict[str, Any]:
+    recipe, tokenizer = job.recipe, job.tokenizer
+    laid, rows = lay(pieces, tokenizer.end, recipe["seq_len"], align=recipe["align"])
+    records = RowFormat(recipe["seq_len"], tokenizer.vocab_size, tokenizer.end).encode(laid)
+    starts = [np.flatnonzero(row) for row in laid.starts]
+    places = [
+        (row, start, chunk.raws[pieces[item].document].file, chunk.raws[pieces[item].document].line, pieces[item].offset)
+        for row, items in enumerate(rows)
+        for start, item in zip(starts[row], items, strict=True)
+    ]
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(places, np.int64))
+    name = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', split)}-{chunk.number:05d}"
+    write_whole(job.folder / f"{name}.rows", records)
+    write_whole(job.folder / f"{name}.origins", buffer.getvalue())
+    shard = {"name": name, "rows": len(rows), "sha256": sha256(records).hexdigest()}
+    return {
+        "shard": shard | {"origins_sha256": sha256(buffer.getvalue()).hexdigest()},
+        "tokens": int(laid.counts.sum()),
+        "slots": sum(len(piece.counts) for piece in pieces),
+        "documents": len({piece.document for piece in pieces}),
+    }
+
+
+_job: Job  # of this process, where it is a worker
+
+
+def _start_worker(job: Job) -> None:
+    global _job  # noqa: PLW0603  (a pool has no other place for what its tasks share)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _job = job
+
+
+def _work(chunk: Chunk) -> dict[str, Any]:
+    return make_chunk(_job, chunk)
+
+
+def _note_of(job: Job, number: int) -> dict[str, Any] | None:
+    """The note of a chunk that an earlier process has finished, if its shards are whole."""
+    try:
+        note = json.loads((job.folder / f"chunk-{number:05d}.json").read_text())
+        shards = [part["shard"] for part in note["splits"].values()]
+        hashes = {f"{s['name']}.rows": (None, s["sha256"]) for s in shards}
+        check_files(job.folder, hashes | {f"{s['name']}.origins": (None, s["origins_sha256"]) for s in shards})
+    except (OSError, ValueError, KeyError):
+        return None
+    return note
+
+
+def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dict[str, Any]]:
+    """Notes of all chunks in order. Processes are started once there is more than one chunk to make."""
+    notes: dict[int, dict[str, Any]] = {}
+    waiting: deque[tuple[Chunk, Future[dict[str, Any]]]] = deque()
+    read = tokens = 0
+
+    def done(chunk: Chunk, note: dict[str, Any]) -> None:
+        nonlocal read, tokens
+        notes[chunk.number] = note
+        read += sum(raw.size for raw in chunk.raws)
+        tokens += sum(part["tokens"] for part in note["splits"].values())
+        watch(read, corpus.total, tokens)
+
+    first: Chunk | None = None
+    pool: ProcessPoolExecutor | None = None
+    with contextlib.ExitStack() as stack:
+        for chunk in read_chunks(corpus, job.recipe):
+            if note := _note_of(job, chunk.number):
+                done(chunk, note)
+            elif workers == 1:
+                done(chunk, make_chunk(job, chunk))
+            elif first is None and pool is None:
+                first = chunk  # alone, it is not worth a pool
+            else:
+                if pool is None:
+                    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of JAX's threads
+                    pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
+                    stack.callback(pool.shutdown, cancel_futures=True)
+                for each in (first, chunk):
+                    if each is not None:
+                        waiting.append((each, pool.submit(_work, each)))
+                first = None
+                while len(waiting) > workers + 1:
+                    done(waiting[0][0], waiting[0][1].result())
+                    waiting.popleft()
+        if first is not None:
+            done(first, make_chunk(job, first))
+        for chunk, future in waiting:
+            done(chunk, future.result())
+    return [notes[number] for number in sorted(notes)]
+
+
+def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]]) -> Manifest:
+    splits: dict[str, Split] = {}
+    found = [(name, part) for note in notes for name, part in note["splits"].items()]
+    for name, group in groupby(sorted(found, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
+        parts = [part for _, part in group]
+        totals = {key: sum(part[key] for part in parts) for key in ("tokens", "slots", "documents")}
+        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals)
+    counted = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
+    return Manifest(job.recipe, corpus.files, splits, **counted)
+
+
+def prepare(
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    out: Path,
+    *,
+    align: int,
+    workers: int | None = None,
+    watch: Watch = lambda *_: None,
+) -> Manifest:
+    """Prepares into `out`, or finds it prepared already. ConfigError, and nothing left behind, for data that cannot be used.
+
+    The work is done in OUT.partial, which a killed process leaves for the next one; the finished folder appears at once.
+    """
+    recipe = make_recipe(cfg, tokenizer, corpus, align)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _sole_owner(partial):
+            if (out / FILE).exists():
+                manifest = Manifest.read(out)
+                if manifest.recipe != recipe:
+                    raise ConfigError(f"{out}: holds other data ({_difference(manifest.recipe, recipe)}); choose another --out")
+                return manifest
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise ConfigError(f"--out {out}: is there already and holds no prepared data; choose another folder")
+            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers, watch)
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"{partial}: a worker process was stopped from outside (no memory left?); start again to go on"
+        ) from None
+    except OSError as error:
+        where = error.filename or out
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another folder or make room") from error
+
+
+def _prepare_in(
+    partial: Path, out: Path, recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Corpus, workers: int | None, watch: Watch
+) -> Manifest:
+    text = json.dumps(recipe, sort_keys=True).encode()
+    if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
+        for entry in partial.iterdir():  # of other data or settings
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        write_whole(partial / RECIPE, text)
+    job = Job(recipe, tokenizer, corpus.names, partial)
+    try:
+        notes = run_chunks(job, corpus, workers or os.cpu_count() or 1, watch)
+        manifest = _gathered(job, corpus, notes)
+        if not manifest.splits:
+            raise ConfigError(
+                f"{corpus.names[0]}: no document with text in it, nor in the rest of the data; is it the right one?"
+            )
+    except ConfigError:
+        shutil.rmtree(partial)
+        raise
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(partial / "tokenizer")
+    manifest.write(partial)
+    for extra in (partial / RECIPE, *partial.glob("chunk-*.json"), *partial.glob("*.part")):
+        extra.unlink()
+    if out.is_dir():
+        out.rmdir()
+    partial.rename(out)
+    return manifest
+
+
+@contextlib.contextmanager
+def _sole_owner(partial: Path) -> Iterator[None]:
+    """Holds a lock on the folder; who waited for another process finds what that one has left."""
+    while True:
+        partial.mkdir(exist_ok=True)
+        handle = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # The one before may have renamed or removed the folder that this handle still means.
+            if partial.exists() and partial.stat().st_ino == os.fstat(handle).st_ino:
+                try:
+                    yield
+                finally:
+                    if partial.exists() and not any(partial.iterdir()):
+                        partial.rmdir()
+                return
+        finally:
+            os.close(handle)
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    changed = [key for key in now if before.get(key) != now[key]]
+    return ", ".join(
+        "other content" if key == "content" else f"{key} {before.get(key)} there, {now[key]} now" for key in changed
+    )
