@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -27,9 +28,13 @@ def key(
     high: int | float | None = None,
     choices: tuple[str, ...] | None = None,
     flag: str | None = None,
+    weighted: bool = False,
 ) -> Any:
-    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`)."""
-    metadata = {"help": help, "low": low, "above": above, "high": high, "choices": choices, "flag": flag}
+    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
+
+    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined.
+    """
+    metadata = {"help": help, "low": low, "above": above, "high": high, "choices": choices, "flag": flag, "weighted": weighted}
     return field(default=default, metadata=metadata)
 
 
@@ -82,6 +87,12 @@ class _Section:
                 value = float(value)
                 object.__setattr__(self, f.name, value)
             check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
+
+
+def weighted_parts(text: str) -> list[tuple[str, str]]:
+    """`a:0.7,b:0.3` -> [(a, 0.7), (b, 0.3)]; empty for a text that is no list of names with weights."""
+    parts = re.findall(r"(.+?):(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text)
+    return parts if ",".join(":".join(part) for part in parts) == text else []
 
 
 def nearest_multiple(value: int, factor: int) -> int:
@@ -157,6 +168,7 @@ class DataConfig(_Section):
         "stories",
         "'stories' (built in, endless, known entropy), a prepared folder, a .txt, .jsonl or .parquet file (.gz, .zst), a "
         "folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given several times, for a mixture",
+        weighted=True,
     )
     dataset_name: str | None = key(None, "variant of a Hugging Face dataset, where it has several")
     split: str = key("train", "split to train on")

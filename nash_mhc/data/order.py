@@ -6,6 +6,7 @@ nothing here depends on processes, workers or the version of a library: the arit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -83,19 +84,28 @@ def counts_before(position: int, parts: Sequence[Fraction]) -> list[int]:
     return [b - a for a, b in pairwise(bounds)]
 
 
-def dealt(positions: np.ndarray, parts: Sequence[Fraction], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=16)
+def _block(number: int, parts: tuple[Fraction, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(source, position in that source's own reading) of every position of a block."""
+    before, after = (np.array(counts_before((number + i) * BLOCK, parts)) for i in (0, 1))
+    places = permuted(np.arange(BLOCK), BLOCK, combine(seed, number, BLOCK))
+    owners = np.searchsorted(np.cumsum(after - before), places, side="right")
+    inner = np.empty(BLOCK, np.int64)
+    for source, count in enumerate(before):
+        mine = owners == source
+        inner[mine] = count + np.arange(mine.sum())  # in their order, so that a source's epochs come one after the other
+    return owners, inner
+
+
+def dealt(positions: np.ndarray, parts: tuple[Fraction, ...], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(source, position within that source's own reading) of positions in a mixture.
 
     Every block deals each source its share, in an order of its own; so a source's count before a block follows from the block's
     number alone, and any position can be looked up at once.
     """
-    positions = positions.astype(np.int64)
-    sources, inner = np.empty_like(positions), np.empty_like(positions)
-    for block in np.unique(positions // BLOCK):
-        at = positions // BLOCK == block
-        before, after = (np.array(counts_before((int(block) + i) * BLOCK, parts)) for i in (0, 1))
-        starts = np.concatenate([[0], np.cumsum(after - before)])  # of each source's places in the block, before it is mixed
-        places = permuted(positions[at] % BLOCK, BLOCK, combine(seed, int(block), BLOCK))
-        sources[at] = np.searchsorted(starts, places, side="right") - 1
-        inner[at] = before[sources[at]] + places - starts[sources[at]]
-    return sources, inner
+    blocks, inside = np.divmod(positions.astype(np.int64), BLOCK)
+    owners, inner = np.empty_like(inside), np.empty_like(inside)
+    for number in np.unique(blocks):
+        at = blocks == number
+        owners[at], inner[at] = (a[inside[at]] for a in _block(int(number), parts, seed))
+    return owners, inner

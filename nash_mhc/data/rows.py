@@ -78,8 +78,8 @@ class PreparedRows:
 
     endless = False
 
-    def __init__(self, folder: Path, split: str, *, vocab_size: int | None = None) -> None:
-        self.folder, self.manifest = folder, Manifest.read(folder)
+    def __init__(self, folder: Path, split: str, *, vocab_size: int | None = None, name: str = "") -> None:
+        self.folder, self.manifest, self.name = folder, Manifest.read(folder), name or folder.name
         recipe, splits = self.manifest.recipe, self.manifest.splits
         if split not in splits or not splits[split].rows:
             there = " and ".join(name for name in splits if splits[name].rows) or "none"
@@ -94,6 +94,13 @@ class PreparedRows:
         self._open = _few_open_files()
         size = self.form.record_bytes
         check_files(folder, {f"{s.name}.rows": (s.rows * size, s.sha256) for s in self.shards})
+
+    @property
+    def identity(self) -> str:
+        return self.manifest.identity
+
+    def epochs(self, position: int) -> dict[str, float]:
+        return {self.name: position / len(self)}
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.manifest import FILE, VERSION, Manifest, digest_of
+from nash_mhc.data.mixture import Mixture, RowSource
 from nash_mhc.data.pack import Rows, pack
 from nash_mhc.data.prepare import make_recipe, prepare
 from nash_mhc.data.progress import watching
 from nash_mhc.data.readers import Corpus, Files, Stories
 from nash_mhc.data.rows import PreparedRows
 from nash_mhc.data.tokens import ByteTokenizer, Tokenizer
-
-
-@runtime_checkable
-class RowSource(Protocol):
-    endless: bool  # fresh rows for ever: no epochs, no shuffling
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Rows: ...
-    def take(self, indices: np.ndarray | list[int]) -> Rows: ...
 
 
 class StoryRows:
@@ -40,6 +32,7 @@ class StoryRows:
     """
 
     endless = True
+    identity = "stories"
     rows_per_volume = 64
 
     def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
@@ -61,6 +54,9 @@ class StoryRows:
             while len(self._volumes) > 4:
                 self._volumes.popitem(last=False)
         return Rows(*(a[row] for a in rows))
+
+    def epochs(self, position: int) -> dict[str, float]:
+        return {}
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         return Rows(*(np.stack(a) for a in zip(*(self[int(i)] for i in indices), strict=True)))
@@ -130,6 +126,10 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
 
 def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1) -> RowSource:
     """The rows of one split, documents starting at multiples of `align`; ConfigError when there is no such dataset or split."""
+    if (parts := weighted_parts(cfg.dataset)) and not Path(cfg.dataset).exists():
+        single = lambda name: dataclasses.replace(cfg, dataset=name)
+        sources = [open_source(single(name), tokenizer, split=split, seed=seed, align=align) for name, _ in parts]
+        return Mixture([name for name, _ in parts], sources, [weight for _, weight in parts], seed=seed)
     if cfg.dataset == "stories":
         if split not in SPLITS:
             raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
@@ -141,7 +141,7 @@ def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int,
         _check_recipe(folder, cfg, tokenizer, align)
     else:
         folder = prepare_in_cache(cfg, tokenizer, align)
-    return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size)
+    return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
 
 
 def loss_floor(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[float, float] | None:
