@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.data prepare`: documents -> packed rows on disk."""
+"""`python -m nash_mhc.data prepare`: documents -> packed rows on disk; `inspect`: what is in them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nash_mhc.config.cli import parse
-from nash_mhc.config.commands import did_you_mean, one_line_errors
+from nash_mhc.config.commands import OneLineParser, did_you_mean, one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.data.manifest import Manifest
 
 ABOUT = {
     "prepare": "reads, tokenizes and packs a dataset once, into a folder that train --dataset takes",
+    "inspect": "statistics of a prepared folder, and the documents of a row of it or of a step of a run",
 }
 USAGE = f"python -m nash_mhc.data {' | '.join(ABOUT)} ..."
-
-
-def summary(manifest: Manifest) -> str:
-    lines = [f"{manifest.bytes:,} bytes of text" + (f", {manifest.empty:,} empty documents left out" if manifest.empty else "")]
-    for name, split in manifest.splits.items():
-        lines.append(
-            f"{name}: {split.documents:,} documents, {split.tokens:,} tokens that count, {split.rows:,} rows of "
-            f"{manifest.recipe['seq_len']}, {manifest.padding(name):.1%} padding, {len(split.shards):,} shards"
-        )
-    return "\n".join(lines)
 
 
 def _prepare_flags(group: argparse._ArgumentGroup) -> None:
@@ -71,12 +61,43 @@ def prepare_command(argv: Sequence[str]) -> int:
             workers=own.workers or None,
             watch=watch,
         )
-    print(f"{summary(manifest)}\nprepared in {own.out} in {time.monotonic() - began:.1f} s. Next:")
+    print(f"{manifest.summary()}\nprepared in {own.out} in {time.monotonic() - began:.1f} s. Next:")
     print(f"  {_train_command(cfg, own.out, tokenizer.vocab_size)}")
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": prepare_command}
+def inspect_command(argv: Sequence[str]) -> int:
+    parser = OneLineParser(
+        prog="python -m nash_mhc.data inspect", allow_abbrev=False,
+        description="Shows what a prepared folder holds, or what a run has read in a step (as metrics.jsonl counts them).",
+    )  # fmt: skip
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="a prepared folder, or the folder of a run")
+    parser.add_argument("--step", type=int, metavar="K", help="the documents of step K, counted from 1")
+    parser.add_argument("--row", type=int, metavar="R", help="the documents of one row: of the split, or of the step")
+    parser.add_argument("--split", help="split of a prepared folder [train]")
+    for flag, default, text in (("batch-size", 8, "rows"), ("grad-accum", 1, "batches"), ("seed", 0, "seed")):
+        about = f"{text} of a step of a run on a prepared folder [{default}]; a run's folder knows its own"
+        parser.add_argument(f"--{flag}", type=int, default=None, metavar="N", help=about)
+    args = parser.parse_strictly(argv, "name one folder")
+    if not args.folder:
+        raise ConfigError("the folder is missing; give a prepared folder or that of a run, such as runs/tiny-20260101-120000")
+    from nash_mhc.data.inspection import of_prepared, of_run
+
+    if args.step is not None and args.step < 1:
+        raise ConfigError(f"--step must be at least 1, not {args.step}; steps are counted as in metrics.jsonl")
+    given = {k: getattr(args, k) for k in ("batch_size", "grad_accum", "seed") if getattr(args, k) is not None}
+    folder = Path(args.folder)
+    if (folder / "run.json").exists():
+        if given or args.split:
+            raise ConfigError(f"{folder}: is a run and has its own split, batch size and seed; give --step and --row only")
+        text = of_run(folder, args.step, args.row)
+    else:
+        text = of_prepared(folder, args.split or "train", args.step, args.row, **given)
+    print(text)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": prepare_command, "inspect": inspect_command}
 
 
 def main() -> int:

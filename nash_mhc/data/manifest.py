@@ -59,6 +59,16 @@ class Manifest:
         found = self.splits[split]
         return 1 - found.slots / max(1, found.rows * self.recipe["seq_len"])
 
+    def summary(self) -> str:
+        left_out = f", {self.empty:,} empty documents left out" if self.empty else ""
+        lines = [f"{self.bytes:,} bytes of text in {len(self.files):,} files{left_out}"]
+        for name, split in self.splits.items():
+            lines.append(
+                f"{name}: {split.documents:,} documents, {split.tokens:,} tokens that count, {split.rows:,} rows of "
+                f"{self.recipe['seq_len']}, {self.padding(name):.1%} padding, {len(split.shards):,} shards"
+            )
+        return "\n".join(lines)
+
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}
 

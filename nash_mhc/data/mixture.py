@@ -63,6 +63,12 @@ class Mixture:
     def __getitem__(self, index: int) -> Rows:
         return Rows(*(a[0] for a in self.take([index])))
 
+    def locate(self, position: int) -> tuple[RowSource, int]:
+        """The source that a position belongs to, and the row of it."""
+        owners, inner = dealt(np.array([position]), self._parts, seed=self._seed)
+        number, source = int(owners[0]), self._sources[int(owners[0])]
+        return source, int(inner[0] if source.endless else shuffled(inner, len(source), seed=self._seed, source=number)[0])
+
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         """Rows at these positions of the mixture, in that order."""
         owners, inner = dealt(np.asarray(indices), self._parts, seed=self._seed)

@@ -72,7 +72,7 @@ def _parsed(text: str, where: str) -> Any:
 
 def _field(record: Any, name: str, where: str, remedy: str) -> Any:
     if not isinstance(record, Mapping):
-        raise ConfigError(f"{where}: a {type(record).__name__} instead of an object with fields; {remedy}")
+        raise ConfigError(f"{where}: a value of type {type(record).__name__} instead of an object with fields; {remedy}")
     if name not in record:
         raise ConfigError(f"{where}: no field {name!r}, there are {', '.join(map(str, record)) or 'none'}; {remedy}")
     return record[name]
@@ -82,7 +82,9 @@ def _text(value: Any, where: str, name: str) -> str:
     if value is None:  # tables have holes; an empty document is left out and counted
         return ""
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not text; choose another field or write it as text")
+        raise ConfigError(
+            f"{where}: {name} is of type {type(value).__name__}, not text; choose another field or write it as text"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
