@@ -18,6 +18,7 @@ import pytest
 from test_sources import save_tokenizer
 
 from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data import __main__ as command
 from nash_mhc.data import prepare as prepare_module
 from nash_mhc.data.corpus import StoryCorpus
 from nash_mhc.data.manifest import Manifest
@@ -177,6 +178,30 @@ def test_a_tokenizer_by_folder_or_file_goes_with_the_rows(tmp_path: Path, form: 
     again = load_tokenizer(str(tmp_path / "out" / "tokenizer"))
     assert again.end == tokenizer.end
     assert texts(tmp_path / "out", tokenizer=again) == texts(tmp_path / "out", tokenizer=tokenizer)
+
+
+def test_a_tokenizer_can_be_trained(
+    tmp_path: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["train-bpe", "--dataset", str(corpus_file), "--max-documents", "300", "--vocab-size", "500", "--out"]
+    for name in ("bpe", "again"):
+        monkeypatch.setattr(sys, "argv", ["data", *flags, str(tmp_path / name)])
+        assert command.main() == 0
+    assert f"--tokenizer {tmp_path / 'again'} --model-vocab-size 500" in capsys.readouterr().out
+    assert every_byte(tmp_path / "bpe") == every_byte(tmp_path / "again")
+    tokenizer = load_tokenizer(str(tmp_path / "bpe"))
+    assert (tokenizer.vocab_size, tokenizer.end) == (500, 0)
+    for text in (stories(1)[0], "naïve café, 東京, 🙂 and a tab\t"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.byte_lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert len(tokenizer.encode(stories(1)[0])) < 0.5 * len(stories(1)[0])
+    for argv, message in (
+        ([str(tmp_path / "bpe")], r"bpe: is there already; choose another folder"),
+        ([str(tmp_path / "new"), "--vocab-size", "256"], r"--vocab-size must be at least 257"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            command.train_bpe_command([*flags[1:], *argv])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "bpe"]
 
 
 def test_large_vocabularies_get_wide_tokens() -> None:

@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.data prepare`: documents -> packed rows on disk; `inspect`: what is in them."""
+"""`python -m nash_mhc.data prepare`: documents -> packed rows on disk; `inspect`: what is in them; `train-bpe`: a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 ABOUT = {
     "prepare": "reads, tokenizes and packs a dataset once, into a folder that train --dataset takes",
     "inspect": "statistics of a prepared folder, and the documents of a row of it or of a step of a run",
+    "train-bpe": "trains a tokenizer on a dataset",
 }
 USAGE = f"python -m nash_mhc.data {' | '.join(ABOUT)} ..."
 
@@ -97,7 +98,32 @@ def inspect_command(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"prepare": prepare_command, "inspect": inspect_command}
+def _bpe_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--out", metavar="DIR", help="folder to write the tokenizer to (required)")
+    group.add_argument("--vocab-size", type=int, metavar="N", default=8192, help="tokens of the vocabulary [8192]")
+
+
+def train_bpe_command(argv: Sequence[str]) -> int:
+    parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
+    cfg, own = parsed.config, parsed.own
+    if not own.out:
+        raise ConfigError("--out is missing; name the folder for the tokenizer, such as --out tokenizers/notes")
+    from nash_mhc.data.bpe import corpus_texts, train_bpe
+    from nash_mhc.data.sources import open_corpus
+
+    corpus = open_corpus(cfg.data)
+    count = train_bpe(corpus_texts(cfg.data, corpus), own.vocab_size, Path(own.out), progress=sys.stderr.isatty())
+    print(f"a tokenizer of {count:,} tokens is in {own.out}. Next:")
+    words = ["--dataset", cfg.data.dataset, "--tokenizer", own.out, "--model-vocab-size", str(count)]
+    print("  " + shlex.join(["python", "-m", "nash_mhc.train", *words]))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "prepare": prepare_command,
+    "inspect": inspect_command,
+    "train-bpe": train_bpe_command,
+}
 
 
 def main() -> int:
