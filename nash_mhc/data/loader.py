@@ -49,7 +49,9 @@ def batches(
     `process` is (this process, all processes): each reads only its own rows.
     """
     steps = Steps(source, batch_size, grad_accum, seed, process)
-    options = grain.ReadOptions(num_threads=1 if workers else 2, prefetch_buffer_size=buffer)
+    # Small steps are read faster than threads take turns; large ones may have to wait for a disk.
+    threads = 2 if batch_size * grad_accum >= 32 and not workers else 1
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
     ds: Any = grain.MapDataset.source(steps)[start_step:].to_iter_dataset(options)
     if workers:
         from absl import flags  # grain's workers read absl's flags, which only an absl program would have parsed

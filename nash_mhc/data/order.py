@@ -56,17 +56,28 @@ def permuted(positions: np.ndarray, count: int, key: int) -> np.ndarray:
     return out.astype(np.int64)
 
 
-def shuffled(positions: np.ndarray, count: int, *, seed: int, source: int = 0) -> np.ndarray:
-    """Rows at these positions of an endless reading of `count` rows: each once an epoch, in an order of its own each epoch."""
-    epochs, inside = np.divmod(positions.astype(np.int64), count)
+BLOCK = 4096  # positions that are looked up together; a mixture keeps its shares exactly (to one row) in each
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffled_block(number: int, count: int, seed: int, source: int) -> np.ndarray:
+    """Rows at the positions of a block: numpy is slow on a few numbers and fast on many, and steps ask for a few."""
+    epochs, inside = np.divmod(np.arange(number * BLOCK, (number + 1) * BLOCK, dtype=np.int64), count)
     rows = np.empty_like(inside)
-    for epoch in np.unique(epochs):
-        at = epochs == epoch
-        rows[at] = permuted(inside[at], count, combine(seed, source, int(epoch)))
+    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        at = slice(*np.searchsorted(epochs, (epoch, epoch + 1)))
+        rows[at] = permuted(inside[at], count, combine(seed, source, epoch))
     return rows
 
 
-BLOCK = 4096  # positions over which a mixture keeps its shares exactly (to one row)
+def shuffled(positions: np.ndarray, count: int, *, seed: int, source: int = 0) -> np.ndarray:
+    """Rows at these positions of an endless reading of `count` rows: each once an epoch, in an order of its own each epoch."""
+    blocks, inside = np.divmod(positions.astype(np.int64), BLOCK)
+    rows = np.empty_like(inside)
+    for number in np.unique(blocks):
+        at = blocks == number
+        rows[at] = _shuffled_block(int(number), count, seed, source)[inside[at]]
+    return rows
 
 
 def shares(weights: Sequence[str]) -> tuple[Fraction, ...]:

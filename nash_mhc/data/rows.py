@@ -68,9 +68,9 @@ class _File:
             os.close(self.number)
 
 
-def _few_open_files() -> Callable[[Path], _File]:
-    """A corpus may have more shards than a process may have open files."""
-    return functools.lru_cache(maxsize=256)(_File)
+def _few_open_files(paths: list[Path]) -> Callable[[int], _File]:
+    """Files by their number. A corpus may have more shards than a process may have open files."""
+    return functools.lru_cache(maxsize=256)(lambda number: _File(paths[number]))
 
 
 class PreparedRows:
@@ -90,8 +90,9 @@ class PreparedRows:
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
         self._vocab_size = self.form.vocab_size if vocab_size is None else vocab_size
+        self._paths = [folder / f"{shard.name}.rows" for shard in self.shards]
         self._ends = list(accumulate(shard.rows for shard in self.shards))
-        self._open = _few_open_files()
+        self._open = _few_open_files(self._paths)
         size = self.form.record_bytes
         check_files(folder, {f"{s.name}.rows": (s.rows * size, s.sha256) for s in self.shards})
 
@@ -112,7 +113,8 @@ class PreparedRows:
         return {k: v for k, v in self.__dict__.items() if k != "_open"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _open=_few_open_files())
+        self.__dict__.update(state)
+        self._open = _few_open_files(self._paths)
 
     def locate(self, index: int) -> tuple[int, int]:
         """(number of the shard, row in it) of a row."""
@@ -125,11 +127,8 @@ class PreparedRows:
         buffer = np.empty((len(indices), size), np.uint8)
         for at, index in enumerate(indices):
             shard, row = self.locate(int(index))
-            file = self._open(self.folder / f"{self.shards[shard].name}.rows")
-            data = os.pread(file.number, size, row * size)
-            if len(data) != size:
+            if os.preadv(self._open(shard).number, [buffer[at]], row * size) != size:
                 raise ConfigError(f"{self._name(index)}: the file has become shorter; the data must be prepared again")
-            buffer[at] = np.frombuffer(data, np.uint8)
         laid = self.form.decode(buffer)
         self._check(laid, indices)
         return unfold(laid, self.form.end)
