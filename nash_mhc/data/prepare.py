@@ -31,7 +31,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.manifest import FILE, Manifest, Shard, Split, check_files, write_whole
 from nash_mhc.data.order import mix
 from nash_mhc.data.pack import Piece, cut, lay
-from nash_mhc.data.readers import Corpus, Raw
+from nash_mhc.data.readers import Corpus, Raw, Unreachable
 from nash_mhc.data.records import TEMPLATE, check_template, spans_of
 from nash_mhc.data.rows import RowFormat
 from nash_mhc.data.tokens import HuggingFaceTokenizer, Tokenizer
@@ -315,8 +315,9 @@ def _prepare_in(
             raise ConfigError(
                 f"{corpus.names[0]}: no document with text in it, nor in the rest of the data; is it the right one?"
             )
-    except ConfigError:
-        shutil.rmtree(partial)
+    except ConfigError as error:
+        if not isinstance(error, Unreachable):
+            shutil.rmtree(partial)
         raise
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(partial / "tokenizer")

@@ -22,6 +22,10 @@ _PACKED = {".gz": "gzip", ".zst": "zstd"}
 BLOCK = 4 << 20  # bytes of a text file that are handled at once: a document may be larger than memory
 
 
+class Unreachable(ConfigError):
+    """Data that could not be read this time, such as over a network: what has been prepared of it is kept."""
+
+
 class Raw(NamedTuple):
     file: int  # its number in the corpus
     line: int  # where it begins in the file, from 1

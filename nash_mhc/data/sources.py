@@ -13,6 +13,7 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.corpus import SPLITS, StoryCorpus
+from nash_mhc.data.hub import Hub, is_saved
 from nash_mhc.data.manifest import FILE, VERSION, Manifest, digest_of
 from nash_mhc.data.mixture import Mixture, RowSource
 from nash_mhc.data.pack import Rows, pack
@@ -20,7 +21,7 @@ from nash_mhc.data.prepare import make_recipe, prepare
 from nash_mhc.data.progress import watching
 from nash_mhc.data.readers import Corpus, Files, Stories
 from nash_mhc.data.rows import PreparedRows
-from nash_mhc.data.tokens import ByteTokenizer, Tokenizer
+from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, hub_name
 
 
 class StoryRows:
@@ -85,10 +86,14 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     """The documents behind --dataset; ConfigError when there is nothing of that name."""
     if cfg.dataset == "stories":
         return Stories(cfg)
+    if cfg.dataset.startswith("hf:") or is_saved(Path(cfg.dataset)):
+        return Hub(cfg.dataset.removeprefix("hf:"), cfg)
     if Path(cfg.dataset).exists() or glob.has_magic(cfg.dataset):
         if cfg.dataset_name is not None:
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: {cfg.dataset} has no variants; leave it out")
         return Files(cfg.dataset, cfg)
+    if name := hub_name(cfg.dataset):
+        return Hub(name, cfg)
     raise ConfigError(
         f"--dataset {cfg.dataset}: neither 'stories' nor a file or folder that is here; one of Hugging Face is hf:{cfg.dataset}"
     )
