@@ -31,7 +31,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.manifest import FILE, Manifest, Shard, Split, check_files, write_whole
 from nash_mhc.data.order import mix
 from nash_mhc.data.pack import Piece, cut, lay
-from nash_mhc.data.readers import Corpus, Raw, Unreachable
+from nash_mhc.data.readers import Content, Corpus, Raw, Unreachable
 from nash_mhc.data.records import TEMPLATE, check_template, spans_of
 from nash_mhc.data.rows import RowFormat
 from nash_mhc.data.tokens import HuggingFaceTokenizer, Tokenizer
@@ -59,7 +59,7 @@ class Job:
     folder: Path
 
 
-def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, align: int) -> dict[str, Any]:
+def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: int) -> dict[str, Any]:
     """Everything that the rows follow from; equal recipes give equal bytes."""
     return {
         "content": corpus.content,
@@ -125,10 +125,11 @@ def pieces_of(raws: list[Raw], job: Job) -> tuple[list[Piece], int, int]:
             empty += raw.opens and raw.closes
             continue
         counts = np.concatenate([np.full(len(part), c) for part, (_, c) in zip(parts, document, strict=True)])
-        pieces += cut(
+        found = cut(
             np.concatenate(parts), job.tokenizer.end, recipe["seq_len"], opens=raw.opens, closes=raw.closes,
             counts=np.append(counts, counts[-1]), document=number,
         )  # fmt: skip
+        pieces += [piece for piece in found if piece.counts.any()]  # a row of nothing but prompt would teach nothing
     return pieces, size, empty
 
 

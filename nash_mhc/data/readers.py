@@ -37,14 +37,18 @@ class Raw(NamedTuple):
 
 
 @runtime_checkable
-class Corpus(Protocol):
-    """Documents from somewhere. `content` changes when they do."""
+class Content(Protocol):
+    """What is known of documents before they are read."""
 
-    files: tuple[str, ...]  # the names that a manifest keeps
-    names: tuple[str, ...]  # the same as a message calls them
-    content: str
+    content: str  # changes when they do
+    names: tuple[str, ...]  # of the files, as a message calls them
     total: int  # bytes, for the progress bar and the size of chunks
     splits: tuple[str, ...]  # that the data has itself; empty: one part, of which some is held out
+
+
+@runtime_checkable
+class Corpus(Content, Protocol):
+    files: tuple[str, ...]  # the names that a manifest keeps
 
     def read(self, split: str) -> Iterator[Raw]: ...
 
@@ -157,25 +161,34 @@ def _line_end(data: bytes) -> int:
     return end - 1 if end and data[end - 1] >= 0xC0 else end or len(data)
 
 
-def _read_parquet(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
+def check_columns(path: Path, table: Any, fields: tuple[str, ...]) -> None:
+    names = table.schema_arrow.names
+    for field in fields:
+        if field not in names:
+            there = ", ".join(names) or "none"
+            remedy = "name the text's with --text-field" if len(fields) == 1 else "they are what --format asks for"
+            raise ConfigError(f"{path}:1: no column {field!r}, there are {there}; {remedy}")
+
+
+def parquet_batches(path: Path, fields: tuple[str, ...], groups: list[int] | None = None) -> Iterator[list[Any]]:
+    """Lists of texts, or of records where a document has several fields; of some row groups or of all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    whole = len(fields) > 1 or fields[0] == "messages"
     try:
         with pq.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            for field in fields:
-                if field not in names:
-                    there = ", ".join(names) or "none"
-                    raise ConfigError(f"{path}:1: no column {field!r}, there are {there}; name the text's with --text-field")
-            row = 1
-            for batch in table.iter_batches(batch_size=1024, columns=list(fields)):
-                for content in batch.to_pylist() if len(fields) > 1 or fields[0] == "messages" else batch.column(0).to_pylist():
-                    size = len(content) if isinstance(content, str) else len(str(content))
-                    yield Raw(number, row, content, size, "table")
-                    row += 1
+            check_columns(path, table, fields)
+            for batch in table.iter_batches(batch_size=1024, columns=list(fields), row_groups=groups):
+                yield batch.to_pylist() if whole else batch.column(0).to_pylist()
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
+
+
+def _read_parquet(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
+    contents = itertools.chain.from_iterable(parquet_batches(path, fields))
+    for row, content in enumerate(contents, start=1):
+        yield Raw(number, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
 
 
 class Stories:

@@ -21,6 +21,7 @@ from nash_mhc.data.prepare import make_recipe, prepare
 from nash_mhc.data.progress import watching
 from nash_mhc.data.readers import Corpus, Files, Stories
 from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.stream import open_stream
 from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, hub_name
 
 
@@ -82,18 +83,20 @@ class StoryRows:
         return pack(documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align)
 
 
+def _is_hub(dataset: str) -> bool:
+    return dataset.startswith("hf:") or is_saved(Path(dataset)) or not (Path(dataset).exists() or hub_name(dataset) is None)
+
+
 def open_corpus(cfg: DataConfig) -> Corpus:
     """The documents behind --dataset; ConfigError when there is nothing of that name."""
     if cfg.dataset == "stories":
         return Stories(cfg)
-    if cfg.dataset.startswith("hf:") or is_saved(Path(cfg.dataset)):
+    if _is_hub(cfg.dataset):
         return Hub(cfg.dataset.removeprefix("hf:"), cfg)
     if Path(cfg.dataset).exists() or glob.has_magic(cfg.dataset):
         if cfg.dataset_name is not None:
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: {cfg.dataset} has no variants; leave it out")
         return Files(cfg.dataset, cfg)
-    if name := hub_name(cfg.dataset):
-        return Hub(name, cfg)
     raise ConfigError(
         f"--dataset {cfg.dataset}: neither 'stories' nor a file or folder that is here; one of Hugging Face is hf:{cfg.dataset}"
     )
@@ -142,6 +145,9 @@ def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int,
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
         return StoryRows(tokenizer, seed=seed, split=split, seq_len=cfg.seq_len, align=align)
     folder = Path(cfg.dataset)
+    if cfg.streaming and not (folder / FILE).exists():
+        hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
+        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, hub=hub)
     if (folder / FILE).exists():
         _check_recipe(folder, cfg, tokenizer, align)
     else:
