@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from test_sources import save_tokenizer
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import __main__ as command
 from nash_mhc.data import prepare as prepare_module
+from nash_mhc.data import rows as rows_module
 from nash_mhc.data.corpus import StoryCorpus
 from nash_mhc.data.manifest import Manifest
 from nash_mhc.data.pack import cut, positions
@@ -361,3 +363,21 @@ def test_a_token_outside_the_vocabulary_is_found_by_file_and_row(tmp_path: Path)
     bad = next(i for i in range(len(rows)) if PreparedRows(tmp_path / "out", "train")[i].inputs.max() >= 200)
     with pytest.raises(ConfigError, match=rf"train-00000\.rows, row {bad}: token \d+ is outside the vocabulary of 200"):
         rows.take([bad])
+
+
+def test_threads_that_open_the_same_shards_do_not_close_them_on_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "_SMALLEST", 3000)
+    write_jsonl(tmp_path / "a.jsonl", stories(200))
+    prepared(tmp_path / "out", tmp_path / "a.jsonl", seq_len=64)
+    whole = PreparedRows(tmp_path / "out", "train")
+    wanted = whole.take(np.arange(len(whole))).inputs
+    assert len(whole.shards) > 20
+    for _ in range(20):
+        # Fresh files each time, and a cache of two: every read opens one, and lets go of one that another may be reading.
+        rows = PreparedRows(tmp_path / "out", "train")
+        rows._open = rows_module._few_open_files(rows._paths, at_once=2)
+        with ThreadPoolExecutor(8) as pool:
+            for got in pool.map(lambda _, rows=rows: rows.take(np.arange(len(rows))).inputs, range(8)):
+                np.testing.assert_array_equal(got, wanted)

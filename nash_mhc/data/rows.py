@@ -68,9 +68,9 @@ class _File:
             os.close(self.number)
 
 
-def _few_open_files(paths: list[Path]) -> Callable[[int], _File]:
+def _few_open_files(paths: list[Path], at_once: int = 256) -> Callable[[int], _File]:
     """Files by their number. A corpus may have more shards than a process may have open files."""
-    return functools.lru_cache(maxsize=256)(lambda number: _File(paths[number]))
+    return functools.lru_cache(maxsize=at_once)(lambda number: _File(paths[number]))
 
 
 class PreparedRows:
@@ -127,7 +127,8 @@ class PreparedRows:
         buffer = np.empty((len(indices), size), np.uint8)
         for at, index in enumerate(indices):
             shard, row = self.locate(int(index))
-            if os.preadv(self._open(shard).number, [buffer[at]], row * size) != size:
+            file = self._open(shard)  # held here: the cache may let go of it while another thread reads
+            if os.preadv(file.number, [buffer[at]], row * size) != size:
                 raise ConfigError(f"{self._name(index)}: the file has become shorter; the data must be prepared again")
         laid = self.form.decode(buffer)
         self._check(laid, indices)
