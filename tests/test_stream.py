@@ -28,7 +28,7 @@ TEXTS = stories(240)
 
 @pytest.fixture(autouse=True)
 def small_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_LEAST_TEXT", 2000)
+    monkeypatch.setattr(stream, "text_of_volume", lambda _: 2000)
 
 
 @pytest.fixture(scope="module")

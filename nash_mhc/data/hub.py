@@ -65,7 +65,7 @@ class Hub:
         """The library's own stream of one split, with the wanted columns only."""
         if self._saved is not None:
             found = self._saved[split] if self.splits else self._saved
-            shards = max(1, min(len(found), 64))
+            shards = max(1, min(len(found), 16))
             stream = found.to_iterable_dataset(num_shards=shards)
         else:
             stream = self._library.load_dataset(self._name, self._variant, split=split, streaming=True)

@@ -30,7 +30,11 @@ from nash_mhc.data.readers import Raw, check_columns, fields_of, find_files, kin
 from nash_mhc.data.tokens import Tokenizer
 
 LANES = 16  # at most: divisible by the usual numbers of processes
-_LEAST_TEXT = 1 << 20  # bytes of text in a volume: enough to pack well
+
+
+def text_of_volume(seq_len: int) -> int:
+    """Bytes of text in a volume: enough to pack well, whatever the length of a row."""
+    return max(1 << 20, 256 * seq_len)
 
 
 @runtime_checkable
@@ -121,7 +125,8 @@ class HubLanes:
         return max(1, min(LANES, self._tables[split].num_shards))
 
     def open(self, lane: int, split: str, state: Any) -> Reader:
-        return _HubReader(self._hub, self._hub.table(split).shard(self.lanes_of(split), lane), state)
+        lanes = self.lanes_of(split)  # opens the table, once: the library takes its time for that
+        return _HubReader(self._hub, self._tables[split].shard(lanes, lane), state)
 
 
 class _HubReader:
@@ -191,7 +196,7 @@ class StreamRows:
             raise ConfigError(
                 f"--dataset {cfg.dataset}: no split {split!r}, and nothing is held out; raise --validation-fraction"
             )
-        self._text = max(_LEAST_TEXT, 256 * cfg.seq_len)
+        self._text = text_of_volume(cfg.seq_len)
         self._job = Job(recipe, tokenizer, lanes.names, Path())
         self.identity = digest_of(["stream", recipe, split, self.count, self._text])
         folder = Path(cfg.cache_dir) / f"stream-{self.identity[:24]}"
