@@ -29,6 +29,7 @@ TEXTS = stories(240)
 @pytest.fixture(autouse=True)
 def small_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "text_of_volume", lambda _: 2000)
+    monkeypatch.setattr(stream, "LEAST_DOCUMENTS", 10)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +135,16 @@ def test_what_is_held_out_is_never_trained_on(folders: Path, tmp_path: Path, for
     assert len(texts[1]) > 2
     if form != "files":  # its validation split repeats documents of train, on purpose
         assert not texts[0] & texts[1]
+
+
+def test_small_data_has_few_lanes(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each has something to train on, and all of them come round at about the same time."""
+    monkeypatch.setattr(stream, "LEAST_DOCUMENTS", 1000)
+    for form in ("parquet", "saved"):
+        for split in ("train", "validation"):
+            source = opened(folders, form, tmp_path / "cache", split)
+            assert source.count == 1
+            assert source[3].weights.sum() > 50
 
 
 def test_later_epochs_go_on(folders: Path, tmp_path: Path) -> None:

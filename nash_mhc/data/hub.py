@@ -61,11 +61,11 @@ class Hub:
             marks = [[p.relative_to(self._path).as_posix() for p in files], digests_of_files(files)]
         self.content = digest_of(marks)
 
-    def table(self, split: str) -> Any:
-        """The library's own stream of one split, with the wanted columns only."""
+    def table(self, split: str, least: int = 1) -> Any:
+        """The library's own stream of one split, with the wanted columns; in shards of at least so many records, if it can."""
         if self._saved is not None:
             found = self._saved[split] if self.splits else self._saved
-            shards = max(1, min(len(found), 16))
+            shards = max(1, min(len(found) // least, 16))
             stream = found.to_iterable_dataset(num_shards=shards)
         else:
             stream = self._library.load_dataset(self._name, self._variant, split=split, streaming=True)

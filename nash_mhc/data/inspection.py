@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.data.manifest import FILE, Manifest, check_files
+from nash_mhc.data.manifest import FILE, Manifest, check_files, counted
 from nash_mhc.data.mixture import Mixture, RowSource
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
@@ -31,7 +31,7 @@ def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
 def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int, str, int]]) -> str:
     """Every document of a row, with where it is from. What is read but does not count in the loss stands in [[ ]]."""
     text = int((row.segments > 0).sum())
-    lines = [f"== {title}: {row.segments.max()} documents, {int(row.weights.sum())} of {text} slots count"]
+    lines = [f"== {title}: {counted(int(row.segments.max()), 'document')}, {int(row.weights.sum())} of {text} slots count"]
     by_slot = {slot: (place, offset) for slot, place, offset in places}
     for segment in range(1, int(row.segments.max()) + 1):
         slots = np.flatnonzero(row.segments == segment)

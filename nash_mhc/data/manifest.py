@@ -60,12 +60,13 @@ class Manifest:
         return 1 - found.slots / max(1, found.rows * self.recipe["seq_len"])
 
     def summary(self) -> str:
-        left_out = f", {self.empty:,} empty documents left out" if self.empty else ""
-        lines = [f"{self.bytes:,} bytes of text in {len(self.files):,} files{left_out}"]
+        left_out = f", {counted(self.empty, 'empty document')} left out" if self.empty else ""
+        lines = [f"{self.bytes:,} bytes of text in {counted(len(self.files), 'file')}{left_out}"]
         for name, split in self.splits.items():
             lines.append(
-                f"{name}: {split.documents:,} documents, {split.tokens:,} tokens that count, {split.rows:,} rows of "
-                f"{self.recipe['seq_len']}, {self.padding(name):.1%} padding, {len(split.shards):,} shards"
+                f"{name}: {counted(split.documents, 'document')}, {split.tokens:,} tokens that count, "
+                f"{counted(split.rows, 'row')} of {self.recipe['seq_len']}, {self.padding(name):.1%} padding, "
+                f"{counted(len(split.shards), 'shard')}"
             )
         return "\n".join(lines)
 
@@ -97,6 +98,10 @@ class Manifest:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{folder / FILE}: damaged ({type(error).__name__}: {error}); {again}") from error
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def digest_of(values: Any) -> str:

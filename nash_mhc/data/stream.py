@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from nash_mhc.data.readers import Raw, check_columns, fields_of, find_files, kin
 from nash_mhc.data.tokens import Tokenizer
 
 LANES = 16  # at most: divisible by the usual numbers of processes
+LEAST_DOCUMENTS = 1000  # of a lane, on average: a short lane would come round again long before the others
 
 
 def text_of_volume(seq_len: int) -> int:
@@ -60,7 +62,7 @@ class ParquetLanes:
         self._paths, self._fields = find_files(dataset), fields_of(cfg)
         self.names = tuple(str(p) for p in self._paths)
         self.units: list[tuple[int, int, int]] = []  # file, row group, rows of the file before it
-        shapes, self.total = [], 0
+        shapes, self.total, self._documents = [], 0, 0
         for number, path in enumerate(self._paths):
             if kind_of(path) != "parquet":
                 raise ConfigError(
@@ -72,6 +74,7 @@ class ParquetLanes:
                     counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
             except (OSError, pa.ArrowInvalid) as error:
                 raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
+            self._documents += sum(counts)
             self.units += [(number, i, sum(counts[:i])) for i in range(len(counts))]
             shapes.append([path.name, path.stat().st_size, counts])
             self.total += path.stat().st_size
@@ -79,10 +82,10 @@ class ParquetLanes:
         self.content = digest_of(shapes)
 
     def lanes_of(self, split: str) -> int:
-        return min(LANES, len(self.units))
+        return max(1, min(LANES, len(self.units), self._documents // LEAST_DOCUMENTS))
 
-    def open(self, lane: int, split: str, state: Any) -> Reader:
-        return _ParquetReader(self._paths, self.units[lane :: self.lanes_of(split)], self._fields, state or [0, 0])
+    def open(self, lane: int, lanes: int, split: str, state: Any) -> Reader:
+        return _ParquetReader(self._paths, self.units[lane::lanes], self._fields, state or [0, 0])
 
 
 class _ParquetReader:
@@ -119,14 +122,16 @@ class HubLanes:
         self.splits, self.total = hub.splits, hub.total
         self._tables: dict[str, Any] = {}
 
-    def lanes_of(self, split: str) -> int:
-        if split not in self._tables:
-            self._tables[split] = self._hub.table(split)
-        return max(1, min(LANES, self._tables[split].num_shards))
+    def _table(self, split: str) -> Any:
+        if split not in self._tables:  # once: the library takes its time for that
+            self._tables[split] = self._hub.table(split, least=LEAST_DOCUMENTS)
+        return self._tables[split]
 
-    def open(self, lane: int, split: str, state: Any) -> Reader:
-        lanes = self.lanes_of(split)  # opens the table, once: the library takes its time for that
-        return _HubReader(self._hub, self._tables[split].shard(lanes, lane), state)
+    def lanes_of(self, split: str) -> int:
+        return max(1, min(LANES, self._table(split).num_shards))
+
+    def open(self, lane: int, lanes: int, split: str, state: Any) -> Reader:
+        return _HubReader(self._hub, self._table(split).shard(lanes, lane), state)
 
 
 class _HubReader:
@@ -190,7 +195,8 @@ class StreamRows:
         self._split = split if own or not lanes.splits else cfg.split
         if not own and split not in (cfg.split, cfg.eval_split):
             raise ConfigError(f"split {split!r}: there are {', '.join(lanes.splits) or f'{cfg.split} and {cfg.eval_split}'}")
-        self.count = lanes.lanes_of(self._split)
+        # Little is held out: all of it in one lane, for sixteen might have none.
+        self.count = 1 if self._is_held_out else lanes.lanes_of(self._split)
         recipe = make_recipe(cfg, tokenizer, lanes, align)
         if self._is_held_out and not recipe["validation_fraction"]:
             raise ConfigError(
@@ -234,7 +240,7 @@ class StreamRows:
         before = lane.states[volume]
         epoch, state = before
         kept, lane.reader = lane.reader, None
-        reader = kept[1] if kept and kept[0] == volume else self._lanes.open(number, self._split, state)
+        reader = kept[1] if kept and kept[0] == volume else self._lanes.open(number, self.count, self._split, state)
         # The first volume of each lane has another size, so that they do not all end in the same step ever after.
         wanted = self._text if volume else self._text * (number + 1) // self.count
         raws: list[Raw] = []
@@ -246,7 +252,7 @@ class StreamRows:
             except StopIteration:
                 after = [epoch + 1, None]
                 break
-            if self._keeps(number, raw):
+            if self._keeps(raw):
                 raws.append(raw)
                 size += raw.size
         if after is None:
@@ -257,19 +263,23 @@ class StreamRows:
         if volume == len(lane.ends) - 1:
             lane.add(len(rows), after)
             if epoch > 0 and lane.ends[-1] == 0:
-                raise ConfigError(f"{self._lanes.names[0]}: lane {number} of the stream has no text for split {self._split!r}")
+                raise ConfigError(
+                    f"{self._lanes.names[0]}: lane {number} of the stream has no text to train on; leave out --streaming"
+                )
         if rows:
             order = permuted(np.arange(len(rows)), len(rows), combine(self._seed, number, volume))
             lane.volumes[volume] = laid, order
         while len(lane.volumes) > 3:
             lane.volumes.popitem(last=False)
 
-    def _keeps(self, lane: int, raw: Raw) -> bool:
-        """Of data without an eval split, a share of the documents is held out, by a hash of their place."""
+    def _keeps(self, raw: Raw) -> bool:
+        """Of data without an eval split, a share of the documents is held out, by a hash of their text: a document that comes
+        twice is held out twice."""
         fraction = self._job.recipe["validation_fraction"]
         if not fraction:
             return True
-        place = mix(np.array([raw.line]), combine(lane, raw.file))
+        text = raw.content if isinstance(raw.content, str) else str(raw.content)
+        place = mix(np.array([zlib.crc32(text.encode("utf-8", "surrogatepass"))]), 1)
         return (float(place[0]) / 2.0**64 < fraction) == self._is_held_out
 
 

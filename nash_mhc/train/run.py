@@ -125,7 +125,7 @@ def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
     sizes = [d["data.batch_size"] * d["train.grad_accum"] for d in (before, now)]
     if same_data and sizes[0] != sizes[1]:
         changed.append(f"batch-size x grad-accum ({sizes[0]} there, {sizes[1]} now)")
-    if same_data and not changed and run.get("rows", rows) != rows:
+    if same_data and not changed and run.get("rows", "stories") != rows:
         raise ConfigError(
             f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back, or start "
             f"another run with --resume-from {folder} and a new --checkpoint-dir"
