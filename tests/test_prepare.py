@@ -20,12 +20,14 @@ from test_sources import save_tokenizer
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import __main__ as command
+from nash_mhc.data import chunks
 from nash_mhc.data import prepare as prepare_module
 from nash_mhc.data import rows as rows_module
+from nash_mhc.data.chunks import held_out
 from nash_mhc.data.corpus import StoryCorpus
 from nash_mhc.data.manifest import Manifest
 from nash_mhc.data.pack import cut, positions
-from nash_mhc.data.prepare import held_out, prepare
+from nash_mhc.data.prepare import prepare
 from nash_mhc.data.readers import BLOCK, Files
 from nash_mhc.data.rows import PreparedRows, RowFormat
 from nash_mhc.data.sources import open_corpus
@@ -223,11 +225,11 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "_SMALLEST", 100_000)
+    monkeypatch.setattr(chunks, "_SMALLEST", 100_000)
 
 
 COMMAND = (
-    "import sys, nash_mhc.data.prepare as p, nash_mhc.data.__main__ as m\n"
+    "import sys, nash_mhc.data.chunks as p, nash_mhc.data.__main__ as m\n"
     "from nash_mhc.config.commands import one_line_errors\n"
     "p._SMALLEST = 100_000\n"
     "if __name__ == '__main__': sys.exit(one_line_errors(m.main))\n"
@@ -251,10 +253,10 @@ def test_killed_and_resumed_and_in_parallel_are_the_same_bytes(tmp_path: Path, c
         return subprocess.Popen([sys.executable, str(script), "prepare", *flags], env=env, stdout=subprocess.DEVNULL)
 
     done: list[int] = []
-    for chunks in (2, 5):
+    for enough in (2, 5):
         process = start(workers=1)
         deadline = time.monotonic() + 60
-        while len(list(partial.glob("chunk-*.json"))) < chunks and process.poll() is None and time.monotonic() < deadline:
+        while len(list(partial.glob("chunk-*.json"))) < enough and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -368,7 +370,7 @@ def test_a_token_outside_the_vocabulary_is_found_by_file_and_row(tmp_path: Path)
 def test_threads_that_open_the_same_shards_do_not_close_them_on_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_SMALLEST", 3000)
+    monkeypatch.setattr(chunks, "_SMALLEST", 3000)
     write_jsonl(tmp_path / "a.jsonl", stories(200))
     prepared(tmp_path / "out", tmp_path / "a.jsonl", seq_len=64)
     whole = PreparedRows(tmp_path / "out", "train")

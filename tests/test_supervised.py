@@ -12,8 +12,8 @@ import small
 from test_prepare import prepared
 from test_sources import save_tokenizer
 
+from nash_mhc.data.chunks import Job, pieces_of
 from nash_mhc.data.inspection import of_prepared
-from nash_mhc.data.prepare import Job, pieces_of
 from nash_mhc.data.readers import Raw
 from nash_mhc.data.records import TEMPLATE, check_template, spans_of
 from nash_mhc.data.rows import PreparedRows

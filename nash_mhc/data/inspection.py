@@ -67,7 +67,7 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     shown = []
     for number in range(rows) if row is None else [row]:
         leaf, index = _at(source, (step - 1) * rows + number, seed)
-        name = leaf.name if isinstance(leaf, PreparedRows) else leaf.identity
+        name = leaf.name if isinstance(leaf, PreparedRows) else leaf.identity[:16]
         places = origins(leaf, index) if isinstance(leaf, PreparedRows) else []
         shown.append(show_row(f"step {step}, row {number}: row {index} of {name}", leaf[index], tokenizer, places))
     return "\n".join(shown)

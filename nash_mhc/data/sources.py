@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
+from nash_mhc.data.chunks import make_recipe
 from nash_mhc.data.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.hub import Hub, is_saved
 from nash_mhc.data.manifest import FILE, VERSION, Manifest, digest_of
 from nash_mhc.data.mixture import Mixture, RowSource
 from nash_mhc.data.pack import Rows, pack
-from nash_mhc.data.prepare import make_recipe, prepare
+from nash_mhc.data.prepare import prepare
 from nash_mhc.data.progress import watching
 from nash_mhc.data.readers import Corpus, Files, Stories
 from nash_mhc.data.rows import PreparedRows

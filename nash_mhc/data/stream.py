@@ -22,11 +22,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.chunks import Job, make_recipe, pieces_of
 from nash_mhc.data.hub import Hub
 from nash_mhc.data.manifest import digest_of
 from nash_mhc.data.order import combine, mix, permuted
 from nash_mhc.data.pack import Laid, Rows, lay, unfold
-from nash_mhc.data.prepare import Job, make_recipe, pieces_of
 from nash_mhc.data.readers import Raw, check_columns, fields_of, find_files, kind_of, parquet_batches
 from nash_mhc.data.tokens import Tokenizer
 
