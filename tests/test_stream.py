@@ -16,7 +16,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import stream
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import open_source
-from nash_mhc.data.stream import ParquetLanes, StreamRows
+from nash_mhc.data.stream import Lane, ParquetLanes, StreamRows
 from nash_mhc.data.tokens import ByteTokenizer
 
 datasets = pytest.importorskip("datasets")
@@ -75,7 +75,8 @@ def test_every_restart_reads_on_with_the_same_rows(folders: Path, tmp_path: Path
     for cache, start in ((tmp_path / "b", 5), (tmp_path / "c", 8)):
         if start == 8:
             opened(folders, form, cache)[200]
-            for file in cache.glob("*/*.jsonl"):
+            for file in cache.glob("*/*.jsonl"):  # two processes have written it, and one was killed
+                file.write_text(file.read_text() * 2)
                 file.write_text(file.read_text()[:-9])
         rest = take(opened(folders, form, cache), 9 - start, batch_size=64, start_step=start)
         assert [keys(rows) for rows in rest] == whole[start:]
@@ -135,6 +136,18 @@ def test_what_is_held_out_is_never_trained_on(folders: Path, tmp_path: Path, for
     assert len(texts[1]) > 2
     if form != "files":  # its validation split repeats documents of train, on purpose
         assert not texts[0] & texts[1]
+
+
+def test_an_index_that_was_cut_is_completed(folders: Path, tmp_path: Path) -> None:
+    opened(folders, "parquet", tmp_path / "cache").take(list(range(300)))
+    files = sorted(tmp_path.glob("cache/*/*.jsonl"))
+    whole = [len(Lane(file).ends) for file in files]
+    assert min(whole) > 2
+    for file in files:
+        file.write_text(file.read_text()[:-9])
+    assert [len(Lane(file).ends) for file in files] == [count - 1 for count in whole]
+    opened(folders, "parquet", tmp_path / "cache").take(list(range(300)))
+    assert [len(Lane(file).ends) for file in files] == whole
 
 
 def test_small_data_has_few_lanes(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

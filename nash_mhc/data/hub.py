@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.manifest import digest_of, digests_of_files
+from nash_mhc.data.manifest import digest_of, digests_of_sources
 from nash_mhc.data.readers import Raw, Unreachable, fields_of
 
 _UNKNOWN_SIZE = 1 << 30  # bytes that a dataset is taken for when it does not say: its chunks are large
@@ -58,7 +58,7 @@ class Hub:
         if self._path is not None:
             files = sorted(p for p in self._path.rglob("*") if p.is_file())
             self.total = sum(p.stat().st_size for p in files)
-            marks = [[p.relative_to(self._path).as_posix() for p in files], digests_of_files(files)]
+            marks = [[p.relative_to(self._path).as_posix() for p in files], digests_of_sources(files)]
         self.content = digest_of(marks)
 
     def table(self, split: str, least: int = 1) -> Any:

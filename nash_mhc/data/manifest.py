@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -124,6 +125,18 @@ def digests_of_files(paths: Iterable[Path]) -> list[str]:
     """Many files at once: hashing lets other threads run."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(digest_of_file, paths))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _digest_of_state(path: Path, size: int, modified_ns: int) -> str:
+    return digest_of_file(path)
+
+
+def digests_of_sources(paths: Iterable[Path]) -> list[str]:
+    """The same for a user's files, which a run opens for each split: each is read once in a process, unless it changes."""
+    states = [(path, path.stat()) for path in paths]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda s: _digest_of_state(s[0].absolute(), s[1].st_size, s[1].st_mtime_ns), states))
 
 
 def check_files(folder: Path, expected: dict[str, tuple[int | None, str]]) -> None:

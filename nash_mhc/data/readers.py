@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.corpus import SPLITS, StoryCorpus
-from nash_mhc.data.manifest import digest_of, digests_of_files
+from nash_mhc.data.manifest import digest_of, digests_of_sources
 
 _KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _PACKED = {".gz": "gzip", ".zst": "zstd"}
@@ -96,7 +96,7 @@ class Files:
         self.files = tuple(p.relative_to(root).as_posix() if root.is_dir() else p.name for p in self._paths)
         try:
             sizes = [p.stat().st_size for p in self._paths]
-            hashes = digests_of_files(self._paths)
+            hashes = digests_of_sources(self._paths)
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
         for path, size in zip(self._paths, sizes, strict=True):

@@ -178,7 +178,7 @@ class Lane:
         self._append(rows, after)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a") as out:
-            out.write(json.dumps(entry) + "\n")
+            out.write("\n" + json.dumps(entry))  # on a line of its own, whatever a crash has left of the one before
 
 
 class StreamRows:
