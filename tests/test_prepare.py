@@ -184,6 +184,19 @@ def test_a_tokenizer_by_folder_or_file_goes_with_the_rows(tmp_path: Path, form: 
     assert texts(tmp_path / "out", tokenizer=again) == texts(tmp_path / "out", tokenizer=tokenizer)
 
 
+def test_a_tokenizer_by_its_name_on_hugging_face_comes_from_the_local_cache(tmp_path: Path) -> None:
+    """As a download would have left it: no network is asked."""
+    snapshot = tmp_path / "hub" / "models--someone--cats" / "snapshots" / ("0" * 40)
+    save_tokenizer(snapshot)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    code = "from nash_mhc.data.tokens import load_tokenizer as l; print(l('someone/cats').vocab_size, l('hf:someone/cats').end)"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "271 0\n", done.stderr
+
+
 def test_a_tokenizer_can_be_trained(
     tmp_path: Path, corpus_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,13 +266,18 @@ def test_killed_and_resumed_and_in_parallel_are_the_same_bytes(tmp_path: Path, c
         return subprocess.Popen([sys.executable, str(script), "prepare", *flags], env=env, stdout=subprocess.DEVNULL)
 
     done: list[int] = []
-    for enough in (2, 5):
-        process = start(workers=1)
+    for workers, enough in ((1, 2), (2, 5)):
+        process = start(workers)
         deadline = time.monotonic() + 60
         while len(list(partial.glob("chunk-*.json"))) < enough and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        started = [int(pid) for pid in children.read_text().split()] if children.exists() else []
         process.send_signal(signal.SIGKILL)
         process.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in started):  # workers do not outlive it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         done.append(len(list(partial.glob("chunk-*.json"))))
         assert not (tmp_path / "killed").exists()
     assert 2 <= done[0] < done[1] < 10

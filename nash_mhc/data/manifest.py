@@ -111,7 +111,7 @@ def digest_of(values: Any) -> str:
 
 def write_whole(path: Path, data: bytes) -> None:
     """All of the file or nothing of it."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # a process that was left over may be writing the same file
     part.write_bytes(data)
     part.replace(path)
 

@@ -13,6 +13,8 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -38,7 +40,16 @@ _job: Job  # of this process, where it is a worker
 def _start_worker(job: Job) -> None:
     global _job  # noqa: PLW0603  (a pool has no other place for what its tasks share)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which then ends it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _job = job
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)
 
 
 def _work(chunk: Chunk) -> dict[str, Any]:
