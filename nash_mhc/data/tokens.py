@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -136,6 +137,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # that there is no PyTorch is no news here
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import; only those who ask for it wait
 
     try:
