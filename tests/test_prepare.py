@@ -310,6 +310,18 @@ def test_leftovers_of_other_settings_are_not_taken_over(tmp_path: Path, corpus_f
     assert every_byte(tmp_path / "out") == every_byte(tmp_path / "fresh")
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_several_that_want_the_same_data_prepare_it_once(tmp_path: Path, corpus_file: Path, monkeypatch: Any) -> None:
+    """As the processes of one run on one machine do."""
+    real, made = prepare_module.make_chunk, []
+    monkeypatch.setattr(prepare_module, "make_chunk", lambda job, chunk: (made.append(chunk.number), real(job, chunk))[1])
+    with ThreadPoolExecutor(3) as pool:
+        manifests = list(pool.map(lambda _: prepared(tmp_path / "out", corpus_file), range(3)))
+    assert manifests[0] == manifests[1] == manifests[2]
+    assert sorted(made) == list(range(10))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def test_prepared_folders_are_used_or_refused_never_overwritten(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     first = prepared(tmp_path / "out", tmp_path / "a.jsonl")
@@ -394,7 +406,7 @@ def test_threads_that_open_the_same_shards_do_not_close_them_on_each_other(
     whole = PreparedRows(tmp_path / "out", "train")
     wanted = whole.take(np.arange(len(whole))).inputs
     assert len(whole.shards) > 20
-    for _ in range(20):
+    for _ in range(8):
         # Fresh files each time, and a cache of two: every read opens one, and lets go of one that another may be reading.
         rows = PreparedRows(tmp_path / "out", "train")
         rows._open = rows_module._few_open_files(rows._paths, at_once=2)
