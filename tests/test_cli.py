@@ -134,6 +134,11 @@ def test_no_jax_is_imported():
         (["--dataset=-x"], "data.dataset", "-x"),
         (["dataset=a=b c"], "data.dataset", "a=b c"),
         (["--use-small-model"], "model_size", "small"),
+        (["--dataset", "a:0.7", "--dataset=b/*.txt:.3"], "data.dataset", "a:0.7,b/*.txt:.3"),
+        (["--dataset", "a:0.7", "--dataset", "b:1", "--dataset", "hf:x/y:2"], "data.dataset", "a:0.7,b:1,hf:x/y:2"),
+        (["--dataset", "a:0.7", "--dataset", "b"], "data.dataset", "b"),
+        (["--dataset", "b", "--dataset", "a:0.7"], "data.dataset", "a:0.7"),
+        (["--dataset", "a:0.7", "dataset=b:0.3"], "data.dataset", "b:0.3"),
     ],
 )
 def test_values(argv, path, value):

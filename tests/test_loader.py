@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches, count_bytes
+from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.sources import RowSource, StoryRows, TextRows
+from nash_mhc.data.sources import RowSource, StoryRows, open_source
 from nash_mhc.data.tokens import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -23,10 +25,11 @@ def stories() -> StoryRows:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TextRows:
-    file: Path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    file.write_text(" ".join(map(str, range(400))))
-    return TextRows(file, BYTES, split="train", seq_len=T)
+def text(tmp_path_factory: pytest.TempPathFactory) -> RowSource:
+    folder: Path = tmp_path_factory.mktemp("text")
+    (folder / "numbers.txt").write_text(" ".join(map(str, range(400))))
+    cfg = DataConfig(dataset=str(folder / "numbers.txt"), seq_len=T, cache_dir=str(folder / "cache"))
+    return open_source(cfg, BYTES, split="train", seed=0)
 
 
 def take(source: RowSource, count: int, **options: Any) -> list[Rows]:
@@ -48,7 +51,18 @@ def key(row: Rows) -> bytes:
     return b"".join(a.tobytes() for a in row)
 
 
-SOURCES = ["stories", "text"]
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> RowSource:
+    """Two texts and the stories. The second text is read more than once in a few steps."""
+    folder: Path = tmp_path_factory.mktemp("mixture")
+    (folder / "long.txt").write_text(" ".join(map(str, range(4000))))
+    (folder / "short.txt").write_text(" ".join(map(str, range(9000, 9100))))
+    parts = f"{folder}/long.txt:0.5,{folder}/short.txt:0.3,stories:0.2"
+    cfg = DataConfig(dataset=parts, seq_len=T, cache_dir=str(folder / "cache"))
+    return open_source(cfg, BYTES, split="train", seed=7)
+
+
+SOURCES = ["stories", "text", "mixture"]
 
 
 @pytest.fixture
@@ -64,7 +78,7 @@ def test_story_batches_are_the_rows_in_order(stories: StoryRows) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, 4, 8])
 def test_processes_share_the_rows_of_a_step(source: RowSource, processes: int) -> None:
     alone = take(source, 3, grad_accum=2, seed=5)
     parts = [take(source, 3, grad_accum=2, seed=5, process=(rank, processes)) for rank in range(processes)]
@@ -80,11 +94,14 @@ def test_processes_share_the_rows_of_a_step(source: RowSource, processes: int) -
 
 
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
-@pytest.mark.parametrize("start", [1, 2, 5])
-def test_a_later_start_goes_on_with_the_same_steps(source: RowSource, start: int) -> None:
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_restart_on_any_number_of_processes_goes_on_with_the_same_steps(source: RowSource, processes: int) -> None:
     whole = take(source, 7, batch_size=4, grad_accum=2)
-    rest = take(source, 7 - start, batch_size=4, grad_accum=2, start_step=start)
-    assert [keys(rows) for rows in rest] == [keys(rows) for rows in whole[start:]]
+    assert len({k for rows in whole for k in keys(rows)}) > 20
+    for start in range(1, 7):
+        for rank in range(processes):
+            rest = take(source, 7 - start, batch_size=4, grad_accum=2, start_step=start, process=(rank, processes))
+            assert [keys(rows) for rows in rest] == [keys(rows)[rank::processes] for rows in whole[start:]]
 
 
 def test_a_far_start_is_reached_at_once(stories: StoryRows) -> None:
@@ -102,7 +119,7 @@ def test_accumulated_batches_hold_the_rows_of_one_big_batch(source: RowSource) -
         assert keys(one) == keys(many)
 
 
-def test_text_is_read_once_an_epoch_in_a_new_order_each_time(text: TextRows) -> None:
+def test_text_is_read_once_an_epoch_in_a_new_order_each_time(text: RowSource) -> None:
     count = len(text)
     assert count > 20
     got = [k for rows in take(text, 2 * count, batch_size=1, seed=3) for k in keys(rows)]
@@ -114,15 +131,55 @@ def test_text_is_read_once_an_epoch_in_a_new_order_each_time(text: TextRows) -> 
     assert [k for rows in take(text, count, batch_size=1, seed=4) for k in keys(rows)] != first
 
 
-def test_a_text_smaller_than_a_batch_is_repeated(text: TextRows) -> None:
+def test_a_text_smaller_than_a_batch_is_repeated(text: RowSource) -> None:
     (rows,) = take(text, 1, batch_size=3 * len(text))
     assert set(Counter(keys(rows)).values()) == {3}
 
 
-def test_a_worker_process_changes_nothing(stories: StoryRows) -> None:
-    with_worker = take(stories, 3, workers=1, start_step=2, buffer=1)
-    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(stories, 3, start_step=2)]
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
+def test_worker_processes_change_nothing(source: RowSource) -> None:
+    with_worker = take(source, 3, workers=2, start_step=2, buffer=1)
+    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(source, 3, start_step=2)]
     assert isinstance(with_worker[0], Rows)
+
+
+def test_a_mixture_has_its_shares_and_reads_every_row_of_a_source_before_any_again(mixture: RowSource) -> None:
+    assert isinstance(mixture, Mixture)
+    long, short, _ = mixture._sources
+    owner = {key(s[i]): name for name, s in (("long", long), ("short", short)) for i in range(len(s))}
+    seen: dict[str, list[bytes]] = {"long": [], "short": [], "stories": []}
+    for rows in take(mixture, 40, batch_size=50):
+        for k in keys(rows):
+            seen[owner.get(k, "stories")].append(k)
+    assert [round(len(s) / 2000, 2) for s in seen.values()] == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
+    epochs = mixture.epochs(2000)
+    assert list(epochs) == mixture.names[:2]  # the stories never end
+    assert list(epochs.values()) == pytest.approx([len(seen["long"]) / len(long), len(seen["short"]) / len(short)], rel=0.05)
+    assert epochs[mixture.names[1]] > 20
+    for name, count in (("long", len(long)), ("short", len(short))):
+        epochs_of = [seen[name][start : start + count] for start in range(0, len(seen[name]) - count, count)]
+        assert all(len(set(epoch)) == count for epoch in epochs_of)
+        assert len(epochs_of) == len({tuple(epoch) for epoch in epochs_of})
+
+
+def test_a_mixture_ends_for_evaluation_where_a_row_would_come_twice(mixture: RowSource) -> None:
+    assert isinstance(mixture, Mixture)
+    long, short, _ = mixture._sources
+    assert len(mixture) == min(int(len(long) / 0.5), int(len(short) / 0.3))
+    assert key(mixture[5]) == keys(take(mixture, 1)[0])[5]
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        (["a", "b"], ["0", "0"], r"every weight must be at least 1/4096 of their sum"),
+        (["a", "b"], ["1", "0.0001"], r"every weight must be at least 1/4096 of their sum"),
+        (["a", "a"], ["1", "1"], r"--dataset: a is given twice; add up its weights"),
+    ],
+)
+def test_impossible_mixtures_are_refused(stories: StoryRows, names: list[str], weights: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Mixture(names, [stories] * len(names), weights, seed=0)
 
 
 def test_bytes_of_a_batch_are_those_of_its_targets(stories: StoryRows) -> None:

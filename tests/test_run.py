@@ -143,7 +143,7 @@ def test_a_new_run_never_takes_a_folder_that_is_there(tmp_path, monkeypatch):
 
 def test_a_small_held_out_split_is_read_once_and_whatever_the_seed(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {i} of the text.\n" for i in range(500)))
-    data = dataclasses.replace(RUN.data, dataset=str(tmp_path / "text.txt"))
+    data = dataclasses.replace(RUN.data, dataset=str(tmp_path / "text.txt"), cache_dir=str(tmp_path / "cache"))
     tokenizer = load_tokenizer("bytes")
     held_out = open_source(data, tokenizer, split="validation", seed=0)
     for seed in (0, 1):
@@ -153,6 +153,27 @@ def test_a_small_held_out_split_is_read_once_and_whatever_the_seed(tmp_path):
         weighted = [inputs.tobytes() for inputs, _, _, weights in rows if weights.any()]
         assert weighted == [held_out[i].inputs.tobytes() for i in range(len(held_out))]
         assert len(rows) % 8 == 0
+
+
+def test_data_that_has_changed_is_not_read_on(tmp_path):
+    file = tmp_path / "text.txt"
+    text = "".join(f"line {i} of the text.\n" for i in range(500))
+    file.write_text(text)
+    data = dataclasses.replace(RUN.data, dataset=f"{file}:0.5,stories:0.5", cache_dir=str(tmp_path / "cache"))
+    cfg = dataclasses.replace(RUN, data=data)
+    at(tmp_path / "run", cfg, total_steps=2)
+    logged = rows(tmp_path / "run")[-1]
+    assert (
+        0
+        < logged[f"epochs/{file}"]
+        == pytest.approx(8 / len(open_source(data, load_tokenizer("bytes"), split="train", seed=0)._sources[0]))
+    )
+    at(tmp_path / "run", cfg, total_steps=3)
+    file.write_text(text.replace("line 7", "line 8"))
+    with pytest.raises(ConfigError, match=r"the data of --dataset .* has changed since this run began; bring it back"):
+        at(tmp_path / "run", cfg, total_steps=4)
+    file.write_text(text)
+    assert int(at(tmp_path / "run", cfg, total_steps=4).state.step) == 4
 
 
 def test_switching_ema_on_in_a_used_folder_is_refused(unbroken):

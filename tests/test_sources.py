@@ -1,5 +1,6 @@
 """Rows of stories and of text files, and the tokenizers that make them."""
 
+import dataclasses
 import json
 import math
 import pickle
@@ -12,7 +13,8 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.corpus import Story, StoryCorpus
 from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.sources import RowSource, StoryRows, TextRows, loss_floor, open_source
+from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.sources import RowSource, StoryRows, loss_floor, open_source
 from nash_mhc.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
@@ -82,10 +84,11 @@ def starts_of(rows: Rows) -> np.ndarray:
 
 
 def test_aligned_rows_start_documents_at_multiples(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
     for number in range(60):
-        (tmp_path / f"{number}.txt").write_text(f"{number}: " + "x" * (number % 11))
-    for dataset in ("stories", str(tmp_path)):
-        cfg = DataConfig(dataset=dataset, seq_len=1024)
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{number}: " + "x" * (number % 11))
+    for dataset in ("stories", str(tmp_path / "text")):
+        cfg = DataConfig(dataset=dataset, seq_len=1024, cache_dir=str(tmp_path / "cache"))
         plain, aligned = (open_source(cfg, BYTES, split="train", seed=0, align=align) for align in (1, 8))
         assert any((starts_of(plain[i]) % 8).any() for i in range(min(4, len(plain))))  # it is not so by itself
         rows = [aligned[i] for i in range(min(64, len(aligned)))]
@@ -145,49 +148,56 @@ def write_book(folder: Path, files: int = 4, words: int = 400) -> str:
     return str(folder)
 
 
-def all_rows(source: TextRows) -> list[Rows]:
+def all_rows(source: RowSource) -> list[Rows]:
     return [source[i] for i in range(len(source))]
 
 
 def test_splits_of_a_folder_are_disjoint_and_together_hold_all_of_it(tmp_path: Path) -> None:
-    cfg = DataConfig(dataset=write_book(tmp_path), seq_len=32)
+    cfg = DataConfig(dataset=write_book(tmp_path / "book"), seq_len=32, cache_dir=str(tmp_path / "cache"))
     train, validation = (open_source(cfg, BYTES, split=split, seed=0) for split in ("train", "validation"))
-    assert isinstance(train, TextRows)
-    assert isinstance(validation, TextRows)
+    assert isinstance(train, PreparedRows)
+    assert isinstance(train, RowSource)
     held_out, rest = ({row.inputs.tobytes() for row in all_rows(s)} for s in (validation, train))
     assert not held_out & rest
     assert len(validation) == pytest.approx((len(train) + len(validation)) / 20, abs=1)
-    size = sum(f.stat().st_size + 1 for f in tmp_path.rglob("*.txt"))  # each file and its end
+    size = sum(f.stat().st_size + 1 for f in (tmp_path / "book").rglob("*.txt"))  # each file and its end
     assert sum(row.weights.sum() for s in (train, validation) for row in all_rows(s)) == size
     assert size == sum(count_bytes(row, BYTES.byte_lengths) for s in (train, validation) for row in all_rows(s)) + 4
 
 
-def test_a_single_file_is_a_dataset(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(MIXED * 3, encoding="utf-8")
-    source = TextRows(tmp_path / "a.txt", BYTES, split="train", seq_len=512)
-    assert texts_of(source[0]) == [MIXED * 3]
+def test_a_dataset_is_prepared_once_and_again_when_content_or_settings_change(tmp_path: Path) -> None:
+    book, cache = tmp_path / "book", tmp_path / "cache"
+    write_book(book)
+    cfg = DataConfig(dataset=str(book), seq_len=32, cache_dir=str(cache))
+    open_source(cfg, BYTES, split="train", seed=0)
+    (only,) = cache.iterdir()
+    stamp = (only / "manifest.json").stat().st_mtime_ns
+    book.rename(tmp_path / "moved")
+    open_source(dataclasses.replace(cfg, dataset=str(tmp_path / "moved")), BYTES, split="validation", seed=3)
+    assert [f.stat().st_mtime_ns for f in cache.glob("*/manifest.json")] == [stamp]
+    (tmp_path / "moved").rename(book)
+    changes = [{"seq_len": 64}, {"validation_fraction": 0.1}, {"max_documents": 2}]
+    for count, change in enumerate(changes, start=2):
+        open_source(dataclasses.replace(cfg, **change), BYTES, split="train", seed=0)  # type: ignore[arg-type]
+        assert len(list(cache.iterdir())) == count
+    file = book / "part0" / "more" / "text.txt"
+    file.write_text(file.read_text().replace("0-7", "0-8"))  # as long as before
+    open_source(cfg, BYTES, split="train", seed=0)
+    assert len(list(cache.iterdir())) == 5
 
 
-def test_unusable_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"--dataset {tmp_path}: no .txt file in this folder"):
-        TextRows(tmp_path, BYTES, split="train", seq_len=32)
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ConfigError, match=r"a\.txt: not UTF-8 at byte 3; convert it"):
-        TextRows(tmp_path, BYTES, split="train", seq_len=32)
+def test_a_text_too_small_to_hold_some_out_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only a little")
-    assert len(TextRows(tmp_path, BYTES, split="train", seq_len=32)) == 1
-    message = r"fills 1 row\(s\) of 32 tokens, and split 'validation' needs 20; add text or lower --seq-len"
-    with pytest.raises(ConfigError, match=message):
-        TextRows(tmp_path, BYTES, split="validation", seq_len=32)
-    (tmp_path / "b.txt").mkdir()
-    with pytest.raises(ConfigError, match=r"b\.txt: cannot be read \(.+\)"):
-        TextRows(tmp_path, BYTES, split="train", seq_len=32)
+    cfg = DataConfig(dataset=str(tmp_path / "a.txt"), seq_len=32, cache_dir=str(tmp_path / "cache"))
+    assert len(open_source(cfg, BYTES, split="train", seed=0)) == 1
+    with pytest.raises(ConfigError, match=r"has no rows of split 'validation', there is train; add text, lower --seq-len or"):
+        open_source(cfg, BYTES, split="validation", seed=0)
 
 
 @pytest.mark.parametrize(
     ("cfg", "split", "message"),
     [
-        (DataConfig(dataset="storys"), "train", r"--dataset storys: neither 'stories' nor"),
+        (DataConfig(dataset="storys"), "train", r"--dataset storys: neither 'stories' nor .* Hugging Face is hf:storys"),
         (DataConfig(dataset_name="x"), "train", r"--dataset-name x: dataset 'stories' has no variants; leave it out"),
         (DataConfig(), "test", r"split 'test': there are train and validation"),
     ],
@@ -289,8 +299,11 @@ def test_stories_can_be_read_with_any_tokenizer(merged: Tokenizer) -> None:
 
 
 def test_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--tokenizer gpt9: neither 'bytes' nor a local folder"):
+    with pytest.raises(ConfigError, match=r"--tokenizer gpt9: neither 'bytes' nor .*; one of Hugging Face is hf:gpt9"):
         load_tokenizer("gpt9")
+    for name in ("hf:gpt9", "nobody/gpt9"):
+        with pytest.raises(ConfigError, match=rf"--tokenizer {name}: Hugging Face does not give it \(.+\)"):
+            load_tokenizer(name)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"--tokenizer .*empty: not a tokenizer that transformers can read \(.+\)"):
         load_tokenizer(str(tmp_path / "empty"))

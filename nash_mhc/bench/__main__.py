@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.bench step`: how fast the train step is; `compile`: what it needs on a TPU; `quality`: what it learns."""
+"""`python -m nash_mhc.bench`: how fast the step is, what it needs on a TPU, what it learns, whether data keep up with it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ ABOUT = {
     "step": "times the real train step on the devices at hand",
     "compile": "compiles it for a TPU topology that is not here, with its memory figures",
     "quality": "trains the model and its relatives on the same rows and compares their held-out losses",
+    "data": "prepares and reads rows: tokens a second, memory, and what a run waits for them",
 }
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 
@@ -30,6 +31,9 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     elif command == "compile":
         group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for")
+    elif command == "data":
+        group.add_argument("--megabytes", type=int, default=32, help="text to make and prepare [32]")
+        group.add_argument("--steps", type=int, default=40, help="steps of the training run [40]")
     else:
         every = "nash-mhc,dense,dense-mhc,multiscale-plain"
         group.add_argument("--seeds", type=int, default=3, help="runs of each variant, counted from --seed on [3]")
@@ -43,6 +47,10 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         from nash_mhc.bench.quality import bench_quality
 
         return bench_quality(cfg, variants=own.variants, seeds=own.seeds, eval_rows=own.eval_rows)
+    if command == "data":
+        from nash_mhc.bench.data import bench_data
+
+        return bench_data(cfg, megabytes=own.megabytes, steps=own.steps)
     if command == "step" and (own.steps < 1 or own.warmup < 0):
         raise ConfigError("--steps must be at least 1 and --warmup at least 0")
     print("compiling ...", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ import yaml
 
 from nash_mhc.config import presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
-from nash_mhc.config.schema import ConfigError, RunConfig, accepted_types, check_field
+from nash_mhc.config.schema import ConfigError, RunConfig, accepted_types, check_field, weighted_parts
 
 SMALL = "--use-small-model"
 TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
@@ -231,7 +231,12 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
                 takes = follows.lower() in BOOLS if is_bool else re.match(r"(?!-)|-[\d.]|-inf$", follows)
                 text = rest.pop(0) if takes else "true" if is_bool else ""
             if key is not None:
-                settings[key.path] = (_convert(key, text, flag), f"flag {flag}")
+                value = _convert(key, text, flag)
+                if key.metadata["weighted"] and weighted_parts(value):
+                    before, origin = settings.get(key.path, ("", ""))
+                    # Weights add up to a mixture; a value without one starts anew, as everywhere.
+                    value = f"{before},{value}" if origin == f"flag {flag}" and weighted_parts(before) else value
+                settings[key.path] = (value, f"flag {flag}")
             elif text:
                 _read_yaml(text, settings)
             else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -27,9 +28,13 @@ def key(
     high: int | float | None = None,
     choices: tuple[str, ...] | None = None,
     flag: str | None = None,
+    weighted: bool = False,
 ) -> Any:
-    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`)."""
-    metadata = {"help": help, "low": low, "above": above, "high": high, "choices": choices, "flag": flag}
+    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
+
+    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined.
+    """
+    metadata = {"help": help, "low": low, "above": above, "high": high, "choices": choices, "flag": flag, "weighted": weighted}
     return field(default=default, metadata=metadata)
 
 
@@ -82,6 +87,12 @@ class _Section:
                 value = float(value)
                 object.__setattr__(self, f.name, value)
             check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
+
+
+def weighted_parts(text: str) -> list[tuple[str, str]]:
+    """`a:0.7,b:0.3` -> [(a, 0.7), (b, 0.3)]; empty for a text that is no list of names with weights."""
+    parts = re.findall(r"(.+?):(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text)
+    return parts if ",".join(":".join(part) for part in parts) == text else []
 
 
 def nearest_multiple(value: int, factor: int) -> int:
@@ -153,11 +164,24 @@ class ModelConfig(_Section):
 class DataConfig(_Section):
     section = "data"
 
-    dataset: str = key("stories", "'stories' (built in, endless, known entropy) or a .txt file or a folder of them")
-    dataset_name: str | None = key(None, "variant of the dataset, where it has several")
+    dataset: str = key(
+        "stories",
+        "'stories' (built in, endless, known entropy), a prepared folder, a .txt, .jsonl or .parquet file (.gz, .zst), a "
+        "folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given several times, for a mixture",
+        weighted=True,
+    )
+    dataset_name: str | None = key(None, "variant of a Hugging Face dataset, where it has several")
     split: str = key("train", "split to train on")
     eval_split: str = key("validation", "split to evaluate on, never trained on")
-    tokenizer: str = key("bytes", "'bytes' (built in) or a local folder with a Hugging Face tokenizer")
+    validation_fraction: float = key(0.05, "share of the text to hold out where the data has no eval split", low=0, high=0.9)
+    text_field: str = key("text", "field of a JSON line or column of a table that holds the text")
+    format: str = key("text", "what a record is: plain text, prompt and response, or chat", choices=("text", "prompt", "chat"))
+    template: str | None = key(None, "how a message of prompt or chat data is written, with {role} and {content}")
+    loss_on: str = key("response", "what counts in the loss of prompt and chat data", choices=("response", "all"))
+    max_documents: int | None = key(None, "read no more documents than this (none: all)", low=1)
+    tokenizer: str = key("bytes", "'bytes' (built in), a tokenizer.json, a folder with one, or a Hugging Face name")
+    streaming: bool = key(False, "pack rows while training instead of preparing them first")
+    cache_dir: str = key(".cache/data", "folder that datasets are prepared in, each once")
     batch_size: int = key(4, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
     seq_len: int = key(256, "tokens in a row (T)", low=2)
     num_workers: int = key(0, "processes that prepare rows (0: threads of this process)", low=0, high=256)

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import grain
 import numpy as np
 
+from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource
+
+
+class Steps:
+    """Step k -> its rows, [grad_accum, batch_size / processes, T]: what grain's readers ask for, in whatever order."""
+
+    def __init__(self, source: RowSource, batch_size: int, grad_accum: int, seed: int, process: tuple[int, int]) -> None:
+        self._source, self._rows, self._parts = source, batch_size * grad_accum, grad_accum
+        self._seed, self._process = seed, process
+
+    def __len__(self) -> int:
+        return sys.maxsize // self._rows
+
+    def __getitem__(self, step: int) -> Rows:
+        rank, processes = self._process
+        # Row i of the step goes to process i mod processes, so that each forward pass has the rows it should.
+        positions = int(step) * self._rows + np.arange(rank, self._rows, processes)
+        indices = positions if self._source.endless else shuffled(positions, len(self._source), seed=self._seed)
+        rows = self._source.take(indices)
+        return Rows(*(a.reshape(self._parts, -1, a.shape[-1]) for a in rows))
 
 
 def batches(
@@ -27,14 +48,11 @@ def batches(
 
     `process` is (this process, all processes): each reads only its own rows.
     """
-    rank, processes = process
-    ds: Any = grain.MapDataset.source(source)
-    if not source.endless:
-        ds = ds.seed(seed).shuffle().repeat(None)
-    ds = ds[start_step * batch_size * grad_accum :]
-    ds = ds[rank::processes].batch(batch_size * grad_accum // processes, drop_remainder=True)
-    options = grain.ReadOptions(num_threads=1 if workers else 2, prefetch_buffer_size=buffer)
-    ds = ds.map(lambda rows: Rows(*(a.reshape(grad_accum, -1, a.shape[-1]) for a in rows))).to_iter_dataset(options)
+    steps = Steps(source, batch_size, grad_accum, seed, process)
+    # Small steps are read faster than threads take turns; large ones may have to wait for a disk.
+    threads = 2 if batch_size * grad_accum >= 32 and not workers else 1
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
+    ds: Any = grain.MapDataset.source(steps)[start_step:].to_iter_dataset(options)
     if workers:
         from absl import flags  # grain's workers read absl's flags, which only an absl program would have parsed
 

@@ -39,30 +39,102 @@ def best_fit(lengths: Sequence[int], capacity: int, most_rows: int | None = None
     return rows
 
 
+class Piece(NamedTuple):
+    """The part of a document that lies in one row: a token a slot, the token behind the last slot, and what counts.
+
+    The target of a slot is the token behind it. Where a piece does not fill its row, that is the document's end, or the
+    last slot does not count.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray  # a slot: has its target a weight?
+    document: int = 0
+    offset: int = 0  # slots of the document before this piece
+
+
+class Laid(NamedTuple):
+    """Rows as they are kept on disk; `unfold` makes Rows of them."""
+
+    tokens: np.ndarray  # [rows, T + 1]
+    starts: np.ndarray  # [rows, T]: does a piece begin in this slot?
+    counts: np.ndarray  # [rows, T]
+    used: np.ndarray  # [rows]: slots before the padding
+
+
+def cut(
+    tokens: np.ndarray,
+    end: int,
+    seq_len: int,
+    *,
+    opens: bool = True,
+    closes: bool = True,
+    counts: np.ndarray | None = None,
+    document: int = 0,
+) -> list[Piece]:
+    """A document read as [end, tokens...] that predicts [tokens..., end], in pieces of at most a row.
+
+    `opens` and `closes` say whether these tokens are the document's first and last; `counts` has an entry for each token and
+    one for the end.
+    """
+    whole = np.concatenate([np.full(int(opens), end), tokens, np.full(int(closes), end)]).astype(np.int32)
+    weighs = np.ones(len(whole), bool) if counts is None else np.append(counts[: len(tokens)], counts[-1:] if closes else [])
+    weighs = weighs.astype(bool)[-(len(whole) - 1) :] if len(whole) > 1 else np.zeros(0, bool)
+    pieces = []
+    for start in range(0, len(whole) - 1, seq_len):
+        stop = min(start + seq_len, len(whole) - 1)
+        part, weigh = whole[start : stop + 1], weighs[start:stop]
+        if stop - start < seq_len and not closes:
+            # What comes next is not known here: the last token gets a slot, so that it is a target, but predicts nothing.
+            part, weigh = np.append(part, np.int32(end)), np.append(weigh, False)
+        pieces.append(Piece(part, weigh, document, start))
+    return pieces
+
+
+def lay(
+    pieces: Sequence[Piece], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1
+) -> tuple[Laid, list[list[int]]]:
+    """Puts pieces into rows, best fit, each at a multiple of `align`; returns the rows and the pieces of each."""
+    slots_of = [-(-len(piece.counts) // align) * align for piece in pieces]
+    rows = best_fit(slots_of, seq_len, most_rows)
+    count = len(rows) if most_rows is None else most_rows
+    tokens = np.full((count, seq_len + 1), end, np.int32)
+    starts, counts = (np.zeros((count, seq_len), bool) for _ in range(2))
+    used = np.zeros(count, np.int32)
+    for r, items in enumerate(rows):
+        at = 0
+        for item in items:
+            piece = pieces[item]
+            stop = at + len(piece.counts)
+            tokens[r, at : stop + 1] = piece.tokens  # the next piece overwrites the token behind the last slot
+            starts[r, at] = True
+            counts[r, at:stop] = piece.counts
+            at += slots_of[item]
+        used[r] = at
+    return Laid(tokens, starts, counts, used), rows
+
+
+def unfold(laid: Laid, end: int) -> Rows:
+    """Inputs, targets, segments and weights of laid rows. The target of a slot before a start is `end`, never its token."""
+    tokens, starts, counts, used = laid
+    targets = tokens[:, 1:].copy()
+    targets[:, :-1][starts[:, 1:]] = end
+    segments = np.cumsum(starts, axis=1, dtype=np.int32)
+    segments *= np.arange(starts.shape[1]) < used[:, None]
+    return Rows(np.ascontiguousarray(tokens[:, :-1]), targets, segments, counts.astype(np.float32))
+
+
+def positions(segments: np.ndarray) -> np.ndarray:
+    """Slots since the start of the document, for each slot [.., T]; attention by rotation needs only their differences."""
+    slots = np.arange(segments.shape[-1])
+    begins = np.diff(segments, axis=-1, prepend=-1) != 0
+    return slots - np.maximum.accumulate(np.where(begins, slots, 0), axis=-1)
+
+
 def pack(documents: Sequence[np.ndarray], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1) -> Rows:
     """Packs token arrays. Each document is read as [end, tokens...] and predicts [tokens..., end].
 
     Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the document
     before it and weighs nothing, so that every aligned block of `align` slots lies in one document.
     """
-    pieces: list[tuple[np.ndarray, np.ndarray]] = []
-    for document in documents:
-        whole = np.concatenate([[end], document, [end]]).astype(np.int32)
-        for start in range(0, len(whole) - 1, seq_len):
-            stop = min(start + seq_len, len(whole) - 1)
-            pieces.append((whole[start:stop], whole[start + 1 : stop + 1]))
-    slots_of = [-(-len(inputs) // align) * align for inputs, _ in pieces]
-    rows = best_fit(slots_of, seq_len, most_rows)
-    count = len(rows) if most_rows is None else most_rows
-    inputs, targets = (np.full((count, seq_len), end, np.int32) for _ in range(2))
-    segments = np.zeros((count, seq_len), np.int32)
-    weights = np.zeros((count, seq_len), np.float32)
-    for r, items in enumerate(rows):
-        at = 0
-        for segment, item in enumerate(items, start=1):
-            slots = slice(at, at + len(pieces[item][0]))
-            inputs[r, slots], targets[r, slots] = pieces[item]
-            weights[r, slots] = 1.0
-            segments[r, at : at + slots_of[item]] = segment
-            at += slots_of[item]
-    return Rows(inputs, targets, segments, weights)
+    pieces = [piece for document in documents for piece in cut(document, end, seq_len)]
+    return unfold(lay(pieces, end, seq_len, most_rows, align=align)[0], end)

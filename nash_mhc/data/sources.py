@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import glob
 import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
+from nash_mhc.data.chunks import make_recipe
 from nash_mhc.data.corpus import SPLITS, StoryCorpus
+from nash_mhc.data.hub import Hub, is_saved
+from nash_mhc.data.manifest import FILE, VERSION, Manifest, digest_of
+from nash_mhc.data.mixture import Mixture, RowSource
 from nash_mhc.data.pack import Rows, pack
-from nash_mhc.data.tokens import ByteTokenizer, Tokenizer
-
-_VALIDATION_EVERY = 20  # one row in so many of a text dataset is held out
-
-
-@runtime_checkable
-class RowSource(Protocol):
-    endless: bool  # fresh rows for ever: no epochs, no shuffling
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Rows: ...
+from nash_mhc.data.prepare import prepare
+from nash_mhc.data.progress import watching
+from nash_mhc.data.readers import Corpus, Files, Stories
+from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.stream import open_stream
+from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, hub_name
 
 
 class StoryRows:
@@ -35,6 +35,7 @@ class StoryRows:
     """
 
     endless = True
+    identity = "stories"
     rows_per_volume = 64
 
     def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
@@ -57,6 +58,12 @@ class StoryRows:
                 self._volumes.popitem(last=False)
         return Rows(*(a[row] for a in rows))
 
+    def epochs(self, position: int) -> dict[str, float]:
+        return {}
+
+    def take(self, indices: np.ndarray | list[int]) -> Rows:
+        return Rows(*(np.stack(a) for a in zip(*(self[int(i)] for i in indices), strict=True)))
+
     def __getstate__(self) -> dict[str, object]:  # worker processes get the recipe, not the lock
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_volumes")}
 
@@ -77,52 +84,76 @@ class StoryRows:
         return pack(documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align)
 
 
-class TextRows:
-    """Packed rows of local .txt files, one document a file; every twentieth row is the validation split."""
-
-    endless = False
-
-    def __init__(self, path: Path, tokenizer: Tokenizer, *, split: str, seq_len: int, align: int = 1) -> None:
-        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-        if not files:
-            raise ConfigError(f"--dataset {path}: no .txt file in this folder")
-        rows = pack([tokenizer.encode(_read(f)) for f in files], tokenizer.end, seq_len, align=align)
-        held_out = np.arange(len(rows.inputs)) % _VALIDATION_EVERY == _VALIDATION_EVERY - 1
-        self._rows = Rows(*(a[held_out if split == "validation" else ~held_out] for a in rows))
-        if not len(self):
-            need = _VALIDATION_EVERY if split == "validation" else 1
-            raise ConfigError(
-                f"--dataset {path}: its text fills {len(rows.inputs)} row(s) of {seq_len} tokens, and split {split!r} needs "
-                f"{need}; add text or lower --seq-len"
-            )
-
-    def __len__(self) -> int:
-        return len(self._rows.inputs)
-
-    def __getitem__(self, index: int) -> Rows:
-        return Rows(*(a[index] for a in self._rows))
+def _is_hub(dataset: str) -> bool:
+    return dataset.startswith("hf:") or is_saved(Path(dataset)) or not (Path(dataset).exists() or hub_name(dataset) is None)
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 at byte {error.start}; convert it, for instance with iconv") from error
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+def open_corpus(cfg: DataConfig) -> Corpus:
+    """The documents behind --dataset; ConfigError when there is nothing of that name."""
+    if cfg.dataset == "stories":
+        return Stories(cfg)
+    if _is_hub(cfg.dataset):
+        return Hub(cfg.dataset.removeprefix("hf:"), cfg)
+    if Path(cfg.dataset).exists() or glob.has_magic(cfg.dataset):
+        if cfg.dataset_name is not None:
+            raise ConfigError(f"--dataset-name {cfg.dataset_name}: {cfg.dataset} has no variants; leave it out")
+        return Files(cfg.dataset, cfg)
+    raise ConfigError(
+        f"--dataset {cfg.dataset}: neither 'stories' nor a file or folder that is here; one of Hugging Face is hf:{cfg.dataset}"
+    )
+
+
+def prepare_in_cache(cfg: DataConfig, tokenizer: Tokenizer, align: int) -> Path:
+    """The folder in which the dataset lies prepared, under a name that follows from its content and all settings."""
+    corpus = open_corpus(cfg)
+    recipe = make_recipe(cfg, tokenizer, corpus, align)
+    folder = Path(cfg.cache_dir) / digest_of([VERSION, recipe])[:24]
+    if not (folder / FILE).exists():
+        with watching(f"preparing {cfg.dataset}") as watch:
+            prepare(cfg, tokenizer, corpus, folder, align=align, watch=watch)
+    return folder
+
+
+def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int) -> None:
+    """A prepared folder that was given by name must suit the run."""
+    recipe = Manifest.read(folder).recipe
+    if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+        own = folder / "tokenizer"
+        remedy = f"use --tokenizer {own if own.exists() else 'bytes'}"
+        raise ConfigError(f"--dataset {folder}: was not prepared with --tokenizer {cfg.tokenizer}; {remedy}")
+    if recipe["seq_len"] != cfg.seq_len:
+        raise ConfigError(
+            f"--dataset {folder}: its rows have {recipe['seq_len']} tokens, the run's {cfg.seq_len}; "
+            f"use --seq-len {recipe['seq_len']}, or prepare it again"
+        )
+    if recipe["align"] % align:
+        raise ConfigError(
+            f"--dataset {folder}: its documents start at multiples of {recipe['align']}, this model needs {align}; "
+            f"prepare it again with the run's --model-size, --model-ratio and --model-scales"
+        )
 
 
 def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1) -> RowSource:
     """The rows of one split, documents starting at multiples of `align`; ConfigError when there is no such dataset or split."""
-    if split not in SPLITS:
-        raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
-    if cfg.dataset_name is not None:
-        raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset {cfg.dataset!r} has no variants; leave it out")
+    if (parts := weighted_parts(cfg.dataset)) and not Path(cfg.dataset).exists():
+        single = lambda name: dataclasses.replace(cfg, dataset=name)
+        sources = [open_source(single(name), tokenizer, split=split, seed=seed, align=align) for name, _ in parts]
+        return Mixture([name for name, _ in parts], sources, [weight for _, weight in parts], seed=seed)
     if cfg.dataset == "stories":
+        if split not in SPLITS:
+            raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
+        if cfg.dataset_name is not None:
+            raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
         return StoryRows(tokenizer, seed=seed, split=split, seq_len=cfg.seq_len, align=align)
-    if not Path(cfg.dataset).exists():
-        raise ConfigError(f"--dataset {cfg.dataset}: neither 'stories' nor a .txt file or folder that is here")
-    return TextRows(Path(cfg.dataset), tokenizer, split=split, seq_len=cfg.seq_len, align=align)
+    folder = Path(cfg.dataset)
+    if cfg.streaming and not (folder / FILE).exists():
+        hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
+        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, hub=hub)
+    if (folder / FILE).exists():
+        _check_recipe(folder, cfg, tokenizer, align)
+    else:
+        folder = prepare_in_cache(cfg, tokenizer, align)
+    return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
 
 
 def loss_floor(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[float, float] | None:

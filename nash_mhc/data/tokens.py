@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,13 +18,22 @@ from nash_mhc.config.schema import ConfigError
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
 
 
+# Names of the token that ends a document, where a tokenizer.json comes without a tokenizer_config.json that says so.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<s>", "<bos>")
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     vocab_size: int
     end: int  # stands before the first token of a document and after the last
-    byte_lengths: np.ndarray  # bytes of text behind each token id, for bits per byte
+    fingerprint: str  # equal for tokenizers that give equal tokens
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text behind each token id, for bits per byte."""
 
     def encode(self, text: str) -> np.ndarray: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
     def decode(self, tokens: np.ndarray) -> str: ...
 
 
@@ -29,6 +42,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     end = 256
+    fingerprint = "bytes"
 
     def __init__(self) -> None:
         self.byte_lengths = np.append(np.ones(256, np.int32), 0)
@@ -36,38 +50,62 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, tokens: np.ndarray) -> str:
         return bytes(int(t) for t in np.asarray(tokens).ravel() if t < 256).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the transformers library, read from a local folder."""
+    """A tokenizer of the transformers library. Copies in other processes can only encode, and need no transformers."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # slow to import; only those who ask for it wait
-
-        try:
-            self._inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"--tokenizer {folder}: not a tokenizer that transformers can read ({reason})") from error
-        self.vocab_size = len(self._inner)
-        end = self._inner.eos_token_id if self._inner.eos_token_id is not None else self._inner.bos_token_id
+    def __init__(self, inner: Any, name: str) -> None:
+        self._inner, self._name = inner, name
+        self._backend: Any = getattr(inner, "backend_tokenizer", None)
+        if self._backend is None:
+            raise ConfigError(f"--tokenizer {name}: has no tokenizer.json; save it as a fast tokenizer first")
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = len(inner)
+        end = inner.eos_token_id if inner.eos_token_id is not None else inner.bos_token_id
         if end is None:
-            raise ConfigError(
-                f"--tokenizer {folder}: it has neither an eos nor a bos token to stand between documents; add one"
-            )
+            raise ConfigError(f"--tokenizer {name}: it has neither an eos nor a bos token to stand between documents; add one")
         self.end: int = end
-        special = set(self._inner.all_special_ids)
+        self.fingerprint = hashlib.sha256(f"{end} {self._backend.to_str()}".encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_inner", "byte_lengths")}
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        special = {*self._inner.all_special_ids, self.end}
         pieces = self._inner.convert_ids_to_tokens(list(range(self.vocab_size)))
         lengths = [0 if i in special else _byte_length(str(p), str(self._inner.decode([i]))) for i, p in enumerate(pieces)]
-        self.byte_lengths = np.array(lengths, np.int32)
+        return np.array(lengths, np.int32)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._inner.encode(text, add_special_tokens=False), np.int32)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # Without the offsets of each token in the text, which nothing here reads.
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, np.int32) for e in encoded]
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._inner.decode(np.asarray(tokens).ravel().tolist(), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Leaves what `load_tokenizer(folder)` reads back to the same tokens."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json"))
+        end = self._backend.id_to_token(self.end)
+        write_tokenizer_config(folder, end)
+
+
+def write_tokenizer_config(folder: Path, end: str) -> None:
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _byte_length(piece: str, text: str) -> int:
@@ -79,12 +117,42 @@ def _byte_length(piece: str, text: str) -> int:
     return len(text.encode("utf-8")) + (piece.startswith("\u2581") and not text.startswith(" "))
 
 
+def hub_name(text: str) -> str | None:
+    """The name on Hugging Face that is meant: hf:NAME, or OWNER/NAME where no such folder is here. A lone word is a typo."""
+    if text.startswith("hf:"):
+        return text[3:]
+    named = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*", text)
+    return text if named and not Path(named[1]).exists() else None
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
-    if not Path(name).is_dir():
-        raise ConfigError(f"--tokenizer {name}: neither 'bytes' nor a local folder with a Hugging Face tokenizer")
-    return HuggingFaceTokenizer(Path(name))
+    from_hub = None if Path(name).exists() else hub_name(name)
+    if from_hub is None and not Path(name).exists():
+        raise ConfigError(
+            f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; one of Hugging Face is hf:{name}"
+        )
+    return HuggingFaceTokenizer(_load_inner(Path(name), from_hub, name), name)
+
+
+def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # that there is no PyTorch is no news here
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import; only those who ask for it wait
+
+    try:
+        if from_hub is not None:
+            return AutoTokenizer.from_pretrained(from_hub)
+        if path.is_file() and not (path.parent / "tokenizer_config.json").exists():
+            bare = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            return PreTrainedTokenizerFast(
+                tokenizer_file=str(path), eos_token=next((end for end in _ENDS if end in bare.get_vocab()), None)
+            )
+        return AutoTokenizer.from_pretrained(str(path if path.is_dir() else path.parent), local_files_only=True)
+    except Exception as error:  # the library raises whatever its parsers raise, bare Exception included
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = "not a tokenizer that transformers can read" if from_hub is None else "Hugging Face does not give it"
+        raise ConfigError(f"--tokenizer {name}: {what} ({reason})") from error
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:

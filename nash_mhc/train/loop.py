@@ -63,8 +63,12 @@ def train_loop(
     reporter: Reporter,
     evaluate: Callable[[TrainState, int], None],
     save: Callable[[TrainState, int], None],
+    epochs: Callable[[int], dict[str, float]],
 ) -> TrainState:
-    """Runs from `start_step` to the end. `evaluate` and `save` are called at their intervals and after the last step."""
+    """Runs from `start_step` to the end. `evaluate` and `save` are called at their intervals and after the last step.
+
+    `epochs` says how often each dataset has been read after a step.
+    """
     total = cfg.train.total_steps
     pending: tuple[int, Any] | None = None
 
@@ -79,7 +83,7 @@ def train_loop(
         meter.add(metrics)
         reporter.advance(step)
         if step % cfg.train.log_interval == 0 or step == total:
-            row = meter.row(metrics)
+            row = meter.row(metrics) | {f"epochs/{name}": count for name, count in epochs(step).items()}
             telemetry.write(step, row)
             reporter.row(step, row)
 

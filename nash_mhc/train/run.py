@@ -106,22 +106,32 @@ def _make_folder(cfg: RunConfig) -> Path:
 
 
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
-_SAME_DATA = ("data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "train.seed")
+_SAME_DATA = (
+    "data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "data.text_field", "data.format",
+    "data.template", "data.loss_on", "data.max_documents", "data.validation_fraction", "data.streaming", "train.seed",
+)  # fmt: skip
 
 
-def _check_same_run(folder: Path, cfg: RunConfig, *, same_data: bool) -> None:
-    """A run that is continued has the same model and, in its own folder, reads on where it stopped."""
+def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
+    """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
+    same_data = rows is not None
     try:
-        then = json.loads((folder / "run.json").read_text())["config"]
+        run = json.loads((folder / "run.json").read_text())
+        then = run["config"]
         before = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in then[section].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return
     now = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in cfg.to_dict()[section].items()}
-    kept = [k for k in now if k.startswith("model.")] + (list(_SAME_DATA) if same_data else [])
+    kept = [k for k in now if k.startswith("model.")] + [k for k in _SAME_DATA if same_data and k in before]
     changed = [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]
-    rows = [d["data.batch_size"] * d["train.grad_accum"] for d in (before, now)]
-    if same_data and rows[0] != rows[1]:
-        changed.append(f"batch-size x grad-accum ({rows[0]} there, {rows[1]} now)")
+    sizes = [d["data.batch_size"] * d["train.grad_accum"] for d in (before, now)]
+    if same_data and sizes[0] != sizes[1]:
+        changed.append(f"batch-size x grad-accum ({sizes[0]} there, {sizes[1]} now)")
+    if same_data and not changed and run.get("rows", "stories") != rows:
+        raise ConfigError(
+            f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back, or start "
+            f"another run with --resume-from {folder} and a new --checkpoint-dir"
+        )
     if changed:
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
 
@@ -133,7 +143,7 @@ def _check_resume_from(cfg: RunConfig) -> None:
             raise ConfigError(
                 f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
             )
-        _check_same_run(other, cfg, same_data=False)
+        _check_same_run(other, cfg, rows=None)
 
 
 def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store) -> tuple[TrainState, int, int, str]:
@@ -153,10 +163,11 @@ def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store) -> tuple[TrainStat
         return restored(other, latest, cfg.train.resume_from)
 
 
-def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None) -> dict[str, Any]:
+def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str) -> dict[str, Any]:
     device = mesh.devices.flat[0]
     return {
         "config": cfg.to_dict(),
+        "rows": rows,
         "parameters": count_parameters(cfg.model),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
         "devices": {"platform": device.platform, "kind": device.device_kind, "count": mesh.size},
@@ -194,7 +205,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=cfg.model.coarsest_stride)
     _check_resume_from(cfg)
     if cfg.train.checkpoint_dir is not None:
-        _check_same_run(Path(cfg.train.checkpoint_dir), cfg, same_data=True)
+        _check_same_run(Path(cfg.train.checkpoint_dir), cfg, rows=source.identity)
     evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, mesh)
     folder = _make_folder(cfg)  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
@@ -209,7 +220,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
         compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
         state, start_step, tokens_seen, origin = _starting_state(cfg, mesh, store)
-        (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor), indent=2) + "\n")
+        (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n")
         (folder / "parameters.txt").write_text(_parameter_table(state))
         telemetry = Telemetry(folder, start_step=start_step)
         evaluator.compile(state.model)
@@ -228,15 +239,18 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 store.save(step, state, {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen})
 
+        rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
         rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
         meter = Meter(cfg, flops_per_token(cfg.model, cfg.data.seq_len), peak_flops(mesh, cfg.train.dtype), tokens_seen)
         feed = prefetched(rows, mesh)
+        if read := source.epochs(cfg.train.total_steps * rows_a_step):
+            reporter.say("epochs in all: " + ", ".join(f"{name} {count:.3g}" for name, count in read.items()))
         reporter.begin(start_step)
         try:
             if start_step < cfg.train.total_steps:
                 state = train_loop(
                     cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry,
-                    reporter=reporter, evaluate=evaluate, save=save,
+                    reporter=reporter, evaluate=evaluate, save=save, epochs=lambda step: source.epochs(step * rows_a_step),
                 )  # fmt: skip
             else:
                 reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")

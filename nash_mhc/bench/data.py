@@ -1,0 +1,185 @@
+"""`bench data`: how fast rows are prepared and read, what memory that takes, and whether a training run ever waits for them.
+
+The text is made here: words of random letters, used as often as words are (Zipf), in documents of very different lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.bpe import train_bpe
+from nash_mhc.data.loader import batches
+from nash_mhc.data.prepare import prepare
+from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.sources import open_corpus
+from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.train.run import run
+
+_SECONDS = 3.0  # of reading rows
+_VOCABULARY = 8192
+# What the issue of this part of the package asks for: tokens/s, share of the library's own rate, share of the step.
+LEAST_READ, LEAST_SHARE, MOST_WAIT = 5e6, 0.8, 0.02
+_READ_ALL = (
+    "import sys; from pathlib import Path; from nash_mhc.data.rows import PreparedRows\n"
+    "rows = PreparedRows(Path(sys.argv[1]), 'train')\n"
+    "for i in range(0, len(rows), 64): rows.take(list(range(i, min(i + 64, len(rows)))))\n"
+)
+
+
+def make_texts(size: int, seed: int = 0) -> Iterator[str]:
+    """Documents of so many bytes together."""
+    rng = np.random.default_rng(seed)
+    letters, odds = np.array(list("etaoinshrdlucmfwypvbgkjqxz")), np.arange(26, 0, -1.0) ** 1.2
+    words = np.array(["".join(rng.choice(letters, n, p=odds / odds.sum())) for n in rng.integers(2, 11, 40_000)], dtype=object)
+    zipf = np.cumsum(1 / np.arange(1, len(words) + 1))
+    while size > 0:
+        count = int(rng.lognormal(5.5, 1.0)) + 5
+        text = " ".join(words[np.searchsorted(zipf, rng.random(count) * zipf[-1])])
+        size -= len(text)
+        yield text
+
+
+def library_rate(tokenizer_file: Path, texts: list[str]) -> float:
+    """Tokens a second of the tokenizers library's own batch encoding, on all cores."""
+    from tokenizers import Tokenizer as Backend
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    backend = Backend.from_file(str(tokenizer_file))
+    began, count = time.perf_counter(), 0
+    for start in range(0, len(texts), 1000):
+        count += sum(len(e) for e in backend.encode_batch(texts[start : start + 1000], add_special_tokens=False))
+    return count / (time.perf_counter() - began)
+
+
+def read_rate(source: PreparedRows, cfg: RunConfig) -> float:
+    """Tokens a second, of rows in a run's own order and batches."""
+    size, accum = cfg.data.batch_size, cfg.train.grad_accum
+    reader = batches(source, batch_size=size, grad_accum=accum, seed=cfg.train.seed, buffer=cfg.data.worker_buffer_size)
+    try:
+        next(reader)
+        began, steps = time.perf_counter(), 0
+        while time.perf_counter() - began < _SECONDS:
+            next(reader)
+            steps += 1
+        return steps * size * accum * cfg.data.seq_len / (time.perf_counter() - began)
+    finally:
+        reader.close()  # type: ignore[attr-defined]
+
+
+def _resident(pid: int) -> int:
+    """KiB in memory of a process and all that it started; 0 for one that has ended. The kernel's own peak (ru_maxrss) will not
+    do: a new process inherits that of its parent."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    own = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")), 0)
+    return own + sum(_resident(int(child)) for child in children)
+
+
+def peak_memory(argv: list[str]) -> float | None:
+    """MiB of a command's processes together, at the worst moment seen; None where the system does not tell."""
+    process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, _resident(process.pid))
+        time.sleep(0.02)
+    if process.returncode:
+        raise RuntimeError(f"{argv} ended with {process.returncode}")
+    return peak / 1024 or None
+
+
+def waiting_share(cfg: RunConfig, dataset: Path, folder: Path, steps: int) -> tuple[float, float]:
+    """(milliseconds a step, share of them spent waiting for data) of a real run, without its first quarter."""
+    data = dataclasses.replace(cfg.data, dataset=str(dataset), tokenizer="bytes")
+    train = dataclasses.replace(
+        cfg.train, total_steps=steps, log_interval=max(1, steps // 4), eval_interval=0, eval_batches=1, checkpoint_interval=0,
+        checkpoint_dir=str(folder),
+    )  # fmt: skip
+    optim = dataclasses.replace(cfg.optim, warmup_steps=min(cfg.optim.warmup_steps, steps))
+    run(dataclasses.replace(cfg, data=data, train=train, optim=optim), quiet=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    step = float(np.mean([row["step_ms"] for row in rows]))
+    return step, float(np.mean([row["data_wait_ms"] for row in rows])) / step
+
+
+def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
+    if megabytes < 1 or steps < 4:
+        raise ConfigError("--megabytes must be at least 1 and --steps at least 4")
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    align, cores = cfg.model.coarsest_stride, os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = list(make_texts(megabytes << 20))
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "one.jsonl").write_text(lines)
+        (folder / "four.jsonl").write_text(lines * 4)
+        train_bpe(texts[: len(texts) // 8], _VOCABULARY, folder / "bpe")
+
+        def prepared(tokenizer: Tokenizer, out: str) -> tuple[PreparedRows, float]:
+            """The rows, and tokens a second from the file to them, processes and hashes included."""
+            data = dataclasses.replace(cfg.data, dataset=str(folder / "one.jsonl"))
+            began = time.perf_counter()
+            manifest = prepare(data, tokenizer, open_corpus(data), folder / out, align=align)
+            tokens = sum(split.tokens for split in manifest.splits.values())
+            return PreparedRows(folder / out, "train"), tokens / (time.perf_counter() - began)
+
+        say("tokenizing ...")
+        before = library_rate(folder / "bpe" / "tokenizer.json", texts)
+        bpe, rate = prepared(load_tokenizer(str(folder / "bpe")), "rows-bpe")
+        # The machine may be slower or faster at either end; the better of the two is what the library can do.
+        library = max(before, library_rate(folder / "bpe" / "tokenizer.json", texts))
+        rows, bytes_rate = prepared(ByteTokenizer(), "rows-bytes")
+        say("reading ...")
+        read = read_rate(bpe, cfg)
+        say("measuring memory ...")
+        seq_len = ["--seq-len", str(cfg.data.seq_len)]
+        memory = {}
+        for size in ("one", "four"):
+            files = ["--dataset", str(folder / f"{size}.jsonl"), "--out", str(folder / size)]
+            memory[f"prepare {size}"] = peak_memory(["-m", "nash_mhc.data", "prepare", *files, *seq_len])
+            memory[f"read {size}"] = peak_memory(["-c", _READ_ALL, str(folder / size)])
+        say("training ...")
+        step_ms, waiting = waiting_share(cfg, folder / "rows-bytes", folder / "run", steps)
+        return {
+            "cores": cores,
+            "text_mib": megabytes,
+            "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
+            "read_tokens_per_s": read,
+            "prepare_tokens_per_s": rate,
+            "library_tokens_per_s": library,
+            "share_of_library": rate / library,
+            "prepare_bytes_per_s": bytes_rate,
+            "padding": bpe.manifest.padding("train"),
+            "prepare_memory_mib": memory["prepare one"],
+            "prepare_memory_mib_of_4x": memory["prepare four"],
+            "read_memory_mib": memory["read one"],
+            "read_memory_mib_of_4x": memory["read four"],
+            "step_ms": step_ms,
+            "data_wait_share": waiting,
+            "rows": len(rows),
+            "targets": targets(read, rate / library, waiting),
+        }
+
+
+def targets(read: float, share: float, waiting: float) -> str:
+    """Which of the three that have a number are met."""
+    met = {
+        f"{LEAST_READ / 1e6:.0f} million tokens/s": read >= LEAST_READ,
+        f"{LEAST_SHARE} of the library": share >= LEAST_SHARE,
+        f"waiting under {MOST_WAIT:.0%} of a step": waiting < MOST_WAIT,
+    }
+    return "; ".join(f"{name}: {'met' if ok else 'NOT met'}" for name, ok in met.items())

@@ -1,0 +1,98 @@
+"""Hugging Face datasets as a corpus: by name, from a folder that `save_to_disk` left, or from one that `load_dataset` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.manifest import digest_of, digests_of_sources
+from nash_mhc.data.readers import Raw, Unreachable, fields_of
+
+_UNKNOWN_SIZE = 1 << 30  # bytes that a dataset is taken for when it does not say: its chunks are large
+
+
+def is_saved(path: Path) -> bool:
+    """Has `save_to_disk` left this folder?"""
+    return (path / "dataset_dict.json").exists() or ((path / "dataset_info.json").exists() and (path / "state.json").exists())
+
+
+class Hub:
+    """Documents of a dataset, always read as a stream: nothing is copied to a second place on the way."""
+
+    def __init__(self, name: str, cfg: DataConfig) -> None:
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(f"--dataset {name}: needs the datasets library; pip install 'nash_mhc[hf]'") from None
+        datasets.disable_progress_bars()
+        self._library, self._name, self._variant, self._fields = datasets, name, cfg.dataset_name, fields_of(cfg)
+        self._path = Path(name) if Path(name).exists() else None
+        self.names: tuple[str, ...] = (name,)
+        self.files: tuple[str, ...] = (name if self._path is None else self._path.name,)
+        self._saved: Any = None
+        try:
+            self._open(cfg)
+        except ConfigError:
+            raise
+        except Exception as error:  # the library raises whatever its many readers raise
+            raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({_first_line(error)})") from error
+        if self.splits and cfg.split not in self.splits:
+            raise ConfigError(f"--dataset {name}: no split {cfg.split!r}, there are {', '.join(self.splits)}; choose --split")
+
+    def _open(self, cfg: DataConfig) -> None:
+        library = self._library
+        if self._path is not None and is_saved(self._path):
+            if self._variant is not None:
+                raise ConfigError(f"--dataset-name {self._variant}: {self._name} has no variants; leave it out")
+            self._saved = library.load_from_disk(str(self._path))
+            self.splits: tuple[str, ...] = tuple(self._saved) if isinstance(self._saved, library.DatasetDict) else ()
+            marks: Any = None
+        else:
+            self.splits = tuple(library.get_dataset_split_names(self._name, self._variant))
+            builder = library.load_dataset_builder(self._name, self._variant)
+            marks = [self._name, self._variant, builder.hash]
+            size = builder.info.dataset_size
+            self.total = int(size or _UNKNOWN_SIZE)
+        if self._path is not None:
+            files = sorted(p for p in self._path.rglob("*") if p.is_file())
+            self.total = sum(p.stat().st_size for p in files)
+            marks = [[p.relative_to(self._path).as_posix() for p in files], digests_of_sources(files)]
+        self.content = digest_of(marks)
+
+    def table(self, split: str, least: int = 1) -> Any:
+        """The library's own stream of one split, with the wanted columns; in shards of at least so many records, if it can."""
+        if self._saved is not None:
+            found = self._saved[split] if self.splits else self._saved
+            shards = max(1, min(len(found) // least, 16))
+            stream = found.to_iterable_dataset(num_shards=shards)
+        else:
+            stream = self._library.load_dataset(self._name, self._variant, split=split, streaming=True)
+        columns = stream.column_names
+        for field in self._fields:
+            if columns is not None and field not in columns:
+                remedy = "name the text's with --text-field" if len(self._fields) == 1 else "they are what --format asks for"
+                raise ConfigError(f"{self.names[0]}:1: no column {field!r}, there are {', '.join(columns)}; {remedy}")
+        return stream.select_columns(list(self._fields))
+
+    def record(self, number: int, record: dict[str, Any]) -> Raw:
+        """One record as a document; `number` is its row, from 1."""
+        content = record[self._fields[0]] if self._fields not in (("prompt", "response"), ("messages",)) else record
+        size = len(content) if isinstance(content, str) else len(str(content))
+        return Raw(0, number, content, size, "table")
+
+    def read(self, split: str) -> Iterator[Raw]:
+        try:
+            for number, record in enumerate(self.table(split), start=1):
+                yield self.record(number, record)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise Unreachable(
+                f"--dataset {self._name}: reading stopped ({_first_line(error)}); start again to go on"
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"

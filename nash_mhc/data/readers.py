@@ -1,0 +1,213 @@
+"""Files -> raw documents, one after the other, in an order that follows from their names alone.
+
+Reading is all that happens here; decoding, parsing and tokenizing are done by many processes (prepare.py). A document's place
+is a file and a line (or row) in it, for messages and for `inspect`.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.corpus import SPLITS, StoryCorpus
+from nash_mhc.data.manifest import digest_of, digests_of_sources
+
+_KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_PACKED = {".gz": "gzip", ".zst": "zstd"}
+BLOCK = 4 << 20  # bytes of a text file that are handled at once: a document may be larger than memory
+
+
+class Unreachable(ConfigError):
+    """Data that could not be read this time, such as over a network: what has been prepared of it is kept."""
+
+
+class Raw(NamedTuple):
+    file: int  # its number in the corpus
+    line: int  # where it begins in the file, from 1
+    content: Any  # bytes of a text block or a JSON line; of a table, the text or the whole record
+    size: int
+    kind: str
+    opens: bool = True  # does the document begin here, and does it end here?
+    closes: bool = True
+
+
+@runtime_checkable
+class Content(Protocol):
+    """What is known of documents before they are read."""
+
+    content: str  # changes when they do
+    names: tuple[str, ...]  # of the files, as a message calls them
+    total: int  # bytes, for the progress bar and the size of chunks
+    splits: tuple[str, ...]  # that the data has itself; empty: one part, of which some is held out
+
+
+@runtime_checkable
+class Corpus(Content, Protocol):
+    files: tuple[str, ...]  # the names that a manifest keeps
+
+    def read(self, split: str) -> Iterator[Raw]: ...
+
+
+def fields_of(cfg: DataConfig) -> tuple[str, ...]:
+    """The columns of a table that a document is made of."""
+    return {"text": (cfg.text_field,), "prompt": ("prompt", "response"), "chat": ("messages",)}[cfg.format]
+
+
+def kind_of(path: Path) -> str | None:
+    suffix = path.suffix if path.suffix not in _PACKED else Path(path.stem).suffix
+    return _KINDS.get(suffix.lower())
+
+
+def find_files(dataset: str) -> list[Path]:
+    """The files that a file name, a folder or a glob stands for, sorted by name; ConfigError when there is none."""
+    path = Path(dataset)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [
+            p for p in path.rglob("*") if kind_of(p) and not any(part.startswith(".") for part in p.relative_to(path).parts)
+        ]
+    else:
+        found = [Path(p) for p in glob.glob(dataset, recursive=True) if Path(p).is_file()]
+    if not found:
+        where = "in this folder" if path.is_dir() else "matches"
+        raise ConfigError(f"--dataset {dataset}: no .txt, .jsonl or .parquet file (.gz, .zst) {where}")
+    return sorted(found, key=lambda p: p.as_posix())
+
+
+class Files:
+    """Text files (a document each), JSON lines (a document a line) and Parquet tables (a document a row)."""
+
+    splits: tuple[str, ...] = ()
+
+    def __init__(self, dataset: str, cfg: DataConfig) -> None:
+        self._paths, self._fields = find_files(dataset), fields_of(cfg)
+        for path in self._paths:
+            if path.is_dir():
+                raise ConfigError(f"{path}: cannot be read (it is a folder); rename it or give the files inside")
+        root = Path(dataset)
+        self.names = tuple(str(p) for p in self._paths)
+        # Where the folder lies does not matter, what is in it and how it is called there does.
+        self.files = tuple(p.relative_to(root).as_posix() if root.is_dir() else p.name for p in self._paths)
+        try:
+            sizes = [p.stat().st_size for p in self._paths]
+            hashes = digests_of_sources(self._paths)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+        for path, size in zip(self._paths, sizes, strict=True):
+            if not size:
+                raise ConfigError(f"{path}:1: the file is empty; remove it or put text into it")
+        self.total = sum(sizes)
+        self.content = digest_of([self.files, hashes])
+
+    def read(self, split: str) -> Iterator[Raw]:
+        for number, path in enumerate(self._paths):
+            kind = kind_of(path) or "text"
+            try:
+                if kind == "parquet":
+                    yield from _read_parquet(number, path, self._fields)
+                else:
+                    with _open(path) as file:
+                        yield from (_read_lines if kind == "jsonl" else _read_text)(number, file)
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); make it again if it was cut") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    """Arrow's decompression, as it also says when the file is cut; zstandard's own reader would just end there."""
+    import pyarrow as pa
+
+    if packing := _PACKED.get(path.suffix):
+        return io.BufferedReader(pa.input_stream(str(path), compression=packing), 1 << 20)
+    return path.open("rb")
+
+
+def _read_lines(number: int, file: BinaryIO) -> Iterator[Raw]:
+    for line, content in enumerate(file, start=1):
+        if content.strip():
+            yield Raw(number, line, content, len(content), "jsonl")
+
+
+def _read_text(number: int, file: BinaryIO) -> Iterator[Raw]:
+    """Blocks that end with a line, or at least with a character; the last one closes the document."""
+    line, kept, first = 1, b"", True
+    while True:
+        new = file.read(BLOCK)
+        data = kept + new
+        whole = len(data) if not new else _line_end(data)
+        block, kept = data[:whole], data[whole:]
+        last = not new or (not kept and not (ahead := file.read(1)))
+        if new and not last and not kept:
+            kept = ahead
+        if block or last:
+            yield Raw(number, line, block, len(block), "text", first, last)
+            line, first = line + block.count(b"\n"), False
+        if last:
+            return
+
+
+def _line_end(data: bytes) -> int:
+    """Bytes up to the last end of a line, else up to the last whole character."""
+    if end := data.rfind(b"\n") + 1:
+        return end
+    end = len(data)
+    while end and len(data) - end < 4 and data[end - 1] & 0xC0 == 0x80:
+        end -= 1
+    return end - 1 if end and data[end - 1] >= 0xC0 else end or len(data)
+
+
+def check_columns(path: Path, table: Any, fields: tuple[str, ...]) -> None:
+    names = table.schema_arrow.names
+    for field in fields:
+        if field not in names:
+            there = ", ".join(names) or "none"
+            remedy = "name the text's with --text-field" if len(fields) == 1 else "they are what --format asks for"
+            raise ConfigError(f"{path}:1: no column {field!r}, there are {there}; {remedy}")
+
+
+def parquet_batches(path: Path, fields: tuple[str, ...], groups: list[int] | None = None) -> Iterator[list[Any]]:
+    """Lists of texts, or of records where a document has several fields; of some row groups or of all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    whole = len(fields) > 1 or fields[0] == "messages"
+    try:
+        with pq.ParquetFile(path) as table:
+            check_columns(path, table, fields)
+            for batch in table.iter_batches(batch_size=1024, columns=list(fields), row_groups=groups):
+                yield batch.to_pylist() if whole else batch.column(0).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
+
+
+def _read_parquet(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
+    contents = itertools.chain.from_iterable(parquet_batches(path, fields))
+    for row, content in enumerate(contents, start=1):
+        yield Raw(number, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
+
+
+class Stories:
+    """So many of the embedded stories, as a corpus like any other."""
+
+    files: tuple[str, ...] = ("stories",)
+    names: tuple[str, ...] = files
+    splits: tuple[str, ...] = SPLITS
+
+    def __init__(self, cfg: DataConfig) -> None:
+        if cfg.max_documents is None:
+            raise ConfigError("--dataset stories: there is no end to them; say how many to prepare with --max-documents")
+        self._corpus = StoryCorpus()
+        self.total = int(cfg.max_documents * self._corpus.mean_bytes)
+        self.content = digest_of(["stories", self._corpus.story(0, SPLITS[0], 0).text])
+
+    def read(self, split: str) -> Iterator[Raw]:
+        if split not in SPLITS:
+            raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
+        for number in itertools.count():
+            text = self._corpus.story(0, split, number).text
+            yield Raw(0, number + 1, text, len(text), "table")

@@ -1,0 +1,292 @@
+"""Rows packed while training, from data too large to prepare: Parquet files and Hugging Face datasets.
+
+The data is divided into lanes, each read from its beginning to its end and then again; row i of the run is the next one of
+lane i mod lanes, so a process whose rows are every P-th reads only every P-th lane. A lane is cut into volumes of some text,
+each packed by itself and shuffled. So a row follows from its number and the data alone. To go straight to a row, an index
+remembers how many rows each volume had and where the reader stood behind it; without the index the lane is read again from
+its beginning, to the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.chunks import Job, make_recipe, pieces_of
+from nash_mhc.data.hub import Hub
+from nash_mhc.data.manifest import digest_of
+from nash_mhc.data.order import combine, mix, permuted
+from nash_mhc.data.pack import Laid, Rows, lay, unfold
+from nash_mhc.data.readers import Raw, check_columns, fields_of, find_files, kind_of, parquet_batches
+from nash_mhc.data.tokens import Tokenizer
+
+LANES = 16  # at most: divisible by the usual numbers of processes
+LEAST_DOCUMENTS = 1000  # of a lane, on average: a short lane would come round again long before the others
+
+
+def text_of_volume(seq_len: int) -> int:
+    """Bytes of text in a volume: enough to pack well, whatever the length of a row."""
+    return max(1 << 20, 256 * seq_len)
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Documents of a lane from some state on."""
+
+    @property
+    def state(self) -> Any:
+        """Where it stands now, as plain JSON values."""
+
+    def __next__(self) -> Raw: ...
+
+
+class ParquetLanes:
+    """Row groups of Parquet files, dealt out to lanes."""
+
+    splits: tuple[str, ...] = ()
+
+    def __init__(self, dataset: str, cfg: DataConfig) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._paths, self._fields = find_files(dataset), fields_of(cfg)
+        self.names = tuple(str(p) for p in self._paths)
+        self.units: list[tuple[int, int, int]] = []  # file, row group, rows of the file before it
+        shapes, self.total, self._documents = [], 0, 0
+        for number, path in enumerate(self._paths):
+            if kind_of(path) != "parquet":
+                raise ConfigError(
+                    f"{path}: --streaming reads Parquet and Hugging Face data; leave it out to prepare the data first"
+                )
+            try:
+                with pq.ParquetFile(path) as table:
+                    check_columns(path, table, self._fields)
+                    counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+            except (OSError, pa.ArrowInvalid) as error:
+                raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
+            self._documents += sum(counts)
+            self.units += [(number, i, sum(counts[:i])) for i in range(len(counts))]
+            shapes.append([path.name, path.stat().st_size, counts])
+            self.total += path.stat().st_size
+        # Reading it all for a hash is what streaming is there to avoid: names, sizes and row counts must do.
+        self.content = digest_of(shapes)
+
+    def lanes_of(self, split: str) -> int:
+        return max(1, min(LANES, len(self.units), self._documents // LEAST_DOCUMENTS))
+
+    def open(self, lane: int, lanes: int, split: str, state: Any) -> Reader:
+        return _ParquetReader(self._paths, self.units[lane::lanes], self._fields, state or [0, 0])
+
+
+class _ParquetReader:
+    def __init__(self, paths: list[Path], units: list[tuple[int, int, int]], fields: tuple[str, ...], state: list[int]) -> None:
+        self.state = list(state)  # units done, rows of the next one done
+        self._raws = self._read(paths, units, fields)
+
+    def _read(self, paths: list[Path], units: list[tuple[int, int, int]], fields: tuple[str, ...]) -> Iterator[Raw]:
+        first, skip = self.state
+        for unit in range(first, len(units)):
+            file, group, before = units[unit]
+            row = 0
+            for contents in parquet_batches(paths[file], fields, [group]):
+                if row + len(contents) <= skip:
+                    row += len(contents)
+                    continue
+                for content in contents:
+                    row += 1
+                    if row > skip:
+                        self.state = [unit, row]
+                        size = len(content) if isinstance(content, str) else len(str(content))
+                        yield Raw(file, before + row, content, size, "table")
+            skip = 0
+
+    def __next__(self) -> Raw:
+        return next(self._raws)
+
+
+class HubLanes:
+    """Shards of a Hugging Face dataset, dealt out to lanes by the library."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub, self.names, self.content = hub, hub.names, hub.content
+        self.splits, self.total = hub.splits, hub.total
+        self._tables: dict[str, Any] = {}
+
+    def _table(self, split: str) -> Any:
+        if split not in self._tables:  # once: the library takes its time for that
+            self._tables[split] = self._hub.table(split, least=LEAST_DOCUMENTS)
+        return self._tables[split]
+
+    def lanes_of(self, split: str) -> int:
+        return max(1, min(LANES, self._table(split).num_shards))
+
+    def open(self, lane: int, lanes: int, split: str, state: Any) -> Reader:
+        return _HubReader(self._hub, self._table(split).shard(lanes, lane), state)
+
+
+class _HubReader:
+    def __init__(self, hub: Hub, table: Any, state: Any) -> None:
+        self._hub, self._table, self._count = hub, table, 0
+        if state is not None:
+            self._count = state["documents"]
+            table.load_state_dict(state["table"])
+        self._records = iter(table)
+
+    @property
+    def state(self) -> Any:
+        return {"documents": self._count, "table": self._table.state_dict()}
+
+    def __next__(self) -> Raw:
+        record = next(self._records)
+        self._count += 1
+        return self._hub.record(self._count, record)
+
+
+class Lane:
+    """One lane's volumes: their index, kept in a file, and the last few themselves."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.ends = file, [0]  # rows before volume v
+        self.states: list[list[Any]] = [[0, None]]  # epoch and reader's state before volume v
+        self.volumes: OrderedDict[int, tuple[Laid, np.ndarray]] = OrderedDict()
+        self.reader: tuple[Any, Reader] | None = None  # of the newest volume, to go on with the next
+        if file.exists():
+            for line in file.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # cut by a crash, or between two processes
+                    continue
+                if entry["volume"] == len(self.ends) - 1:
+                    self._append(entry["rows"], entry["after"])
+
+    def _append(self, rows: int, after: Any) -> None:
+        self.ends.append(self.ends[-1] + rows)
+        self.states.append(after)
+
+    def add(self, rows: int, after: Any) -> None:
+        entry = {"volume": len(self.ends) - 1, "rows": rows, "after": after}
+        self._append(rows, after)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a") as out:
+            out.write("\n" + json.dumps(entry))  # on a line of its own, whatever a crash has left of the one before
+
+
+class StreamRows:
+    """Endless rows of a stream. Not for worker processes: each would read all of its lanes."""
+
+    endless = True
+
+    def __init__(
+        self, lanes: ParquetLanes | HubLanes, cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int
+    ) -> None:
+        own = split in lanes.splits
+        self._lanes, self._seed, self._tokenizer = lanes, seed, tokenizer
+        self._is_held_out = not own and split == cfg.eval_split
+        self._split = split if own or not lanes.splits else cfg.split
+        if not own and split not in (cfg.split, cfg.eval_split):
+            raise ConfigError(f"split {split!r}: there are {', '.join(lanes.splits) or f'{cfg.split} and {cfg.eval_split}'}")
+        # Little is held out: all of it in one lane, for sixteen might have none.
+        self.count = 1 if self._is_held_out else lanes.lanes_of(self._split)
+        recipe = make_recipe(cfg, tokenizer, lanes, align)
+        if self._is_held_out and not recipe["validation_fraction"]:
+            raise ConfigError(
+                f"--dataset {cfg.dataset}: no split {split!r}, and nothing is held out; raise --validation-fraction"
+            )
+        self._text = text_of_volume(cfg.seq_len)
+        self._job = Job(recipe, tokenizer, lanes.names, Path())
+        self.identity = digest_of(["stream", recipe, split, self.count, self._text])
+        folder = Path(cfg.cache_dir) / f"stream-{self.identity[:24]}"
+        self.lanes = [Lane(folder / f"lane-{number:02d}.jsonl") for number in range(self.count)]
+        self._lock = threading.Lock()
+
+    def epochs(self, position: int) -> dict[str, float]:
+        return {}  # not known before it has been read
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Rows:
+        return Rows(*(a[0] for a in self.take([index])))
+
+    def take(self, indices: np.ndarray | list[int]) -> Rows:
+        parts = []
+        with self._lock:
+            for index in indices:
+                number, row = int(index) % self.count, int(index) // self.count
+                lane = self.lanes[number]
+                while lane.ends[-1] <= row:
+                    self._make(number, len(lane.ends) - 1)
+                volume = bisect_right(lane.ends, row) - 1
+                if volume not in lane.volumes:
+                    self._make(number, volume)
+                laid, order = lane.volumes[volume]
+                parts.append(Laid(*(a[order[row - lane.ends[volume]]] for a in laid)))
+        laid = Laid(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
+        return unfold(laid, self._tokenizer.end)
+
+    def _make(self, number: int, volume: int) -> None:
+        """Reads and packs one volume of a lane, and enters it into the index if it is new."""
+        lane = self.lanes[number]
+        before = lane.states[volume]
+        epoch, state = before
+        kept, lane.reader = lane.reader, None
+        reader = kept[1] if kept and kept[0] == volume else self._lanes.open(number, self.count, self._split, state)
+        # The first volume of each lane has another size, so that they do not all end in the same step ever after.
+        wanted = self._text if volume else self._text * (number + 1) // self.count
+        raws: list[Raw] = []
+        size = 0
+        after: Any = None
+        while size < wanted:
+            try:
+                raw = next(reader)
+            except StopIteration:
+                after = [epoch + 1, None]
+                break
+            if self._keeps(raw):
+                raws.append(raw)
+                size += raw.size
+        if after is None:
+            after, lane.reader = [epoch, reader.state], (volume + 1, reader)
+        pieces, _, _ = pieces_of(raws, self._job)
+        recipe = self._job.recipe
+        laid, rows = lay(pieces, self._tokenizer.end, recipe["seq_len"], align=recipe["align"])
+        if volume == len(lane.ends) - 1:
+            lane.add(len(rows), after)
+            if epoch > 0 and lane.ends[-1] == 0:
+                raise ConfigError(
+                    f"{self._lanes.names[0]}: lane {number} of the stream has no text to train on; leave out --streaming"
+                )
+        if rows:
+            order = permuted(np.arange(len(rows)), len(rows), combine(self._seed, number, volume))
+            lane.volumes[volume] = laid, order
+        while len(lane.volumes) > 3:
+            lane.volumes.popitem(last=False)
+
+    def _keeps(self, raw: Raw) -> bool:
+        """Of data without an eval split, a share of the documents is held out, by a hash of their text: a document that comes
+        twice is held out twice."""
+        fraction = self._job.recipe["validation_fraction"]
+        if not fraction:
+            return True
+        text = raw.content if isinstance(raw.content, str) else str(raw.content)
+        place = mix(np.array([zlib.crc32(text.encode("utf-8", "surrogatepass"))]), 1)
+        return (float(place[0]) / 2.0**64 < fraction) == self._is_held_out
+
+
+def open_stream(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int, hub: Hub | None) -> StreamRows:
+    if cfg.num_workers:
+        raise ConfigError("--streaming packs rows in the run's own process: leave --num-workers at 0")
+    if cfg.max_documents is not None:
+        raise ConfigError("--streaming reads all of the data: leave out --max-documents, or --streaming")
+    lanes = HubLanes(hub) if hub is not None else ParquetLanes(cfg.dataset, cfg)
+    return StreamRows(lanes, cfg, tokenizer, split=split, seed=seed, align=align)

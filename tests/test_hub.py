@@ -1,0 +1,77 @@
+"""Hugging Face datasets, from local folders: as a corpus to prepare, and as a stream."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_prepare import DOCUMENTS, prepared, texts
+
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.sources import open_corpus
+
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+def table(documents: list[str], field: str = "text") -> Any:
+    return datasets.Dataset.from_dict({"id": list(range(len(documents))), field: documents})
+
+
+@pytest.mark.parametrize("form", ["saved", "saved by name", "dict", "parquet", "jsonl"])
+def test_every_form_of_a_local_dataset_is_read_once(tmp_path: Path, form: str) -> None:
+    folder, held = tmp_path / "data", ["held out one", "held out two"]
+    if form.startswith("saved"):
+        table(DOCUMENTS, "body").save_to_disk(str(folder), num_shards=3)
+    elif form == "dict":
+        datasets.DatasetDict({"train": table(DOCUMENTS, "body"), "validation": table(held, "body")}).save_to_disk(str(folder))
+    else:
+        folder.mkdir()
+        for split, documents in (("train", DOCUMENTS), ("validation", held)):
+            (table(documents, "body").to_parquet if form == "parquet" else table(documents, "body").to_json)(
+                str(folder / f"{split}.{form}")
+            )
+    name = str(folder) if form in ("saved", "dict") else f"hf:{folder}"
+    manifest = prepared(tmp_path / "out", name, text_field="body")
+    train, validation = texts(tmp_path / "out"), texts(tmp_path / "out", "validation")
+    if form.startswith("saved"):  # no split of its own: a share is held out
+        assert Counter(train + validation) == Counter(DOCUMENTS)
+        assert len(validation) == 2
+    else:
+        assert (Counter(train), Counter(validation)) == (Counter(DOCUMENTS), Counter(held))
+    assert manifest.files == ("data",)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    datasets.DatasetDict({"train": table(["x"]), "test": table(["y"])}).save_to_disk(str(tmp_path / "d"))
+    path = str(tmp_path / "d")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"dataset": path, "split": "trian"}, r"d: no split 'trian', there are train, test; choose --split"),
+        (
+            {"dataset": path, "text_field": "body"},
+            r"d:1: no column 'body', there are id, text; name the text's with --text-field",
+        ),
+        ({"dataset": path, "dataset_name": "v2"}, r"--dataset-name v2: .*d has no variants; leave it out"),
+        (
+            {"dataset": "hf:nobody/nothing"},
+            r"--dataset nobody/nothing: the datasets library cannot read it \(ConnectionError: ",
+        ),
+        ({"dataset": "nobody/nothing"}, r"--dataset nobody/nothing: the datasets library cannot read it"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ConfigError, match=message) as caught:
+            list(open_corpus(DataConfig(**settings)).read("train"))
+        assert "\n" not in str(caught.value)
+
+
+def test_an_own_test_split_can_be_the_one_to_evaluate_on(tmp_path: Path) -> None:
+    parts = {"train": table(DOCUMENTS), "test": table(["only this"]), "other": table(["never read"])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
+    prepared(tmp_path / "out", tmp_path / "d", eval_split="test")
+    assert texts(tmp_path / "out", "test") == ["only this"]
+    assert Counter(texts(tmp_path / "out")) == Counter(DOCUMENTS)

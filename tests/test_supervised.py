@@ -1,0 +1,141 @@
+"""Prompts and chats: how they are written, and that the loss covers the answers and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import small
+from test_prepare import prepared
+from test_sources import save_tokenizer
+
+from nash_mhc.data.chunks import Job, pieces_of
+from nash_mhc.data.inspection import of_prepared
+from nash_mhc.data.readers import Raw
+from nash_mhc.data.records import TEMPLATE, check_template, spans_of
+from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+
+BYTES = ByteTokenizer()
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+WRITTEN = "system: Be brief.\nuser: 1+1?\nassistant: Two.\nuser: Sure?\nassistant: Yes.\n"
+ANSWERS = "Two.\nYes.\n"  # and what the template puts behind an answer, so that the model learns to stop
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def row_of(folder: Path, number: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows = PreparedRows(folder, "train")
+    row = rows[number]
+    return row.inputs, row.targets, row.weights
+
+
+def scored(targets: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer = BYTES) -> str:
+    return tokenizer.decode(targets[weights > 0])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_loss_covers_the_answers_of_a_chat(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"chat.{kind}"
+    if kind == "jsonl":
+        write(file, [{"messages": CHAT, "id": 1}])
+    else:
+        pq.write_table(pa.table({"messages": [CHAT], "id": [1]}), file)
+    prepared(tmp_path / "out", file, format="chat", validation_fraction=0.0)
+    inputs, targets, weights = row_of(tmp_path / "out")
+    assert BYTES.decode(inputs[:100]) == WRITTEN  # the model reads all of it
+    assert scored(targets, weights) == ANSWERS
+    assert targets[weights > 0][-1] == BYTES.end  # and the end behind the last answer
+    assert (targets[weights > 0] == BYTES.end).sum() == 1
+    # Every target that counts stands where the text has it: right behind its input.
+    at = np.flatnonzero(weights)[:-1]
+    assert (inputs[at + 1] == targets[at]).all()
+
+
+def test_the_loss_can_cover_everything(tmp_path: Path) -> None:
+    file = write(tmp_path / "chat.jsonl", [{"messages": CHAT}])
+    prepared(tmp_path / "out", file, format="chat", loss_on="all", validation_fraction=0.0)
+    _, targets, weights = row_of(tmp_path / "out")
+    assert scored(targets, weights) == WRITTEN
+    assert weights.sum() == len(WRITTEN) + 1
+
+
+def test_prompt_and_response_with_a_template(tmp_path: Path) -> None:
+    file = write(tmp_path / "qa.jsonl", [{"prompt": "Why?", "response": "Because é."}])
+    prepared(tmp_path / "out", file, format="prompt", template=r"<{role}>\n{content}</>\n", validation_fraction=0.0)
+    inputs, targets, weights = row_of(tmp_path / "out")
+    assert BYTES.decode(inputs[:80]) == "<user>\nWhy?</>\n<assistant>\nBecause é.</>\n"
+    assert scored(targets, weights) == "Because é.</>\n"
+
+
+def test_a_chat_that_ends_with_a_question_does_not_teach_to_end_there(tmp_path: Path) -> None:
+    file = write(tmp_path / "chat.jsonl", [{"messages": CHAT[:4]}])
+    prepared(tmp_path / "out", file, format="chat", validation_fraction=0.0)
+    _, targets, weights = row_of(tmp_path / "out")
+    assert scored(targets, weights) == "Two.\n"
+    assert BYTES.end not in targets[weights > 0]
+
+
+def test_the_border_is_exact_for_tokens_of_several_bytes(tmp_path: Path) -> None:
+    """A merge must not reach from the prompt into the answer: 'the c' + 'at' is not 'the cat'."""
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tok"))
+    file = write(tmp_path / "qa.jsonl", [{"prompt": "the cat sat on the", "response": " mat, the cat sat"}])
+    prepared(tmp_path / "out", file, tokenizer, format="prompt", template="{content}", validation_fraction=0.0)
+    inputs, targets, weights = row_of(tmp_path / "out")
+    assert scored(targets, weights, tokenizer) == " mat, the cat sat"
+    assert tokenizer.decode(inputs) == "the cat sat on the mat, the cat sat"
+    assert weights.sum() < len(" mat, the cat sat")
+
+
+def test_long_chats_are_cut_and_parts_without_an_answer_left_out() -> None:
+    recipe = {"format": "prompt", "template": check_template(TEMPLATE), "loss_on": "response", "seq_len": 32}
+    raw = Raw(0, 1, {"prompt": "p" * 100, "response": "r" * 50}, 150, "table")
+    pieces, size, _ = pieces_of([raw], Job(recipe, BYTES, ("a",), Path()))
+    targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.counts, strict=True) if counts]
+    assert BYTES.decode(np.array(targets)) == "r" * 50 + "\n"
+    assert size == len("user: \nassistant: \n") + 150
+    assert min(p.offset for p in pieces) > 90  # the rows of nothing but prompt are gone
+
+
+def test_inspect_shows_what_does_not_count(tmp_path: Path) -> None:
+    file = write(tmp_path / "chat.jsonl", [{"messages": CHAT}])
+    prepared(tmp_path / "out", file, format="chat", validation_fraction=0.0)
+    shown = of_prepared(tmp_path / "out", "train", None, 0)
+    assert "[[system: Be brief.\nuser: 1+1?\nassistant: ]]Two.\n[[user: Sure?\nassistant: ]]Yes.\n" in shown
+
+
+def test_other_names_of_the_answering_role_are_known() -> None:
+    for role in ("assistant", "model", "gpt"):
+        record = {"messages": [{"role": "user", "content": "x"}, {"role": role, "content": "y"}]}
+        spans = spans_of(Raw(0, 1, record, 1, "table"), "a", {"format": "chat", "template": TEMPLATE, "loss_on": "response"})
+        assert [text for text, counts in spans if counts] == ["y\n"]
+
+
+def test_a_run_learns_the_answers_only(tmp_path: Path) -> None:
+    """The real thing: questions are noise, answers are one of two words; the loss goes far below that of the questions."""
+    from nash_mhc.train import run
+
+    rng = np.random.default_rng(0)
+    records = []
+    for _ in range(600):
+        question = "".join(rng.choice(list("abcdefghijklmnop"), 12))
+        records.append({"prompt": question, "response": "vowels" if set(question) & set("aeio") else "none"})
+    file = write(tmp_path / "qa.jsonl", records)
+    data = {"dataset": str(file), "format": "prompt", "template": "{content} ", "cache_dir": str(tmp_path / "cache")}
+    cfg = small.config(
+        **{f"data__{k}": v for k, v in data.items()}, train__total_steps=60, train__checkpoint_dir=str(tmp_path / "run")
+    )
+    result = run(cfg, quiet=True)
+    assert result.evaluation["eval/loss"] < 0.35  # a letter of a question alone costs 2.8 nats
