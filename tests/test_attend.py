@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops.attend import attend, best_kernel, why_not
+from nash_mhc.ops.attend import attend, best_kernel, documents_of, why_not
 from nash_mhc.ops.rope import positions_in_segments, rope
 
 
@@ -109,3 +109,18 @@ def test_rope_scores_depend_on_distance_alone():
 def test_positions_count_from_zero_in_each_document():
     segments = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
     assert positions_in_segments(segments).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("most", [None, 3, 5, 33])
+def test_documents_are_found_where_the_segments_change(most):
+    """Room for a power of two where their number is known; a count, for the device to branch on, where it is not."""
+    segments_BT = np.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 0, 0, 0]])
+    found = documents_of(jnp.asarray(segments_BT), most)
+    room = {3: 4, 5: 8}.get(most, 32)
+    assert found.lengths_BM.shape == (3, room) and found.offsets_BM.shape == (3, room + 1)
+    assert found.count_B is None if most in (3, 5) else found.count_B.tolist() == [4, 1, 3]
+    for row, segments in enumerate(segments_BT):
+        starts = [0, *(np.flatnonzero(np.diff(segments)) + 1)][:room]
+        missing = [-1] * (room - len(starts))
+        assert found.offsets_BM[row].tolist() == [*starts, *missing, -1]
+        assert found.lengths_BM[row].tolist() == [*np.diff([*starts, 8]).tolist(), *missing]

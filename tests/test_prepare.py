@@ -348,6 +348,9 @@ def test_little_is_padding(tmp_path: Path, corpus_file: Path, seq_len: int, alig
     taken = rows.take(np.arange(len(rows)))
     assert taken.weights.sum() == manifest.splits["train"].tokens
     assert 1 - taken.weights.mean() == pytest.approx(manifest.padding("train"), abs=1e-6)
+    changes = (np.diff(taken.segments, axis=1) != 0).sum(axis=1)
+    # Attention sets room aside for as many as there can be, padding among them; more would be left out.
+    assert 1 + changes.max() <= rows.most_documents == 1 + taken.segments.max()
     blocks = taken.segments.reshape(len(rows), -1, align)
     assert (blocks == blocks[:, :, :1]).all()
 

@@ -166,4 +166,5 @@ def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece]) -> dic
         "tokens": int(laid.counts.sum()),
         "slots": sum(len(piece.counts) for piece in pieces),
         "documents": len({piece.document for piece in pieces}),
+        "most_documents": max(map(len, rows), default=0),
     }

@@ -35,6 +35,7 @@ class Split:
     tokens: int  # targets that count
     slots: int  # that text fills; the rest is padding and alignment
     documents: int
+    most_documents: int  # in one row
 
     @property
     def rows(self) -> int:

@@ -17,6 +17,7 @@ from nash_mhc.data.pack import Rows
 @runtime_checkable
 class RowSource(Protocol):
     endless: bool  # fresh rows for ever: no epochs, no shuffling
+    most_documents: int | None  # in a row, padding counted as one; None: not known ahead
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Rows: ...
@@ -42,6 +43,8 @@ class Mixture:
         if len(set(names)) < len(names):
             raise ConfigError(f"--dataset: {max(names, key=list(names).count)} is given twice; add up its weights")
         self._parts = shares(weights)
+        most = [source.most_documents for source in sources]
+        self.most_documents = None if None in most else max(n for n in most if n is not None)
 
     @property
     def identity(self) -> str:

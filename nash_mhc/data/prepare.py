@@ -116,7 +116,8 @@ def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]]) -> Manifest
     for name, group in groupby(sorted(found, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
         parts = [part for _, part in group]
         totals = {key: sum(part[key] for part in parts) for key in ("tokens", "slots", "documents")}
-        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals)
+        most = max(part["most_documents"] for part in parts)
+        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most)
     counted = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
     return Manifest(job.recipe, corpus.files, splits, **counted)
 

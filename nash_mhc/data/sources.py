@@ -35,6 +35,7 @@ class StoryRows:
     """
 
     endless = True
+    most_documents: int | None = None
     identity = "stories"
     rows_per_volume = 64
 

@@ -185,6 +185,7 @@ class StreamRows:
     """Endless rows of a stream. Not for worker processes: each would read all of its lanes."""
 
     endless = True
+    most_documents: int | None = None
 
     def __init__(
         self, lanes: ParquetLanes | HubLanes, cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int

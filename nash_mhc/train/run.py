@@ -216,7 +216,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
 
     with Store(folder) as store:
         reporter.say("compiling the step ...")
-        step_fn = compile_train_step(cfg, mesh, warn=reporter.say)
+        step_fn = compile_train_step(cfg, mesh, most_documents=source.most_documents, warn=reporter.say)
         compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
         state, start_step, tokens_seen, origin = _starting_state(cfg, mesh, store)
