@@ -16,7 +16,7 @@ from typing import Any
 from nash_mhc.config.schema import ConfigError
 
 FILE = "manifest.json"
-VERSION = 1  # of the files' form; another one cannot be read
+VERSION = 2  # of the files' form; another one cannot be read
 
 
 @dataclass(frozen=True)
