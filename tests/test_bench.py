@@ -270,7 +270,7 @@ def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tm
     assert json.loads(capsys.readouterr().out) == compared.figures
     assert run_command(monkeypatch, "quality", "--variants", "dense", "--json", str(file)) == 0
     assert json.loads(file.read_text()) == compared.figures
-    assert [(cfg.train.total_steps, own["seeds"], own["eval_rows"]) for cfg, own in asked] == [(7, 5, 6), (400, 3, None)]
+    assert [(cfg.train.total_steps, own["seeds"], own["eval_rows"]) for cfg, own in asked] == [(7, 5, 6), (300, 3, None)]
     assert asked[0][1]["variants"].split(",") == list(quality.VARIANTS)
     assert asked[1][1]["variants"] == "dense"
     table = capsys.readouterr().out
@@ -302,7 +302,7 @@ def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tm
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | compile |"),
-        ("", "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality [flags of train]"),
+        ("", "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | data [flags of train]"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(argv, message, monkeypatch, capsys):

@@ -166,11 +166,14 @@ def test_resolve_refuses_a_batch_that_does_not_divide() -> None:
 # --- what a run refuses, before any training -------------------------------------------------------------------------
 
 REFUSALS: dict[str, tuple[RunConfig, str]] = {
-    "dataset": (changed(SMALL, data={"dataset": "nowhere"}), r"--dataset nowhere: neither 'stories' nor a .txt file"),
+    "dataset": (changed(SMALL, data={"dataset": "nowhere"}), r"--dataset nowhere: neither 'stories' nor a file or folder"),
     "variant": (changed(SMALL, data={"dataset_name": "easy"}), r"--dataset-name easy: dataset 'stories' has no variants"),
     "split": (changed(SMALL, data={"split": "tset"}), r"split 'tset': there are train and validation"),
     "eval split": (changed(SMALL, data={"eval_split": "tset"}), r"split 'tset': there are train and validation"),
-    "tokenizer": (changed(SMALL, data={"tokenizer": "gpt9"}), r"--tokenizer gpt9: neither 'bytes' nor a local folder"),
+    "tokenizer": (
+        changed(SMALL, data={"tokenizer": "gpt9"}),
+        r"--tokenizer gpt9: neither 'bytes' nor a tokenizer.json or a folder with one",
+    ),
     "vocabulary": (
         changed(SMALL, model={"vocab_size": 256}),
         r"--tokenizer bytes has 257 tokens, the model only 256; set --model-vocab-size 257",

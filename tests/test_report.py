@@ -76,7 +76,7 @@ def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
         "parameters": "475,840",
         "device": "4 x cpu",
         "mesh": "2x2x1 (data x fsdp x tp)",
-        "steps": "4 of 400",
+        "steps": "4 of 300",
         "tokens seen": "256",
         "final loss, nats a token": "2.0000",
         "held-out loss, nats a token": "2.0000",
@@ -108,7 +108,7 @@ def test_page_is_whole_and_needs_nothing_else(
     assert "stroke-dasharray" in text
     assert text.count('class="floor"') == 1
     assert "held out at step 4: 2.0000" in text
-    assert "<td>optim.learning_rate</td><td>0.008</td>" in text
+    assert "<td>optim.learning_rate</td><td>0.006</td>" in text
     assert "<td>model.window</td><td>none</td>" in text
     assert sorted(p.name for p in folder.iterdir()) == ["eval.jsonl", "metrics.jsonl", "report.html", "run.json"]
 

@@ -43,7 +43,5 @@ def run(name: str = "tiny") -> RunConfig:
         config,
         data=DataConfig(batch_size=8, seq_len=_SHAPES[name][-1]),
         optim=OptimConfig(learning_rate=6e-4 if name == "small" else 3e-4, warmup_steps=200, min_lr_ratio=0.1),
-        train=TrainConfig(
-            total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, eval_batches=16, checkpoint_interval=500
-        ),
+        train=TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500),
     )

@@ -182,7 +182,7 @@ class DataConfig(_Section):
     tokenizer: str = key("bytes", "'bytes' (built in), a tokenizer.json, a folder with one, or a Hugging Face name")
     streaming: bool = key(False, "pack rows while training instead of preparing them first")
     cache_dir: str = key(".cache/data", "folder that datasets are prepared in, each once")
-    batch_size: int = key(4, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
+    batch_size: int = key(8, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
     seq_len: int = key(256, "tokens in a row (T)", low=2)
     num_workers: int = key(0, "processes that prepare rows (0: threads of this process)", low=0, high=256)
     worker_buffer_size: int = key(4, "batches each worker prepares ahead", low=1, high=4096)
@@ -215,9 +215,9 @@ class MeshConfig(_Section):
 class OptimConfig(_Section):
     section = "optim"
 
-    learning_rate: float = key(5e-3, "peak learning rate", above=0)
+    learning_rate: float = key(6e-3, "peak learning rate", above=0)
     min_lr_ratio: float = key(0.05, "learning rate at the end, as a share of the peak", low=0, high=1)
-    warmup_steps: int = key(40, "steps of linear warm-up", low=0)
+    warmup_steps: int = key(25, "steps of linear warm-up", low=0)
     schedule: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))
     decay_fraction: float = key(0.2, "share of the steps that wsd spends decaying at the end", low=0, high=1)
     weight_decay: float = key(0.1, "AdamW weight decay, on matrices only", low=0)
@@ -234,7 +234,7 @@ class OptimConfig(_Section):
 class TrainConfig(_Section):
     section = "train"
 
-    total_steps: int = key(500, "optimizer steps of the whole run", low=1)
+    total_steps: int = key(300, "optimizer steps of the whole run", low=1)
     seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
     grad_accum: int = key(1, "forward passes gathered into one step", low=1)
     remat: str = key("none", "what the backward pass computes again", choices=("none", "dots", "full"))
@@ -244,10 +244,10 @@ class TrainConfig(_Section):
     attention: str = key(
         "auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash")
     )
-    log_interval: int = key(25, "steps between rows of metrics.jsonl", low=1)
-    eval_interval: int = key(250, "steps between evaluations (0: only at the end)", low=0)
-    eval_batches: int = key(32, "batches of one evaluation", low=1)
-    checkpoint_interval: int = key(250, "steps between checkpoints (0: only at the end)", low=0)
+    log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
+    eval_interval: int = key(150, "steps between evaluations (0: only at the end)", low=0)
+    eval_batches: int = key(16, "batches of one evaluation", low=1)
+    checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
     checkpoint_dir: str | None = key(None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)")
     resume_from: str | None = key(None, "folder of a run whose last checkpoint to start from")
 

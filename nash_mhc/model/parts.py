@@ -18,15 +18,17 @@ from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards, param
 
 def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> Float[Array, "..."]:
     """Normal, cut at two deviations, variance scale^2 / fan_in."""
-    # Drawn as a matrix: of more axes, the same numbers take a CPU's compiler twice as long. Its rows are what is summed over,
-    # so that whatever axes the mesh splits stay in front.
-    drawn = shape if len(shape) < 3 else (fan_in, math.prod(shape) // fan_in)
-    return scale * fan_in**-0.5 * jax.random.truncated_normal(key, -2.0, 2.0, drawn, jnp.float32).reshape(shape)
+    # Drawn as a line where small, else as a matrix: of more axes, the same numbers take a CPU's compiler several times as long.
+    # The rows of the matrix are what is summed over, so that whatever axes the mesh splits stay in front.
+    size = math.prod(shape)
+    drawn: tuple[int, ...] = (size,) if size < 1 << 20 else shape if len(shape) < 3 else (fan_in, size // fan_in)
+    # Scaled before it is shaped: the same order of operations, and so the same bits, on every mesh.
+    return (scale * fan_in**-0.5 * jax.random.truncated_normal(key, -2.0, 2.0, drawn, jnp.float32)).reshape(shape)
 
 
 def init_small(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
     """Normal, for parameters that are small enough to be drawn in one line, which compiles fastest."""
-    return deviation * jax.random.normal(key, (math.prod(shape),)).reshape(shape)
+    return (deviation * jax.random.normal(key, (math.prod(shape),))).reshape(shape)
 
 
 class RMSNorm(eqx.Module):

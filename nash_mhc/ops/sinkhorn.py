@@ -7,6 +7,7 @@ elementwise over tokens: an accelerator fuses an iteration into one pass, and no
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def _sinkhorn_fwd(logits: Array, iterations: int) -> tuple[Array, Array]:
 
 
 def _sinkhorn_bwd(iterations: int, logits: Array, grad: Array) -> tuple[Array]:
-    return (_stacked(reverse(_rows(logits), _rows(grad), iterations)),)
+    return (_stacked(reverse(_rows(logits), lambda _: _rows(grad), iterations)),)
 
 
 sinkhorn.defvjp(_sinkhorn_fwd, _sinkhorn_bwd)
@@ -133,16 +134,25 @@ def iterate(logits: Matrix, iterations: int) -> Matrix:
     return _times(k, _outer(u, _columns(k, before)))
 
 
-def reverse(logits: Matrix, grad: Matrix, iterations: int) -> Matrix:
+Pull = Callable[[Matrix], Matrix]  # from the result of an iteration to its gradient
+
+
+def reverse(logits: Matrix, pull: Pull, iterations: int) -> Matrix:
     """The gradient of `iterate`: only u of each iteration is kept, and that only here."""
     k = _kernel(logits)
     u, history = lax.scan(lambda u, _: (_round(k, (u, u))[0], u), _ones(k), length=iterations)
-    carry = (*_last_gradients(k, grad, u, _columns(k, tuple(h[-1] for h in history))), u)
+    carry = _last(k, pull, u, tuple(h[-1] for h in history))
     (_, _, dk, _), _ = lax.scan(lambda carry, u: (_back(k, carry, u), None), carry, history, reverse=True)
     return _times(dk, k)
 
 
-def reverse_in_kernel(logits: Matrix, grad: Matrix, iterations: int, aside: Aside) -> Matrix:
+def _last(k: Matrix, pull: Pull, u: Vector, before: Vector) -> Backward:
+    """Where the way back begins: at the result, which came from the last u and the one before it."""
+    v = _columns(k, before)
+    return *_last_gradients(k, pull(_times(k, _outer(u, v))), u, v), u
+
+
+def reverse_in_kernel(logits: Matrix, pull: Pull, iterations: int, aside: Aside) -> Matrix:
     """The same inside a GPU kernel, which has no scan: every u is written aside and read again."""
     k = _kernel(logits)
 
@@ -151,7 +161,7 @@ def reverse_in_kernel(logits: Matrix, grad: Matrix, iterations: int, aside: Asid
         return _round(k, (u, u))[0]
 
     u = lax.fori_loop(0, iterations, ahead, _ones(k))
-    carry = (*_last_gradients(k, grad, u, _columns(k, aside.read(iterations - 1))), u)
+    carry = _last(k, pull, u, aside.read(iterations - 1))
     back = lambda n, carry: _back(k, carry, aside.read(iterations - 1 - n))
     _, _, dk, _ = lax.fori_loop(0, iterations, back, carry)
     return _times(dk, k)

@@ -250,8 +250,7 @@ def _maps_backward(
     slope = lambda x: jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)
     dpre = [g * slope(x) for x, g in zip(pre, grads[0], strict=True)]
     dpost = [2.0 * g * slope(x) for x, g in zip(post, grads[1], strict=True)]
-    _, through_balance = jax.vjp(balanced, iterate(res, iterations))
-    dres = back(res, through_balance(grads[2])[0], iterations)
+    dres = back(res, lambda mixing: jax.vjp(balanced, mixing)[1](grads[2])[0], iterations)
     return [*dpre, *dpost, *(g for row in dres for g in row)]
 
 
