@@ -103,9 +103,9 @@ def train_loop(
             if due(step, cfg.train.eval_interval) or due(step, cfg.train.checkpoint_interval):
                 settle()
                 paused = time.perf_counter()
-                if due(step, cfg.train.checkpoint_interval):
-                    save(state, step)
                 if due(step, cfg.train.eval_interval):
                     evaluate(state, step)
+                if due(step, cfg.train.checkpoint_interval):  # afterwards: a checkpoint holds its own evaluation
+                    save(state, step)
                 meter.leave_out(time.perf_counter() - paused)
     return state
