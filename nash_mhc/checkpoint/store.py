@@ -130,3 +130,9 @@ class Store:
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), values=ocp.args.JsonRestore())
         items = self._manager.restore(step, args=parts)
         return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted]), items["values"]
+
+
+def arrays_of(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) of the whole arrays, whatever mesh wrote them; no array is read and no device is asked."""
+    found = ocp.StandardCheckpointHandler().metadata((checkpoint / "state").absolute())
+    return {name: (tuple(entry.shape), str(entry.dtype)) for name, entry in found.items()}
