@@ -32,7 +32,8 @@ from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
 from nash_mhc.train.hardware import peak_flops
-from nash_mhc.train.loop import Meter, train_loop
+from nash_mhc.train.loop import BadSteps, train_loop
+from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
 from nash_mhc.train.resume import check_resume, starting_state
 from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
@@ -186,7 +187,13 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
         rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
-        meter = Meter(cfg, flops_per_token(cfg.model, cfg.data.seq_len), peak_flops(mesh, cfg.train.dtype), tokens_seen)
+        meter = Meter(
+            cfg,
+            flops_per_token(cfg.model, cfg.data.seq_len),
+            peak_flops(mesh, cfg.train.dtype),
+            tokens_seen,
+            start_step - int(state.step),
+        )
         feed = prefetched(rows, mesh)
         if read := source.epochs(cfg.train.total_steps * rows_a_step):
             reporter.say("epochs in all: " + ", ".join(f"{name} {count:.3g}" for name, count in read.items()))
@@ -202,6 +209,14 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
                 evaluate(state, start_step)
                 if not store.steps():  # restored from another run's folder: this one shall stand on its own
                     save(state, start_step)
+        except BadSteps as bad:
+            store.wait()
+            good = [f"the last checkpoint before them is step {step}" for step in store.steps() if step < bad.first]
+            raise ConfigError(
+                f"steps {bad.first} to {bad.last} had no finite loss and gradients, and were skipped; the run stops here; "
+                f"{(good or ['there is no checkpoint before them'])[-1]}; look at what was read with "
+                f"python -m nash_mhc.data inspect {folder} --step {bad.first}"
+            ) from None
         finally:
             reporter.end()
             feed.close()  # type: ignore[attr-defined]
