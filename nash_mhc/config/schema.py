@@ -249,7 +249,20 @@ class TrainConfig(_Section):
     eval_batches: int = key(16, "batches of one evaluation", low=1)
     checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
     checkpoint_dir: str | None = key(None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)")
+    max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
+    keep_last: int = key(3, "checkpoints to keep, the newest; the best by held-out loss is kept as well", low=1)
+    keep_every: int = key(0, "also keep the checkpoints at multiples of this many steps (0: none)", low=0)
+    resume: str = key(
+        "auto",
+        "go on from the folder's last whole checkpoint: if it has one, never, or not without",
+        choices=("auto", "never", "must"),
+    )
     resume_from: str | None = key(None, "folder of a run whose last checkpoint to start from")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume == "never" and self.resume_from is not None:
+            raise ConfigError("--resume never starts from fresh weights; leave out --resume-from, or --resume")
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,9 @@ def load(folder: str | Path, step: int | None = None, *, say: Callable[[str], No
             raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {', '.join(map(str, steps))}")
         at = SingleDeviceSharding(_host())
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), abstract_state(cfg))
-        chosen = max(steps) if step is None else step
+        chosen = store.newest(say) if step is None else step
+        if chosen is None:
+            raise ConfigError(f"{folder}/checkpoints: its first save has not ended; wait for it, or let the run go on")
         say(f"reading step {chosen} of {folder} ...")
         state, _ = store.restore(chosen, like)
     device = jax.devices()[0]

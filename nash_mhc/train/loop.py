@@ -10,45 +10,18 @@ import jax
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import Batch
 from nash_mhc.train.state import TrainState
 from nash_mhc.train.telemetry import Reporter, Telemetry
 
 
-class Meter:
-    """Turns the metrics of finished steps into rows. Times are between completions seen, so they are the device's own."""
+class BadSteps(Exception):
+    """Too many steps in a row without a finite loss and gradients."""
 
-    def __init__(self, cfg: RunConfig, flops_per_token: float, peak_flops: float, tokens_seen: int) -> None:
-        self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
-        self.tokens_seen = tokens_seen
-        self.reset()
-
-    def reset(self) -> None:
-        self._since, self._steps, self._tokens, self.data_wait = time.perf_counter(), 0, 0, 0.0
-
-    def leave_out(self, seconds: float) -> None:
-        """Time that belongs to no step: an evaluation, a save."""
-        self._since += seconds
-
-    def add(self, metrics: dict[str, Any]) -> None:
-        self._steps += 1
-        self._tokens += int(metrics["tokens"])
-        self.tokens_seen += int(metrics["tokens"])
-
-    def row(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        seconds = max(time.perf_counter() - self._since, 1e-9)
-        # MFU counts every slot of the batch: padding costs as much as text.
-        slots = self._steps * self._cfg.train.grad_accum * self._cfg.data.batch_size * self._cfg.data.seq_len
-        # Numbers, and for what is measured layer by layer, lists of them.
-        row = {k: v.tolist() for k, v in metrics.items() if k != "tokens"} | {
-            "tokens_per_s": self._tokens / seconds,
-            "mfu": slots * self._flops_per_token / seconds / self._peak,
-            "tokens_seen": self.tokens_seen,
-            "step_ms": seconds / max(self._steps, 1) * 1e3,
-            "data_wait_ms": self.data_wait / max(self._steps, 1) * 1e3,
-        }
-        self.reset()
-        return row
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(first, last)
+        self.first, self.last = first, last
 
 
 def train_loop(
@@ -82,6 +55,10 @@ def train_loop(
         metrics = jax.device_get(device_metrics)
         meter.add(metrics)
         reporter.advance(step)
+        if bad := meter.skipped_in_a_row:
+            reporter.say(f"step {step}: loss or gradients are not finite; its update was skipped ({bad} in a row)")
+            if bad == cfg.train.max_bad_steps:
+                raise BadSteps(step - bad + 1, step)
         if step % cfg.train.log_interval == 0 or step == total:
             row = meter.row(metrics) | {f"epochs/{name}": count for name, count in epochs(step).items()}
             telemetry.write(step, row)
@@ -103,9 +80,9 @@ def train_loop(
             if due(step, cfg.train.eval_interval) or due(step, cfg.train.checkpoint_interval):
                 settle()
                 paused = time.perf_counter()
-                if due(step, cfg.train.checkpoint_interval):
-                    save(state, step)
                 if due(step, cfg.train.eval_interval):
                     evaluate(state, step)
+                if due(step, cfg.train.checkpoint_interval):  # afterwards: a checkpoint holds its own evaluation
+                    save(state, step)
                 meter.leave_out(time.perf_counter() - paused)
     return state

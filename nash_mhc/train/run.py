@@ -32,9 +32,11 @@ from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
 from nash_mhc.train.hardware import peak_flops
-from nash_mhc.train.loop import Meter, train_loop
+from nash_mhc.train.loop import BadSteps, train_loop
+from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
-from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state, state_shardings
+from nash_mhc.train.resume import check_resume, starting_state
+from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
 from nash_mhc.train.telemetry import Reporter, Telemetry
 
@@ -105,64 +107,6 @@ def _make_folder(cfg: RunConfig) -> Path:
     return folder
 
 
-# What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
-_SAME_DATA = (
-    "data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "data.text_field", "data.format",
-    "data.template", "data.loss_on", "data.max_documents", "data.validation_fraction", "data.streaming", "train.seed",
-)  # fmt: skip
-
-
-def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
-    """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
-    same_data = rows is not None
-    try:
-        run = json.loads((folder / "run.json").read_text())
-        then = run["config"]
-        before = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in then[section].items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    now = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in cfg.to_dict()[section].items()}
-    kept = [k for k in now if k.startswith("model.")] + [k for k in _SAME_DATA if same_data and k in before]
-    changed = [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]
-    sizes = [d["data.batch_size"] * d["train.grad_accum"] for d in (before, now)]
-    if same_data and sizes[0] != sizes[1]:
-        changed.append(f"batch-size x grad-accum ({sizes[0]} there, {sizes[1]} now)")
-    if same_data and not changed and run.get("rows", "stories") != rows:
-        raise ConfigError(
-            f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back, or start "
-            f"another run with --resume-from {folder} and a new --checkpoint-dir"
-        )
-    if changed:
-        raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
-
-
-def _check_resume_from(cfg: RunConfig) -> None:
-    if cfg.train.resume_from is not None:
-        other = Path(cfg.train.resume_from)
-        if not (other / "checkpoints").is_dir():
-            raise ConfigError(
-                f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
-            )
-        _check_same_run(other, cfg, rows=None)
-
-
-def _starting_state(cfg: RunConfig, mesh: Mesh, store: Store) -> tuple[TrainState, int, int, str]:
-    """(state, steps done, tokens seen, where from): the folder's own last checkpoint, else --resume-from, else a fresh one."""
-
-    def restored(source: Store, step: int, name: str) -> tuple[TrainState, int, int, str]:
-        state, values = source.restore(step, sharded_abstract_state(cfg, mesh))
-        return state, step, int(values["tokens_seen"]), f"step {step} of {name}"
-
-    if (latest := store.latest()) is not None:
-        return restored(store, latest, "this run")
-    if cfg.train.resume_from is None:
-        return create_state(cfg, mesh), 0, 0, "fresh weights"
-    with Store(cfg.train.resume_from) as other:
-        if (latest := other.latest()) is None:
-            raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
-        return restored(other, latest, cfg.train.resume_from)
-
-
 def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str) -> dict[str, Any]:
     device = mesh.devices.flat[0]
     return {
@@ -203,9 +147,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
         )
     floor = loss_floor(cfg.data, tokenizer)
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=cfg.model.coarsest_stride)
-    _check_resume_from(cfg)
-    if cfg.train.checkpoint_dir is not None:
-        _check_same_run(Path(cfg.train.checkpoint_dir), cfg, rows=source.identity)
+    check_resume(cfg, rows=source.identity)
     evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, mesh)
     folder = _make_folder(cfg)  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
@@ -213,13 +155,14 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
     reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
     evaluation: dict[str, float] = {}
+    evaluated: list[int] = []  # the steps with an evaluation
 
-    with Store(folder) as store:
+    with Store(folder, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
         reporter.say("compiling the step ...")
         step_fn = compile_train_step(cfg, mesh, most_documents=source.most_documents, warn=reporter.say)
         compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
-        state, start_step, tokens_seen, origin = _starting_state(cfg, mesh, store)
+        state, start_step, tokens_seen, origin = starting_state(cfg, mesh, store, reporter.say)
         (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n")
         (folder / "parameters.txt").write_text(_parameter_table(state))
         telemetry = Telemetry(folder, start_step=start_step)
@@ -229,6 +172,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
 
         def evaluate(state: TrainState, step: int) -> None:
             evaluation.update(evaluator.evaluate(state.model))
+            evaluated.append(step)
             if state.ema is not None:
                 evaluation["eval/loss_ema"] = evaluator.evaluate(state.ema)["eval/loss"]
             if step > start_step:  # a run that had nothing left to do has its row already
@@ -237,11 +181,19 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
 
         def save(state: TrainState, step: int) -> None:
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
-                store.save(step, state, {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen})
+                told = dict(evaluation) if evaluated[-1:] == [step] else None
+                values = {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen, "evaluation": told}
+                store.save(step, state, values)
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
         rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
-        meter = Meter(cfg, flops_per_token(cfg.model, cfg.data.seq_len), peak_flops(mesh, cfg.train.dtype), tokens_seen)
+        meter = Meter(
+            cfg,
+            flops_per_token(cfg.model, cfg.data.seq_len),
+            peak_flops(mesh, cfg.train.dtype),
+            tokens_seen,
+            start_step - int(state.step),
+        )
         feed = prefetched(rows, mesh)
         if read := source.epochs(cfg.train.total_steps * rows_a_step):
             reporter.say("epochs in all: " + ", ".join(f"{name} {count:.3g}" for name, count in read.items()))
@@ -255,8 +207,16 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
             else:
                 reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
                 evaluate(state, start_step)
-                if store.latest() is None:  # restored from another run's folder: this one shall stand on its own
+                if not store.steps():  # restored from another run's folder: this one shall stand on its own
                     save(state, start_step)
+        except BadSteps as bad:
+            store.wait()
+            good = [f"the last checkpoint before them is step {step}" for step in store.steps() if step < bad.first]
+            raise ConfigError(
+                f"steps {bad.first} to {bad.last} had no finite loss and gradients, and were skipped; the run stops here; "
+                f"{(good or ['there is no checkpoint before them'])[-1]}; look at what was read with "
+                f"python -m nash_mhc.data inspect {folder} --step {bad.first}"
+            ) from None
         finally:
             reporter.end()
             feed.close()  # type: ignore[attr-defined]

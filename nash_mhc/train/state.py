@@ -16,7 +16,7 @@ from nash_mhc.train.optim import make_optimizer
 
 
 class TrainState(eqx.Module):
-    step: Int[Array, ""]  # updates made
+    step: Int[Array, ""]  # updates made: the run's step, less those that were skipped
     model: LM  # float32
     opt_state: PyTree
     ema: LM | None  # averaged weights, when ema_decay asks for them

@@ -1,0 +1,137 @@
+"""`python -m nash_mhc.checkpoint list | inspect | verify DIR`: a run's checkpoints, on any machine, without a mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nash_mhc.checkpoint import manifest
+from nash_mhc.config.commands import OneLineParser, did_you_mean, one_line_errors
+from nash_mhc.config.schema import ConfigError
+
+ABOUT = {
+    "list": "steps, sizes, held-out losses, and what was set aside",
+    "inspect": "one checkpoint: its metrics, the hash of its manifest, and every array with its shape",
+    "verify": "reads every file and compares it with its hash; exit code 1 where one differs",
+}
+USAGE = f"python -m nash_mhc.checkpoint {' | '.join(ABOUT)} DIR"
+
+
+def _folder(name: str) -> Path:
+    """The folder that holds the numbered checkpoints: of a run, or itself."""
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the folder of a run, such as runs/tiny-20260101-120000")
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if not any(path.name.partition(".")[0].isdecimal() for path in folder.iterdir()):
+        raise ConfigError(f"{folder}: holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
+    return folder
+
+
+def _steps(folder: Path, wanted: int | None) -> list[int]:
+    steps = manifest.numbered(folder)
+    if wanted is not None and wanted not in steps:
+        raise ConfigError(f"--step {wanted}: {folder} has no such checkpoint; it has {', '.join(map(str, steps)) or 'none'}")
+    return steps if wanted is None else [wanted]
+
+
+def _size(checkpoint: Path) -> str:
+    size, units = float(sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())), "BKMGTP"
+    power = min(int(math.log(max(size, 1), 1000)), len(units) - 1)
+    return f"{size / 1000**power:.{min(power, 1)}f} {units[power]}{'B' * (power > 0)}"
+
+
+def _state(folder: Path, name: str) -> str:
+    """Without reading the files: that is what verify is for."""
+    if name.endswith((".damaged", ".unfinished")):
+        return name.partition(".")[2] + ", set aside"
+    if (folder / name / manifest.FILE).is_file():
+        return "finished"
+    return "being saved, or cut off" if "." in name or (folder / f"{name}.saving").exists() else "without a manifest"
+
+
+def list_command(folder: Path, step: int | None) -> int:
+    _steps(folder, step)
+    names = [path.name for path in folder.iterdir() if path.is_dir() and path.name.partition(".")[0].isdecimal()]
+    names = [n for n in names if step is None or n.partition(".")[0] == str(step)]
+    best = min((int(n) for n in names if "." not in n), key=lambda n: manifest.held_out_loss(folder / str(n)), default=None)
+    lines = [("step", "size", "tokens seen", "held-out loss", "saved", "state")]
+    for name in sorted(names, key=lambda n: (int(n.partition(".")[0]), n)):
+        checkpoint = folder / name
+        loss, tokens = manifest.held_out_loss(checkpoint), manifest.values_of(checkpoint).get("tokens_seen")
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
+        told = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
+        lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,}", told, saved, _state(folder, name)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print("\n".join("  ".join(f"{word:<{width}}" for word, width in zip(line, widths, strict=True)).rstrip() for line in lines))
+    return 0
+
+
+def inspect_command(folder: Path, step: int | None) -> int:
+    steps = _steps(folder, step)
+    if not steps:
+        raise ConfigError(f"{folder}: what it holds was set aside; python -m nash_mhc.checkpoint list {folder} shows it")
+    checkpoint = folder / str(steps[-1])
+    if wrong := manifest.problem(checkpoint):
+        raise ConfigError(f"{checkpoint}: damaged or not finished, {wrong}; inspect another one with --step")
+    from nash_mhc.checkpoint.store import arrays_of  # brings JAX along, which the other commands do without
+
+    files, values = manifest.read(checkpoint), manifest.values_of(checkpoint)
+    print(f"{checkpoint}: {_size(checkpoint)} in {len(files)} files, whole; manifest {manifest.identity(checkpoint)}")
+    shown: dict[str, Any] = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | (
+        values.get("evaluation") or {}
+    )
+    print("\n".join(f"{name}: {json.dumps(value)}" for name, value in shown.items()))
+    arrays = arrays_of(checkpoint)
+    width = max(map(len, arrays))
+    for name, (shape, dtype) in arrays.items():
+        print(f"  {name:<{width}}  {dtype}[{','.join(map(str, shape))}]")
+    count = sum(math.prod(shape) for name, (shape, _) in arrays.items() if name.startswith("model."))
+    print(f"{len(arrays)} arrays; {count:,} parameters in the model")
+    return 0
+
+
+def verify_command(folder: Path, step: int | None) -> int:
+    wrong = 0
+    for number in _steps(folder, step):
+        began, problem = time.monotonic(), manifest.problem(folder / str(number))
+        wrong += problem is not None
+        print(
+            f"{number}: {problem or f'whole ({_size(folder / str(number))} read in {time.monotonic() - began:.1f} s)'}",
+            flush=True,
+        )
+    return 1 if wrong or not manifest.numbered(folder) else 0
+
+
+COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_command}
+
+
+def parse(command: str, argv: Sequence[str]) -> tuple[Path, int | None]:
+    parser = OneLineParser(prog=f"python -m nash_mhc.checkpoint {command}", allow_abbrev=False, description=ABOUT[command])
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="the folder of a run")
+    last = "the last" if command == "inspect" else "all"
+    parser.add_argument("--step", type=int, metavar="K", help=f"only the checkpoint of step K [{last}]")
+    args = parser.parse_strictly(argv, "name one folder")
+    if not args.folder:
+        raise ConfigError("the folder is missing; give the folder of a run, such as runs/tiny-20260101-120000")
+    return _folder(args.folder), args.step
+
+
+def main() -> int:
+    command, *argv = sys.argv[1:] or [""]
+    if command in ("-h", "--help"):
+        print(f"usage: {USAGE}\n", *(f"  {name:<10}{about}" for name, about in ABOUT.items()), sep="\n")
+        print("\n--help behind one of these names lists its flags.")
+        return 0
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command {command!r}{did_you_mean(command, ABOUT)}; there are: {USAGE}")
+    return COMMANDS[command](*parse(command, argv))
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))

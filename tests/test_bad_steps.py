@@ -1,0 +1,100 @@
+"""Steps without a finite loss or gradients: they change nothing, are counted and told, and too many in a row stop the run."""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from test_run import RUN, assert_equal_states, at, rows
+
+from nash_mhc.config import ConfigError
+from nash_mhc.train import run
+from nash_mhc.train.run import make_objective
+from nash_mhc.train.step import make_train_step
+
+
+def poisoned(cfg, seed, value=np.nan):
+    rows = small.random_rows(cfg, seed)
+    rows.weights[-1, 0, 0] = value  # of the last part, where there are several
+    return rows
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_bad_batch_leaves_the_run_as_if_it_had_not_been(accumulated, value):
+    cfg = small.config(train__grad_accum=accumulated, optim__ema_decay=0.5)
+    good = [small.random_rows(cfg, seed) for seed in range(2)]
+    state, history, step = small.train(cfg, [good[0], poisoned(cfg, 7, value), good[1]])
+    assert [row["skipped"] for row in history] == [0, 1, 0]
+    assert step.traces == 1
+    assert int(state.step) == 2
+    assert_equal_states(state, small.train(cfg, good)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_bad_gradients_under_a_finite_loss_are_skipped(max_grad_norm):
+    cfg = small.config(optim__max_grad_norm=max_grad_norm)
+    mesh, objective = small.make_mesh(cfg.mesh), make_objective(cfg)
+
+    def sharp(model, batch):
+        loss, aux = objective(model, batch)
+        return loss + jnp.sqrt(0.0 * model.embed_VD[0, 0]), aux  # its slope at zero is no number
+
+    state = small.start(cfg, mesh)
+    with jax.set_mesh(mesh):
+        after, metrics = jax.jit(make_train_step(cfg, sharp))(state, small.to_device(small.random_rows(cfg, 0), mesh))
+    assert np.isfinite(metrics["loss"])
+    assert metrics["skipped"] == 1
+    assert_equal_states(after, state, rtol=0, atol=0)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Makes the batches of the given steps of every run bad."""
+    bad: set[int] = set()
+    module = sys.modules["nash_mhc.train.run"]  # the package's own `run` is the function
+    read = module.host_batches
+
+    def batches(*args, start_step=0, **options):
+        for step, batch in enumerate(read(*args, start_step=start_step, **options), start_step + 1):
+            yield batch._replace(weights=batch.weights * np.float32(np.nan)) if step in bad else batch
+
+    monkeypatch.setattr(module, "host_batches", batches)
+    return bad
+
+
+def test_skipped_steps_are_counted_and_told_and_a_continued_run_counts_on(poison, tmp_path, capsys):
+    poison |= {2, 5}
+    train = dataclasses.replace(RUN.train, checkpoint_dir=str(tmp_path / "run"), total_steps=3)
+    run(dataclasses.replace(RUN, train=train))
+    assert "step 2: loss or gradients are not finite; its update was skipped (1 in a row)" in capsys.readouterr().out
+    result = at(tmp_path / "run")
+    logged = rows(tmp_path / "run")
+    assert {row["step"]: row["skipped"] for row in logged} == {2: 1, 3: 1, 4: 1, 6: 2}
+    assert logged[0]["loss"] is None
+    assert int(result.state.step) == 4
+    assert logged[-1]["tokens_seen"] > 0
+
+
+def test_too_many_in_a_row_stop_the_run_and_name_checkpoint_and_step(poison, tmp_path):
+    poison |= {1, 3, 4, 5, 6}
+    with pytest.raises(ConfigError) as stopped:
+        at(tmp_path / "run", checkpoint_interval=2, max_bad_steps=3, total_steps=9)
+    assert str(stopped.value) == (
+        "steps 3 to 5 had no finite loss and gradients, and were skipped; the run stops here; the last checkpoint before "
+        f"them is step 2; look at what was read with python -m nash_mhc.data inspect {tmp_path / 'run'} --step 3"
+    )
+    # The remedy is found: without the bad rows the same command goes on.
+    poison.clear()
+    assert at(tmp_path / "run", checkpoint_interval=2).evaluation["eval/loss"] < 10
+
+
+def test_without_a_checkpoint_before_them_that_is_said_and_zero_never_stops(poison, tmp_path):
+    poison |= set(range(1, 5))
+    with pytest.raises(ConfigError, match=r"steps 1 to 2 had no .*; there is no checkpoint before them; look"):
+        at(tmp_path / "a", max_bad_steps=2)
+    result = at(tmp_path / "b", max_bad_steps=0)
+    assert int(result.state.step) == 2

@@ -1,0 +1,168 @@
+"""Checkpoints: every damage is found, named and passed over; what is kept; a save does not hold up the loop."""
+
+import json
+import re
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config import ConfigError
+
+
+def tree(value):
+    return {"a": jnp.full((8, 16), value, jnp.float32), "b": {"c": jnp.asarray(value, jnp.int32)}}
+
+
+LIKE = jax.eval_shape(lambda: tree(0))
+
+
+def save(folder, losses, **options):
+    """A checkpoint a step, of a state full of its number."""
+    with Store(folder, **options) as store:
+        for step, loss in losses.items():
+            store.save(step, tree(step), {"step": step, "evaluation": None if loss is None else {"eval/loss": loss}})
+        store.wait()
+        return store.steps()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    save(folder, {3: 2.0, 6: 1.0})
+    return folder
+
+
+@pytest.fixture
+def run(two, tmp_path):
+    return shutil.copytree(two, tmp_path / "run")
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def data_file(checkpoint):
+    return max((checkpoint / "state").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+
+
+DAMAGES = {
+    "a flipped bit": (lambda c: flip(data_file(c)), r"the content of state/\S+ has changed"),
+    "a cut file": (lambda c: data_file(c).write_bytes(data_file(c).read_bytes()[:-1]), r"state/\S+ has \d+ bytes instead of"),
+    "a missing file": (lambda c: data_file(c).unlink(), r"state/\S+ is missing"),
+    "a missing part": (lambda c: shutil.rmtree(c / "values"), r"values/\S+ is missing"),
+    "another file": (lambda c: (c / "state" / "more").touch(), "state/more does not belong to it"),
+    "no manifest": (lambda c: (c / manifest.FILE).unlink(), "its manifest is missing"),
+    "half a manifest": (lambda c: (c / manifest.FILE).write_text('{"version": 1, "fi'), "its manifest is damaged"),
+    "a manifest of another form": (lambda c: (c / manifest.FILE).write_text('{"version": 9}'), "its manifest has form 9"),
+    "an empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "its manifest is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(run, name):
+    damage, message = DAMAGES[name]
+    damage(run / "checkpoints" / "6")
+    heard = []
+    with Store(run) as store:
+        assert store.newest(heard.append, set_aside=True) == 3
+        state, values = store.restore(3, LIKE)
+        np.testing.assert_array_equal(state["a"], tree(3)["a"])
+        assert (int(state["b"]["c"]), values["step"]) == (3, 3)
+        assert len(heard) == 1
+        assert re.fullmatch(rf"checkpoint 6: damaged, {message}.*; set aside as 6\.damaged$", heard[0])
+        assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["3", "6.damaged"]
+        # The run gets there again, and its new checkpoint takes the name.
+        store.save(6, tree(6), {"step": 6})
+    with Store(run) as store:
+        assert store.newest(heard.append) == 6
+    assert len(heard) == 1
+
+
+def test_a_flipped_bit_in_any_file_is_found(run):
+    checkpoint = run / "checkpoints" / "6"
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size]
+    assert set(json.loads((checkpoint / manifest.FILE).read_text())["files"]) | {manifest.FILE} == {
+        str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()
+    }
+    for path in files:
+        before = path.read_bytes()
+        flip(path)
+        assert manifest.problem(checkpoint) is not None, path
+        path.write_bytes(before)
+        assert manifest.problem(checkpoint) is None
+
+
+def test_a_reader_renames_nothing_and_a_damaged_step_asked_for_is_refused(run):
+    flip(data_file(run / "checkpoints" / "6"))
+    heard = []
+    with Store(run) as store:
+        assert store.newest(heard.append) == 3
+        assert heard[0].endswith("passed over")
+        assert store.steps() == [3, 6]
+        with pytest.raises(ConfigError, match=r"checkpoints/6: the checkpoint is damaged, the content of state/"):
+            store.restore(6, LIKE)
+
+
+def test_when_no_checkpoint_is_whole_the_run_stops_each_time(run):
+    for step in ("3", "6"):
+        flip(data_file(run / "checkpoints" / step))
+    for set_aside in (False, True, True):  # set aside, they still are what the run has lost
+        with Store(run) as store, pytest.raises(ConfigError, match=r"no checkpoint is whole \(3\S*, 6\S* cannot be used\)"):
+            store.newest(lambda text: None, set_aside=set_aside)
+
+
+def test_a_save_that_never_ended_is_no_loss(run):
+    """Killed after Orbax's commit and before the manifest; or while an old checkpoint was being deleted."""
+    for step in ("3", "6"):
+        (run / "checkpoints" / step / manifest.FILE).unlink()
+        (run / "checkpoints" / f"{step}.saving").touch()
+    heard = []
+    with Store(run) as store:
+        assert store.newest(heard.append) is None
+        assert store.newest(heard.append, set_aside=True) is None
+        assert heard[2:] == [f"checkpoint {n}: its save did not end; set aside as {n}.unfinished" for n in (6, 3)]
+        assert store.newest(heard.append, set_aside=True) is None
+        store.save(4, tree(4), {})
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["4"]
+
+
+def test_the_last_the_best_and_every_mth_are_kept(tmp_path):
+    losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 3.0, 5: None, 6: 4.0, 7: 2.0, 8: 9.0}
+    # The newest is the worst and stays: a run that is continued goes on from it.
+    assert save(tmp_path / "a", losses, keep=2, keep_every=3) == [2, 3, 6, 7, 8]
+    assert save(tmp_path / "b", losses, keep=1) == [2, 8]
+    assert save(tmp_path / "c", dict.fromkeys(losses), keep=3) == [6, 7, 8]
+
+
+def test_hashing_does_not_hold_up_the_loop_and_its_failure_is_told(tmp_path, monkeypatch):
+    go, write = threading.Event(), manifest.write
+
+    def slow(checkpoint):
+        assert go.wait(60)
+        write(checkpoint)
+
+    monkeypatch.setattr(manifest, "write", slow)
+    with Store(tmp_path) as store:
+        store.save(1, tree(1), {})
+        assert not (tmp_path / "checkpoints" / "1" / manifest.FILE).exists()
+        assert (tmp_path / "checkpoints" / "1.saving").exists()
+        go.set()
+        store.wait()
+        assert store.newest(print) == 1
+
+        def full(checkpoint):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(manifest, "write", full)
+        store.save(2, tree(2), {})
+        with pytest.raises(OSError, match="No space left"):
+            store.wait()
+        assert store.newest(print) == 1

@@ -1,0 +1,129 @@
+"""`python -m nash_mhc.checkpoint`: readable without a mesh, without JAX where it can be, and it tells damage."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from test_checkpoint import data_file, flip
+
+from nash_mhc.checkpoint import __main__ as command
+from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.commands import one_line_errors
+
+
+class Model(NamedTuple):
+    embed_VD: Any
+
+
+class State(NamedTuple):
+    model: Model
+    step: Any
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Saved by eight devices, two of three steps evaluated."""
+    folder = tmp_path_factory.mktemp("sharded")
+    over = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
+    with Store(folder) as store:
+        for step, loss in ((10, 2.5), (20, 2.75), (30, None)):
+            state = State(Model(jax.device_put(np.ones((16, 4), np.float32), over)), np.int32(step))
+            evaluation = None if loss is None else {"eval/loss": loss}
+            store.save(step, state, {"step": step, "tokens_seen": 1000 * step, "evaluation": evaluation, "config": {}})
+    return folder
+
+
+@pytest.fixture
+def run(sharded, tmp_path):
+    return shutil.copytree(sharded, tmp_path / "run")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def called(*words):
+        monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, words)])
+        code = one_line_errors(command.main)
+        return code, *capsys.readouterr()
+
+    return called
+
+
+def test_list_shows_every_checkpoint_and_what_was_set_aside(run, call):
+    shutil.copytree(run / "checkpoints" / "20", run / "checkpoints" / "40.damaged")
+    (run / "checkpoints" / "30" / manifest.FILE).unlink()
+    code, out, err = call("list", run)
+    assert (code, err) == (0, "")
+    lines = [re.split(" {2,}", line) for line in out.splitlines()]
+    assert [line[0] for line in lines] == ["step", "10", "20", "30", "40.damaged"]
+    assert "10,000" in out
+    assert "2.5000 (best)" in out
+    assert "2.7500 (best)" not in out
+    assert [line[-1] for line in lines[1:]] == ["finished", "finished", "without a manifest", "damaged, set aside"]
+
+
+def test_verify_reads_every_file_and_fails_where_one_differs(run, call):
+    code, out, _ = call("verify", run)
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()] == [[f"{n}:", "whole"] for n in (10, 20, 30)]
+    flip(data_file(run / "checkpoints" / "20"))
+    code, out, _ = call("verify", run / "checkpoints")
+    assert code == 1
+    assert "20: the content of state/" in out
+    assert call("verify", run, "--step", 10)[0] == 0
+    assert manifest.numbered(run / "checkpoints") == [10, 20, 30]  # a look changes nothing
+
+
+def test_a_laptop_with_one_device_reads_what_eight_wrote(run):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"JAX_PLATFORMS": "cpu"}
+    argv = [sys.executable, "-m", "nash_mhc.checkpoint", "inspect", str(run), "--step", "20"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  model.embed_VD  float32[16,4]\n" in done.stdout
+    assert "2 arrays; 64 parameters in the model" in done.stdout
+    assert "tokens_seen: 20000" in done.stdout
+    assert "eval/loss: 2.75" in done.stdout
+    assert manifest.identity(run / "checkpoints" / "20") in done.stdout
+
+
+def test_list_and_verify_need_no_jax(run):
+    code = (
+        "import sys; sys.modules['jax'] = sys.modules['orbax'] = None; sys.argv = ['checkpoint', {!r}, {!r}]; "
+        "from nash_mhc.checkpoint.__main__ import main; sys.exit(main())"
+    )
+    for name in ("list", "verify"):
+        done = subprocess.run([sys.executable, "-c", code.format(name, str(run))], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("\n") >= 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lst", "x"], "unknown command 'lst'; did you mean list?"),
+        (["list"], "the folder is missing"),
+        (["list", "nowhere"], "nowhere: no such folder"),
+        (["verify", "{run}", "--step", "11"], "has no such checkpoint; it has 10, 20, 30"),
+        (["verify", "{run}", "--stp", "10"], "unknown flag --stp; did you mean --step?"),
+        (["inspect", "{run}/checkpoints/10/state"], "holds no checkpoint"),
+    ],
+)
+def test_mistakes_are_one_line(run, call, words, message):
+    code, out, err = call(*(word.format(run=run) for word in words))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_checkpoint_is_not_shown_as_if_it_were_whole(run, call):
+    flip(data_file(run / "checkpoints" / "30"))
+    code, _, err = call("inspect", run)
+    assert code == 2
+    assert "30: damaged or not finished, the content of state/" in err
