@@ -4,13 +4,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from test_prepare import DOCUMENTS, prepared, texts
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.sources import open_corpus
 
-datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +20,6 @@ from nash_mhc.data.sources import open_source
 from nash_mhc.data.stream import Lane, ParquetLanes, StreamRows
 from nash_mhc.data.tokens import ByteTokenizer
 
-datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 BYTES = ByteTokenizer()
 T = 128

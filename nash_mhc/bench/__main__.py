@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.config.cli import parse
-from nash_mhc.config.commands import did_you_mean, one_line_errors
+from nash_mhc.config.commands import chosen_command, one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {
@@ -75,13 +75,9 @@ def _show(command: str, figures: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    command, *argv = sys.argv[1:] or [""]
-    if command in ("-h", "--help"):
-        print(f"usage: {USAGE}\n", *(f"  {name:<9}{about}" for name, about in ABOUT.items()), sep="\n")
-        print("\n--help behind one of these names lists its flags.")
+    if (chosen := chosen_command(ABOUT, USAGE, "benchmark")) is None:
         return 0
-    if command not in ABOUT:
-        raise ConfigError(f"unknown benchmark {command!r}{did_you_mean(command, ABOUT)}; there are: {USAGE}")
+    command, argv = chosen
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=lambda group: _own_flags(command, group))
     file = Path(parsed.own.json) if parsed.own.json not in (None, "-") else None
     # Asked before the work, which may take an hour.

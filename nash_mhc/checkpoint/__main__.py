@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.config.commands import OneLineParser, did_you_mean, one_line_errors
+from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
@@ -123,13 +123,9 @@ def parse(command: str, argv: Sequence[str]) -> tuple[Path, int | None]:
 
 
 def main() -> int:
-    command, *argv = sys.argv[1:] or [""]
-    if command in ("-h", "--help"):
-        print(f"usage: {USAGE}\n", *(f"  {name:<10}{about}" for name, about in ABOUT.items()), sep="\n")
-        print("\n--help behind one of these names lists its flags.")
+    if (chosen := chosen_command(ABOUT, USAGE)) is None:
         return 0
-    if command not in COMMANDS:
-        raise ConfigError(f"unknown command {command!r}{did_you_mean(command, ABOUT)}; there are: {USAGE}")
+    command, argv = chosen
     return COMMANDS[command](*parse(command, argv))
 
 

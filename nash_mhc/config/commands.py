@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from nash_mhc.config.schema import ConfigError
@@ -34,6 +34,18 @@ class OneLineParser(argparse.ArgumentParser):
             flags = [name for action in self._actions for name in action.option_strings]
             raise ConfigError(f"unknown flag {word}{did_you_mean(word, flags) or '; --help lists them all'}")
         return args
+
+
+def chosen_command(about: Mapping[str, str], usage: str, kind: str = "command") -> tuple[str, list[str]] | None:
+    """(the command's name, the arguments behind it) of this process; None once its help has been shown."""
+    command, *argv = sys.argv[1:] or [""]
+    if command in ("-h", "--help"):
+        print(f"usage: {usage}\n", *(f"  {name:<10}{text}" for name, text in about.items()), sep="\n")
+        print("\n--help behind one of these names lists its flags.")
+        return None
+    if command not in about:
+        raise ConfigError(f"unknown {kind} {command!r}{did_you_mean(command, about)}; there are: {usage}")
+    return command, argv
 
 
 def one_line_errors(main: Callable[[], int]) -> int:

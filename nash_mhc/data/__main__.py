@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nash_mhc.config.cli import parse
-from nash_mhc.config.commands import OneLineParser, did_you_mean, one_line_errors
+from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {
@@ -127,13 +127,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main() -> int:
-    command, *argv = sys.argv[1:] or [""]
-    if command in ("-h", "--help"):
-        print(f"usage: {USAGE}\n", *(f"  {name:<10}{about}" for name, about in ABOUT.items()), sep="\n")
-        print("\n--help behind one of these names lists its flags.")
+    if (chosen := chosen_command(ABOUT, USAGE)) is None:
         return 0
-    if command not in COMMANDS:
-        raise ConfigError(f"unknown command {command!r}{did_you_mean(command, ABOUT)}; there are: {USAGE}")
+    command, argv = chosen
     return COMMANDS[command](argv)
 
 

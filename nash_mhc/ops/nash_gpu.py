@@ -34,24 +34,23 @@ def fits(outs: Sequence[Array]) -> bool:
 
 def _call(
     name: str,
-    strides: Sequence[int],
-    like: Array,
+    C: int,
     token: Callable[..., Sequence[Array]],
     args: Sequence[Array],
     outs: Sequence[Any],
-    coarse_in: Sequence[int],
-    coarse_out: Sequence[int],
+    *,
+    summed: bool,
     interpret: bool,
 ) -> list[Array]:
-    """Runs `token(at, tiles, refs)` for every token of every block.
+    """Runs `token(at, tiles, arguments, results)` for every token of every block.
 
-    `coarse_in` and `coarse_out` say which arguments and results are rows of the scales above the finest: they are loaded
-    for `token` as tiles, and filled with the sums over tokens of the tiles that it returns. `at` picks a token's part of any
-    other array of [B, T, ..., N, ...]; see `_At`.
+    The first C arguments are the scales' outputs: those above the finest reach `token` as tiles, the rows that it uses. If
+    `summed`, it returns a tile for each of them, and results 1 .. C-1 are filled with their sums over the tokens that use a
+    row. `at` picks a token's part of any other array [B, T, ..., N, ...]; see `_At`.
     """
-    B, T, N, H = like.shape
-    C, heads = len(strides), min(N & -N, _HEADS)
-    wide = jnp.promote_types(like.dtype, jnp.float32)
+    (B, T, N, H), strides = args[0].shape, _strides(args[:C])
+    heads = min(N & -N, _HEADS)
+    wide = jnp.promote_types(args[0].dtype, jnp.float32)
 
     def kernel(*refs: Any) -> None:
         batch, block, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * heads
@@ -70,18 +69,17 @@ def _call(
                 at = _At(batch, jnp.clip(t, 0, T - 1), at_heads, there)
                 sums = token(at, tiles, ins, results)
                 return tuple(jnp.where(there, x, 0.0) for x in sums)
-            coarse = ins[coarse_in[c - 1]]
-            tile = jnp.where(q > 0, coarse[row_of(coarse, q - 1)].astype(wide), 0.0)  # before the first block: nothing
+            tile = jnp.where(q > 0, ins[c][row_of(ins[c], q - 1)].astype(wide), 0.0)  # before the first block: nothing
             ratio = strides[c] // strides[c - 1]
 
             def child(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
                 return tuple(a + b for a, b in zip(sums, visit(c - 1, q * ratio + n, [tile, *tiles]), strict=True))
 
-            above = C - c if coarse_out else 0  # sums of this scale and of those above it
+            above = C - c if summed else 0  # sums of this scale and of those above it
             sums = lax.fori_loop(0, ratio, child, (jnp.zeros((heads, H), wide),) * above)
-            if not coarse_out:
+            if not summed:
                 return ()
-            ref, i = results[coarse_out[c - 1]], q - 1
+            ref, i = results[c], q - 1
             inside = jnp.broadcast_to((i >= 0) & (i < ref.shape[1]), (heads, H))
             plgpu.store(ref.at[row_of(ref, i)], sums[0].astype(ref.dtype), mask=inside)
             return sums[1:]
@@ -145,9 +143,7 @@ def forward(
     one = jax.ShapeDtypeStruct((B, T, N), prior_BTCN.dtype)
     shapes = [jax.ShapeDtypeStruct(outs[0].shape, outs[0].dtype), jax.ShapeDtypeStruct(prior_BTCN.shape, one.dtype)]
     args = [*outs, prior_BTCN, tau_N, present_BTC.astype(jnp.int32)]
-    results = _call(
-        "nash_forward", _strides(outs), outs[0], token, args, [*shapes, one, *[one] * pairs], range(1, C), (), interpret
-    )
+    results = _call("nash_forward", C, token, args, [*shapes, one, *[one] * pairs], summed=False, interpret=interpret)
     return results[0], results[1], results[2], results[3:]
 
 
@@ -183,8 +179,6 @@ def backward(
 
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*outs, prior_BTCN)]
     args = [*outs, prior_BTCN, tau_N, present_BTC.astype(jnp.int32), dy_BTNH, dw_BTCN, *gram]
-    *douts, dprior, dtau = _call(
-        "nash_backward", _strides(outs), outs[0], token, args,
-        [*shapes, jax.ShapeDtypeStruct((B, T, N), prior_BTCN.dtype)], range(1, C), range(1, C), interpret,
-    )  # fmt: skip
+    each = jax.ShapeDtypeStruct((B, T, N), prior_BTCN.dtype)
+    *douts, dprior, dtau = _call("nash_backward", C, token, args, [*shapes, each], summed=True, interpret=interpret)
     return douts, dprior, dtau
