@@ -81,7 +81,7 @@ def test_story_batches_are_the_rows_in_order(stories: StoryRows) -> None:
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_processes_share_the_rows_of_a_step(source: RowSource, processes: int) -> None:
     alone = take(source, 3, grad_accum=2, seed=5)
-    parts = [take(source, 3, grad_accum=2, seed=5, process=(rank, processes)) for rank in range(processes)]
+    parts = [take(source, 3, grad_accum=2, seed=5, share=(rank, processes)) for rank in range(processes)]
     for step, whole in enumerate(alone):
         mine = [part[step] for part in parts]
         assert all(rows.inputs.shape == (2, 8 // processes, T) for rows in mine)
@@ -100,7 +100,7 @@ def test_every_restart_on_any_number_of_processes_goes_on_with_the_same_steps(so
     assert len({k for rows in whole for k in keys(rows)}) > 20
     for start in range(1, 7):
         for rank in range(processes):
-            rest = take(source, 7 - start, batch_size=4, grad_accum=2, start_step=start, process=(rank, processes))
+            rest = take(source, 7 - start, batch_size=4, grad_accum=2, start_step=start, share=(rank, processes))
             assert [keys(rows) for rows in rest] == [keys(rows)[rank::processes] for rows in whole[start:]]
 
 

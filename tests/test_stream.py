@@ -88,7 +88,7 @@ def test_processes_read_their_own_lanes_only(folders: Path, tmp_path: Path, form
     whole = [keys(rows) for rows in take(opened(folders, form, tmp_path / "a"), 4, batch_size=32)]
     for rank in range(processes):
         source = opened(folders, form, tmp_path / f"p{rank}")
-        mine = take(source, 4, batch_size=32, process=(rank, processes))
+        mine = take(source, 4, batch_size=32, share=(rank, processes))
         assert [keys(rows) for rows in mine] == [step[rank::processes] for step in whole]
         read = {number for number, lane in enumerate(source.lanes) if len(lane.ends) > 1}
         assert read == set(range(rank, source.count, processes))

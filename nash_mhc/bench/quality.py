@@ -97,7 +97,7 @@ def train(
     total, seed = cfg.train.total_steps, cfg.train.seed
     state = create_state(cfg, mesh)
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=align)
-    rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=seed)
+    rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=seed)
     began, metrics = time.perf_counter(), None
     try:
         for step, batch in enumerate(prefetched(itertools.islice(rows, total), mesh), start=1):

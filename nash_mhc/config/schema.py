@@ -199,6 +199,13 @@ class MeshConfig(_Section):
     platform: str = key(
         "auto", "device kind; auto takes TPU, else GPU, else CPU", choices=("auto", "tpu", "gpu", "cpu"), flag="platform"
     )
+    coordinator_address: str | None = key(
+        None, "HOST:PORT of process 0 (none: from the scheduler, else one process)", flag="coordinator-address"
+    )
+    num_processes: int | None = key(
+        None, "processes of the whole run (1: alone, whatever the scheduler says)", low=1, flag="num-processes"
+    )
+    process_id: int | None = key(None, "number of this process, from 0 on", low=0, flag="process-id")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,6 +213,10 @@ class MeshConfig(_Section):
         for name, size in axes.items():
             if size == 0:
                 raise ConfigError(f"mesh.{name} must be a positive number of devices or -1 for the rest, not 0")
+        if self.process_id is not None and self.process_id >= (self.num_processes or math.inf):
+            raise ConfigError(f"--process-id {self.process_id}: processes count from 0 to {self.num_processes} - 1")
+        if self.coordinator_address and not re.fullmatch(r".+:\d+", self.coordinator_address):
+            raise ConfigError(f"--coordinator-address {self.coordinator_address}: must be HOST:PORT, such as 10.0.0.1:8476")
         rest = [name for name, size in axes.items() if size == -1]
         if len(rest) > 1:
             raise ConfigError(f"only one mesh axis may be -1 (the rest), not {' and '.join('mesh.' + n for n in rest)}")
@@ -250,6 +261,9 @@ class TrainConfig(_Section):
     checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
     checkpoint_dir: str | None = key(None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)")
     max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
+    stall_timeout: float = key(
+        600.0, "seconds without progress after which the run names the process that holds it up, and leaves (0: never)", low=0
+    )
     keep_last: int = key(3, "checkpoints to keep, the newest; the best by held-out loss is kept as well", low=1)
     keep_every: int = key(0, "also keep the checkpoints at multiples of this many steps (0: none)", low=0)
     resume: str = key(

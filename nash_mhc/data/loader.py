@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,26 +12,34 @@ import numpy as np
 
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
+from nash_mhc.data.prepare import end_with_parent
 from nash_mhc.data.sources import RowSource
 
 
 class Steps:
-    """Step k -> its rows, [grad_accum, batch_size / processes, T]: what grain's readers ask for, in whatever order."""
+    """Step k -> its rows, [grad_accum, batch_size / shares, T]: what grain's readers ask for, in whatever order."""
 
-    def __init__(self, source: RowSource, batch_size: int, grad_accum: int, seed: int, process: tuple[int, int]) -> None:
+    def __init__(self, source: RowSource, batch_size: int, grad_accum: int, seed: int, share: tuple[int, int]) -> None:
         self._source, self._rows, self._parts = source, batch_size * grad_accum, grad_accum
-        self._seed, self._process = seed, process
+        self._seed, self._share = seed, share
 
     def __len__(self) -> int:
         return sys.maxsize // self._rows
 
     def __getitem__(self, step: int) -> Rows:
-        rank, processes = self._process
-        # Row i of the step goes to process i mod processes, so that each forward pass has the rows it should.
-        positions = int(step) * self._rows + np.arange(rank, self._rows, processes)
+        share, shares = self._share
+        # Row i of the step is in share i mod shares, so that each forward pass has the rows it should.
+        positions = int(step) * self._rows + np.arange(share, self._rows, shares)
         indices = positions if self._source.endless else shuffled(positions, len(self._source), seed=self._seed)
         rows = self._source.take(indices)
         return Rows(*(a.reshape(self._parts, -1, a.shape[-1]) for a in rows))
+
+
+def _begin_worker(_: int, __: int) -> None:
+    """A scheduler signals every process it finds: this one goes on until the run has saved, and no longer than the run."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
 
 
 def batches(
@@ -42,13 +51,13 @@ def batches(
     start_step: int = 0,
     workers: int = 0,
     buffer: int = 4,
-    process: tuple[int, int] = (0, 1),
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Rows]:
-    """Batches [grad_accum, batch_size / processes, T] from `start_step` on, for ever; the position is that one number.
+    """Batches [grad_accum, batch_size / shares, T] from `start_step` on, for ever; the position is that one number.
 
-    `process` is (this process, all processes): each reads only its own rows.
+    `share` is (k, n): only the k-th of n shares of every batch is read, that of one process.
     """
-    steps = Steps(source, batch_size, grad_accum, seed, process)
+    steps = Steps(source, batch_size, grad_accum, seed, share)
     # Small steps are read faster than threads take turns; large ones may have to wait for a disk.
     threads = 2 if batch_size * grad_accum >= 32 and not workers else 1
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
@@ -58,7 +67,7 @@ def batches(
 
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
-        ds = ds.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=buffer))
+        ds = ds.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=buffer), _begin_worker)
     iterator = iter(ds)
     try:
         yield from iterator

@@ -41,15 +41,19 @@ def _start_worker(job: Job) -> None:
     global _job  # noqa: PLW0603  (a pool has no other place for what its tasks share)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which then ends it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _job = job
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A worker whose parent was killed would wait for work for ever."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _work(chunk: Chunk) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.parallel.processes import start
 from nash_mhc.parallel.sharding import MESH_AXES
 
 _PLATFORMS = ("tpu", "gpu", "cpu")
@@ -36,9 +37,10 @@ def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
     wanted = cfg.num_devices or (math.prod(sizes) if -1 not in sizes else 1)
     if cfg.platform == "cpu":
         _try_config("jax_platforms", "cpu")  # keeps JAX from taking an accelerator's memory that the run will not use
+    processes = start(cfg)
     if wanted > 1:
-        # Host devices are emulated: as many as the mesh asks for. Accelerators, where present, are not affected.
-        _try_config("jax_num_cpu_devices", wanted)
+        # Host devices are emulated: as many as the mesh asks for, spread over all processes. Accelerators are not affected.
+        _try_config("jax_num_cpu_devices", -(-wanted // processes))
     if cfg.platform == "auto":
         return next(devices for devices in map(_found, _PLATFORMS) if devices)
     devices = _found(cfg.platform)
@@ -93,9 +95,14 @@ def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, int, in
 
 
 def make_mesh(cfg: MeshConfig) -> Mesh:
-    """Chooses the platform and its devices and lays them out."""
+    """Joins the other processes, chooses the platform and its devices and lays them out."""
     devices = _pick_devices(cfg)
     shape = mesh_shape(cfg, devices[0].platform, len(devices))
+    if jax.process_count() > 1 and math.prod(shape) != len(devices):
+        raise ConfigError(
+            f"mesh {_shape_text(cfg)} uses {math.prod(shape)} of the {len(devices)} devices of "
+            f"{jax.process_count()} processes, and all of them must be in it; set --mesh-data -1 to take the rest"
+        )
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(shape)])
 
 
@@ -103,6 +110,7 @@ def describe(mesh: Mesh) -> str:
     """`8 x cpu, mesh 2x2x2 (data x fsdp x tp)`: the first line of a run."""
     device = mesh.devices.flat[0]
     shape = "x".join(str(mesh.shape[a]) for a in MESH_AXES)
-    text = f"{mesh.size} x {device.device_kind}, mesh {shape} ({' x '.join(MESH_AXES)})"
+    count = len({d.process_index for d in mesh.devices.flat})
+    text = f"{mesh.size} x {device.device_kind}{f' in {count} processes' * (count > 1)}, mesh {shape} ({' x '.join(MESH_AXES)})"
     idle = 0 if device.platform == "cpu" else len(_found(device.platform)) - mesh.size
     return text + (f"; {idle} more are idle: --mesh-data -1 takes them" if idle > 0 else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import traceback
 from collections.abc import Iterator
 
 import jax
@@ -15,6 +16,7 @@ from nash_mhc.data.tokens import load_tokenizer, stream_text
 from nash_mhc.model.lm import count_parameters
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.train.run import Result, for_platform, next_commands, resolve, run
+from nash_mhc.train.signals import TRY_AGAIN, Interrupted, leave
 
 _SAMPLE_TOKENS, _TEMPERATURE = 300, 0.8
 _LARGEST_SAMPLED = 200_000_000  # parameters: a larger model may not fit on one device beside its own optimizer state
@@ -36,7 +38,7 @@ def _sample(result: Result, cfg: RunConfig) -> Iterator[str]:
 def _show_sample(result: Result, cfg: RunConfig) -> None:
     """A first look at what was learned, as it is written. The run is over and saved: whatever happens here is no failure."""
     held_here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(result.state.model))
-    if jax.process_index() or not held_here or count_parameters(cfg.model) > _LARGEST_SAMPLED:
+    if not held_here or count_parameters(cfg.model) > _LARGEST_SAMPLED:
         return
     print(f"\nA sample (temperature {_TEMPERATURE}):", flush=True)
     try:
@@ -61,11 +63,30 @@ def main() -> int:
                 origins |= {k: f"{origins[k]}, resolved here" for k in changed}
         print(render(config, origins), end="")
         return 0
-    result = run(parsed.config)
+    try:
+        result = run(parsed.config)
+    except Interrupted as stopped:
+        if jax.process_index() == 0:
+            print(f"stopped: {stopped}; the same command goes on from there", file=sys.stderr)
+        return TRY_AGAIN
+    if jax.process_index():
+        return 0
     _show_sample(result, parsed.config)
     print(next_commands(result, sys.argv[1:]))
     return 0
 
 
+def command() -> int:
+    """`main`, with an exit code for whatever becomes of it."""
+    try:
+        code = one_line_errors(main)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code not in (0, TRY_AGAIN) and jax.distributed.is_initialized():
+        leave(code)  # at an ordinary end JAX waits for all processes: one that fails must not
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(one_line_errors(main))
+    sys.exit(command())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -14,10 +16,15 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokens import Tokenizer
 from nash_mhc.model.lm import LM
+from nash_mhc.parallel.sharding import named
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.feed import own_rows, to_device
 from nash_mhc.train.objective import Batch, Sums
 from nash_mhc.train.step import Objective
+
+
+class BrokenOff(Exception):
+    """The run is to stop; there is no evaluation."""
 
 
 class Evaluator:
@@ -43,16 +50,25 @@ class Evaluator:
         def sums(model: LM, batch: Batch) -> Sums:
             return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
 
-        self.step = CompiledStep(sums, mesh)
+        self.step = CompiledStep(sums, mesh, out_shardings=named(mesh))  # every process reads them
 
     def compile(self, model: LM) -> None:
         """Ahead of the first evaluation."""
-        self.step.compile(model, to_device(own_rows(self._rows[0]), self._mesh))
+        self.step.compile(model, to_device(own_rows(self._rows[0], self._mesh), self._mesh))
 
-    def evaluate(self, model: LM) -> dict[str, float]:
-        parts = [self.step(model, to_device(own_rows(rows), self._mesh)) for rows in self._rows]
+    def evaluate(self, model: LM, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """BrokenOff as soon as `should_stop`, which is asked before every batch, says so."""
         # Added up on the host in double precision: the sums of many batches outgrow float32.
-        total = {name: sum(float(jax.device_get(getattr(p, name))) for p in parts) for name in ("ce", "correct", "weight")}
+        total = dict.fromkeys(("ce", "correct", "weight"), 0.0)
+        running: deque[Sums] = deque()
+        for rows in [*self._rows, None]:
+            if should_stop():
+                raise BrokenOff
+            if rows is not None:
+                running.append(self.step(model, to_device(own_rows(rows, self._mesh), self._mesh)))
+            if len(running) > (rows is not None):  # while one batch runs, the one before it is read
+                done = jax.device_get(running.popleft())
+                total = {name: value + float(getattr(done, name)) for name, value in total.items()}
         nats = total["ce"] / total["weight"]
         return {
             "eval/loss": nats,

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from nash_mhc.config.schema import DataConfig
+from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource
@@ -25,13 +26,30 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def to_device(rows: Rows, mesh: Mesh) -> Batch:
     """Starts the transfer and returns at once; each process brings its own rows."""
     sharding = batch_sharding(mesh)
-    return Batch(*(jax.make_array_from_process_local_data(sharding, a) for a in rows))
+    with jax.transfer_guard_host_to_device("allow"):  # asked for by name, but with several processes JAX does not see that
+        return Batch(*(jax.make_array_from_process_local_data(sharding, a) for a in rows))
 
 
-def own_rows(rows: Rows) -> Rows:
+def share_of_batch(mesh: Mesh) -> tuple[int, int]:
+    """(k, n): this process brings the k-th of n shares of every batch.
+
+    As many shares as processes, unless tp reaches across processes: those that hold the same rows bring the same share.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    held: dict[int, set[int]] = {}
+    places: Any = batch_sharding(mesh).devices_indices_map((1, ways, 1))
+    for device, index in places.items():
+        held.setdefault(device.process_index, set()).add(index[1].indices(ways)[0])
+    shares = sorted({tuple(sorted(rows)) for rows in held.values()})
+    if sum(map(len, shares)) != ways:
+        raise ConfigError("this mesh gives processes overlapping parts of a batch; let tp divide the devices of a process")
+    return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
+
+
+def own_rows(rows: Rows, mesh: Mesh) -> Rows:
     """This process's share of a whole batch [parts, batch, time]."""
-    count = rows.inputs.shape[1] // jax.process_count()
-    return Rows(*(a[:, jax.process_index() * count :][:, :count] for a in rows))
+    share, shares = share_of_batch(mesh)
+    return Rows(*(np.split(a, shares, axis=1)[share] for a in rows))
 
 
 def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh) -> Batch:
@@ -42,10 +60,12 @@ def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh) -> Batch:
     return Batch(*structs)
 
 
-def host_batches(cfg: DataConfig, source: RowSource, *, grad_accum: int, seed: int, start_step: int = 0) -> Iterator[Rows]:
+def host_batches(
+    cfg: DataConfig, source: RowSource, mesh: Mesh, *, grad_accum: int, seed: int, start_step: int = 0
+) -> Iterator[Rows]:
     return batches(
         source, batch_size=cfg.batch_size, grad_accum=grad_accum, seed=seed, start_step=start_step,
-        workers=cfg.num_workers, buffer=cfg.worker_buffer_size, process=(jax.process_index(), jax.process_count()),
+        workers=cfg.num_workers, buffer=cfg.worker_buffer_size, share=share_of_batch(mesh),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def processors(mesh: Mesh) -> int:
 
 def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> float:
     """FLOP/s of the whole mesh: the data sheet's for bfloat16 on a known chip, the measured matmul rate for anything else."""
-    device = mesh.devices.flat[0]
+    device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
     if dtype == "bfloat16" and (teraflops := known_peak(device.device_kind)):
         return teraflops * 1e12 * mesh.size
     return (measured_rate or matmul_rate(dtype, device)) * processors(mesh)

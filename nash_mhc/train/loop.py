@@ -14,6 +14,7 @@ from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import Batch
 from nash_mhc.train.state import TrainState
 from nash_mhc.train.telemetry import Reporter, Telemetry
+from nash_mhc.train.watch import Watch
 
 
 class BadSteps(Exception):
@@ -37,12 +38,14 @@ def train_loop(
     evaluate: Callable[[TrainState, int], None],
     save: Callable[[TrainState, int], None],
     epochs: Callable[[int], dict[str, float]],
-) -> TrainState:
-    """Runs from `start_step` to the end. `evaluate` and `save` are called at their intervals and after the last step.
+    watch: Watch,
+) -> tuple[TrainState, int]:
+    """Runs from `start_step` to the end, or to where `watch` says stop: (state, its step).
 
-    `epochs` says how often each dataset has been read after a step.
+    `evaluate` and `save` are called at their intervals and after the last step; `save` also where the run is stopped. `epochs`
+    says how often each dataset has been read after a step.
     """
-    total = cfg.train.total_steps
+    total, saved = cfg.train.total_steps, start_step
     pending: tuple[int, Any] | None = None
 
     def settle() -> None:
@@ -71,9 +74,16 @@ def train_loop(
     # Every transfer in here is asked for by name; an accidental one (a stray float(), a numpy argument) is an error.
     with jax.transfer_guard("disallow"):
         for step in range(start_step + 1, total + 1):
+            watch.doing(f"reading the rows of step {step}", working=True)
+            if watch.should_stop():
+                settle()
+                if saved != step - 1:
+                    save(state, step - 1)
+                return state, step - 1
             asked = time.perf_counter()
             batch = next(feed)
             meter.data_wait += time.perf_counter() - asked
+            watch.doing(f"step {step}", working=True)
             state, metrics = step_fn(state, batch)
             settle()
             pending = (step, metrics)
@@ -84,5 +94,6 @@ def train_loop(
                     evaluate(state, step)
                 if due(step, cfg.train.checkpoint_interval):  # afterwards: a checkpoint holds its own evaluation
                     save(state, step)
+                    saved = step
                 meter.leave_out(time.perf_counter() - paused)
-    return state
+    return state, total

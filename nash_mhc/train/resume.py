@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.manifest import numbered
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.parallel.processes import from_leader
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
 
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
@@ -64,20 +66,23 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
         _check_same_run(Path(named), cfg, rows=rows)
 
 
-def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None]) -> tuple[TrainState, int, int, str]:
-    """(state, steps done, tokens seen, where from): the folder's own last checkpoint, else --resume-from, else a fresh one."""
+Start = tuple[TrainState, int, dict[str, Any], str]
 
-    def restored(source: Store, step: int, name: str) -> tuple[TrainState, int, int, str]:
+
+def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None]) -> Start:
+    """(state, steps done, values beside it, where from): the folder's own last checkpoint, else --resume-from, else fresh."""
+
+    def restored(source: Store, step: int, name: str) -> Start:
         state, values = source.restore(step, sharded_abstract_state(cfg, mesh))
-        return state, step, int(values["tokens_seen"]), f"step {step} of {name}"
+        return state, step, values, f"step {step} of {name}"
 
-    if (latest := store.newest(say, set_aside=True)) is not None:
+    if (latest := from_leader(lambda: store.newest(say, set_aside=True))) is not None:
         return restored(store, latest, "this run")
     if cfg.train.resume_from is None:
         if cfg.train.resume == "must":
             raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
-        return create_state(cfg, mesh), 0, 0, "fresh weights"
+        return create_state(cfg, mesh), 0, {}, "fresh weights"
     with Store(cfg.train.resume_from) as other:
-        if (latest := other.newest(say)) is None:
+        if (latest := from_leader(lambda: other.newest(say))) is None:
             raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
         return restored(other, latest, cfg.train.resume_from)

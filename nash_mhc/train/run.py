@@ -28,17 +28,21 @@ from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
 from nash_mhc.ops.attend import best_kernel, why_not
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh
+from nash_mhc.parallel.processes import from_leader, leader_first
+from nash_mhc.parallel.sharding import named
 from nash_mhc.train.compiled import CompiledStep
-from nash_mhc.train.evaluate import Evaluator
+from nash_mhc.train.evaluate import BrokenOff, Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
 from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
 from nash_mhc.train.resume import check_resume, starting_state
+from nash_mhc.train.signals import SIGNALS, Interrupted
 from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
-from nash_mhc.train.telemetry import Reporter, Telemetry
+from nash_mhc.train.telemetry import Nowhere, Reporter, Telemetry
+from nash_mhc.train.watch import Watch
 
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -88,7 +92,7 @@ def make_objective(cfg: RunConfig, most_documents: int | None = None) -> Objecti
 
 def compile_train_step(cfg: RunConfig, mesh: Mesh, *, most_documents: int | None = None, **options: Any) -> CompiledStep:
     """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
-    out = (state_shardings(cfg, mesh), None)
+    out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
     step = make_train_step(cfg, make_objective(cfg, most_documents))
     return CompiledStep(step, mesh, donate=True, out_shardings=out, **options)
 
@@ -137,8 +141,17 @@ def use_compilation_cache(folder: Path) -> None:
 
 
 def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
-    """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change."""
+    """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
+
+    Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there.
+    """
     cfg, mesh = resolve(cfg)
+    with Watch(stall_timeout=cfg.train.stall_timeout) as watch:
+        return _run(cfg, mesh, watch, quiet=quiet or jax.process_index() > 0)
+
+
+def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
+    watch.doing("preparing the data")
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
@@ -146,10 +159,11 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
             f"set --model-vocab-size {tokenizer.vocab_size}"
         )
     floor = loss_floor(cfg.data, tokenizer)
-    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=cfg.model.coarsest_stride)
-    check_resume(cfg, rows=source.identity)
-    evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, mesh)
-    folder = _make_folder(cfg)  # last of the checks: what is refused leaves nothing behind
+    align = cfg.model.coarsest_stride
+    source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
+    from_leader(lambda: check_resume(cfg, rows=source.identity))
+    evaluator = leader_first(lambda: Evaluator(cfg, make_objective(cfg), tokenizer, mesh))
+    folder = Path(from_leader(lambda: str(_make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     use_compilation_cache(folder)
     reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
@@ -159,56 +173,77 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
 
     with Store(folder, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
         reporter.say("compiling the step ...")
+        watch.doing("compiling")
         step_fn = compile_train_step(cfg, mesh, most_documents=source.most_documents, warn=reporter.say)
         compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
-        state, start_step, tokens_seen, origin = starting_state(cfg, mesh, store, reporter.say)
-        (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n")
-        (folder / "parameters.txt").write_text(_parameter_table(state))
-        telemetry = Telemetry(folder, start_step=start_step)
+        state, start_step, values, origin = starting_state(cfg, mesh, store, reporter.say)
+        if jax.process_index() == 0:
+            (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n")
+            (folder / "parameters.txt").write_text(_parameter_table(state))
+        telemetry = Telemetry(folder, start_step=start_step) if jax.process_index() == 0 else Nowhere()
         evaluator.compile(state.model)
         compiled()
         reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {origin}")
 
-        def evaluate(state: TrainState, step: int) -> None:
-            evaluation.update(evaluator.evaluate(state.model))
+        def evaluate(state: TrainState, step: int, *, told_before: bool = False) -> None:
+            def should_stop() -> bool:
+                watch.doing(f"evaluation at step {step}", working=True)
+                return watch.should_stop()
+
+            try:
+                found = evaluator.evaluate(state.model, should_stop)
+                if state.ema is not None:
+                    found["eval/loss_ema"] = evaluator.evaluate(state.ema, should_stop)["eval/loss"]
+            except BrokenOff:
+                reporter.say(f"the evaluation at step {step} is broken off; the run that goes on from here begins with it")
+                return
+            evaluation.update(found)
             evaluated.append(step)
-            if state.ema is not None:
-                evaluation["eval/loss_ema"] = evaluator.evaluate(state.ema)["eval/loss"]
-            if step > start_step:  # a run that had nothing left to do has its row already
+            if not told_before:
                 telemetry.write(step, evaluation, file="eval.jsonl")
             reporter.say(_evaluation_line(step, evaluation, floor))
 
         def save(state: TrainState, step: int) -> None:
+            watch.doing(f"saving step {step}", working=True)
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 told = dict(evaluation) if evaluated[-1:] == [step] else None
                 values = {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen, "evaluation": told}
                 store.save(step, state, values)
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
-        rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
+        rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
         meter = Meter(
             cfg,
             flops_per_token(cfg.model, cfg.data.seq_len),
             peak_flops(mesh, cfg.train.dtype),
-            tokens_seen,
+            values.get("tokens_seen", 0),
             start_step - int(state.step),
         )
         feed = prefetched(rows, mesh)
         if read := source.epochs(cfg.train.total_steps * rows_a_step):
             reporter.say("epochs in all: " + ", ".join(f"{name} {count:.3g}" for name, count in read.items()))
         reporter.begin(start_step)
+        step = start_step
         try:
-            if start_step < cfg.train.total_steps:
-                state = train_loop(
-                    cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry,
-                    reporter=reporter, evaluate=evaluate, save=save, epochs=lambda step: source.epochs(step * rows_a_step),
-                )  # fmt: skip
-            else:
-                reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
-                evaluate(state, start_step)
-                if not store.steps():  # restored from another run's folder: this one shall stand on its own
-                    save(state, start_step)
+            with SIGNALS.at_work():
+                own = values.get("config", {}).get("train", {}).get("checkpoint_dir") == str(folder)
+                due = cfg.train.eval_interval and start_step % cfg.train.eval_interval == 0
+                if own and due and values.get("evaluation") is None and start_step < cfg.train.total_steps:
+                    evaluate(state, start_step)  # it was broken off when the run was stopped
+                if start_step < cfg.train.total_steps:
+                    state, step = train_loop(
+                        cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry, watch=watch,
+                        reporter=reporter, evaluate=evaluate, save=save, epochs=lambda step: source.epochs(step * rows_a_step),
+                    )  # fmt: skip
+                else:
+                    reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
+                    evaluate(state, start_step, told_before=values.get("evaluation") is not None)
+                    if not store.steps():  # restored from another run's folder: this one shall stand on its own
+                        save(state, start_step)
+                store.wait()
+                if SIGNALS.caught is not None or step < cfg.train.total_steps:
+                    raise Interrupted(step, str(folder))
         except BadSteps as bad:
             store.wait()
             good = [f"the last checkpoint before them is step {step}" for step in store.steps() if step < bad.first]

@@ -65,6 +65,16 @@ class Telemetry:
         self._events.close()
 
 
+class Nowhere(Telemetry):
+    """Of a process whose numbers another one writes down."""
+
+    def __init__(self) -> None: ...
+
+    def write(self, step: int, row: dict[str, Any], *, file: str = "metrics.jsonl") -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Reporter:
     """What a person watches: a progress bar on a terminal, otherwise one plain line a log interval."""
 

@@ -1,0 +1,81 @@
+"""Training runs as real processes that can be signalled and killed, forked from a server that has done the slow imports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+# Small and dense: what is tested with it does not depend on the architecture.
+MODEL = (
+    "--model-width 32 --model-layers 2 --model-heads 8 --model-kv-heads 8 --model-head-dim 4 --model-ffn 64 --model-scales 1 "
+    "--model-window none --model-residual plain --seq-len 32 --batch-size 8 --eval-batches 2 --eval-interval 0"
+).split()
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["nash_mhc.train.__main__"])
+
+
+def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
+    """What `python -m nash_mhc.train` does, from its first line on, in the forked process."""
+    from nash_mhc.train.__main__ import command
+    from nash_mhc.train.signals import SIGNALS
+
+    log = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(env)
+    sys.argv = ["nash_mhc.train", *argv]
+    SIGNALS.listen()
+    sys.exit(command())
+
+
+class Life:
+    """One process of a run."""
+
+    def __init__(self, folder: Path, *flags: str, model: list[str] = MODEL, log: str = "log", **env: str) -> None:
+        self.log = folder.with_name(f"{folder.name}.{log}")
+        self.log.write_text("")
+        argv = [*model, "--checkpoint-dir", str(folder), *flags]
+        self._process = _server.Process(target=_train, args=(argv, str(self.log), env))
+        self._process.start()
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, text: str, seconds: float = 120) -> Life:
+        """Waits for a text in what it says."""
+        end = time.monotonic() + seconds
+        while text not in self.said:
+            assert self._process.is_alive() or text in self.said, f"ended without saying {text!r}:\n{self.said}"
+            assert time.monotonic() < end, f"did not say {text!r}:\n{self.said}"
+            time.sleep(0.01)
+        return self
+
+    def send(self, number: signal.Signals = signal.SIGTERM) -> Life:
+        os.kill(self._process.pid or 0, number)
+        return self
+
+    def end(self, seconds: float = 120) -> int:
+        """Its exit code; negative for the signal that killed it."""
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, f"still there after {seconds} s:\n{self.said}"
+        return self._process.exitcode
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+
+def pair(folder: Path, *flags: str, count: int = 2, **env: str) -> list[Life]:
+    """A run in several processes, which share its devices."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    where = ("--coordinator-address", address, "--num-processes", str(count))
+    return [Life(folder, *flags, *where, "--process-id", str(i), log=f"log{i}", **env) for i in range(count)]

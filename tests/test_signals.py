@@ -1,0 +1,210 @@
+"""Runs that are told to stop: in every phase, with nothing lost, and the run that goes on is the unbroken one bit for bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from lives import MODEL, Life
+from test_run import assert_equal_states, at, rows
+
+from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, Interrupted
+
+LOSSES = ("step", "loss", "grad_norm", "tokens_seen")
+
+
+def losses(folder):
+    return [[row[key] for key in LOSSES] for row in rows(folder)]
+
+
+def checkpoints(folder):
+    return manifest.numbered(Path(folder) / "checkpoints")
+
+
+def ends_quickly(life: Life) -> None:
+    began = time.monotonic()
+    assert life.end() == TRY_AGAIN
+    assert time.monotonic() - began < 5
+
+
+def test_during_import(tmp_path):
+    argv = [sys.executable, "-m", "nash_mhc.train", *MODEL, "--checkpoint-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    caught = lambda: int(Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+    while not caught() & (1 << (signal.SIGTERM - 1)):
+        assert process.poll() is None
+    began = time.monotonic()
+    process.terminate()  # JAX has not been imported yet: that takes seconds
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == TRY_AGAIN
+    assert time.monotonic() - began < 5
+    assert told == "SIGTERM: nothing is lost; start the same command again to go on\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_during_preparation(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a few words, again and again"}\n' * 400_000)
+    flags = ["--dataset", str(text), "--cache-dir", str(tmp_path / "cache"), "--total-steps", "1"]
+    life = Life(tmp_path / "run", *flags)
+    while not list(tmp_path.glob("cache/*.partial")):
+        assert life.alive, life.said
+        time.sleep(0.01)
+    ends_quickly(life.send())
+    assert not (tmp_path / "run").exists()
+    assert list(tmp_path.glob("cache/*.partial"))  # what the next start goes on with
+    assert [path for path in tmp_path.glob("cache/*") if path.suffix != ".partial"] == []
+
+
+def test_during_compilation(tmp_path):
+    nash = [*"--seq-len 64 --batch-size 4 --model-width 64 --model-layers 2 --model-heads 4 --model-kv-heads 4".split()]
+    life = Life(tmp_path / "run", model=nash, JAX_ENABLE_COMPILATION_CACHE="false")
+    life.until("compiling the step")
+    time.sleep(1)
+    ends_quickly(life.send())
+    assert "compiled in" not in life.said
+    assert checkpoints(tmp_path / "run") == []
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return at(tmp_path_factory.mktemp("signals") / "run", grad_accum=2)
+
+
+def interrupted(folder, **changes):
+    """Runs until a signal stops it; the step that it says is saved is saved, and whole."""
+    with pytest.raises(Interrupted) as stopped:
+        at(folder, grad_accum=2, **changes)
+    step = stopped.value.step
+    assert checkpoints(folder)[-1] == step
+    assert manifest.problem(folder / "checkpoints" / str(step)) is None
+    return step
+
+
+def assert_goes_on_as_unbroken(folder, unbroken, **changes):
+    resumed = at(folder, grad_accum=2, **changes)
+    assert_equal_states(resumed.state, unbroken.state, rtol=0, atol=0)
+    assert losses(folder) == losses(unbroken.folder)
+    assert rows(folder, "eval.jsonl") == rows(unbroken.folder, "eval.jsonl")
+    assert resumed.evaluation == unbroken.evaluation
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """`calls(n, signal)` sends the signal at the n-th call of a compiled function: a step, or a batch of an evaluation."""
+    run_step, left = CompiledStep.__call__, []
+
+    def called(self, *args):
+        if left:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), left[1])
+        return run_step(self, *args)
+
+    monkeypatch.setattr(CompiledStep, "__call__", called)
+    return lambda count, number: left.__setitem__(slice(None), [count, number])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_during_a_step_of_several_accumulated_parts(unbroken, calls, tmp_path, number):
+    calls(2, number)
+    before = signal.getsignal(number)
+    assert interrupted(tmp_path / "run") == 2  # the step that was under way is finished, and no other begun
+    assert signal.getsignal(number) == before
+    calls(0, 0)
+    assert_goes_on_as_unbroken(tmp_path / "run", unbroken)
+
+
+def test_during_an_evaluation(unbroken, calls, tmp_path, capsys):
+    calls(4, signal.SIGTERM)  # three steps, then the first of two batches
+    assert interrupted(tmp_path / "run") == 3
+    assert not (tmp_path / "run" / "eval.jsonl").exists()
+    calls(0, 0)
+    assert_goes_on_as_unbroken(tmp_path / "run", unbroken)  # what was broken off is made up for
+
+
+@pytest.mark.parametrize("moment", ["writing", "hashing"])
+def test_during_a_save(unbroken, monkeypatch, tmp_path, moment):
+    save, finish = Store.save, Store._finish
+    signalled = threading.Event()
+
+    def signal_once(at_moment):
+        if moment == at_moment and not signalled.is_set():
+            signalled.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def saving(self, step, *args):
+        save(self, step, *args)
+        signal_once("writing")
+
+    def finishing(self, step, *args):
+        self._manager.wait_until_finished()
+        signal_once("hashing")
+        time.sleep(0.05)
+        return finish(self, step, *args)
+
+    monkeypatch.setattr(Store, "save", saving)
+    monkeypatch.setattr(Store, "_finish", finishing)
+    assert interrupted(tmp_path / "run", checkpoint_interval=2) in (2, 3, 4)
+    assert_goes_on_as_unbroken(tmp_path / "run", unbroken, checkpoint_interval=2)
+
+
+def test_a_second_signal_in_a_notebook_is_an_ordinary_interrupt(tmp_path, monkeypatch):
+    run_step = CompiledStep.__call__
+
+    def called(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return run_step(self, *args)
+
+    monkeypatch.setattr(CompiledStep, "__call__", called)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        at(tmp_path / "run")
+    assert not isinstance(stopped.value, Interrupted)
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_the_command_is_stopped_twice_and_a_second_signal_ends_it_at_once(tmp_path):
+    flags = ["--total-steps", "100000", "--checkpoint-interval", "0", "--log-interval", "1"]
+    life = Life(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT)
+    assert life.end() == TRY_AGAIN
+    saved = checkpoints(tmp_path / "run")[-1]
+    assert "SIGINT: the last finished step is saved, then the run ends; a second signal ends it at once" in life.said
+    assert f"stopped: step {saved} is saved in {tmp_path / 'run'}; the same command goes on from there" in life.said
+    # Steps of many parts: the first signal waits for the end of one, the second does not.
+    slow = Life(tmp_path / "slow", *flags, "--grad-accum", "200").until("step      1/").send()
+    slow.until("SIGTERM: the last finished step is saved").send()
+    ends_quickly(slow)
+    assert "SIGTERM again: leaving at once" in slow.said
+    assert checkpoints(tmp_path / "slow") == []
+
+
+def test_signals_that_are_ignored_stay_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with SIGNALS.at_work():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert SIGNALS.caught is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_runs_from_a_thread_leave_signals_alone(tmp_path):
+    handlers = []
+
+    def train():
+        at(tmp_path / "run")
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert handlers == [before]
