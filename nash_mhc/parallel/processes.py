@@ -45,7 +45,14 @@ def place(cfg: MeshConfig, env: Mapping[str, str]) -> Place | None:
         if missing := [flag for flag, value in flags.items() if value is None]:
             given = next(flag for flag, value in flags.items() if value is not None)
             raise ConfigError(f"{given}: {' and '.join(missing)} must be given as well, the same way in every process")
-        return Place(cfg.coordinator_address, cfg.num_processes, cfg.process_id)
+        own = Place(cfg.coordinator_address, cfg.num_processes, cfg.process_id)
+        if not re.fullmatch(r".+:\d+", own.address or ""):
+            raise ConfigError(f"--coordinator-address {own.address}: must be HOST:PORT, such as 10.0.0.1:8476")
+        if (own.index or 0) >= (own.count or 0):
+            raise ConfigError(
+                f"--process-id {own.index}: with --num-processes {own.count} they are 0 to {(own.count or 1) - 1}"
+            )
+        return own
     return _by_jax_variables(env) or _by_slurm(env) or _by_open_mpi(env) or _by_tpu_pod(env) or _by_kubernetes(env)
 
 
