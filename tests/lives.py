@@ -8,7 +8,15 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from nash_mhc.checkpoint.store import arrays_of
 
 # Small and dense: what is tested with it does not depend on the architecture.
 MODEL = (
@@ -29,9 +37,28 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
+    if at := env.get("STALL_AT_STEP"):
+        _stall_at(int(at))
     sys.argv = ["nash_mhc.train", *argv]
     SIGNALS.listen()
     sys.exit(command())
+
+
+def _stall_at(stalled: int) -> None:
+    """The rows of that step never come: what a disk that has gone away does to a process."""
+    module = sys.modules["nash_mhc.train.run"]  # the package's own `run` is the function
+    read = module.host_batches
+
+    def never_comes() -> None:
+        time.sleep(1e6)
+
+    def batches(*args: Any, start_step: int = 0, **options: Any) -> Iterator[Any]:
+        for step, batch in enumerate(read(*args, start_step=start_step, **options), start_step + 1):
+            if step == stalled:
+                never_comes()
+            yield batch
+
+    module.host_batches = batches  # type: ignore[attr-defined]
 
 
 class Life:
@@ -72,10 +99,19 @@ class Life:
         return self._process.is_alive()
 
 
-def pair(folder: Path, *flags: str, count: int = 2, **env: str) -> list[Life]:
-    """A run in several processes, which share its devices."""
+def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, whatever mesh wrote it."""
+    checkpoint = folder.absolute() / "checkpoints" / str(step)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    like = {k: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for k, (shape, dtype) in arrays_of(checkpoint).items()}
+    with ocp.StandardCheckpointer() as reader:
+        return jax.device_get(reader.restore(checkpoint / "state", like))
+
+
+def pair(folder: Path, *flags: str, second: dict[str, str] | None = None) -> tuple[Life, Life]:
+    """A run in two processes, which share its devices; `second` is added to the environment of the second one."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    where = ("--coordinator-address", address, "--num-processes", str(count))
-    return [Life(folder, *flags, *where, "--process-id", str(i), log=f"log{i}", **env) for i in range(count)]
+    where = ("--coordinator-address", address, "--num-processes", "2", "--process-id")
+    return Life(folder, *flags, *where, "0", log="log0"), Life(folder, *flags, *where, "1", log="log1", **(second or {}))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -176,6 +177,18 @@ class Board:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise TimeoutError(key) from None
             raise
+
+
+def coordinator_answers(seconds: float = 2.0) -> bool:
+    """Whether process 0 is still there."""
+    from jax._src import distributed  # as in `start`
+
+    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
+            return True
+    except OSError:
+        return False
 
 
 _shared = 0

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.processes import Board
+from nash_mhc.parallel.processes import Board, coordinator_answers
 from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, leave
 
 _SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
@@ -51,7 +51,7 @@ class Watch:
         self._working = self._begun = False
         self._points = 0
         self._stop_at: int | None = None
-        self._lock, self._ended, self._alone = threading.Lock(), threading.Event(), threading.Event()
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._board = Board(f"nash_mhc/run{_runs}") if self._count > 1 else None
         self._name = f"process {self._index} ({socket.gethostname()}, pid {os.getpid()})" if self._board else "this process"
         self._peers: dict[str, _Peer] = {}
@@ -113,8 +113,7 @@ class Watch:
             board.write(f"life/{self._index}", self._sign())
             signs, notes = board.read("life"), board.read("notes")
         except jax.errors.JaxRuntimeError:
-            self._alone.set()  # process 0 holds the board; see _catch_aborts
-            return
+            return  # process 0, which holds the board, is gone: see _catch_aborts
         if "verdict" in notes:
             self._end(*notes["verdict"])
         for index, sign in signs.items():
@@ -184,7 +183,7 @@ class Watch:
         """
 
         def handle(_: int) -> None:
-            if self._alone.wait(5 * self._tick):
+            if not coordinator_answers():
                 print("error: process 0 is gone; start again to go on from the last checkpoint", file=sys.stderr)
                 leave()
 

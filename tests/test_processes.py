@@ -1,0 +1,177 @@
+"""Two real processes of four emulated devices each: they train as one does, stop together, and name the one that fails."""
+
+import http.server
+import re
+import shutil
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from lives import Life, arrays, pair
+from test_run import rows
+
+from nash_mhc.checkpoint import manifest
+from nash_mhc.config import ConfigError
+from nash_mhc.config.schema import MeshConfig
+from nash_mhc.parallel.processes import Place, place
+from nash_mhc.train.signals import TRY_AGAIN
+
+STEPS = 40
+MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
+FLAGS = [*MESH, *f"--total-steps {STEPS} --checkpoint-interval 4 --log-interval 1 --schedule constant --warmup-steps 0".split()]
+
+
+def losses(folder):
+    return [(row["step"], row["loss"], row["tokens_seen"]) for row in rows(folder)]
+
+
+def steps(folder):
+    return manifest.numbered(folder / "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes") / "run"
+    both = pair(folder, *FLAGS, "--keep-every", "20")
+    assert [life.end() for life in both] == [0, 0], both[0].said + both[1].said
+    assert "8 x cpu in 2 processes, mesh 2x2x2" in both[0].said
+    assert "step" not in both[1].said  # one of them speaks for all
+    return folder
+
+
+def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroken, tmp_path):
+    """Half of the run by two processes, the other half by one, on another mesh: the losses of both halves are those of two."""
+    shutil.copytree(unbroken, tmp_path / "run")
+    for step in steps(tmp_path / "run"):
+        if step > 20:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
+    flags = [flag for flag in FLAGS if flag not in MESH]
+    alone = Life(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2")
+    assert alone.end() == 0, alone.said
+    assert "starting from step 20 of this run" in alone.said
+    first = Life(tmp_path / "first", *flags, "--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2")
+    assert first.end() == 0, first.said
+    for folder in (tmp_path / "run", tmp_path / "first"):
+        for (step, loss, tokens), (wanted_step, wanted, wanted_tokens) in zip(losses(folder), losses(unbroken), strict=True):
+            assert (step, tokens) == (wanted_step, wanted_tokens)
+            assert loss == pytest.approx(wanted, rel=1e-4)
+
+
+def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on_bit_for_bit(unbroken, tmp_path):
+    both = pair(tmp_path / "run", *FLAGS)
+    both[0].until("step  3/40")
+    both[1].send()
+    assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said
+    saved = steps(tmp_path / "run")[-1]
+    assert 3 <= saved < STEPS
+    assert f"stopped: step {saved} is saved in {tmp_path / 'run'}" in both[0].said
+    both = pair(tmp_path / "run", *FLAGS)
+    assert [life.end() for life in both] == [0, 0], both[0].said + both[1].said
+    assert f"starting from step {saved} of this run" in both[0].said
+    assert losses(tmp_path / "run") == losses(unbroken)
+    wanted = arrays(unbroken, STEPS)
+    for name, value in arrays(tmp_path / "run", STEPS).items():
+        np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed):
+    both = pair(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--stall-timeout", "5")
+    both[0].until("step      5/")
+    both[killed].send(signal.SIGKILL)
+    began = time.monotonic()
+    assert both[1 - killed].end() == TRY_AGAIN, both[1 - killed].said
+    assert time.monotonic() - began < 15
+    last = both[1 - killed].said.splitlines()[-1]
+    assert last.startswith(f"error: process {killed} ")
+    assert "start again to go on from the last checkpoint" in last
+    assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
+
+
+def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_path):
+    both = pair(tmp_path / "run", *FLAGS, "--stall-timeout", "5", second={"STALL_AT_STEP": "9"})
+    both[0].until("step  6/40")
+    began = time.monotonic()
+    assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said
+    assert time.monotonic() - began < 25
+    for life in both:
+        named = r"error: no progress for \d+ s \(--stall-timeout\): held up by process 1 \(.*, pid \d+\), in the phase: reading"
+        assert re.search(named, life.said), life.said
+    assert "stack of process 1:" in both[0].said  # the one log that people read tells it all
+    assert "in never_comes" in both[0].said
+    assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
+
+
+SLURM = {
+    "SLURM_JOB_ID": "5000", "SLURM_STEP_NODELIST": "node[003-006,010],other", "SLURM_NTASKS": "8", "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}  # fmt: skip
+JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"),
+    [
+        ({}, None),
+        (SLURM, Place("node003:62344", 8, 5, 1)),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "3"}, Place("node003:62344", 8, 5, None)),  # dealt out already
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_LOCALID": "0"}, Place("node003:62344", 8, 5, None)),
+        (SLURM | {"SLURM_STEP_NODELIST": "alone", "SLURM_STEP_NUM_TASKS": "2"}, Place("alone:62344", 2, 5, 1)),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, None),  # a shell in an allocation
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        (MPI, Place("10.96.0.1:62624", 4, 3, None)),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (JAX, Place("a:1", 3, 2, None)),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, Place()),  # GKE
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        ({"MEGASCALE_NUM_SLICES": "2"}, Place()),
+        ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "x"}, None),
+    ],
+)
+def test_a_scheduler_is_recognised(env, wanted):
+    assert place(MeshConfig(), env) == wanted
+    assert place(MeshConfig(num_processes=1), env) is None  # alone, whatever the scheduler says
+    flags = MeshConfig(coordinator_address="b:2", num_processes=4, process_id=1)
+    assert place(flags, env) == Place("b:2", 4, 1)
+
+
+@pytest.mark.parametrize(("workers", "wanted"), [("a:8470:1,b:8470:2", Place()), ("a:8470:1", None)])
+def test_a_tpu_pod_is_recognised_by_its_metadata(workers, wanted):
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            good = self.path.endswith("/attributes/worker-network-endpoints") and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if good else 404)
+            self.end_headers()
+            self.wfile.write(workers.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("localhost", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
+        assert place(MeshConfig(), env) == wanted
+        assert place(MeshConfig(), env | {"TPU_SKIP_MDS_QUERY": "1"}) is None
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "message"),
+    [
+        ({"num_processes": 2}, {}, r"--num-processes: --coordinator-address and --process-id must be given as well"),
+        ({"coordinator_address": "a", "num_processes": 2, "process_id": 0}, {}, r"a: must be HOST:PORT"),
+        ({"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, {}, r"--process-id 2: with .* they are 0 to 1"),
+        ({}, MPI | {"OMPI_MCA_orte_hnp_uri": ""}, r"Open MPI has started 4 processes .*; add --coordinator-address HOST:PORT"),
+        ({}, {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1"}, r"pip install kubernetes, or set JAX_COORD"),
+    ],
+)
+def test_what_cannot_be_started_is_said_in_a_line(flags, env, message):
+    with pytest.raises(ConfigError, match=message):
+        place(MeshConfig(**flags), env)
