@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,16 @@ def list_command(folder: Path, step: int | None) -> int:
     return 0
 
 
+def _lines(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, value) of nested plain values, one line each; a list holds an entry a layer."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _lines(value, f"{prefix}{name}/")
+        else:
+            rounded = json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
+            yield prefix + name, json.dumps(rounded)
+
+
 def inspect_command(folder: Path, step: int | None) -> int:
     steps = _steps(folder, step)
     if not steps:
@@ -83,10 +93,9 @@ def inspect_command(folder: Path, step: int | None) -> int:
 
     files, values = manifest.read(checkpoint), manifest.values_of(checkpoint)
     print(f"{checkpoint}: {_size(checkpoint)} in {len(files)} files, whole; manifest {manifest.identity(checkpoint)}")
-    shown: dict[str, Any] = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | (
-        values.get("evaluation") or {}
-    )
-    print("\n".join(f"{name}: {json.dumps(value)}" for name, value in shown.items()))
+    evaluation = values.get("evaluation") or {}  # its names begin with eval/ already
+    shown = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | evaluation
+    print("\n".join(f"{name}: {value}" for name, value in _lines(shown)))
     arrays = arrays_of(checkpoint)
     width = max(map(len, arrays))
     for name, (shape, dtype) in arrays.items():

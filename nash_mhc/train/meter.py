@@ -15,6 +15,7 @@ class Meter:
     def __init__(self, cfg: RunConfig, flops_per_token: float, peak_flops: float, tokens_seen: int, skipped: int = 0) -> None:
         self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
         self.tokens_seen, self.skipped, self.skipped_in_a_row = tokens_seen, skipped, 0
+        self.last: dict[str, Any] = {}  # metrics of the step that was added last
         self.reset()
 
     def reset(self) -> None:
@@ -26,6 +27,7 @@ class Meter:
 
     def add(self, metrics: dict[str, Any]) -> None:
         self._steps += 1
+        self.last = metrics
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self._tokens += tokens
         self.tokens_seen += tokens

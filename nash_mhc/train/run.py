@@ -35,7 +35,7 @@ from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
-from nash_mhc.train.resume import check_resume, starting_state
+from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
 from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
 from nash_mhc.train.telemetry import Reporter, Telemetry
@@ -182,7 +182,9 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
         def save(state: TrainState, step: int) -> None:
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 told = dict(evaluation) if evaluated[-1:] == [step] else None
-                values = {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen, "evaluation": told}
+                values = checkpoint_values(
+                    cfg, step, rows=source.identity, tokens_seen=meter.tokens_seen, metrics=meter.last, evaluation=told
+                )
                 store.save(step, state, values)
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
