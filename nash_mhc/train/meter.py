@@ -39,7 +39,7 @@ class Meter:
         # MFU counts every slot of the batch: padding costs as much as text.
         slots = self._steps * self._cfg.train.grad_accum * self._cfg.data.batch_size * self._cfg.data.seq_len
         # Numbers, and for what is measured layer by layer, lists of them.
-        row = {k: v.tolist() for k, v in metrics.items() if k != "tokens"} | {
+        row = {k: v.tolist() for k, v in metrics.items() if k not in ("tokens", "spike")} | {
             "tokens_per_s": self._tokens / seconds,
             "mfu": slots * self._flops_per_token / seconds / self._peak,
             "tokens_seen": self.tokens_seen,

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from nash_mhc import __version__
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.data.sources import loss_floor, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
@@ -213,10 +214,12 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
                     save(state, start_step)
         except BadSteps as bad:
             store.wait()
+            spiky = " or were spikes" if cfg.train.on_spike == "skip" else ""
             good = [f"the last checkpoint before them is step {step}" for step in store.steps() if step < bad.first]
             raise ConfigError(
-                f"steps {bad.first} to {bad.last} had no finite loss and gradients, and were skipped; the run stops here; "
-                f"{(good or ['there is no checkpoint before them'])[-1]}; look at what was read with "
+                f"steps {bad.first} to {bad.last} had no finite loss and gradients{spiky}, and were skipped; "
+                f"the run stops here; {(good or ['there is no checkpoint before them'])[-1]}; step {bad.first} read "
+                f"{rows_of_step(source, bad.first, rows_a_step, cfg.train.seed)}; look at them with "
                 f"python -m nash_mhc.data inspect {folder} --step {bad.first}"
             ) from None
         finally:
