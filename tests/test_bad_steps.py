@@ -85,7 +85,8 @@ def test_too_many_in_a_row_stop_the_run_and_name_checkpoint_and_step(poison, tmp
         at(tmp_path / "run", checkpoint_interval=2, max_bad_steps=3, total_steps=9)
     assert str(stopped.value) == (
         "steps 3 to 5 had no finite loss and gradients, and were skipped; the run stops here; the last checkpoint before "
-        f"them is step 2; look at what was read with python -m nash_mhc.data inspect {tmp_path / 'run'} --step 3"
+        "them is step 2; step 3 read rows 16, 17, 18, 19, 20, 21, 22, 23 of stories; look at them with "
+        f"python -m nash_mhc.data inspect {tmp_path / 'run'} --step 3"
     )
     # The remedy is found: without the bad rows the same command goes on.
     poison.clear()
@@ -94,7 +95,7 @@ def test_too_many_in_a_row_stop_the_run_and_name_checkpoint_and_step(poison, tmp
 
 def test_without_a_checkpoint_before_them_that_is_said_and_zero_never_stops(poison, tmp_path):
     poison |= set(range(1, 5))
-    with pytest.raises(ConfigError, match=r"steps 1 to 2 had no .*; there is no checkpoint before them; look"):
+    with pytest.raises(ConfigError, match=r"steps 1 to 2 had no .*; there is no checkpoint before them; step 1 read rows 0, "):
         at(tmp_path / "a", max_bad_steps=2)
     result = at(tmp_path / "b", max_bad_steps=0)
     assert int(result.state.step) == 2

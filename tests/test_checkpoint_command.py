@@ -37,7 +37,9 @@ def sharded(tmp_path_factory):
         for step, loss in ((10, 2.5), (20, 2.75), (30, None)):
             state = State(Model(jax.device_put(np.ones((16, 4), np.float32), over)), np.int32(step))
             evaluation = None if loss is None else {"eval/loss": loss}
-            store.save(step, state, {"step": step, "tokens_seen": 1000 * step, "evaluation": evaluation, "config": {}})
+            values = {"step": step, "tokens_seen": 1000 * step, "evaluation": evaluation, "config": {}}
+            values |= {"data": {"rows_read": 8 * step, "rows": "stories"}, "rng": {"seed": 5, "step": step}}
+            store.save(step, state, values | {"metrics": {"loss": 2.34567891, "health/scales": [0.1, 0.9], "lr": None}})
     return folder
 
 
@@ -89,7 +91,9 @@ def test_a_laptop_with_one_device_reads_what_eight_wrote(run):
     assert "  model.embed_VD  float32[16,4]\n" in done.stdout
     assert "2 arrays; 64 parameters in the model" in done.stdout
     assert "tokens_seen: 20000" in done.stdout
-    assert "eval/loss: 2.75" in done.stdout
+    assert "\neval/loss: 2.75\n" in done.stdout
+    told = 'data/rows_read: 160\ndata/rows: "stories"\nrng/seed: 5\nrng/step: 20\nmetrics/loss: 2.34568\n'
+    assert told + "metrics/health/scales: [0.1, 0.9]\nmetrics/lr: null\n" in done.stdout
     assert manifest.identity(run / "checkpoints" / "20") in done.stdout
 
 

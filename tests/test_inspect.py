@@ -9,7 +9,7 @@ import small
 
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data import __main__ as command
-from nash_mhc.data.inspection import of_prepared, of_run
+from nash_mhc.data.inspection import of_prepared, of_run, rows_of_step
 from nash_mhc.data.loader import batches
 from nash_mhc.data.prepare import prepare
 from nash_mhc.data.sources import open_corpus, open_source
@@ -68,6 +68,13 @@ def test_a_step_of_a_run_leads_to_the_documents_that_its_batch_held(tmp_path: Pa
                 found += 1
         assert of_run(folder, 7, number) == "== " + text.rstrip("\n")
     assert found > 10
+    # The same rows by number alone, for a line about a step.
+    titles = [text.split(": row ")[1].split(":")[0].split(" of ") for text in shown]
+    named = rows_of_step(source, 7, 8, 5)
+    for name in {name for _, name in titles}:
+        numbers = [index for index, of in titles if of == name]
+        assert f"row{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {name}" in named
+    assert rows_of_step(source, 7, 8, 5, most=3).endswith(" and 5 more")
     if mixed:
         assert any("of stories" in text for text in shown)
 

@@ -1,12 +1,14 @@
-"""`python -m nash_mhc.checkpoint list | inspect | verify DIR`: a run's checkpoints, on any machine, without a mesh."""
+"""`python -m nash_mhc.checkpoint list | inspect | verify | restore-test DIR`: a run's checkpoints, on any machine, no mesh."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ ABOUT = {
     "list": "steps, sizes, held-out losses, and what was set aside",
     "inspect": "one checkpoint: its metrics, the hash of its manifest, and every array with its shape",
     "verify": "reads every file and compares it with its hash; exit code 1 where one differs",
+    "restore-test": "restores one checkpoint here, on one CPU device, and looks at every array; exit code 1 where it fails",
 }
 USAGE = f"python -m nash_mhc.checkpoint {' | '.join(ABOUT)} DIR"
 
@@ -72,21 +75,34 @@ def list_command(folder: Path, step: int | None) -> int:
     return 0
 
 
-def inspect_command(folder: Path, step: int | None) -> int:
-    steps = _steps(folder, step)
+def _lines(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, value) of nested plain values, one line each; a list holds an entry a layer."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _lines(value, f"{prefix}{name}/")
+        else:
+            rounded = json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
+            yield prefix + name, json.dumps(rounded)
+
+
+def _last(folder: Path, wanted: int | None) -> Path:
+    steps = _steps(folder, wanted)
     if not steps:
         raise ConfigError(f"{folder}: what it holds was set aside; python -m nash_mhc.checkpoint list {folder} shows it")
-    checkpoint = folder / str(steps[-1])
+    return folder / str(steps[-1])
+
+
+def inspect_command(folder: Path, step: int | None) -> int:
+    checkpoint = _last(folder, step)
     if wrong := manifest.problem(checkpoint):
         raise ConfigError(f"{checkpoint}: damaged or not finished, {wrong}; inspect another one with --step")
     from nash_mhc.checkpoint.store import arrays_of  # brings JAX along, which the other commands do without
 
     files, values = manifest.read(checkpoint), manifest.values_of(checkpoint)
     print(f"{checkpoint}: {_size(checkpoint)} in {len(files)} files, whole; manifest {manifest.identity(checkpoint)}")
-    shown: dict[str, Any] = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | (
-        values.get("evaluation") or {}
-    )
-    print("\n".join(f"{name}: {json.dumps(value)}" for name, value in shown.items()))
+    evaluation = values.get("evaluation") or {}  # its names begin with eval/ already
+    shown = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | evaluation
+    print("\n".join(f"{name}: {value}" for name, value in _lines(shown)))
     arrays = arrays_of(checkpoint)
     width = max(map(len, arrays))
     for name, (shape, dtype) in arrays.items():
@@ -108,13 +124,23 @@ def verify_command(folder: Path, step: int | None) -> int:
     return 1 if wrong or not manifest.numbered(folder) else 0
 
 
-COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_command}
+def restore_test_command(folder: Path, step: int | None) -> int:
+    if folder.name != "checkpoints":
+        raise ConfigError(f"{folder}: the folder of a run holds its checkpoints in a folder of that name; rename this one")
+    checkpoint = _last(folder, step)
+    # In a process of its own, without the accelerators that may be here: the states of models are beyond this folder, which
+    # knows only files and arrays.
+    argv = [sys.executable, "-m", "nash_mhc.train.restoring", str(folder.parent), checkpoint.name]
+    return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
+
+
+COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_command, "restore-test": restore_test_command}
 
 
 def parse(command: str, argv: Sequence[str]) -> tuple[Path, int | None]:
     parser = OneLineParser(prog=f"python -m nash_mhc.checkpoint {command}", allow_abbrev=False, description=ABOUT[command])
     parser.add_argument("folder", metavar="DIR", nargs="?", help="the folder of a run")
-    last = "the last" if command == "inspect" else "all"
+    last = "the last" if command in ("inspect", "restore-test") else "all"
     parser.add_argument("--step", type=int, metavar="K", help=f"only the checkpoint of step K [{last}]")
     args = parser.parse_strictly(argv, "name one folder")
     if not args.folder:

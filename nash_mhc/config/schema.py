@@ -256,7 +256,11 @@ class TrainConfig(_Section):
     eval_batches: int = key(16, "batches of one evaluation", low=1)
     checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
     checkpoint_dir: str | None = key(None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)")
-    max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
+    max_bad_steps: int = key(10, "stop after this many skipped steps in a row: no finite loss or gradients (0: never)", low=0)
+    on_spike: str = key(
+        "report", "what to do with a sudden rise of loss or gradient norm", choices=("report", "skip", "ignore")
+    )
+    spike_score: float = key(20.0, "robust standard deviations above the last steps' median that make a spike", above=0)
     stall_timeout: float = key(
         600.0, "seconds without progress after which the run names the process that holds it up, and leaves (0: never)", low=0
     )

@@ -60,6 +60,20 @@ def _at(source: RowSource, position: int, seed: int) -> tuple[RowSource, int]:
     return source, position if source.endless else int(shuffled(np.array([position]), len(source), seed=seed)[0])
 
 
+def _name(leaf: RowSource) -> str:
+    return leaf.name if isinstance(leaf, PreparedRows) else leaf.identity[:16]
+
+
+def rows_of_step(source: RowSource, step: int, rows: int, seed: int, *, most: int = 16) -> str:
+    """`rows 5, 17, 101 of text.txt` for a step, counted from 1; of a large one only the first few are named."""
+    found: dict[str, list[str]] = {}
+    for number in range(min(rows, most)):
+        leaf, index = _at(source, (step - 1) * rows + number, seed)
+        found.setdefault(_name(leaf), []).append(str(index))
+    named = ", ".join(f"{'rows' if len(each) > 1 else 'row'} {', '.join(each)} of {name}" for name, each in found.items())
+    return f"{named}{f' and {rows - most:,} more' if rows > most else ''}"
+
+
 def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None, rows: int, seed: int) -> str:
     """The rows of a step, counted from 1 as in metrics.jsonl, or one of them."""
     if row is not None and not 0 <= row < rows:
@@ -67,9 +81,8 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     shown = []
     for number in range(rows) if row is None else [row]:
         leaf, index = _at(source, (step - 1) * rows + number, seed)
-        name = leaf.name if isinstance(leaf, PreparedRows) else leaf.identity[:16]
         places = origins(leaf, index) if isinstance(leaf, PreparedRows) else []
-        shown.append(show_row(f"step {step}, row {number}: row {index} of {name}", leaf[index], tokenizer, places))
+        shown.append(show_row(f"step {step}, row {number}: row {index} of {_name(leaf)}", leaf[index], tokenizer, places))
     return "\n".join(shown)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import RunConfig
+from nash_mhc.train import spikes
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import Batch
@@ -18,7 +19,7 @@ from nash_mhc.train.watch import Watch
 
 
 class BadSteps(Exception):
-    """Too many steps in a row without a finite loss and gradients."""
+    """Too many steps in a row whose updates were skipped."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__(first, last)
@@ -58,10 +59,11 @@ def train_loop(
         metrics = jax.device_get(device_metrics)
         meter.add(metrics)
         reporter.advance(step)
-        if bad := meter.skipped_in_a_row:
-            reporter.say(f"step {step}: loss or gradients are not finite; its update was skipped ({bad} in a row)")
-            if bad == cfg.train.max_bad_steps:
-                raise BadSteps(step - bad + 1, step)
+        bad = meter.skipped_in_a_row
+        if line := spikes.told(step, metrics, bad):
+            reporter.say(line)
+        if bad and bad == cfg.train.max_bad_steps:
+            raise BadSteps(step - bad + 1, step)
         if step % cfg.train.log_interval == 0 or step == total:
             row = meter.row(metrics) | {f"epochs/{name}": count for name, count in epochs(step).items()}
             telemetry.write(step, row)

@@ -15,6 +15,7 @@ class Meter:
     def __init__(self, cfg: RunConfig, flops_per_token: float, peak_flops: float, tokens_seen: int, skipped: int = 0) -> None:
         self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
         self.tokens_seen, self.skipped, self.skipped_in_a_row = tokens_seen, skipped, 0
+        self.last: dict[str, Any] = {}  # metrics of the step that was added last
         self.reset()
 
     def reset(self) -> None:
@@ -26,6 +27,7 @@ class Meter:
 
     def add(self, metrics: dict[str, Any]) -> None:
         self._steps += 1
+        self.last = metrics
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self._tokens += tokens
         self.tokens_seen += tokens
@@ -37,7 +39,7 @@ class Meter:
         # MFU counts every slot of the batch: padding costs as much as text.
         slots = self._steps * self._cfg.train.grad_accum * self._cfg.data.batch_size * self._cfg.data.seq_len
         # Numbers, and for what is measured layer by layer, lists of them.
-        row = {k: v.tolist() for k, v in metrics.items() if k != "tokens"} | {
+        row = {k: v.tolist() for k, v in metrics.items() if k not in ("tokens", "spike")} | {
             "tokens_per_s": self._tokens / seconds,
             "mfu": slots * self._flops_per_token / seconds / self._peak,
             "tokens_seen": self.tokens_seen,

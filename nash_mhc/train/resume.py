@@ -1,4 +1,4 @@
-"""What a run goes on from: its folder's last whole checkpoint, another run's, or fresh weights."""
+"""What a run goes on from: its folder's last whole checkpoint, another run's, or fresh weights; and what fits it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from nash_mhc.checkpoint.manifest import numbered
+from nash_mhc.checkpoint.manifest import numbered, values_of
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
+from nash_mhc.train.telemetry import without_nan
 
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
 _SAME_DATA = (
@@ -22,28 +23,66 @@ _SAME_DATA = (
 )  # fmt: skip
 
 
-def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
-    """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
-    same_data = rows is not None
+def checkpoint_values(
+    cfg: RunConfig, step: int, *, rows: str, tokens_seen: int, metrics: dict[str, Any], evaluation: dict[str, float] | None
+) -> dict[str, Any]:
+    """The plain values of a checkpoint, beside the arrays. `metrics` are those of the step itself, `rows` names the data."""
+    return {
+        "step": step,
+        "config": cfg.to_dict(),
+        "tokens_seen": tokens_seen,
+        # Rows are read in an order that follows from the seed, so the count of those read says which ones come next.
+        "data": {"rows_read": step * cfg.data.batch_size * cfg.train.grad_accum, "rows": rows},
+        # There is no generator whose state could be lost: all randomness of a run follows from these two numbers.
+        "rng": {"seed": cfg.train.seed, "step": step},
+        "metrics": {k: without_nan(v.tolist()) for k, v in metrics.items()},
+        "evaluation": evaluation,
+    }
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """`data.batch_size` -> 8; KeyError or TypeError for what is no configuration."""
+    flat = {f"{section}.{k}": v for section in ("model", "data", "optim", "train") for k, v in config[section].items()}
+    flat["batch-size x grad-accum"] = flat["data.batch_size"] * flat["train.grad_accum"]
+    return flat
+
+
+def _told(folder: Path) -> tuple[dict[str, Any], str | None] | None:
+    """(configuration, identity of the rows) of the run in a folder, from run.json or else its newest checkpoint that has them.
+
+    None where nothing can be read: there is no run, or nothing of it that could be used.
+    """
     try:
         run = json.loads((folder / "run.json").read_text())
-        then = run["config"]
-        before = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in then[section].items()}
-    except (OSError, ValueError, KeyError, TypeError):
+        return _flat(run["config"]), str(run["rows"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # lost or damaged: every checkpoint knows it as well
+    for step in reversed(numbered(folder / "checkpoints")):
+        values = values_of(folder / "checkpoints" / str(step))
+        try:
+            return _flat(values["config"]), str(values["data"]["rows"])
+        except (KeyError, TypeError, AttributeError):
+            continue
+    return None
+
+
+def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
+    """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
+    if (told := _told(folder)) is None:
         return
-    now = {f"{section}.{k}": v for section in ("model", "data", "train") for k, v in cfg.to_dict()[section].items()}
-    kept = [k for k in now if k.startswith("model.")] + [k for k in _SAME_DATA if same_data and k in before]
-    changed = [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]
-    sizes = [d["data.batch_size"] * d["train.grad_accum"] for d in (before, now)]
-    if same_data and sizes[0] != sizes[1]:
-        changed.append(f"batch-size x grad-accum ({sizes[0]} there, {sizes[1]} now)")
-    if same_data and not changed and run.get("rows", "stories") != rows:
+    (before, rows_before), now = told, _flat(cfg.to_dict())
+    kept = [k for k in now if k.startswith("model.")]
+    if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # averaged weights are there, or they are not
+        kept.append("optim.ema_decay")
+    if rows is not None:
+        kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
+    if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
+        raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
+    if rows is not None and rows_before != rows:
         raise ConfigError(
             f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back, or start "
             f"another run with --resume-from {folder} and a new --checkpoint-dir"
         )
-    if changed:
-        raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
 
 
 def check_resume(cfg: RunConfig, *, rows: str) -> None:

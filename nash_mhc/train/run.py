@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from nash_mhc import __version__
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.data.sources import loss_floor, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
@@ -37,7 +38,7 @@ from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
-from nash_mhc.train.resume import check_resume, starting_state
+from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
 from nash_mhc.train.signals import SIGNALS, Interrupted
 from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
@@ -208,7 +209,9 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
             watch.doing(f"saving step {step}", working=True)
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 told = dict(evaluation) if evaluated[-1:] == [step] else None
-                values = {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen, "evaluation": told}
+                values = checkpoint_values(
+                    cfg, step, rows=source.identity, tokens_seen=meter.tokens_seen, metrics=meter.last, evaluation=told
+                )
                 store.save(step, state, values)
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
@@ -246,10 +249,12 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
                     raise Interrupted(step, str(folder))
         except BadSteps as bad:
             store.wait()
+            spiky = " or were spikes" if cfg.train.on_spike == "skip" else ""
             good = [f"the last checkpoint before them is step {step}" for step in store.steps() if step < bad.first]
             raise ConfigError(
-                f"steps {bad.first} to {bad.last} had no finite loss and gradients, and were skipped; the run stops here; "
-                f"{(good or ['there is no checkpoint before them'])[-1]}; look at what was read with "
+                f"steps {bad.first} to {bad.last} had no finite loss and gradients{spiky}, and were skipped; "
+                f"the run stops here; {(good or ['there is no checkpoint before them'])[-1]}; step {bad.first} read "
+                f"{rows_of_step(source, bad.first, rows_a_step, cfg.train.seed)}; look at them with "
                 f"python -m nash_mhc.data inspect {folder} --step {bad.first}"
             ) from None
         finally:

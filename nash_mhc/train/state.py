@@ -13,6 +13,7 @@ from nash_mhc.config.schema import RunConfig
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.sharding import named, shardings
 from nash_mhc.train.optim import make_optimizer
+from nash_mhc.train.spikes import Recent
 
 
 class TrainState(eqx.Module):
@@ -20,6 +21,7 @@ class TrainState(eqx.Module):
     model: LM  # float32
     opt_state: PyTree
     ema: LM | None  # averaged weights, when ema_decay asks for them
+    recent: Recent  # losses and gradient norms of the last steps, skipped ones included: what a spike is judged by
 
 
 def initial_state(cfg: RunConfig) -> TrainState:
@@ -28,7 +30,7 @@ def initial_state(cfg: RunConfig) -> TrainState:
     optimizer = make_optimizer(cfg, model)
     # A copy: a state whose leaves share a buffer could not be donated.
     ema = jax.tree.map(jnp.copy, model) if cfg.optim.ema_decay else None
-    return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(model), ema)
+    return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(model), ema, Recent.empty())
 
 
 def abstract_state(cfg: RunConfig) -> TrainState:
@@ -44,8 +46,10 @@ def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
         make_optimizer(cfg, shape.model), lambda _, s: s, shape.opt_state, model,
         transform_non_params=lambda _: replicated,
     )  # fmt: skip
-    trees = (replicated, model, opt_state, None if shape.ema is None else model)
-    return eqx.tree_at(lambda s: (s.step, s.model, s.opt_state, s.ema), shape, trees, is_leaf=lambda x: x is None)
+    recent = jax.tree.map(lambda _: replicated, shape.recent)
+    trees = (replicated, model, opt_state, None if shape.ema is None else model, recent)
+    parts = lambda s: (s.step, s.model, s.opt_state, s.ema, s.recent)
+    return eqx.tree_at(parts, shape, trees, is_leaf=lambda x: x is None)
 
 
 def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:

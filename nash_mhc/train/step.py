@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
 from nash_mhc.config.schema import RunConfig
+from nash_mhc.train import spikes
 from nash_mhc.train.objective import Aux, Batch, Sums
 from nash_mhc.train.optim import learning_rate, make_optimizer
 from nash_mhc.train.state import TrainState
@@ -62,11 +64,17 @@ def make_train_step(cfg: RunConfig, objective: Objective) -> Callable[[TrainStat
             "update_norm": optax.tree.norm(updates),
             "param_norm": optax.tree.norm(model),
         }
-        # A step without a finite loss and gradients changes nothing. Chosen element by element, where the update is written
-        # anyway: no branch, no copy of the state, no word to the host.
-        good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        metrics["skipped"] = 1.0 - good
-        updated = TrainState(state.step + 1, model, opt_state, ema)
-        return jax.tree.map(lambda new, old: jnp.where(good, new, old), updated, state), metrics
+        measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
+        scores_M = spikes.scores(state.recent, measured_M)
+        spike = spikes.is_spike(cfg.train, scores_M)
+        recent = spikes.remember(state.recent, measured_M, spike)
+        # A step without a finite loss and gradients changes nothing, nor does a spike where the user wants it so. Chosen
+        # element by element, where the update is written anyway: no branch, no copy of the state, no word to the host.
+        good = jnp.isfinite(measured_M).all() & ~(spike & (cfg.train.on_spike == "skip"))
+        metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
+        metrics |= {"skipped": 1.0 - good, "spike": 1.0 * spike, "spikes": recent.spikes}
+        updated = TrainState(state.step + 1, model, opt_state, ema, recent)
+        chosen = jax.tree.map(lambda new, old: jnp.where(good, new, old), updated, state)
+        return eqx.tree_at(lambda s: s.recent, chosen, recent), metrics
 
     return train_step

@@ -17,10 +17,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no NaN: a diverged run must still leave a file that every reader can parse."""
     if isinstance(value, list):
-        return [_without_nan(v) for v in value]
+        return [without_nan(v) for v in value]
     return value if math.isfinite(value) else None
 
 
@@ -55,7 +55,7 @@ class Telemetry:
 
     def write(self, step: int, row: dict[str, Any], *, file: str = "metrics.jsonl") -> None:
         """Numbers, or lists of them (one entry a layer), by name."""
-        clean = {k: _without_nan(v) for k, v in row.items()}
+        clean = {k: without_nan(v) for k, v in row.items()}
         with (self._folder / file).open("a") as out:
             out.write(json.dumps({"step": step} | clean) + "\n")
         values = [Summary.Value(tag=tag, simple_value=v) for k, x in row.items() for tag, v in _scalars(k, x)]

@@ -1,0 +1,98 @@
+"""A rehearsal of the day on which a checkpoint is needed: all of it is restored, on one CPU device, and looked at.
+
+`python -m nash_mhc.checkpoint restore-test` runs this file as a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.store import Store, arrays_of
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.train.state import TrainState, abstract_state
+
+_BLOCK = 1 << 24  # numbers looked at together: what is computed of them stays small beside the checkpoint
+
+
+def _named(state: TrainState) -> dict[str, Any]:
+    """Leaves by the names that they have in the file."""
+    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+
+
+def _blocks(array: Any) -> Iterator[np.ndarray]:
+    flat = np.asarray(array).reshape(-1)  # no copy: the device is the host
+    return (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
+
+
+def _wanted(checkpoint: Path) -> TrainState:
+    """Shapes and dtypes of the state that the checkpoint's own configuration makes, on one CPU device."""
+    try:
+        cfg = RunConfig.from_dict(manifest.values_of(checkpoint)["config"])
+    except (KeyError, TypeError, ConfigError) as error:
+        wrong = manifest.problem(checkpoint) or f"this version cannot read its configuration ({error})"
+        raise ConfigError(f"{checkpoint}: {wrong}") from error
+    place = SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract_state(cfg))
+
+
+def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:
+    """A line for every array that is not as its configuration wants it; another saved dtype would be cast in silence."""
+    restored = _named(state)
+    for name, like in _named(wanted).items():
+        if saved[name] != (like.shape, str(like.dtype)):
+            yield f"{name} is saved as {saved[name][1]}{list(saved[name][0])}, wanted is {like.dtype}{list(like.shape)}"
+        if (restored[name].shape, restored[name].dtype) != (like.shape, like.dtype):
+            yield f"{name} came back as {restored[name].dtype}{list(restored[name].shape)}"
+        if bad := sum(int((~np.isfinite(block)).sum()) for block in _blocks(restored[name])):
+            yield f"{name} has {bad:,} of {restored[name].size:,} values that are not finite"
+
+
+def restore_test(folder: Path, step: int) -> bool:
+    """Restores one checkpoint of a run and tells what came of it; whether all is well."""
+    checkpoint = folder / "checkpoints" / str(step)
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    print(f"{checkpoint}: {size:,} bytes; verifying and restoring ...", flush=True)
+    began = time.monotonic()
+    try:
+        wanted = _wanted(checkpoint)
+        with Store(folder) as store:
+            state, values = store.restore(step, wanted)
+    except Exception as error:  # whatever it is: on the day, the run would have failed with it
+        print(f"FAILED: {' '.join(str(error).split()) or type(error).__name__}")
+        return False
+    seconds = time.monotonic() - began
+    wrong = list(_wrong_arrays(arrays_of(checkpoint), wanted, state))
+    if not 0 <= int(state.step) <= int(values["step"]) == step:
+        wrong.append(f"it says step {values['step']} and {int(state.step)} updates")
+    print("\n".join(f"FAILED: {line}" for line in wrong) + "\n" * bool(wrong), end="")
+    parameters, size = jax.tree.leaves(state.model), sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    squares = sum(float(np.square(block, dtype=np.float64).sum()) for leaf in parameters for block in _blocks(leaf))
+    device = next(iter(state.step.devices()))
+    print(
+        f"restored in {seconds:.1f} s on one {device.platform} device: {len(_named(state))} arrays, {size:,} bytes; "
+        f"the model has {sum(leaf.size for leaf in parameters):,} parameters, their norm is {math.sqrt(squares):.6g}; "
+        f"{int(state.step)} updates made"
+    )
+    if not wrong:
+        print("every array has the shape and dtype of its configuration, and every number is finite")
+    return not wrong
+
+
+def main() -> int:
+    folder, step = sys.argv[1:]
+    return 0 if restore_test(Path(folder), int(step)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))
