@@ -251,6 +251,9 @@ class TrainConfig(_Section):
     checkpoint_dir: str | None = key(None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)")
     max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
     keep_last: int = key(3, "checkpoints to keep, the newest; the best by held-out loss is kept as well", low=1)
+    save_attempts: int = key(
+        8, "stop when a checkpoint could not be written so often in a row; pauses of 10 s, 20 s, ... lie between", low=1
+    )
     keep_every: int = key(0, "also keep the checkpoints at multiples of this many steps (0: none)", low=0)
     resume: str = key(
         "auto",

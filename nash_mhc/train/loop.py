@@ -36,11 +36,12 @@ def train_loop(
     reporter: Reporter,
     evaluate: Callable[[TrainState, int], None],
     save: Callable[[TrainState, int], None],
+    save_again: Callable[[], bool],
     epochs: Callable[[int], dict[str, float]],
 ) -> TrainState:
     """Runs from `start_step` to the end. `evaluate` and `save` are called at their intervals and after the last step.
 
-    `epochs` says how often each dataset has been read after a step.
+    `save_again` says after each step whether a save that failed is due again, `epochs` how often each dataset has been read.
     """
     total = cfg.train.total_steps
     pending: tuple[int, Any] | None = None
@@ -77,12 +78,13 @@ def train_loop(
             state, metrics = step_fn(state, batch)
             settle()
             pending = (step, metrics)
-            if due(step, cfg.train.eval_interval) or due(step, cfg.train.checkpoint_interval):
+            to_save = save_again() or due(step, cfg.train.checkpoint_interval)
+            if due(step, cfg.train.eval_interval) or to_save:
                 settle()
                 paused = time.perf_counter()
                 if due(step, cfg.train.eval_interval):
                     evaluate(state, step)
-                if due(step, cfg.train.checkpoint_interval):  # afterwards: a checkpoint holds its own evaluation
+                if to_save:  # afterwards: a checkpoint holds its own evaluation
                     save(state, step)
                 meter.leave_out(time.perf_counter() - paused)
     return state

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc import __version__
+from nash_mhc.checkpoint.faults import reason
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.sources import loss_floor, open_source
@@ -36,6 +37,7 @@ from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
 from nash_mhc.train.resume import check_resume, starting_state
+from nash_mhc.train.saving import Saver, write_files
 from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
 from nash_mhc.train.telemetry import Reporter, Telemetry
@@ -163,9 +165,17 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
         compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
         state, start_step, tokens_seen, origin = starting_state(cfg, mesh, store, reporter.say)
-        (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n")
-        (folder / "parameters.txt").write_text(_parameter_table(state))
-        telemetry = Telemetry(folder, start_step=start_step)
+        files = {
+            "run.json": json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n",
+            "parameters.txt": _parameter_table(state),
+        }
+        try:
+            write_files(folder, files)
+            telemetry = Telemetry(folder, start_step=start_step, say=reporter.say)
+        except OSError as error:
+            remedy = "make room there or choose another folder"
+            raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error
+        saver = Saver(store, files, attempts=cfg.train.save_attempts, say=reporter.say)
         evaluator.compile(state.model)
         compiled()
         reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {origin}")
@@ -179,11 +189,11 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
                 telemetry.write(step, evaluation, file="eval.jsonl")
             reporter.say(_evaluation_line(step, evaluation, floor))
 
-        def save(state: TrainState, step: int) -> None:
+        def save(state: TrainState, step: int, *, wait: bool = False) -> None:
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 told = dict(evaluation) if evaluated[-1:] == [step] else None
                 values = {"step": step, "config": cfg.to_dict(), "tokens_seen": meter.tokens_seen, "evaluation": told}
-                store.save(step, state, values)
+                saver.save(state, step, values, wait=wait)
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
         rows = host_batches(cfg.data, source, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
@@ -202,15 +212,17 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
             if start_step < cfg.train.total_steps:
                 state = train_loop(
                     cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry,
-                    reporter=reporter, evaluate=evaluate, save=save, epochs=lambda step: source.epochs(step * rows_a_step),
+                    reporter=reporter, evaluate=evaluate, save=save, save_again=saver.due,
+                    epochs=lambda step: source.epochs(step * rows_a_step),
                 )  # fmt: skip
+                save(state, cfg.train.total_steps, wait=True)  # begun in the loop, unless a fault of the storage kept it
             else:
                 reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
                 evaluate(state, start_step)
                 if not store.steps():  # restored from another run's folder: this one shall stand on its own
-                    save(state, start_step)
+                    save(state, start_step, wait=True)
         except BadSteps as bad:
-            store.wait()
+            saver.settle()
             good = [f"the last checkpoint before them is step {step}" for step in store.steps() if step < bad.first]
             raise ConfigError(
                 f"steps {bad.first} to {bad.last} had no finite loss and gradients, and were skipped; the run stops here; "
