@@ -118,7 +118,7 @@ def test_too_many_failures_in_a_row_stop_the_run_and_leave_the_last_whole_checkp
             r"the run stops here; the last whole checkpoint is step 1; mend the storage",
         ):
             until_due(saver)
-    # A new process finds what a killed one would have left, and goes on from step 1.
+    assert names(store) == ["1"]
     with Store(store.folder.parent) as again:
         assert again.newest(heard.append, set_aside=True) == 1
         again.save(2, tree(2), {})
@@ -237,13 +237,17 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
         shutil.rmtree(folder)
         folder.write_text("")  # and cannot be made again at first
 
-    class MendedAfterOneFailure(Saver):
+    class SlowAndMendedAfterOneFailure(Saver):
+        def save(self, *args, **options):
+            time.sleep(0.2)
+            super().save(*args, **options)
+
         def _note(self, *args, **options):
             super()._note(*args, **options)
             folder.unlink()
 
     monkeypatch.setattr(run_module, "Telemetry", during(2, vanish))
-    monkeypatch.setattr(run_module, "Saver", functools.partial(MendedAfterOneFailure, first_pause=0.0))
+    monkeypatch.setattr(run_module, "Saver", functools.partial(SlowAndMendedAfterOneFailure, first_pause=0.0))
     result = train(config(folder, checkpoint_interval=4, eval_interval=0))
     assert_equal_states(result.state, unbroken.state, rtol=0, atol=0)
     out = capsys.readouterr().out
@@ -255,7 +259,10 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
     assert f"metrics are written to {folder} again, with the rows that had waited" in out
     assert "checkpoint 5 is written, after 1 failed attempt" in out  # after the next step, not at the next interval
     assert manifest.numbered(folder / "checkpoints") == [5, 6]
-    assert [row["step"] for row in rows(folder)] == [4, 6]
+    written = rows(folder)
+    assert [row["step"] for row in written] == [4, 6]
+    assert written[0]["save_ms"] == 0
+    assert 200 <= written[1]["save_ms"] < 2000  # two calls in two steps
     assert {"run.json", "parameters.txt"} <= {path.name for path in folder.iterdir()}
     # What is there is a run like any other.
     again = at(folder, resume="must")

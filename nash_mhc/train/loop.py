@@ -85,6 +85,8 @@ def train_loop(
                 if due(step, cfg.train.eval_interval):
                     evaluate(state, step)
                 if to_save:  # afterwards: a checkpoint holds its own evaluation
+                    began = time.perf_counter()
                     save(state, step)
+                    meter.saving += time.perf_counter() - began
                 meter.leave_out(time.perf_counter() - paused)
     return state

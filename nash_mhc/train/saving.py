@@ -114,6 +114,8 @@ class Saver:
         self._failed += 1
         why = f"{reason(fault) if fault else 'another process could not write its part'}, {self._store.folder}"
         if self._failed >= self._attempts:
+            with contextlib.suppress(OSError):
+                self._store.reopen()  # what the last attempt left goes, too
             raise ConfigError(
                 f"checkpoint {step} could not be written ({why}), {self._failed} attempts in a row have failed; the run stops "
                 f"here; {self._last_whole()}; mend the storage and give the same command again"
