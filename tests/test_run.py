@@ -20,7 +20,7 @@ from nash_mhc.train.run import _make_folder, make_objective
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 ROW = {
     "step", "loss", "loss/ce", "loss/sparsity", "lr", "grad_norm", "tokens_per_s", "mfu", "tokens_seen", "step_ms",
-    "data_wait_ms",
+    "data_wait_ms", "save_ms",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,10 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.faults import as_os_errors
 from nash_mhc.config.schema import ConfigError
+
+_BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
 
 
 def _flat(tree: PyTree) -> dict[str, Any]:
@@ -27,6 +31,8 @@ class Store:
 
     `250.saving` is there while 250 is being written, until its manifest is. Orbax checks no content and calls a checkpoint
     with missing files the latest one; which checkpoint can be used, and which may go, is therefore decided here.
+
+    What goes wrong with the storage is an OSError, whoever found it. The next save then starts with what the failed one left.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, keep_every: int = 0) -> None:
@@ -36,52 +42,113 @@ class Store:
         self._verified: set[int] = set()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._finishing: Future[None] | None = None
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
+        self._failed = False
+        self._manager = self._new_manager()
+
+    def _new_manager(self) -> ocp.CheckpointManager:
+        # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit, for ten minutes.
+        at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True, async_options=at_once)
         handlers = {"state": ocp.StandardCheckpointHandler(), "values": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def _close_manager(self) -> None:
+        for _ in range(8):  # a failed save is reported again by each of its threads, and only then are all of them at rest
+            with contextlib.suppress(Exception):
+                self._manager.close()
+                return
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            self.wait()
+            # Whatever ended the run early is what it shall end with.
+            with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
+                self.wait()
         finally:
             self._background.shutdown()
-            self._manager.close()
+            self._close_manager()
+
+    def done(self) -> bool:
+        """Whether no save is under way; `wait` then returns, or raises, at once."""
+        return self._finishing is None or self._finishing.done()
 
     def wait(self) -> None:
         """Until the save that was started, if any, is whole on disk; raises what went wrong with it."""
         if self._finishing is not None:
             finishing, self._finishing = self._finishing, None
-            finishing.result()
+            self._failed = True
+            with as_os_errors():
+                finishing.result()
+            self._failed = False
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first."""
         return manifest.numbered(self.folder)
 
+    def finished(self) -> list[int]:
+        """Those of them whose save has ended."""
+        return [step for step in self.steps() if (self.folder / str(step) / manifest.FILE).is_file()]
+
     def save(self, step: int, state: PyTree, values: dict[str, Any]) -> None:
         """Starts writing; returns once the state has been copied, so that the next step may reuse its memory."""
         self.wait()
-        (self.folder / f"{step}.saving").touch()
-        items = ocp.args.Composite(state=ocp.args.StandardSave(_flat(state)), values=ocp.args.JsonSave(values))
-        self._manager.save(step, args=items, force=True)
+        with as_os_errors():
+            if self._failed:
+                self.reopen()
+            self._failed = True
+            if jax.process_index() == 0:
+                (self.folder / f"{step}.saving").touch()
+            items = ocp.args.Composite(state=ocp.args.StandardSave(_flat(state)), values=ocp.args.JsonSave(values))
+            self._manager.save(step, args=items, force=True)
+            self._failed = False
         # Hashing and deleting wait for Orbax's commit, in a thread of their own: the loop is not held up.
         self._finishing = self._background.submit(self._finish, step)
 
+    def reopen(self) -> None:
+        """After a failed save: removes what it left, makes the folder if it is gone, and gives Orbax a new start."""
+        self._failed = True  # until all of this is done
+        self._close_manager()  # it would report the old failure as that of the next save
+        if jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished()
+        self._manager = self._new_manager()
+        self._failed = False
+
+    def _remove_unfinished(self) -> None:
+        """What a save that never ended left; a checkpoint without a manifest that has no mark was whole once, and stays."""
+        for part in self.folder.glob(_BEING_WRITTEN):
+            shutil.rmtree(part, ignore_errors=True)  # TensorStore may still be at it; nobody takes it for a checkpoint
+        for part in self.folder.glob(f"*.{manifest.FILE}.part"):
+            part.unlink()
+        for mark in self.folder.glob("*.saving"):
+            checkpoint = mark.with_suffix("")
+            if checkpoint.is_dir() and not (checkpoint / manifest.FILE).is_file():
+                shutil.rmtree(checkpoint)
+            mark.unlink()
+
     def _finish(self, step: int) -> None:
-        """The manifest, then room: of what goes, the manifest goes first, so that half of it is never taken for whole."""
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             manifest.write(self.folder / str(step))
-            (self.folder / f"{step}.saving").unlink(missing_ok=True)
-            for old in set(self.steps()) - manifest.kept(self.folder, last=self._keep, every=self._keep_every):
-                (self.folder / f"{old}.saving").touch()
-                (self.folder / str(old) / manifest.FILE).unlink(missing_ok=True)
-                shutil.rmtree(self.folder / str(old))
-                (self.folder / f"{old}.saving").unlink()
-            for leftover in self.folder.glob("*.unfinished"):  # a newer one is whole now
-                shutil.rmtree(leftover)
+            # The checkpoint is whole: what cannot be deleted now goes after the next one.
+            with contextlib.suppress(OSError):
+                (self.folder / f"{step}.saving").unlink(missing_ok=True)
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Of what goes, the manifest goes first, so that half of it is never taken for whole."""
+        for old in set(self.steps()) - manifest.kept(self.folder, last=self._keep, every=self._keep_every):
+            mark = self.folder / f"{old}.saving"
+            with contextlib.suppress(OSError):  # on a full disk there may be no room for it, and this makes some
+                mark.touch()
+            (self.folder / str(old) / manifest.FILE).unlink(missing_ok=True)
+            shutil.rmtree(self.folder / str(old))
+            mark.unlink(missing_ok=True)
+        for leftover in self.folder.glob("*.unfinished"):  # a newer one is whole now
+            shutil.rmtree(leftover)
+        self._remove_unfinished()
 
     def newest(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
         """The last step whose checkpoint is whole. Each one passed over is told in a line and, with `set_aside`, renamed.
@@ -109,6 +176,11 @@ class Store:
                 f"or start anew in another --checkpoint-dir"
             )
         return None
+
+    def trust(self, step: int | None) -> None:
+        """Another process has verified it."""
+        if step is not None:
+            self._verified.add(step)
 
     def restore(self, step: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """The state, with the structure and shardings of `like` (ShapeDtypeStructs), and the values saved with it."""

@@ -224,6 +224,17 @@ def leader_first(make: Callable[[], T]) -> T:
     return made[0] if made else make()
 
 
+def in_any_process(mine: bool) -> bool:
+    """Whether `mine` is true in at least one process. Called by all, in the same order as everything here."""
+    global _shared  # noqa: PLW0603
+    if jax.process_count() == 1:
+        return mine
+    _shared += 1
+    board = Board("nash_mhc/any")
+    board.write(f"{_shared}/{jax.process_index()}", mine)
+    return any(_patiently(board, f"{_shared}/{index}") for index in range(jax.process_count()))
+
+
 def _patiently(board: Board, key: str) -> Any:
     while True:  # preparing data may take hours; a leader that has died is noticed elsewhere
         try:

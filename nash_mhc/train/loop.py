@@ -38,15 +38,16 @@ def train_loop(
     reporter: Reporter,
     evaluate: Callable[[TrainState, int], None],
     save: Callable[[TrainState, int], None],
+    save_again: Callable[[], bool],
     epochs: Callable[[int], dict[str, float]],
     watch: Watch,
 ) -> tuple[TrainState, int]:
     """Runs from `start_step` to the end, or to where `watch` says stop: (state, its step).
 
-    `evaluate` and `save` are called at their intervals and after the last step; `save` also where the run is stopped. `epochs`
-    says how often each dataset has been read after a step.
+    `evaluate` and `save` are called at their intervals and after the last step. `save_again` says after each step whether a
+    save that failed is due again, `epochs` how often each dataset has been read.
     """
-    total, saved = cfg.train.total_steps, start_step
+    total = cfg.train.total_steps
     pending: tuple[int, Any] | None = None
 
     def settle() -> None:
@@ -79,8 +80,6 @@ def train_loop(
             watch.doing(f"reading the rows of step {step}", working=True)
             if watch.should_stop():
                 settle()
-                if saved != step - 1:
-                    save(state, step - 1)
                 return state, step - 1
             asked = time.perf_counter()
             batch = next(feed)
@@ -89,13 +88,15 @@ def train_loop(
             state, metrics = step_fn(state, batch)
             settle()
             pending = (step, metrics)
-            if due(step, cfg.train.eval_interval) or due(step, cfg.train.checkpoint_interval):
+            to_save = save_again() or due(step, cfg.train.checkpoint_interval)
+            if due(step, cfg.train.eval_interval) or to_save:
                 settle()
                 paused = time.perf_counter()
                 if due(step, cfg.train.eval_interval):
                     evaluate(state, step)
-                if due(step, cfg.train.checkpoint_interval):  # afterwards: a checkpoint holds its own evaluation
+                if to_save:  # afterwards: a checkpoint holds its own evaluation
+                    began = time.perf_counter()
                     save(state, step)
-                    saved = step
+                    meter.saving += time.perf_counter() - began
                 meter.leave_out(time.perf_counter() - paused)
     return state, total

@@ -19,7 +19,8 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        self._since, self._steps, self._tokens, self.data_wait = time.perf_counter(), 0, 0, 0.0
+        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
+        self.data_wait = self.saving = 0.0  # seconds that they have held up the loop
 
     def leave_out(self, seconds: float) -> None:
         """Time that belongs to no step: an evaluation, a save."""
@@ -46,6 +47,7 @@ class Meter:
             "skipped": self.skipped,
             "step_ms": seconds / max(self._steps, 1) * 1e3,
             "data_wait_ms": self.data_wait / max(self._steps, 1) * 1e3,
+            "save_ms": self.saving / max(self._steps, 1) * 1e3,
         }
         self.reset()
         return row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -105,23 +105,40 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
         _check_same_run(Path(named), cfg, rows=rows)
 
 
-Start = tuple[TrainState, int, dict[str, Any], str]
+class Start(NamedTuple):
+    """What a run begins with."""
+
+    state: TrainState
+    step: int  # steps done
+    values: dict[str, Any]  # saved beside it
+    origin: str  # in words
+    own: bool  # whether this very run has saved it
+
+    def evaluation_missing(self, interval: int) -> bool:
+        """Whether the run was stopped in the middle of an evaluation, which the one that goes on has to make up for."""
+        due = self.own and self.step > 0 and interval > 0 and self.step % interval == 0
+        return due and self.values.get("evaluation") is None
 
 
 def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None]) -> Start:
-    """(state, steps done, values beside it, where from): the folder's own last checkpoint, else --resume-from, else fresh."""
+    """The folder's own last checkpoint, else that of --resume-from, else fresh weights."""
+
+    def newest(source: Store, **options: bool) -> int | None:
+        found: int | None = from_leader(lambda: source.newest(say, **options))  # one process verifies for all
+        source.trust(found)
+        return found
 
     def restored(source: Store, step: int, name: str) -> Start:
         state, values = source.restore(step, sharded_abstract_state(cfg, mesh))
-        return state, step, values, f"step {step} of {name}"
+        return Start(state, step, values, f"step {step} of {name}", source is store)
 
-    if (latest := from_leader(lambda: store.newest(say, set_aside=True))) is not None:
+    if (latest := newest(store, set_aside=True)) is not None:
         return restored(store, latest, "this run")
     if cfg.train.resume_from is None:
         if cfg.train.resume == "must":
             raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
-        return create_state(cfg, mesh), 0, {}, "fresh weights"
+        return Start(create_state(cfg, mesh), 0, {}, "fresh weights", own=False)
     with Store(cfg.train.resume_from) as other:
-        if (latest := from_leader(lambda: other.newest(say))) is None:
+        if (latest := newest(other)) is None:
             raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
         return restored(other, latest, cfg.train.resume_from)

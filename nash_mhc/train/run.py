@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc import __version__
+from nash_mhc.checkpoint.faults import reason
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
@@ -39,6 +41,7 @@ from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
 from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
+from nash_mhc.train.saving import Saver, write_files
 from nash_mhc.train.signals import SIGNALS, Interrupted
 from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
@@ -126,6 +129,15 @@ def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None,
     }
 
 
+def _begin_files(folder: Path, files: dict[str, str], start_step: int, say: Callable[[str], None]) -> Telemetry:
+    try:
+        write_files(folder, files)
+        return Telemetry(folder, start_step=start_step, say=say)
+    except OSError as error:
+        remedy = "make room there or choose another folder"
+        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error
+
+
 def _parameter_table(state: TrainState) -> str:
     """Name, shape and size of every parameter, for whoever wants to see what the model is made of."""
     from clu import parameter_overview  # brings flax along, which takes a second to import
@@ -178,14 +190,18 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
         step_fn = compile_train_step(cfg, mesh, most_documents=source.most_documents, warn=reporter.say)
         compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
-        state, start_step, values, origin = starting_state(cfg, mesh, store, reporter.say)
-        if jax.process_index() == 0:
-            (folder / "run.json").write_text(json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n")
-            (folder / "parameters.txt").write_text(_parameter_table(state))
-        telemetry = Telemetry(folder, start_step=start_step) if jax.process_index() == 0 else Nowhere()
+        start = starting_state(cfg, mesh, store, reporter.say)
+        state, start_step = start.state, start.step
+        files = {
+            "run.json": json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n",
+            "parameters.txt": _parameter_table(state),
+        }
+        telemetry = _begin_files(folder, files, start_step, reporter.say) if jax.process_index() == 0 else Nowhere()
+        pause = min(300.0, (cfg.train.stall_timeout or math.inf) / 2)
+        saver = Saver(store, files, attempts=cfg.train.save_attempts, say=reporter.say, longest_pause=pause)
         evaluator.compile(state.model)
         compiled()
-        reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {origin}")
+        reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")
 
         def evaluate(state: TrainState, step: int, *, told_before: bool = False) -> None:
             def should_stop() -> bool:
@@ -205,14 +221,14 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
                 telemetry.write(step, evaluation, file="eval.jsonl")
             reporter.say(_evaluation_line(step, evaluation, floor))
 
-        def save(state: TrainState, step: int) -> None:
+        def save(state: TrainState, step: int, *, wait: bool = False) -> None:
             watch.doing(f"saving step {step}", working=True)
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 told = dict(evaluation) if evaluated[-1:] == [step] else None
                 values = checkpoint_values(
                     cfg, step, rows=source.identity, tokens_seen=meter.tokens_seen, metrics=meter.last, evaluation=told
                 )
-                store.save(step, state, values)
+                saver.save(state, step, values, wait=wait)
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
         rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
@@ -220,7 +236,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
             cfg,
             flops_per_token(cfg.model, cfg.data.seq_len),
             peak_flops(mesh, cfg.train.dtype),
-            values.get("tokens_seen", 0),
+            start.values.get("tokens_seen", 0),
             start_step - int(state.step),
         )
         feed = prefetched(rows, mesh)
@@ -230,25 +246,23 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
         step = start_step
         try:
             with SIGNALS.at_work():
-                own = values.get("config", {}).get("train", {}).get("checkpoint_dir") == str(folder)
-                due = cfg.train.eval_interval and start_step % cfg.train.eval_interval == 0
-                if own and due and values.get("evaluation") is None and start_step < cfg.train.total_steps:
-                    evaluate(state, start_step)  # it was broken off when the run was stopped
                 if start_step < cfg.train.total_steps:
+                    if start.evaluation_missing(cfg.train.eval_interval):
+                        evaluate(state, start_step)
                     state, step = train_loop(
                         cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry, watch=watch,
-                        reporter=reporter, evaluate=evaluate, save=save, epochs=lambda step: source.epochs(step * rows_a_step),
+                        reporter=reporter, evaluate=evaluate, save=save, save_again=saver.due,
+                        epochs=lambda step: source.epochs(step * rows_a_step),
                     )  # fmt: skip
                 else:
                     reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
-                    evaluate(state, start_step, told_before=values.get("evaluation") is not None)
-                    if not store.steps():  # restored from another run's folder: this one shall stand on its own
-                        save(state, start_step)
-                store.wait()
+                    evaluate(state, start_step, told_before=start.own and not start.evaluation_missing(1))
+                if step > start_step or not store.steps():  # what was restored from another folder shall stand in this one, too
+                    save(state, step, wait=True)
                 if SIGNALS.caught is not None or step < cfg.train.total_steps:
                     raise Interrupted(step, str(folder))
         except BadSteps as bad:
-            store.wait()
+            saver.settle()
             spiky = " or were spikes" if cfg.train.on_spike == "skip" else ""
             good = [f"the last checkpoint before them is step {step}" for step in store.steps() if step < bad.first]
             raise ConfigError(

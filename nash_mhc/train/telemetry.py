@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
 import math
+import os
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from nash_mhc.checkpoint.faults import reason
+
+_ROWS = ("metrics.jsonl", "eval.jsonl")
+_NUMBERS = itertools.count()  # of the event files of this process
 
 
 def without_nan(value: Any) -> Any:
@@ -33,36 +43,95 @@ def _scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
         yield tag, value
 
 
-class Telemetry:
-    """Rows by step, to files under `folder`. A resumed run first drops the rows of steps it is about to take again."""
+class Growing:
+    """A file that is only ever added to. What cannot be written waits, and nothing of it is left half written."""
 
-    def __init__(self, folder: Path, *, start_step: int = 0) -> None:
-        self._folder = folder
-        for name in ("metrics.jsonl", "eval.jsonl"):
-            self._keep_until(folder / name, start_step)
-        self._events = EventFileWriter(str(folder), flush_secs=10)
+    def __init__(self, path: Path, first: bytes = b"") -> None:
+        """`first` is what the file begins with, again if it has to be begun anew."""
+        self._path, self._first = path, first
+        self.waiting: list[bytes] = []
+
+    def add(self, piece: bytes) -> None:
+        self.waiting.append(piece)
+
+    def flush(self) -> None:
+        """Writes what waits; raises OSError where it must go on waiting."""
+        if not self.waiting and not self._first:
+            return
+        with self._path.open("ab", buffering=0) as out:
+            size = out.tell()
+            rest = b"".join([self._first] * (size == 0) + self.waiting)
+            try:
+                while rest:
+                    rest = rest[out.write(rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    out.truncate(size)
+                raise
+        self.waiting = []
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drops the rows after `step`; they are all there, or none is gone."""
+    if path.exists():
+        # A crash may have cut the last line short: only a line with its end is a row.
+        rows = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        part = path.with_name(f".{path.name}.part")
+        part.write_text("".join(line for line in rows if json.loads(line)["step"] <= step))
+        part.replace(path)
+
+
+def _record(event: Event) -> bytes:
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
+
+
+class Telemetry:
+    """Rows by step, to files under `folder`. A resumed run first drops the rows of steps it is about to take again.
+
+    What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
+    """
+
+    def __init__(self, folder: Path, *, start_step: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
+        self._folder, self._say, self._faulty = folder, say, False
+        for name in _ROWS:
+            _keep_until(folder / name, start_step)
+        # TensorBoard's own writer has a thread that dies of the first fault; its records are simple enough to append.
+        self._name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        first = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if start_step:
             # TensorBoard, too, forgets what an earlier process wrote past this point.
             restart = SessionLog(status=SessionLog.START)
-            self._events.add_event(Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
-
-    @staticmethod
-    def _keep_until(path: Path, step: int) -> None:
-        if path.exists():
-            # A crash may have cut the last line short: only a line with its end is a row.
-            rows = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-            path.write_text("".join(line for line in rows if json.loads(line)["step"] <= step))
+            first += _record(Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
+        self._files = {name: Growing(folder / name) for name in _ROWS} | {self._name: Growing(folder / self._name, first)}
+        self._flush()
 
     def write(self, step: int, row: dict[str, Any], *, file: str = "metrics.jsonl") -> None:
         """Numbers, or lists of them (one entry a layer), by name."""
         clean = {k: without_nan(v) for k, v in row.items()}
-        with (self._folder / file).open("a") as out:
-            out.write(json.dumps({"step": step} | clean) + "\n")
+        self._files[file].add((json.dumps({"step": step} | clean) + "\n").encode())
         values = [Summary.Value(tag=tag, simple_value=v) for k, x in row.items() for tag, v in _scalars(k, x)]
-        self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._files[self._name].add(_record(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
+        self._flush()
+
+    def _flush(self) -> None:
+        fault: tuple[str, OSError] | None = None
+        for name, file in self._files.items():
+            try:
+                file.flush()
+            except OSError as error:
+                fault = fault or (name, error)
+        if fault and not self._faulty:
+            self._say(f"{fault[0]} could not be written ({reason(fault[1])}, {self._folder}); its rows wait, training goes on")
+        elif self._faulty and not fault:
+            self._say(f"metrics are written to {self._folder} again, with the rows that had waited")
+        self._faulty = fault is not None
 
     def close(self) -> None:
-        self._events.close()
+        self._flush()
+        if lost := sum(len(self._files[name].waiting) for name in _ROWS):
+            self._say(f"{lost} row{'s' * (lost > 1)} of metrics could not be written to {self._folder}")
 
 
 class Nowhere(Telemetry):

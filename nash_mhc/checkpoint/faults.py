@@ -1,0 +1,60 @@
+"""What goes wrong with storage, as one kind of error and without the noise: Orbax and TensorStore each have their own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+
+import jax
+
+
+def _as_os_error(error: BaseException | None) -> OSError | None:
+    """None for what is no fault of the storage: a mistake of ours, a device that ran out of memory."""
+    if isinstance(error, OSError):
+        return error
+    text = str(error)
+    if code := re.search(r"os_error_code='(\d+)'", text):
+        return OSError(int(code[1]), os.strerror(int(code[1])))
+    # TensorStore raises ValueErrors that begin with the name of a status (UNAVAILABLE: ...), and so does XLA its own.
+    if re.match(r"[A-Z]+(_[A-Z]+)*: ", text) and not isinstance(error, jax.errors.JaxRuntimeError):
+        return OSError(text[:160])
+    return None
+
+
+@contextlib.contextmanager
+def as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if (fault := _as_os_error(error)) is None:
+            raise
+        raise fault from None
+
+
+def reason(fault: OSError) -> str:
+    """In a few words, on one line."""
+    return fault.strerror or " ".join(str(fault).split()) or type(fault).__name__
+
+
+def _not_told_twice(record: logging.LogRecord) -> bool:
+    """Orbax logs a fault with its traceback in every thread that it passes, and raises it as well: whoever saves tells it."""
+    return not (record.levelno == logging.ERROR and record.exc_info and _as_os_error(record.exc_info[1]))
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_not_told_twice)
+
+_other_hook = sys.unraisablehook
+
+
+def _hook(unraisable: sys.UnraisableHookArgs) -> None:
+    """TensorStore prints that nobody waits for the other parts of a save any more, once one of them has failed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _other_hook(unraisable)
+
+
+sys.unraisablehook = _hook

@@ -1,0 +1,150 @@
+"""Checkpoints in spite of the storage: a save that fails is told and tried again, and the run stops only when it must."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from nash_mhc.checkpoint.faults import reason
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.parallel.processes import in_any_process
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Each whole or not at all; makes the folder where it is gone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        part = folder / f".{name}.part"
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(folder / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+
+
+class Saver:
+    """Owns the clock of a run's saves. Pauses after failed ones double up to the longest; `attempts` in a row are the end.
+
+    `files` (name -> text) lie beside the checkpoints and are written again when the folder has vanished.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        files: Mapping[str, str],
+        *,
+        attempts: int,
+        say: Callable[[str], None],
+        first_pause: float = 10.0,
+        longest_pause: float = 300.0,
+    ) -> None:
+        self._store, self._files, self._attempts, self._say = store, files, attempts, say
+        self._first_pause, self._longest_pause = first_pause, longest_pause
+        self._writing: int | None = None  # the step whose save is under way
+        self._last: int | None = None  # the step that was saved last
+        self._failed = 0  # attempts in a row
+        self._pause_ends: float | None = None
+
+    def _agreed(self, mine: bool) -> bool:
+        """Whether it is so in any process. Saving is done by all of them together, so they must all decide alike, and they ask
+        in the same order: every answer that a decision here depends on goes through this method."""
+        return in_any_process(mine)
+
+    def due(self) -> bool:
+        """Asked after each step: whether to save now because an earlier save failed and the pause after it is over.
+
+        Several processes try again when the next checkpoint is due: to agree after every step would cost more than it gains.
+        """
+        if jax.process_count() > 1:
+            return False
+        if self._writing is not None and self._store.done():
+            self._end()
+        return self._pause_ends is not None and time.monotonic() >= self._pause_ends
+
+    def save(self, state: PyTree, step: int, values: dict[str, Any], *, wait: bool = False) -> None:
+        """Starts a save; during the pause after a failed one, leaves it to `due`.
+
+        With `wait` it is begun at once and returns when the checkpoint is whole, however many attempts that takes.
+        ConfigError, with the last whole checkpoint, after too many.
+        """
+        self._end(wait=wait)
+        while self._last != step and (wait or self._pause_ends is None or self._agreed(time.monotonic() >= self._pause_ends)):
+            fault, self._pause_ends = None, None
+            try:
+                self._mend()
+                self._store.save(step, state, values)
+            except OSError as error:
+                fault = error
+            self._writing = step
+            if self._agreed(fault is not None):
+                self._note(fault, wait=wait)
+            if not wait:
+                return
+            self._end(wait=True)
+            if self._pause_ends is not None:
+                time.sleep(max(0.0, self._pause_ends - time.monotonic()))
+
+    def settle(self) -> None:
+        """Waits for the save under way, for a run that ends for another reason: a failure is no longer worth a word."""
+        with contextlib.suppress(OSError):
+            self._store.wait()
+        self._writing = None
+
+    def _end(self, *, wait: bool = False) -> None:
+        """Waits for the save under way, and takes note of how it ended."""
+        if self._writing is None:
+            return
+        fault = None
+        try:
+            self._store.wait()
+        except OSError as error:
+            fault = error
+        if self._agreed(fault is not None):
+            self._note(fault, wait=wait)
+            return
+        if self._failed:
+            self._say(f"checkpoint {self._writing} is written, after {self._failed} failed attempt{'s' * (self._failed > 1)}")
+        self._last, self._writing, self._failed, self._pause_ends = self._writing, None, 0, None
+
+    def _note(self, fault: OSError | None, *, wait: bool) -> None:
+        step, self._writing = self._writing, None
+        self._failed += 1
+        why = f"{reason(fault) if fault else 'another process could not write its part'}, {self._store.folder}"
+        if self._failed >= self._attempts:
+            with contextlib.suppress(OSError):
+                self._store.reopen()  # what the last attempt left goes, too
+            raise ConfigError(
+                f"checkpoint {step} could not be written ({why}), {self._failed} attempts in a row have failed; the run stops "
+                f"here; {self._last_whole()}; mend the storage and give the same command again"
+            )
+        pause = min(self._first_pause * 2 ** (self._failed - 1), self._longest_pause)
+        self._pause_ends = time.monotonic() + pause
+        going_on = "" if wait else "training goes on, "
+        self._say(f"checkpoint {step} could not be written ({why}); {going_on}it is tried again in {pause:g} s")
+
+    def _last_whole(self) -> str:
+        with contextlib.suppress(OSError):
+            if found := self._store.finished():
+                return f"the last whole checkpoint is step {found[-1]}"
+        return "there is no whole checkpoint" if self._last is None else f"the last one, step {self._last}, is gone"
+
+    def _mend(self) -> None:
+        """What someone deleted or moved away is made again."""
+        run = self._store.folder.parent
+        missing = [name for name in self._files if not (run / name).is_file()]
+        missing = ["checkpoints"] * (not self._store.folder.is_dir()) + missing
+        if self._agreed(bool(missing)):
+            self._store.reopen()
+            if jax.process_index() == 0:
+                write_files(run, self._files)
+            lost = ", without those it held" if "checkpoints" in missing else ""
+            self._say(f"{run}: {', '.join(missing)} had vanished and is made again{lost}")

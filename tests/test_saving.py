@@ -1,0 +1,336 @@
+"""Faults of the storage, real ones: told in a line, waited out while training goes on, and a clean stop when they last."""
+
+import contextlib
+import dataclasses
+import functools
+import resource
+import shutil
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_run
+from test_run import RUN, assert_equal_states, at, rows
+
+from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config import ConfigError
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.train import run as train
+from nash_mhc.train.saving import Saver, write_files
+from nash_mhc.train.telemetry import Telemetry
+
+run_module = sys.modules["nash_mhc.train.run"]  # the package gives its name to the function
+LIMIT = 40_000  # bytes a file may have while a fault lasts: less than the arrays, more than what a test prints
+
+
+def tree(value):
+    """Larger than LIMIT, and not to be compressed."""
+    return {"a": jax.random.normal(jax.random.key(value), (64, 1024)), "b": jnp.asarray(value, jnp.int32)}
+
+
+LIKE = jax.eval_shape(lambda: tree(0))
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow: EFBIG, from the operating system, for whoever writes, in any thread."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def heard():
+    return []
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path / "run") as store:
+        store.save(1, tree(1), {})
+        store.wait()
+        yield store
+
+
+def saver_of(store, heard, **options):
+    options = {"attempts": 5, "first_pause": 0.05, "longest_pause": 0.1} | options
+    files = {"run.json": "{}\n", "parameters.txt": "a 3\n"}
+    write_files(store.folder.parent, files)
+    return Saver(store, files, say=heard.append, **options)
+
+
+def until_due(saver):
+    """As the loop asks, after each step."""
+    ends = time.monotonic() + 20
+    while not saver.due():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def names(store):
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_a_failed_save_is_told_and_the_state_of_then_is_saved_when_the_pause_is_over(store, heard, caplog):
+    saver = saver_of(store, heard)
+    with full_disk():
+        saver.save(tree(2), 2, {})
+        until_due(saver)
+        saver.save(tree(3), 3, {})
+        while len(heard) < 2:
+            assert not saver.due()
+        saver.save(tree(4), 4, {})  # at its interval, within the pause: nothing is tried
+    told = f"could not be written (File too large, {store.folder}); training goes on, it is tried again in"
+    assert heard == [f"checkpoint 2 {told} 0.05 s", f"checkpoint 3 {told} 0.1 s"]
+    until_due(saver)
+    saver.save(tree(5), 5, {})
+    while len(heard) < 3:
+        assert not saver.due()
+    assert heard[2] == "checkpoint 5 is written, after 2 failed attempts"
+    assert names(store) == ["1", "5"]
+    assert store.newest(heard.append) == 5
+    np.testing.assert_array_equal(store.restore(5, LIKE)[0]["a"], tree(5)["a"])
+    with full_disk():
+        saver.save(tree(6), 6, {})
+        until_due(saver)
+    saver.save(tree(7), 7, {}, wait=True)
+    assert heard[4:] == ["checkpoint 7 is written, after 1 failed attempt"]
+    assert not caplog.records  # no library has told it a second time, with a traceback
+
+
+def test_too_many_failures_in_a_row_stop_the_run_and_leave_the_last_whole_checkpoint(store, heard):
+    saver = saver_of(store, heard, attempts=3)
+    with full_disk():
+        for step in (2, 3):
+            saver.save(tree(step), step, {})
+            until_due(saver)
+        saver.save(tree(4), 4, {})
+        with pytest.raises(
+            ConfigError,
+            match=rf"checkpoint 4 could not be written \(File too large, {store.folder}\), 3 attempts in a row have failed; "
+            r"the run stops here; the last whole checkpoint is step 1; mend the storage",
+        ):
+            until_due(saver)
+    assert names(store) == ["1"]
+    with Store(store.folder.parent) as again:
+        assert again.newest(heard.append, set_aside=True) == 1
+        again.save(2, tree(2), {})
+        again.wait()
+        assert names(again) == ["1", "2"]
+
+
+def test_at_the_end_the_pauses_are_waited_for(store, heard):
+    saver = saver_of(store, heard, attempts=3, first_pause=0.5, longest_pause=0.7)
+    began = time.monotonic()
+    with full_disk(), pytest.raises(ConfigError, match="3 attempts in a row"):
+        saver.save(tree(2), 2, {}, wait=True)
+    assert time.monotonic() - began > 0.5 + 0.7
+    assert len(heard) == 2
+    assert not any("training goes on" in line for line in heard)
+    saver = saver_of(store, heard)
+    saver.save(tree(3), 3, {})
+    saver.save(tree(3), 3, {}, wait=True)  # is whole when it returns, and was written once
+    assert store.finished() == [1, 3]
+    assert len(heard) == 2
+
+
+def test_an_old_checkpoint_is_never_deleted_because_of_a_failure(tmp_path, heard):
+    with Store(tmp_path, keep=1) as store:
+        store.save(1, tree(1), {})
+        store.wait()
+        with full_disk(), pytest.raises(ConfigError, match="the last whole checkpoint is step 1"):
+            saver_of(store, heard, attempts=2).save(tree(2), 2, {}, wait=True)
+        assert store.newest(heard.append) == 1
+        saver_of(store, heard).save(tree(2), 2, {}, wait=True)
+        assert names(store) == ["2"]
+
+
+@pytest.mark.parametrize("fault", ["deleted", "moved during the save"])
+def test_a_vanished_folder_is_made_again(store, heard, fault):
+    saver = saver_of(store, heard)
+    if fault == "deleted":
+        shutil.rmtree(store.folder.parent)
+        saver.save(tree(2), 2, {}, wait=True)
+    else:
+        saver.save(tree(2), 2, {})
+        store.folder.parent.rename(store.folder.parent.with_name("elsewhere"))
+        saver.save(tree(3), 3, {}, wait=True)
+    missing = "checkpoints, run.json" if fault == "deleted" else "run.json"  # Orbax may have made its own part again
+    assert any(f"{missing}, parameters.txt had vanished and is made again" in line for line in heard)
+    assert (store.folder.parent / "run.json").read_text() == "{}\n"
+    assert (store.folder.parent / "parameters.txt").read_text() == "a 3\n"
+    assert store.newest(heard.append) == (2 if fault == "deleted" else 3)
+
+
+def test_a_file_in_place_of_the_folder_is_waited_out(store, heard):
+    """As after chmod, but for root as well: nothing can be made there."""
+    saver = saver_of(store, heard)
+    store.folder.rename(store.folder.with_name("elsewhere"))
+    store.folder.write_text("")
+    saver.save(tree(2), 2, {})
+    assert "checkpoint 2 could not be written (" in heard[0]
+    store.folder.unlink()
+    store.folder.with_name("elsewhere").rename(store.folder)
+    until_due(saver)
+    saver.save(tree(3), 3, {}, wait=True)
+    assert heard[1:] == ["checkpoint 3 is written, after 1 failed attempt"]
+    assert names(store) == ["1", "3"]
+
+
+def test_a_checkpoint_that_orbax_finished_and_the_manifest_did_not_is_removed(store, heard, monkeypatch):
+    write = manifest.write
+
+    def cut_off(checkpoint):
+        (checkpoint.parent / f"{checkpoint.name}.{manifest.FILE}.part").write_text("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", cut_off)
+    saver = saver_of(store, heard)
+    saver.save(tree(2), 2, {})
+    until_due(saver)
+    assert (store.folder / "2").is_dir()
+    assert store.finished() == [1]
+    monkeypatch.setattr(manifest, "write", write)
+    store.reopen()  # as the next attempt begins
+    assert names(store) == ["1"]
+    saver.save(tree(3), 3, {}, wait=True)
+    assert names(store) == ["1", "3"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return at(tmp_path_factory.mktemp("unbroken") / "run")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(run_module, "Saver", functools.partial(Saver, first_pause=0.01, longest_pause=0.01))
+
+
+def config(folder, **changes):
+    return dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, checkpoint_dir=str(folder), **changes))
+
+
+def during(step, fault):
+    """A telemetry that, once it has written the row of `step`, lets the fault happen."""
+
+    class Faulty(Telemetry):
+        def write(self, at_step, row, *, file="metrics.jsonl"):
+            super().write(at_step, row, file=file)
+            if at_step == step and file == "metrics.jsonl":
+                fault()
+
+    return Faulty
+
+
+def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+
+    def vanish():
+        shutil.rmtree(folder)
+        folder.write_text("")  # and cannot be made again at first
+
+    class SlowAndMendedAfterOneFailure(Saver):
+        def save(self, *args, **options):
+            time.sleep(0.2)
+            super().save(*args, **options)
+
+        def _note(self, *args, **options):
+            super()._note(*args, **options)
+            folder.unlink()
+
+    monkeypatch.setattr(run_module, "Telemetry", during(2, vanish))
+    monkeypatch.setattr(run_module, "Saver", functools.partial(SlowAndMendedAfterOneFailure, first_pause=0.0))
+    result = train(config(folder, checkpoint_interval=4, eval_interval=0))
+    assert_equal_states(result.state, unbroken.state, rtol=0, atol=0)
+    out = capsys.readouterr().out
+    assert "metrics.jsonl could not be written (Not a directory" in out
+    assert (
+        f"checkpoint 4 could not be written (Not a directory, {folder / 'checkpoints'}); training goes on, it is tried" in out
+    )
+    assert f"{folder}: checkpoints, run.json, parameters.txt had vanished and is made again, without those it held" in out
+    assert f"metrics are written to {folder} again, with the rows that had waited" in out
+    assert "checkpoint 5 is written, after 1 failed attempt" in out  # after the next step, not at the next interval
+    assert manifest.numbered(folder / "checkpoints") == [5, 6]
+    written = rows(folder)
+    assert [row["step"] for row in written] == [4, 6]
+    assert written[0]["save_ms"] == 0
+    assert 200 <= written[1]["save_ms"] < 2000  # two calls in two steps
+    assert {"run.json", "parameters.txt"} <= {path.name for path in folder.iterdir()}
+    # What is there is a run like any other.
+    again = at(folder, resume="must")
+    assert_equal_states(again.state, unbroken.state, rtol=0, atol=0)
+
+
+def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, monkeypatch, capsys):
+    first = tmp_path / "run" / "checkpoints" / "2"
+
+    def fill():
+        while not (first / manifest.FILE).exists():
+            time.sleep(0.01)
+        faults.enter_context(full_disk())
+
+    with contextlib.ExitStack() as faults:
+        monkeypatch.setattr(run_module, "Telemetry", during(4, fill))
+        cfg = config(tmp_path / "run", checkpoint_interval=2, save_attempts=3, eval_interval=0)
+        assert one_line_errors(lambda: train(cfg, quiet=True) and 0) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "3 attempts in a row have failed; the run stops here; the last whole checkpoint is step 2" in err
+    assert [row["step"] for row in rows(tmp_path / "run")] == [2, 4, 6]  # it has trained on, and these files had room
+    assert manifest.problem(first) is None
+    assert manifest.numbered(first.parent) == [2]
+
+
+def test_a_folder_that_cannot_be_written_at_the_start_is_refused(tmp_path):
+    (tmp_path / "run" / "run.json").mkdir(parents=True)  # no file can take its place
+    with pytest.raises(ConfigError, match=r"--checkpoint-dir \S+run: cannot be written \(Is a directory\); make room"):
+        at(tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.part")) + list((tmp_path / "run").glob("metrics.jsonl"))
+
+
+def test_rows_wait_for_a_full_disk_and_none_is_lost_or_cut(tmp_path, heard):
+    telemetry = Telemetry(tmp_path, say=heard.append)
+    telemetry.write(1, {"loss": 1.0})
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "kept")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # every write: no space left on device
+    for step in (2, 3):
+        telemetry.write(step, {"loss": 1.0})
+    telemetry.write(3, {"eval/loss": 1.0}, file="eval.jsonl")
+    assert heard == [
+        f"metrics.jsonl could not be written (No space left on device, {tmp_path}); its rows wait, training goes on"
+    ]
+    (tmp_path / "kept").replace(tmp_path / "metrics.jsonl")
+    telemetry.write(4, {"loss": 1.0})
+    assert heard[1:] == [f"metrics are written to {tmp_path} again, with the rows that had waited"]
+    telemetry.close()
+    assert [row["step"] for row in test_run.rows(tmp_path)] == [1, 2, 3, 4]
+    assert len(heard) == 2
+
+
+def test_a_row_that_found_half_its_room_is_not_left_cut(tmp_path, heard):
+    telemetry = Telemetry(tmp_path, say=heard.append)
+    with full_disk():
+        for step in range(1, 4):
+            telemetry.write(step, {"losses": [1.5] * 5000})  # 25,000 bytes: the second finds room for a part
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    telemetry.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert sum("could not be written (File too large" in line for line in heard) == 1
+
+
+def test_rows_that_are_lost_in_the_end_are_told(tmp_path, heard):
+    (tmp_path / "run").mkdir()
+    telemetry = Telemetry(tmp_path / "run", say=heard.append)
+    shutil.rmtree(tmp_path / "run")
+    telemetry.write(1, {"loss": 1.0})
+    telemetry.close()
+    assert heard[-1] == f"1 row of metrics could not be written to {tmp_path / 'run'}"
