@@ -11,7 +11,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,12 @@ def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None,
         "rows": rows,
         "parameters": count_parameters(cfg.model),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
-        "devices": {"platform": device.platform, "kind": device.device_kind, "count": mesh.size},
+        "devices": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": mesh.size,
+            "there": jax.device_count(device.platform),
+        },
         "versions": {"nash_mhc": __version__, "python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "floor": None if floor is None else {"nats_per_token": floor[0], "bits_per_byte": floor[1]},
@@ -137,8 +142,11 @@ def use_compilation_cache(folder: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str((folder.parent / ".jax_cache").absolute()))
 
 
-def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
-    """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change."""
+def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> Result:
+    """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
+
+    `each_step` is called with the number of each step that has finished, while the next one runs.
+    """
     cfg, mesh = resolve(cfg)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
@@ -153,7 +161,7 @@ def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
     folder = _make_folder(cfg)  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     use_compilation_cache(folder)
-    reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
+    reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet, each_step=each_step)
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
     evaluation: dict[str, float] = {}
     evaluated: list[int] = []  # the steps with an evaluation
