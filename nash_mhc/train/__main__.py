@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 import traceback
@@ -17,6 +18,7 @@ from nash_mhc.model.lm import count_parameters
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.train.run import Result, for_platform, next_commands, resolve, run
 from nash_mhc.train.signals import TRY_AGAIN, Interrupted, leave
+from nash_mhc.train.verify import STEPS, verify_resume
 
 _SAMPLE_TOKENS, _TEMPERATURE = 300, 0.8
 _LARGEST_SAMPLED = 200_000_000  # parameters: a larger model may not fit on one device beside its own optimizer state
@@ -51,8 +53,17 @@ def _show_sample(result: Result, cfg: RunConfig) -> None:
         print(f"\n(no sample: {type(error).__name__}: {error})")
 
 
+def _own_flags(group: argparse._ArgumentGroup) -> None:
+    text = (
+        f"instead of training: {STEPS} steps of this run, killed and resumed, also on another mesh, and whether all are equal"
+    )
+    group.add_argument("--verify-resume", action="store_true", help=text)
+
+
 def main() -> int:
-    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.train")
+    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.train", own=_own_flags)
+    if parsed.own.verify_resume:
+        return verify_resume(parsed.config)
     if parsed.print_config:
         config, _ = resolve(parsed.config)
         before, after = parsed.config.to_dict(), config.to_dict()

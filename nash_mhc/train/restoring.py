@@ -25,7 +25,7 @@ from nash_mhc.train.state import TrainState, abstract_state
 _BLOCK = 1 << 24  # numbers looked at together: what is computed of them stays small beside the checkpoint
 
 
-def _named(state: TrainState) -> dict[str, Any]:
+def named_leaves(state: TrainState) -> dict[str, Any]:
     """Leaves by the names that they have in the file."""
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
@@ -35,7 +35,7 @@ def _blocks(array: Any) -> Iterator[np.ndarray]:
     return (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
 
 
-def _wanted(checkpoint: Path) -> TrainState:
+def wanted_state(checkpoint: Path) -> TrainState:
     """Shapes and dtypes of the state that the checkpoint's own configuration makes, on one CPU device."""
     try:
         cfg = RunConfig.from_dict(manifest.values_of(checkpoint)["config"])
@@ -48,8 +48,8 @@ def _wanted(checkpoint: Path) -> TrainState:
 
 def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:
     """A line for every array that is not as its configuration wants it; another saved dtype would be cast in silence."""
-    restored = _named(state)
-    for name, like in _named(wanted).items():
+    restored = named_leaves(state)
+    for name, like in named_leaves(wanted).items():
         if saved[name] != (like.shape, str(like.dtype)):
             yield f"{name} is saved as {saved[name][1]}{list(saved[name][0])}, wanted is {like.dtype}{list(like.shape)}"
         if (restored[name].shape, restored[name].dtype) != (like.shape, like.dtype):
@@ -65,7 +65,7 @@ def restore_test(folder: Path, step: int) -> bool:
     print(f"{checkpoint}: {size:,} bytes; verifying and restoring ...", flush=True)
     began = time.monotonic()
     try:
-        wanted = _wanted(checkpoint)
+        wanted = wanted_state(checkpoint)
         with Store(folder) as store:
             state, values = store.restore(step, wanted)
     except Exception as error:  # whatever it is: on the day, the run would have failed with it
@@ -80,7 +80,7 @@ def restore_test(folder: Path, step: int) -> bool:
     squares = sum(float(np.square(block, dtype=np.float64).sum()) for leaf in parameters for block in _blocks(leaf))
     device = next(iter(state.step.devices()))
     print(
-        f"restored in {seconds:.1f} s on one {device.platform} device: {len(_named(state))} arrays, {size:,} bytes; "
+        f"restored in {seconds:.1f} s on one {device.platform} device: {len(named_leaves(state))} arrays, {size:,} bytes; "
         f"the model has {sum(leaf.size for leaf in parameters):,} parameters, their norm is {math.sqrt(squares):.6g}; "
         f"{int(state.step)} updates made"
     )

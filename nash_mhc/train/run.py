@@ -122,7 +122,12 @@ def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None,
         "rows": rows,
         "parameters": count_parameters(cfg.model),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
-        "devices": {"platform": device.platform, "kind": device.device_kind, "count": mesh.size},
+        "devices": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": mesh.size,
+            "there": jax.device_count(device.platform),
+        },
         "versions": {"nash_mhc": __version__, "python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "floor": None if floor is None else {"nats_per_token": floor[0], "bits_per_byte": floor[1]},
@@ -153,17 +158,18 @@ def use_compilation_cache(folder: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str((folder.parent / ".jax_cache").absolute()))
 
 
-def run(cfg: RunConfig, *, quiet: bool = False) -> Result:
+def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> Result:
     """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
 
-    Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there.
+    Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there. `each_step` is called
+    with the number of each step that has finished, while the next one runs.
     """
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch:
-        return _run(cfg, mesh, watch, quiet=quiet or jax.process_index() > 0)
+        return _run(cfg, mesh, watch, quiet=quiet or jax.process_index() > 0, each_step=each_step)
 
 
-def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
+def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Callable[[int], None] | None) -> Result:
     watch.doing("preparing the data")
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
@@ -179,7 +185,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool) -> Result:
     folder = Path(from_leader(lambda: str(_make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     use_compilation_cache(folder)
-    reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet)
+    reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet, each_step=each_step)
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
     evaluation: dict[str, float] = {}
     evaluated: list[int] = []  # the steps with an evaluation

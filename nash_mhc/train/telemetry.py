@@ -147,8 +147,15 @@ class Nowhere(Telemetry):
 class Reporter:
     """What a person watches: a progress bar on a terminal, otherwise one plain line a log interval."""
 
-    def __init__(self, total_steps: int, floor: float | None, *, quiet: bool = False) -> None:
-        self._total, self._floor, self._quiet = total_steps, floor, quiet
+    def __init__(
+        self,
+        total_steps: int,
+        floor: float | None,
+        *,
+        quiet: bool = False,
+        each_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self._total, self._floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
         self._console = Console(file=sys.stdout, highlight=False)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
@@ -171,6 +178,8 @@ class Reporter:
     def advance(self, step: int) -> None:
         if self._bar:
             self._bar.update(self._task, completed=step)
+        if self._each_step:
+            self._each_step(step)
 
     def row(self, step: int, row: dict[str, Any]) -> None:
         against = f" ({row['loss'] / self._floor:.2f}x the floor)" if self._floor else ""
