@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -69,6 +70,24 @@ class Store:
         finally:
             self._background.shutdown()
             self._close_manager()
+
+    def warm_up(self, state: PyTree) -> None:
+        """Lets the first save be as quick as the others, in the background.
+
+        An accelerator's arrays reach the host through pinned memory, and making that is slow: 9 s for the 11 GB of a 1b model,
+        against 0.2 s for the copy itself. What was made once is kept and used again.
+        """
+
+        def copy(leaf: Any) -> Any:
+            pinned = any(memory.kind == "pinned_host" for memory in next(iter(leaf.sharding.device_set)).addressable_memories())
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")) if pinned else None
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # the save itself will tell what is wrong
+                jax.block_until_ready([copy(leaf) for leaf in jax.tree.leaves(state)])
+
+        self._warming = threading.Thread(target=work, name="checkpoint memory", daemon=True)
+        self._warming.start()
 
     def done(self) -> bool:
         """Whether no save is under way; `wait` then returns, or raises, at once."""

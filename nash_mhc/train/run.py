@@ -198,6 +198,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
         start = starting_state(cfg, mesh, store, reporter.say)
         state, start_step = start.state, start.step
+        store.warm_up(state)
         files = {
             "run.json": json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n",
             "parameters.txt": _parameter_table(state),
