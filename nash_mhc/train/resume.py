@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 from jax.sharding import Mesh
 
+from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.checkpoint.folders import exists
 from nash_mhc.checkpoint.manifest import numbered
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
 
@@ -20,7 +22,7 @@ _SAME_DATA = (
 )  # fmt: skip
 
 
-def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
+def _check_same_run(folder: Folder, cfg: RunConfig, *, rows: str | None) -> None:
     """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
     same_data = rows is not None
     try:
@@ -47,21 +49,24 @@ def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
 def check_resume(cfg: RunConfig, *, rows: str) -> None:
     """Whether what the run would go on from fits it; looked at before anything is made, changed or compiled."""
     wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
-    held = numbered(Path(named) / "checkpoints") if named else []
+    with one_line(f"--checkpoint-dir {named}"):
+        held = numbered(place(named) / "checkpoints") if named else []
     if wanted == "never" and held:
         raise ConfigError(f"--resume never: {named} holds checkpoints (up to step {held[-1]}); choose another --checkpoint-dir")
     if wanted == "must" and not held and cfg.train.resume_from is None:
         where = f"{named} holds no checkpoint" if named else "no folder is named"
         raise ConfigError(f"--resume must: {where}; give the --checkpoint-dir of a run that has one")
     if cfg.train.resume_from is not None:
-        other = Path(cfg.train.resume_from)
-        if not (other / "checkpoints").is_dir():
+        other = place(cfg.train.resume_from)
+        with one_line(f"--resume-from {other}"):
+            found = exists(other / "checkpoints", kind="directory")
+        if not found:
             raise ConfigError(
                 f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
             )
         _check_same_run(other, cfg, rows=None)
     if named:
-        _check_same_run(Path(named), cfg, rows=rows)
+        _check_same_run(place(named), cfg, rows=rows)
 
 
 def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None]) -> tuple[TrainState, int, int, str]:

@@ -5,29 +5,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from nash_mhc.checkpoint.faults import reason
+from nash_mhc.checkpoint import folders
+from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.places import Folder, is_remote
 from nash_mhc.config.schema import ConfigError
 
 
-def write_files(folder: Path, files: Mapping[str, str]) -> None:
+def write_files(folder: Folder, files: Mapping[str, str]) -> None:
     """Each whole or not at all; makes the folder where it is gone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        part = folder / f".{name}.part"
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(folder / name)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+    with as_os_errors():
+        folders.make(folder)
+        for name, text in files.items():
+            folders.write_whole(folder / name, text)
 
 
 class Saver:
@@ -74,7 +69,8 @@ class Saver:
         while self._last != step and (wait or self._pause_ends is None or self._agreed(time.monotonic() >= self._pause_ends)):
             fault, self._pause_ends = None, None
             try:
-                self._mend()
+                with as_os_errors():
+                    self._mend()
                 self._store.save(step, state, values)
             except OSError as error:
                 fault = error
@@ -126,7 +122,7 @@ class Saver:
         self._say(f"checkpoint {step} could not be written ({why}); {going_on}it is tried again in {pause:g} s")
 
     def _last_whole(self) -> str:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), as_os_errors():
             if found := self._store.finished():
                 return f"the last whole checkpoint is step {found[-1]}"
         return "there is no whole checkpoint" if self._last is None else f"the last one, step {self._last}, is gone"
@@ -134,8 +130,11 @@ class Saver:
     def _mend(self) -> None:
         """What someone deleted or moved away is made again."""
         run = self._store.folder.parent
-        missing = [name for name in self._files if not (run / name).is_file()]
-        missing = ["checkpoints"] * (not self._store.folder.is_dir()) + missing
+        missing = [name for name in self._files if not folders.exists(run / name, kind="file")]
+        if not is_remote(run) and not folders.exists(
+            self._store.folder, kind="directory"
+        ):  # an object store knows no empty folders
+            missing = ["checkpoints", *missing]
         if self._agreed(bool(missing)):
             self._store.reopen()
             if jax.process_index() == 0:
