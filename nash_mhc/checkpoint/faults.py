@@ -55,7 +55,7 @@ def reason(fault: OSError) -> str:
 
 
 def _not_told_twice(record: logging.LogRecord) -> bool:
-    """Libraries log a fault with its traceback, some in every thread that it passes, and raise it as well: one line tells it."""
+    """They log a fault with its traceback, some in each thread that it passes, and raise it as well: one line tells it."""
     return not (record.levelno == logging.ERROR and record.exc_info and _as_os_error(record.exc_info[1]))
 
 
