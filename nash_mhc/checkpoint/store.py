@@ -105,6 +105,10 @@ class Store:
         # Hashing and deleting wait for Orbax's commit, in a thread of their own: the loop is not held up.
         self._finishing = self._background.submit(self._finish, step)
 
+    def give_up(self) -> None:
+        """The last save counts as failed, whether it did here or in another process: the next one starts anew."""
+        self._failed = True
+
     def reopen(self) -> None:
         """After a failed save: removes what it left, makes the folder if it is gone, and gives Orbax a new start."""
         self._failed = True  # until all of this is done

@@ -122,8 +122,14 @@ class Reporter:
             self._task = self._bar.add_task("training", total=total_steps, note="")
 
     def say(self, text: str) -> None:
-        if not self._quiet:
+        if self._quiet:
+            return
+        try:
             self._console.print(text, markup=False, soft_wrap=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self._console = Console(file=sys.stdout, highlight=False)  # a log file on a full disk: the run goes on without it
 
     def begin(self, step: int) -> None:
         if self._bar:
