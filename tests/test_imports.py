@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": {"config", "parallel", "ops", "model", "data", "checkpoint", "train"},
     "plan": {"config", "parallel", "ops", "model", "data", "train"},
     "bench": {"config", "parallel", "ops", "model", "data", "train", "plan"},
-    "report": {"config", "data", "train", "plan"},
+    "report": {"config", "data", "checkpoint", "train", "plan"},
 }
 
 # Outside libraries that would betray the purpose of a folder.

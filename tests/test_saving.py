@@ -79,16 +79,17 @@ def names(store):
 
 
 def test_a_failed_save_is_told_and_the_state_of_then_is_saved_when_the_pause_is_over(store, heard, caplog):
-    saver = saver_of(store, heard)
+    saver = saver_of(store, heard, first_pause=0.3, longest_pause=0.5)
+    later = tree(4)
     with full_disk():
         saver.save(tree(2), 2, {})
         until_due(saver)
         saver.save(tree(3), 3, {})
         while len(heard) < 2:
             assert not saver.due()
-        saver.save(tree(4), 4, {})  # at its interval, within the pause: nothing is tried
+        saver.save(later, 4, {})  # at its interval, within the pause: nothing is tried
     told = f"could not be written (File too large, {store.folder}); training goes on, it is tried again in"
-    assert heard == [f"checkpoint 2 {told} 0.05 s", f"checkpoint 3 {told} 0.1 s"]
+    assert heard == [f"checkpoint 2 {told} 0.3 s", f"checkpoint 3 {told} 0.5 s"]
     until_due(saver)
     saver.save(tree(5), 5, {})
     while len(heard) < 3:

@@ -137,6 +137,17 @@ def test_without_a_floor_and_a_known_peak_neither_is_shown(capsys: pytest.Captur
     assert capsys.readouterr().out == "step 20/20  loss 1.2500  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s\n"
 
 
+def test_a_log_file_on_a_full_disk_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = 0
+    with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("w") as full:  # raised when it is closed
+        monkeypatch.setattr(sys, "stdout", full)
+        reporter = Reporter(20, floor=None)
+        for _ in range(3):
+            reporter.row(20, ROW)
+            told += 1
+    assert told == 3
+
+
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(20, floor=0.5, quiet=True)
     reporter.begin(0)

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint import folders, manifest
+from nash_mhc.checkpoint.faults import one_line
 from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
+from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
@@ -25,49 +26,52 @@ ABOUT = {
 USAGE = f"python -m nash_mhc.checkpoint {' | '.join(ABOUT)} DIR"
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str) -> Folder:
     """The folder that holds the numbered checkpoints: of a run, or itself."""
-    folder = Path(name)
-    if not folder.is_dir():
+    folder = place(name)
+    with one_line(name):
+        found = folders.exists(folder, kind="directory")
+    if not found:
         raise ConfigError(f"{folder}: no such folder; give the folder of a run, such as runs/tiny-20260101-120000")
-    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    if not any(path.name.partition(".")[0].isdecimal() for path in folder.iterdir()):
+    folder = folder / "checkpoints" if folders.exists(folder / "checkpoints", kind="directory") else folder
+    if not any(name.partition(".")[0].isdecimal() for name in folders.subfolders(folder)):
         raise ConfigError(f"{folder}: holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
     return folder
 
 
-def _steps(folder: Path, wanted: int | None) -> list[int]:
+def _steps(folder: Folder, wanted: int | None) -> list[int]:
     steps = manifest.numbered(folder)
     if wanted is not None and wanted not in steps:
         raise ConfigError(f"--step {wanted}: {folder} has no such checkpoint; it has {', '.join(map(str, steps)) or 'none'}")
     return steps if wanted is None else [wanted]
 
 
-def _size(checkpoint: Path) -> str:
-    size, units = float(sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())), "BKMGTP"
+def _size(checkpoint: Folder) -> str:
+    size, units = float(sum(folders.sizes(checkpoint).values())), "BKMGTP"
     power = min(int(math.log(max(size, 1), 1000)), len(units) - 1)
     return f"{size / 1000**power:.{min(power, 1)}f} {units[power]}{'B' * (power > 0)}"
 
 
-def _state(folder: Path, name: str) -> str:
+def _state(folder: Folder, name: str) -> str:
     """Without reading the files: that is what verify is for."""
     if name.endswith((".damaged", ".unfinished")):
         return name.partition(".")[2] + ", set aside"
-    if (folder / name / manifest.FILE).is_file():
+    if folders.exists(folder / name / manifest.FILE):
         return "finished"
-    return "being saved, or cut off" if "." in name or (folder / f"{name}.saving").exists() else "without a manifest"
+    cut_off = "." in name or folders.exists(folder / f"{name}.saving")
+    return "being saved, or cut off" if cut_off else "without a manifest"
 
 
-def list_command(folder: Path, step: int | None) -> int:
+def list_command(folder: Folder, step: int | None) -> int:
     _steps(folder, step)
-    names = [path.name for path in folder.iterdir() if path.is_dir() and path.name.partition(".")[0].isdecimal()]
+    names = [name for name in folders.subfolders(folder) if name.partition(".")[0].isdecimal()]
     names = [n for n in names if step is None or n.partition(".")[0] == str(step)]
     best = min((int(n) for n in names if "." not in n), key=lambda n: manifest.held_out_loss(folder / str(n)), default=None)
     lines = [("step", "size", "tokens seen", "held-out loss", "saved", "state")]
     for name in sorted(names, key=lambda n: (int(n.partition(".")[0]), n)):
         checkpoint = folder / name
         loss, tokens = manifest.held_out_loss(checkpoint), manifest.values_of(checkpoint).get("tokens_seen")
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folders.changed(checkpoint)))
         told = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
         lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,}", told, saved, _state(folder, name)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -85,14 +89,14 @@ def _lines(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield prefix + name, json.dumps(rounded)
 
 
-def _last(folder: Path, wanted: int | None) -> Path:
+def _last(folder: Folder, wanted: int | None) -> Folder:
     steps = _steps(folder, wanted)
     if not steps:
         raise ConfigError(f"{folder}: what it holds was set aside; python -m nash_mhc.checkpoint list {folder} shows it")
     return folder / str(steps[-1])
 
 
-def inspect_command(folder: Path, step: int | None) -> int:
+def inspect_command(folder: Folder, step: int | None) -> int:
     checkpoint = _last(folder, step)
     if wrong := manifest.problem(checkpoint):
         raise ConfigError(f"{checkpoint}: damaged or not finished, {wrong}; inspect another one with --step")
@@ -112,7 +116,7 @@ def inspect_command(folder: Path, step: int | None) -> int:
     return 0
 
 
-def verify_command(folder: Path, step: int | None) -> int:
+def verify_command(folder: Folder, step: int | None) -> int:
     wrong = 0
     for number in _steps(folder, step):
         began, problem = time.monotonic(), manifest.problem(folder / str(number))
@@ -124,7 +128,7 @@ def verify_command(folder: Path, step: int | None) -> int:
     return 1 if wrong or not manifest.numbered(folder) else 0
 
 
-def restore_test_command(folder: Path, step: int | None) -> int:
+def restore_test_command(folder: Folder, step: int | None) -> int:
     if folder.name != "checkpoints":
         raise ConfigError(f"{folder}: the folder of a run holds its checkpoints in a folder of that name; rename this one")
     checkpoint = _last(folder, step)
@@ -137,7 +141,7 @@ def restore_test_command(folder: Path, step: int | None) -> int:
 COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_command, "restore-test": restore_test_command}
 
 
-def parse(command: str, argv: Sequence[str]) -> tuple[Path, int | None]:
+def parse(command: str, argv: Sequence[str]) -> tuple[Folder, int | None]:
     parser = OneLineParser(prog=f"python -m nash_mhc.checkpoint {command}", allow_abbrev=False, description=ABOUT[command])
     parser.add_argument("folder", metavar="DIR", nargs="?", help="the folder of a run")
     last = "the last" if command in ("inspect", "restore-test") else "all"

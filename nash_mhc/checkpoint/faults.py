@@ -9,7 +9,10 @@ import re
 import sys
 from collections.abc import Iterator
 
-import jax
+from nash_mhc.config.schema import ConfigError
+
+# Not all of what these raise is an OSError.
+_OF_OBJECT_STORES = ("gcsfs", "google", "aiohttp", "fsspec", "requests")
 
 
 def _as_os_error(error: BaseException | None) -> OSError | None:
@@ -19,8 +22,9 @@ def _as_os_error(error: BaseException | None) -> OSError | None:
     text = str(error)
     if code := re.search(r"os_error_code='(\d+)'", text):
         return OSError(int(code[1]), os.strerror(int(code[1])))
-    # TensorStore raises ValueErrors that begin with the name of a status (UNAVAILABLE: ...), and so does XLA its own.
-    if re.match(r"[A-Z]+(_[A-Z]+)*: ", text) and not isinstance(error, jax.errors.JaxRuntimeError):
+    # TensorStore raises ValueErrors that begin with the name of a status (UNAVAILABLE: ...), and so does XLA its own errors.
+    of_tensorstore = re.match(r"[A-Z]+(_[A-Z]+)*: ", text) and type(error).__name__ != "JaxRuntimeError"
+    if of_tensorstore or type(error).__module__.partition(".")[0] in _OF_OBJECT_STORES:
         return OSError(text[:160])
     return None
 
@@ -35,17 +39,27 @@ def as_os_errors() -> Iterator[None]:
         raise fault from None
 
 
+@contextlib.contextmanager
+def one_line(place: object) -> Iterator[None]:
+    """For whoever only wants to look: a place that cannot be reached is a ConfigError."""
+    try:
+        with as_os_errors():
+            yield
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be reached ({reason(error)})") from error
+
+
 def reason(fault: OSError) -> str:
     """In a few words, on one line."""
     return fault.strerror or " ".join(str(fault).split()) or type(fault).__name__
 
 
 def _not_told_twice(record: logging.LogRecord) -> bool:
-    """Orbax logs a fault with its traceback in every thread that it passes, and raises it as well: whoever saves tells it."""
+    """They log a fault with its traceback, some in each thread that it passes, and raise it as well: one line tells it."""
     return not (record.levelno == logging.ERROR and record.exc_info and _as_os_error(record.exc_info[1]))
 
 
-for _name in ("absl", "asyncio"):
+for _name in ("absl", "asyncio", "gcsfs", "fsspec.prefetcher"):
     logging.getLogger(_name).addFilter(_not_told_twice)
 
 _other_hook = sys.unraisablehook

@@ -11,106 +11,131 @@ import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
+
+from nash_mhc.checkpoint import folders
+from nash_mhc.checkpoint.faults import as_os_errors, reason
+from nash_mhc.config.places import Folder, is_remote
+from nash_mhc.config.schema import ConfigError
 
 FILE = "manifest.json"
 VERSION = 1  # of the file's form
 
 
-def numbered(folder: Path) -> list[int]:
-    """Steps that have a folder of their own, oldest first; what Orbax is still writing has another name."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+def numbered(folder: Folder) -> list[int]:
+    """Steps that have a folder of their own, oldest first; what Orbax is still writing may have another name."""
+    return sorted(int(name) for name in folders.subfolders(folder) if name.isdecimal())
 
 
-def _files(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / FILE)
+def _files(checkpoint: Folder) -> dict[str, int]:
+    """Name -> bytes of what is to be hashed."""
+    return {name: size for name, size in folders.sizes(checkpoint).items() if name != FILE}
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Folder) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digests(paths: Iterable[Path]) -> list[str]:
+def _digests(paths: Iterable[Folder]) -> list[str]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
         return list(pool.map(_digest, paths))
 
 
-def write(checkpoint: Path) -> None:
+def write(checkpoint: Folder) -> None:
     """Hashes what is there. All of the manifest appears, or nothing of it."""
     found = _files(checkpoint)
-    entries = {
-        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(found, _digests(found), strict=True)
-    }
+    digests = _digests(checkpoint / name for name in found)
+    entries = {name: {"bytes": size, "sha256": digest} for (name, size), digest in zip(found.items(), digests, strict=True)}
     part = checkpoint.with_name(f"{checkpoint.name}.{FILE}.part")  # beside the checkpoint, whose files are all accounted for
-    part.write_text(json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n")
-    part.replace(checkpoint / FILE)
+    folders.write_whole(checkpoint / FILE, json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n", part=part)
 
 
-def read(checkpoint: Path) -> dict[str, tuple[int, str]]:
+def _not_answered(checkpoint: Folder, error: OSError) -> None:
+    """A disk that cannot read a file has lost it. An object store that does not answer has lost nothing: ConfigError."""
+    if is_remote(checkpoint) and not isinstance(error, FileNotFoundError):
+        raise ConfigError(f"{checkpoint}: cannot be reached ({reason(error)}); nothing was changed, try again") from error
+
+
+def read(checkpoint: Folder) -> dict[str, tuple[int, str]]:
     """Name -> (bytes, SHA-256); ValueError says what is wrong with the manifest itself."""
     try:
-        values = json.loads((checkpoint / FILE).read_text())
+        with as_os_errors():
+            values = json.loads((checkpoint / FILE).read_text())
         if values["version"] != VERSION:
             raise ValueError(f"its manifest has form {values['version']}, this version reads {VERSION}")
         return {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in values["files"].items()}
     except OSError as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise ValueError(f"its manifest {reason}") from None
+        _not_answered(checkpoint, error)
+        wrong = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
+        raise ValueError(f"its manifest {wrong}") from None
     except (json.JSONDecodeError, UnicodeError, KeyError, TypeError, AttributeError):
         raise ValueError("its manifest is damaged") from None
 
 
-def identity(checkpoint: Path) -> str:
+def identity(checkpoint: Folder) -> str:
     """One hash that stands for all files: two checkpoints that have the same one are the same."""
     return _digest(checkpoint / FILE)
 
 
-def problem(checkpoint: Path) -> str | None:
+def problem(checkpoint: Folder) -> str | None:
     """What is wrong with a checkpoint, in a few words; None when every file is there, whole and unchanged, and no other."""
     try:
         expected = read(checkpoint)
+    except ConfigError:
+        raise
     except ValueError as error:
         return str(error)
     try:
-        for name, (size, _) in expected.items():  # before any file is read as a whole
-            if not (checkpoint / name).is_file():
-                return f"{name} is missing"
-            if (found := (checkpoint / name).stat().st_size) != size:
-                return f"{name} has {found:,} bytes instead of {size:,}"
-        if extra := [path for path in _files(checkpoint) if path.relative_to(checkpoint).as_posix() not in expected]:
-            return f"{extra[0].relative_to(checkpoint)} does not belong to it"
-        for (name, (_, digest)), found_digest in zip(
-            expected.items(), _digests(checkpoint / name for name in expected), strict=True
-        ):
-            if digest != found_digest:
-                return f"the content of {name} has changed"
+        with as_os_errors():
+            found = _files(checkpoint)
+            for name, (size, _) in expected.items():  # before any file is read as a whole
+                if name not in found:
+                    return f"{name} is missing"
+                if found[name] != size:
+                    return f"{name} has {found[name]:,} bytes instead of {size:,}"
+            if extra := sorted(set(found) - set(expected)):
+                return f"{extra[0]} does not belong to it"
+            digests = _digests(checkpoint / name for name in expected)
+            for (name, (_, digest)), found_digest in zip(expected.items(), digests, strict=True):
+                if digest != found_digest:
+                    return f"the content of {name} has changed"
     except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
+        _not_answered(checkpoint, error)
+        return f"{error.filename or checkpoint} cannot be read ({reason(error)})"
     return None
 
 
-def values_of(checkpoint: Path) -> dict[str, Any]:
-    """The plain values beside the state (step, configuration, tokens seen, evaluation); empty when they cannot be read."""
+def values_of(checkpoint: Folder, *, strict: bool = False) -> dict[str, Any]:
+    """The plain values beside the state (step, configuration, tokens seen, evaluation); empty when they cannot be read.
+
+    With `strict`, only when they are not there or damaged: what the storage cannot say just now is an OSError.
+    """
     try:
-        values = json.loads((checkpoint / "values" / "metadata").read_text())
-    except (OSError, ValueError):
+        with as_os_errors():
+            values = json.loads((checkpoint / "values" / "metadata").read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    except OSError:
+        if strict:
+            raise
         return {}
     return values if isinstance(values, dict) else {}
 
 
-def held_out_loss(checkpoint: Path) -> float:
+def held_out_loss(checkpoint: Folder, *, strict: bool = False) -> float:
     """Infinite for a checkpoint that was not evaluated."""
-    loss = (values_of(checkpoint).get("evaluation") or {}).get("eval/loss")
+    loss = (values_of(checkpoint, strict=strict).get("evaluation") or {}).get("eval/loss")
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
 
 
-def kept(folder: Path, *, last: int, every: int) -> set[int]:
-    """Of the finished checkpoints: the last few, those at multiples of `every` (0: none) and the best by held-out loss."""
-    steps = [step for step in numbered(folder) if (folder / str(step) / FILE).is_file()]
+def kept(folder: Folder, *, last: int, every: int) -> set[int]:
+    """Of the finished checkpoints: the last few, those at multiples of `every` (0: none) and the best by held-out loss.
+
+    OSError where that cannot be told just now: nothing may be deleted for want of an answer.
+    """
+    steps = [step for step in numbered(folder) if folders.exists(folder / str(step) / FILE)]
     chosen = set(steps[-last:]) | {step for step in steps if every and step % every == 0}
-    losses = {step: held_out_loss(folder / str(step)) for step in steps}
+    losses = {step: held_out_loss(folder / str(step), strict=True) for step in steps}
     best = min(steps, key=lambda step: (losses[step], -step), default=None)
     return chosen | {best} if best is not None and losses[best] < math.inf else chosen

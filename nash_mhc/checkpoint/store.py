@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.faults import as_os_errors
+from nash_mhc.checkpoint import folders, manifest
+from nash_mhc.checkpoint.faults import as_os_errors, one_line
+from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError
 
 _BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
@@ -36,15 +35,16 @@ class Store:
     What goes wrong with the storage is an OSError, whoever found it. The next save then starts with what the failed one left.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 3, keep_every: int = 0) -> None:
+    def __init__(self, folder: str | Folder, *, keep: int = 3, keep_every: int = 0) -> None:
         # Orbax takes a relative folder and then fails at the first save.
-        self.folder = Path(folder).absolute() / "checkpoints"
+        self.folder = (place(folder) if is_remote(folder) else place(folder).absolute()) / "checkpoints"
         self._keep, self._keep_every = keep, keep_every
         self._verified: set[int] = set()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._finishing: Future[None] | None = None
         self._failed = False
-        self._manager = self._new_manager()
+        with one_line(self.folder):
+            self._manager = self._new_manager()
 
     def _new_manager(self) -> ocp.CheckpointManager:
         # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit, for ten minutes.
@@ -108,7 +108,7 @@ class Store:
 
     def finished(self) -> list[int]:
         """Those of them whose save has ended."""
-        return [step for step in self.steps() if (self.folder / str(step) / manifest.FILE).is_file()]
+        return [step for step in self.steps() if folders.exists(self.folder / str(step) / manifest.FILE)]
 
     def save(self, step: int, state: PyTree, values: dict[str, Any]) -> None:
         """Starts writing; returns once the state has been copied, so that the next step may reuse its memory."""
@@ -125,12 +125,16 @@ class Store:
         # Hashing and deleting wait for Orbax's commit, in a thread of their own: the loop is not held up.
         self._finishing = self._background.submit(self._finish, step)
 
+    def give_up(self) -> None:
+        """The last save counts as failed, whether it did here or in another process: the next one starts anew."""
+        self._failed = True
+
     def reopen(self) -> None:
         """After a failed save: removes what it left, makes the folder if it is gone, and gives Orbax a new start."""
         self._failed = True  # until all of this is done
         self._close_manager()  # it would report the old failure as that of the next save
         if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            folders.make(self.folder)
             self._remove_unfinished()
         self._manager = self._new_manager()
         self._failed = False
@@ -138,13 +142,17 @@ class Store:
     def _remove_unfinished(self) -> None:
         """What a save that never ended left; a checkpoint without a manifest that has no mark was whole once, and stays."""
         for part in self.folder.glob(_BEING_WRITTEN):
-            shutil.rmtree(part, ignore_errors=True)  # TensorStore may still be at it; nobody takes it for a checkpoint
+            with (
+                contextlib.suppress(OSError),
+                as_os_errors(),
+            ):  # TensorStore may still be at it; nobody takes it for a checkpoint
+                folders.remove(part)
         for part in self.folder.glob(f"*.{manifest.FILE}.part"):
             part.unlink()
         for mark in self.folder.glob("*.saving"):
             checkpoint = mark.with_suffix("")
-            if checkpoint.is_dir() and not (checkpoint / manifest.FILE).is_file():
-                shutil.rmtree(checkpoint)
+            if folders.exists(checkpoint) and not folders.exists(checkpoint / manifest.FILE):
+                folders.remove(checkpoint)
             mark.unlink()
 
     def _finish(self, step: int) -> None:
@@ -152,7 +160,7 @@ class Store:
         if jax.process_index() == 0:
             manifest.write(self.folder / str(step))
             # The checkpoint is whole: what cannot be deleted now goes after the next one.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), as_os_errors():
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)
                 self._make_room()
 
@@ -163,10 +171,10 @@ class Store:
             with contextlib.suppress(OSError):  # on a full disk there may be no room for it, and this makes some
                 mark.touch()
             (self.folder / str(old) / manifest.FILE).unlink(missing_ok=True)
-            shutil.rmtree(self.folder / str(old))
+            folders.remove(self.folder / str(old))
             mark.unlink(missing_ok=True)
         for leftover in self.folder.glob("*.unfinished"):  # a newer one is whole now
-            shutil.rmtree(leftover)
+            folders.remove(leftover)
         self._remove_unfinished()
 
     def newest(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
@@ -179,14 +187,13 @@ class Store:
             if (wrong := manifest.problem(self.folder / str(step))) is None:
                 self._verified.add(step)
                 return step
-            unfinished = (self.folder / f"{step}.saving").exists()
+            unfinished = folders.exists(self.folder / f"{step}.saving")
             reason = "its save did not end" if unfinished else f"damaged, {wrong}"
             name = f"{step}.{'unfinished' if unfinished else 'damaged'}"
             damaged |= set() if unfinished else {name if set_aside else str(step)}
             say(f"checkpoint {step}: {reason}; {f'set aside as {name}' if set_aside else 'passed over'}")
             if set_aside:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
-                (self.folder / str(step)).rename(self.folder / name)
+                folders.move(self.folder / str(step), self.folder / name)
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)
                 self._manager.reload()
         if lost := sorted({path.name for path in self.folder.glob("*.damaged")} | damaged):
@@ -219,11 +226,13 @@ class Store:
                 f"{self.folder}/{step}: holds {extra[0]}, which this configuration has no place for (see run.json)"
             )
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), values=ocp.args.JsonRestore())
-        items = self._manager.restore(step, args=parts)
+        with one_line(self.folder / str(step)):
+            items = self._manager.restore(step, args=parts)
         return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted]), items["values"]
 
 
-def arrays_of(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def arrays_of(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name -> (shape, dtype) of the whole arrays, whatever mesh wrote them; no array is read and no device is asked."""
-    found = ocp.StandardCheckpointHandler().metadata((checkpoint / "state").absolute())
+    state = checkpoint / "state"
+    found = ocp.StandardCheckpointHandler().metadata(state if is_remote(state) else state.absolute())
     return {name: (tuple(entry.shape), str(entry.dtype)) for name, entry in found.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nash_mhc.config.cli import parse
 from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
+from nash_mhc.config.places import place
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {
@@ -87,13 +88,13 @@ def inspect_command(argv: Sequence[str]) -> int:
     if args.step is not None and args.step < 1:
         raise ConfigError(f"--step must be at least 1, not {args.step}; steps are counted as in metrics.jsonl")
     given = {k: getattr(args, k) for k in ("batch_size", "grad_accum", "seed") if getattr(args, k) is not None}
-    folder = Path(args.folder)
+    folder = place(args.folder)
     if (folder / "run.json").exists():
         if given or args.split:
             raise ConfigError(f"{folder}: is a run and has its own split, batch size and seed; give --step and --row only")
         text = of_run(folder, args.step, args.row)
     else:
-        text = of_prepared(folder, args.split or "train", args.step, args.row, **given)
+        text = of_prepared(Path(args.folder), args.split or "train", args.step, args.row, **given)
     print(text)
     return 0
 

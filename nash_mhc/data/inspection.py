@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nash_mhc.config.places import Folder
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.manifest import FILE, Manifest, check_files, counted
 from nash_mhc.data.mixture import Mixture, RowSource
@@ -86,7 +87,7 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     return "\n".join(shown)
 
 
-def of_run(folder: Path, step: int | None, row: int | None) -> str:
+def of_run(folder: Folder, step: int | None, row: int | None) -> str:
     """What a run has read in a step, from what its run.json says; without a step, what it reads."""
     try:
         info = json.loads((folder / "run.json").read_text())

@@ -7,9 +7,9 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors
+from nash_mhc.config.places import place
 from nash_mhc.config.schema import ConfigError, check_field
 
 # flag -> (type, bounds as in the schema, default, help)
@@ -54,7 +54,7 @@ def main() -> int:
     # Beside the text, not in it: `generate > file` writes nothing but text.
     say = lambda text: print(text, file=sys.stderr, flush=True)
     loaded = load(args.checkpoint_dir, args.step, say=say)
-    use_compilation_cache(Path(args.checkpoint_dir))  # the sample that a run ends with has left the program there
+    use_compilation_cache(place(args.checkpoint_dir))  # the sample that a run ends with has left the program there
     tokenizer = loaded.tokenizer
     prompt = [tokenizer.end, *tokenizer.encode(args.prompt).tolist()]  # every document that the model has read began so
     tokens = generate_tokens(

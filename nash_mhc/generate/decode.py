@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.checkpoint.folders import exists
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokens import Tokenizer, load_tokenizer, stream_text
 from nash_mhc.model.lm import LM
@@ -37,9 +39,11 @@ def _host() -> jax.Device:
         return jax.devices()[0]
 
 
-def _read_config(folder: Path) -> RunConfig:
+def _read_config(folder: Folder) -> RunConfig:
     """The configuration that the run wrote down for itself."""
-    if not folder.is_dir():
+    with one_line(f"--checkpoint-dir {folder}"):
+        found = exists(folder, kind="directory")
+    if not found:
         raise ConfigError(f"--checkpoint-dir {folder}: no such folder; give the folder of a run")
     path = folder / "run.json"
     try:
@@ -52,15 +56,15 @@ def _read_config(folder: Path) -> RunConfig:
         raise ConfigError(f"{path} holds no configuration of a run ({type(error).__name__}: {error})") from error
 
 
-def load(folder: str | Path, step: int | None = None, *, say: Callable[[str], None] = lambda text: None) -> Loaded:
+def load(folder: str | Folder, step: int | None = None, *, say: Callable[[str], None] = lambda text: None) -> Loaded:
     """The run in `folder` at `step` (default: its last checkpoint), on this machine's first device, whatever mesh wrote it.
 
     `say` hears of the reading, once nothing stands in its way.
     """
-    folder = Path(folder)
+    folder = place(folder)
     cfg = _read_config(folder)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
-    if not (folder / "checkpoints").is_dir():  # asked first: opening a Store would make the folder
+    if not exists(folder / "checkpoints", kind="directory"):  # asked first: opening a Store would make the folder
         raise ConfigError(f"{folder} holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
     with Store(folder) as store:
         steps = store.steps()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from nash_mhc.checkpoint.faults import as_os_errors, one_line, reason
+from nash_mhc.checkpoint.folders import exists, write_whole
+from nash_mhc.config.places import Folder
 from nash_mhc.config.schema import ConfigError
 
 Row = dict[str, Any]
@@ -25,15 +26,17 @@ _SMALL_CHARTS = (  # title, key of a training row, key of an evaluation row
 class Run(NamedTuple):
     """The files of one run."""
 
-    folder: Path
+    folder: Folder
     info: dict[str, Any]  # run.json
     rows: list[Row]  # metrics.jsonl
     evals: list[Row]  # eval.jsonl
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Folder) -> dict[str, Any]:
     """run.json, or a ConfigError that says what is missing."""
-    if not folder.is_dir():
+    with one_line(folder):
+        found = exists(folder, kind="directory")
+    if not found:
         raise ConfigError(f"{folder}: no such folder; give the folder of a run, the --checkpoint-dir that it trained with")
     path = folder / "run.json"
     try:
@@ -47,8 +50,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     return info
 
 
-def _read_rows(path: Path) -> list[Row]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+def _read_rows(path: Folder) -> list[Row]:
+    lines = path.read_text(encoding="utf-8").splitlines() if exists(path) else []
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -61,7 +64,7 @@ def _read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def open_run(folder: Path) -> Run:
+def open_run(folder: Folder) -> Run:
     return Run(folder, read_run(folder), _read_rows(folder / "metrics.jsonl"), _read_rows(folder / "eval.jsonl"))
 
 
@@ -230,7 +233,7 @@ td{padding:3px 12px 3px 0;border-top:1px solid var(--line);overflow-wrap:anywher
 def page(run: Run) -> str:
     """The whole report as one HTML text: nothing is loaded from elsewhere, nothing is executed."""
     esc = html.escape
-    name = f"Run {run.folder.absolute().name}"
+    name = f"Run {run.folder.name or run.folder.absolute().name}"
     tiles = "".join(f"<div><dt>{esc(k)}</dt><dd>{esc(v)}</dd></div>" for k, v in facts(run).items())
     floor = _number(run.info.get("floor") or {}, "nats_per_token")
     loss = chart("loss", _points(run.rows, "loss"), _points(run.evals, "eval/loss"), floor, big=True)
@@ -257,12 +260,10 @@ def page(run: Run) -> str:
     )
 
 
-def write_page(run: Run, out: Path) -> None:
+def write_page(run: Run, out: Folder) -> None:
     """All of the page or nothing: someone may be looking at the last one."""
-    part = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        part.write_text(page(run), encoding="utf-8")
-        part.replace(out)
+        with as_os_errors():
+            write_whole(out, page(run))
     except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another file") from error
+        raise ConfigError(f"--out {out}: cannot be written ({reason(error)}); choose another file") from error

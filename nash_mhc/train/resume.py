@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.checkpoint.folders import exists
 from nash_mhc.checkpoint.manifest import numbered, values_of
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
@@ -47,7 +49,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _told(folder: Path) -> tuple[dict[str, Any], str | None] | None:
+def _told(folder: Folder) -> tuple[dict[str, Any], str | None] | None:
     """(configuration, identity of the rows) of the run in a folder, from run.json or else its newest checkpoint that has them.
 
     None where nothing can be read: there is no run, or nothing of it that could be used.
@@ -66,7 +68,7 @@ def _told(folder: Path) -> tuple[dict[str, Any], str | None] | None:
     return None
 
 
-def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
+def _check_same_run(folder: Folder, cfg: RunConfig, *, rows: str | None) -> None:
     """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
     if (told := _told(folder)) is None:
         return
@@ -88,21 +90,24 @@ def _check_same_run(folder: Path, cfg: RunConfig, *, rows: str | None) -> None:
 def check_resume(cfg: RunConfig, *, rows: str) -> None:
     """Whether what the run would go on from fits it; looked at before anything is made, changed or compiled."""
     wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
-    held = numbered(Path(named) / "checkpoints") if named else []
+    with one_line(f"--checkpoint-dir {named}"):
+        held = numbered(place(named) / "checkpoints") if named else []
     if wanted == "never" and held:
         raise ConfigError(f"--resume never: {named} holds checkpoints (up to step {held[-1]}); choose another --checkpoint-dir")
     if wanted == "must" and not held and cfg.train.resume_from is None:
         where = f"{named} holds no checkpoint" if named else "no folder is named"
         raise ConfigError(f"--resume must: {where}; give the --checkpoint-dir of a run that has one")
     if cfg.train.resume_from is not None:
-        other = Path(cfg.train.resume_from)
-        if not (other / "checkpoints").is_dir():
+        other = place(cfg.train.resume_from)
+        with one_line(f"--resume-from {other}"):
+            found = exists(other / "checkpoints", kind="directory")
+        if not found:
             raise ConfigError(
                 f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
             )
         _check_same_run(other, cfg, rows=None)
     if named:
-        _check_same_run(Path(named), cfg, rows=rows)
+        _check_same_run(place(named), cfg, rows=rows)
 
 
 class Start(NamedTuple):

@@ -21,8 +21,9 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc import __version__
-from nash_mhc.checkpoint.faults import reason
+from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.data.sources import loss_floor, open_source
@@ -55,7 +56,7 @@ _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "
 class Result:
     """What a run leaves: the folder, the final state and the last evaluation."""
 
-    folder: Path
+    folder: Folder
     state: TrainState
     evaluation: dict[str, float]
     floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
@@ -101,17 +102,19 @@ def compile_train_step(cfg: RunConfig, mesh: Mesh, *, most_documents: int | None
     return CompiledStep(step, mesh, donate=True, out_shardings=out, **options)
 
 
-def _make_folder(cfg: RunConfig) -> Path:
+def _make_folder(cfg: RunConfig) -> Folder:
     """The run's folder, writable. One that the user did not name is new: two runs never meet by accident."""
     named, stamp = cfg.train.checkpoint_dir, f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
-    folder = Path(next(c for c in candidates if named or not Path(c).exists()))
+    folder = place(next(c for c in candidates if named or not Path(c).exists()))
     try:
-        folder.mkdir(parents=True, exist_ok=bool(named))
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        with as_os_errors():
+            if not is_remote(folder):
+                folder.mkdir(parents=True, exist_ok=bool(named))
+            (folder / ".writable").write_text("")
+            (folder / ".writable").unlink()
     except OSError as error:
-        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({error.strerror}); choose another folder") from error
+        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); choose another folder") from error
     return folder
 
 
@@ -152,10 +155,14 @@ def _parameter_table(state: TrainState) -> str:
     return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
 
 
-def use_compilation_cache(folder: Path) -> None:
-    """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere."""
+def use_compilation_cache(folder: Folder) -> None:
+    """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere.
+
+    Those of a run in an object store lie where the runs of this machine have theirs: they are of no use to another machine.
+    """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str((folder.parent / ".jax_cache").absolute()))
+        beside = Path("runs") if is_remote(folder) else folder.parent
+        jax.config.update("jax_compilation_cache_dir", str((beside / ".jax_cache").absolute()))
 
 
 def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> Result:

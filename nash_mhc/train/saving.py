@@ -5,30 +5,25 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from nash_mhc.checkpoint.faults import reason
+from nash_mhc.checkpoint import folders
+from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.places import Folder, is_remote
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.processes import in_any_process
 
 
-def write_files(folder: Path, files: Mapping[str, str]) -> None:
+def write_files(folder: Folder, files: Mapping[str, str]) -> None:
     """Each whole or not at all; makes the folder where it is gone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        part = folder / f".{name}.part"
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(folder / name)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+    with as_os_errors():
+        folders.make(folder)
+        for name, text in files.items():
+            folders.write_whole(folder / name, text)
 
 
 class Saver:
@@ -78,13 +73,16 @@ class Saver:
         """
         self._end(wait=wait)
         while self._last != step and (wait or self._pause_ends is None or self._agreed(time.monotonic() >= self._pause_ends)):
-            fault, self._pause_ends = None, None
+            self._writing, self._pause_ends = step, None
+            missing = self._missing()
+            gone = self._agreed(bool(missing))
+            fault: OSError | None = None
             try:
-                self._mend()
+                if gone:
+                    self._make_again(missing)
                 self._store.save(step, state, values)
             except OSError as error:
                 fault = error
-            self._writing = step
             if self._agreed(fault is not None):
                 self._note(fault, wait=wait)
             if not wait:
@@ -117,6 +115,7 @@ class Saver:
 
     def _note(self, fault: OSError | None, *, wait: bool) -> None:
         step, self._writing = self._writing, None
+        self._store.give_up()  # in every process: the next attempt is made by all of them
         self._failed += 1
         why = f"{reason(fault) if fault else 'another process could not write its part'}, {self._store.folder}"
         if self._failed >= self._attempts:
@@ -132,19 +131,25 @@ class Saver:
         self._say(f"checkpoint {step} could not be written ({why}); {going_on}it is tried again in {pause:g} s")
 
     def _last_whole(self) -> str:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), as_os_errors():
             if found := self._store.finished():
                 return f"the last whole checkpoint is step {found[-1]}"
         return "there is no whole checkpoint" if self._last is None else f"the last one, step {self._last}, is gone"
 
-    def _mend(self) -> None:
-        """What someone deleted or moved away is made again."""
+    def _missing(self) -> list[str]:
+        """What someone has deleted or moved away, if that can be told; where it cannot, saving will fail and tell."""
+        run, missing = self._store.folder.parent, []
+        with contextlib.suppress(OSError), as_os_errors():
+            if not is_remote(run) and not folders.exists(self._store.folder, kind="directory"):
+                missing.append("checkpoints")  # an object store knows no empty folders
+            missing += [name for name in self._files if not folders.exists(run / name, kind="file")]
+        return missing
+
+    def _make_again(self, missing: list[str]) -> None:
         run = self._store.folder.parent
-        missing = [name for name in self._files if not (run / name).is_file()]
-        missing = ["checkpoints"] * (not self._store.folder.is_dir()) + missing
-        if self._agreed(bool(missing)):
+        with as_os_errors():
             self._store.reopen()
             if jax.process_index() == 0:
                 write_files(run, self._files)
-            lost = ", without those it held" if "checkpoints" in missing else ""
-            self._say(f"{run}: {', '.join(missing)} had vanished and is made again{lost}")
+        lost = ", without those it held" if "checkpoints" in missing else ""
+        self._say(f"{run}: {', '.join(missing)} had vanished and is made again{lost}")

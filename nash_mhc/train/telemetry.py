@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -12,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +19,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from nash_mhc.checkpoint.faults import reason
+from nash_mhc.checkpoint.faults import as_os_errors, reason
+from nash_mhc.checkpoint.folders import exists, write_whole
+from nash_mhc.config.places import Folder
+from nash_mhc.train.growing import growing
 
 _ROWS = ("metrics.jsonl", "eval.jsonl")
 _NUMBERS = itertools.count()  # of the event files of this process
@@ -43,42 +44,12 @@ def _scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
         yield tag, value
 
 
-class Growing:
-    """A file that is only ever added to. What cannot be written waits, and nothing of it is left half written."""
-
-    def __init__(self, path: Path, first: bytes = b"") -> None:
-        """`first` is what the file begins with, again if it has to be begun anew."""
-        self._path, self._first = path, first
-        self.waiting: list[bytes] = []
-
-    def add(self, piece: bytes) -> None:
-        self.waiting.append(piece)
-
-    def flush(self) -> None:
-        """Writes what waits; raises OSError where it must go on waiting."""
-        if not self.waiting and not self._first:
-            return
-        with self._path.open("ab", buffering=0) as out:
-            size = out.tell()
-            rest = b"".join([self._first] * (size == 0) + self.waiting)
-            try:
-                while rest:
-                    rest = rest[out.write(rest) :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    out.truncate(size)
-                raise
-        self.waiting = []
-
-
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(path: Folder, step: int) -> None:
     """Drops the rows after `step`; they are all there, or none is gone."""
-    if path.exists():
+    if exists(path):
         # A crash may have cut the last line short: only a line with its end is a row.
         rows = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-        part = path.with_name(f".{path.name}.part")
-        part.write_text("".join(line for line in rows if json.loads(line)["step"] <= step))
-        part.replace(path)
+        write_whole(path, "".join(line for line in rows if json.loads(line)["step"] <= step))
 
 
 def _record(event: Event) -> bytes:
@@ -93,10 +64,11 @@ class Telemetry:
     What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
     """
 
-    def __init__(self, folder: Path, *, start_step: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, folder: Folder, *, start_step: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
         self._folder, self._say, self._faulty = folder, say, False
-        for name in _ROWS:
-            _keep_until(folder / name, start_step)
+        with as_os_errors():
+            for name in _ROWS:
+                _keep_until(folder / name, start_step)
         # TensorBoard's own writer has a thread that dies of the first fault; its records are simple enough to append.
         self._name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         first = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -104,7 +76,7 @@ class Telemetry:
             # TensorBoard, too, forgets what an earlier process wrote past this point.
             restart = SessionLog(status=SessionLog.START)
             first += _record(Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
-        self._files = {name: Growing(folder / name) for name in _ROWS} | {self._name: Growing(folder / self._name, first)}
+        self._files = {name: growing(folder / name) for name in _ROWS} | {self._name: growing(folder / self._name, first)}
         self._flush()
 
     def write(self, step: int, row: dict[str, Any], *, file: str = "metrics.jsonl") -> None:
@@ -115,11 +87,11 @@ class Telemetry:
         self._files[self._name].add(_record(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
         self._flush()
 
-    def _flush(self) -> None:
+    def _flush(self, *, last: bool = False) -> None:
         fault: tuple[str, OSError] | None = None
         for name, file in self._files.items():
             try:
-                file.flush()
+                file.flush(last=last)
             except OSError as error:
                 fault = fault or (name, error)
         if fault and not self._faulty:
@@ -129,7 +101,7 @@ class Telemetry:
         self._faulty = fault is not None
 
     def close(self) -> None:
-        self._flush()
+        self._flush(last=True)
         if lost := sum(len(self._files[name].waiting) for name in _ROWS):
             self._say(f"{lost} row{'s' * (lost > 1)} of metrics could not be written to {self._folder}")
 
@@ -167,8 +139,14 @@ class Reporter:
             self._task = self._bar.add_task("training", total=total_steps, note="")
 
     def say(self, text: str) -> None:
-        if not self._quiet:
+        if self._quiet:
+            return
+        try:
             self._console.print(text, markup=False, soft_wrap=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self._console = Console(file=sys.stdout, highlight=False)  # a log file on a full disk: the run goes on without it
 
     def begin(self, step: int) -> None:
         if self._bar:

@@ -1,0 +1,34 @@
+"""Where a run lies: a folder of this machine, or of an object store (gs://bucket/run). Names only; nothing is read here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from nash_mhc.config.schema import ConfigError
+
+# The paths of an object store can do what a Path can, as far as a run needs it, but they are none.
+if TYPE_CHECKING:
+    Folder = Path
+else:
+    Folder = PurePath
+
+
+def is_remote(place: str | Folder) -> bool:
+    return str(place).startswith("gs://")
+
+
+def place(name: str | Folder) -> Folder:
+    """The path of that name; ConfigError for a gs:// name without the package that reaches it."""
+    if not is_remote(name):
+        return Path(os.fspath(name))
+    if any(importlib.util.find_spec(package) is None for package in ("etils", "gcsfs")):
+        raise ConfigError(f"{name}: gs:// folders need the package gcsfs; install it with pip install 'nash_mhc[gcs]'")
+    import fsspec
+    from etils import epath
+
+    # TensorStore writes there as well: what was seen in a folder a while ago says nothing.
+    fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+    return epath.Path(os.fspath(name))
