@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
+from nash_mhc.ops.lookup import rows_of
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards, param
 
@@ -55,10 +56,10 @@ def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: An
             table = lax.all_gather(table, axis, axis=1, tiled=True)
         vocab_axes = mesh_axis("vocab")
         if not vocab_axes:
-            return table[tokens]
+            return rows_of(table, tokens)
         index = tokens - lax.axis_index(vocab_axes) * table.shape[0]
         held = (index >= 0) & (index < table.shape[0])
-        rows = jnp.where(held[..., None], table[jnp.clip(index, 0, table.shape[0] - 1)], 0)
+        rows = jnp.where(held[..., None], rows_of(table, jnp.clip(index, 0, table.shape[0] - 1)), 0)
         return lax.psum_scatter(rows, vocab_axes, scatter_dimension=1, tiled=True)
 
     axes = [("vocab", "embed"), ("batch", "time")]

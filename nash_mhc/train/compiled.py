@@ -54,7 +54,11 @@ class CompiledStep:
                 self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
             start = time.perf_counter()
             with jax.set_mesh(self._mesh):
-                self._compiled[key] = self._jit.lower(state, batch).compile()
+                # On a GPU sums may be added up in any order, and kernels be chosen by what was fastest just now: a resumed run
+                # would not be the unbroken one. Elsewhere the same program gives the same bits anyway.
+                on_gpu = self._mesh.devices.flat[0].platform == "gpu"
+                exact: dict[str, str | bool] = {"xla_gpu_deterministic_ops": True} if on_gpu else {}
+                self._compiled[key] = self._jit.lower(state, batch).compile(compiler_options=exact)
             self.seconds += time.perf_counter() - start
         return self._compiled[key]
 

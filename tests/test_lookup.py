@@ -1,0 +1,40 @@
+"""Rows of a table: the gradient by matmul is the sum that the plain form takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.ops import lookup
+from nash_mhc.ops.lookup import added_rows, added_rows_by_matmul, rows_of
+
+V, D, B, T = 48, 8, 3, 10
+
+
+@pytest.fixture(scope="module")
+def case():
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
+    index = jnp.asarray(rng.integers(0, V // 4, (B, T)), jnp.int32)  # each row about two and a half times, most rows never
+    return table, index, jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32)
+
+
+def test_it_is_a_lookup_with_a_lookups_gradient(case):
+    table, index, d = case
+    np.testing.assert_array_equal(rows_of(table, index), table[index])
+    grads = [
+        jax.grad(lambda t, take=take: jnp.sum(take(t) * d))(table) for take in (lambda t: rows_of(t, index), lambda t: t[index])
+    ]
+    np.testing.assert_array_equal(*grads)
+
+
+@pytest.mark.parametrize("elements", [V, 5 * V, 2**26], ids=["a token a chunk", "five", "all at once"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_matmul_adds_up_the_same_rows(case, monkeypatch, elements, dtype):
+    monkeypatch.setattr(lookup, "_CHUNK_ELEMENTS", elements)
+    table, index, d = case
+    got = added_rows_by_matmul(table[:, :0], index, d.astype(dtype))
+    assert got.dtype == dtype
+    exact = added_rows(table[:, :0], index, d.astype(dtype).astype(jnp.float32))
+    # Summed in float32 whatever the dtype; only the result is rounded.
+    np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
