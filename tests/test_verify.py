@@ -62,11 +62,11 @@ def test_when_the_command_dies_its_runs_end_and_leave_nothing(tmp_path):
     folder.mkdir()
     (folder / "unbroken.json").write_text(json.dumps(short_run(cli.parse(FLAGS).config, folder / "unbroken").to_dict()))
     argv = [sys.executable, "-m", "nash_mhc.train.verify", str(folder / "unbroken.json")]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         while not (folder / "unbroken").exists() and child.poll() is None:
             time.sleep(0.02)
         child.stdin.close()  # as the death of the other side does
-        assert child.wait(30) == 1
+        assert (child.wait(30), child.stderr.read()) == (1, b"")  # at once: no word about the files that are gone
     for _ in range(500):
         if not folder.exists():
             break
