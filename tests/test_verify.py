@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import subprocess
 import sys
 import tempfile
+import time
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import small
 
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config import cli
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.train import __main__ as command
 from nash_mhc.train.resume import checkpoint_values
@@ -52,6 +55,23 @@ def test_a_mistake_is_told_once_by_the_run_itself(tmp_path, monkeypatch, capfd):
     assert err.count("error: ") == 1 and "nowhere.txt" in err
     assert "the unbroken run ended with exit code 2; nothing can be said about resuming" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_when_the_command_dies_its_runs_end_and_leave_nothing(tmp_path):
+    folder = tmp_path / "verify-resume-x"
+    folder.mkdir()
+    (folder / "unbroken.json").write_text(json.dumps(short_run(cli.parse(FLAGS).config, folder / "unbroken").to_dict()))
+    argv = [sys.executable, "-m", "nash_mhc.train.verify", str(folder / "unbroken.json")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
+        while not (folder / "unbroken").exists() and child.poll() is None:
+            time.sleep(0.02)
+        child.stdin.close()  # as the death of the other side does
+        assert (child.wait(30), child.stderr.read()) == (1, b"")  # at once: no word about the files that are gone
+    for _ in range(500):
+        if not folder.exists():
+            break
+        time.sleep(0.02)
+    assert not folder.exists()
 
 
 def logged(folder, losses, tokens=100):

@@ -251,6 +251,9 @@ class TrainConfig(_Section):
     attention: str = key(
         "auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash")
     )
+    deterministic: bool = key(
+        True, "the same bits in every run, which a GPU has to be told; costs it 1% of the speed and some memory"
+    )
     log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
     eval_interval: int = key(150, "steps between evaluations (0: only at the end)", low=0)
     eval_batches: int = key(16, "batches of one evaluation", low=1)

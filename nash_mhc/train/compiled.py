@@ -30,6 +30,7 @@ class CompiledStep:
         *,
         donate: bool = False,
         out_shardings: Any = None,
+        deterministic: bool = False,
         warn: Callable[[str], None] = print,
     ) -> None:
         self.traces = 0
@@ -43,6 +44,10 @@ class CompiledStep:
         self._jit = jax.jit(traced, donate_argnums=(0,) if donate else (), **options)
         self._mesh, self._warn = mesh, warn
         self._compiled: dict[tuple[str, ...], Any] = {}
+        # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is told otherwise.
+        # Everywhere else the same program gives the same bits.
+        exact = deterministic and mesh.devices.flat[0].platform == "gpu"
+        self._compiler_options: dict[str, str | bool] = {"xla_gpu_deterministic_ops": True} if exact else {}
 
     def compile(self, state: Any, batch: Any) -> Any:
         """The executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings)."""
@@ -54,11 +59,7 @@ class CompiledStep:
                 self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
             start = time.perf_counter()
             with jax.set_mesh(self._mesh):
-                # On a GPU sums may be added up in any order, and kernels be chosen by what was fastest just now: a resumed run
-                # would not be the unbroken one. Elsewhere the same program gives the same bits anyway.
-                on_gpu = self._mesh.devices.flat[0].platform == "gpu"
-                exact: dict[str, str | bool] = {"xla_gpu_deterministic_ops": True} if on_gpu else {}
-                self._compiled[key] = self._jit.lower(state, batch).compile(compiler_options=exact)
+                self._compiled[key] = self._jit.lower(state, batch).compile(compiler_options=self._compiler_options)
             self.seconds += time.perf_counter() - start
         return self._compiled[key]
 

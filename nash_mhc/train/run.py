@@ -99,7 +99,7 @@ def compile_train_step(cfg: RunConfig, mesh: Mesh, *, most_documents: int | None
     """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
     out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
     step = make_train_step(cfg, make_objective(cfg, most_documents))
-    return CompiledStep(step, mesh, donate=True, out_shardings=out, **options)
+    return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic, **options)
 
 
 def _make_folder(cfg: RunConfig) -> Folder:

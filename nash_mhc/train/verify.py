@@ -138,7 +138,9 @@ def _train(cfg: RunConfig, what: str, *, killed: bool = False) -> None:
 def _end_with_parent(folder: Path) -> None:
     """Whatever ends the process that started this one closes its end of our standard input: then nothing shall stay behind."""
     os.read(0, 1)  # sys.stdin would hold a lock that the interpreter wants at its end
-    shutil.rmtree(folder, ignore_errors=True)
+    # Deleted from outside and a little later: this process goes on writing until its last moment.
+    delete = "import shutil, sys, time; time.sleep(1); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+    subprocess.Popen([sys.executable, "-c", delete, str(folder)], stdin=subprocess.DEVNULL, start_new_session=True)
     os._exit(1)
 
 
