@@ -21,8 +21,8 @@ from nash_mhc.config.places import place
 from nash_mhc.generate.decode import load
 from nash_mhc.report import __main__ as report
 from nash_mhc.train import run as train
+from nash_mhc.train.files import use_compilation_cache
 from nash_mhc.train.growing import Rewritten
-from nash_mhc.train.run import use_compilation_cache
 
 
 @pytest.fixture(scope="module")

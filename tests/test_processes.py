@@ -15,7 +15,7 @@ from test_run import rows
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import MeshConfig
-from nash_mhc.parallel.processes import Place, place
+from nash_mhc.parallel.processes import Place, find_place
 from nash_mhc.train.signals import TRY_AGAIN
 
 STEPS = 40
@@ -136,10 +136,10 @@ JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_
     ],
 )
 def test_a_scheduler_is_recognised(env, wanted):
-    assert place(MeshConfig(), env) == wanted
-    assert place(MeshConfig(num_processes=1), env) is None  # alone, whatever the scheduler says
+    assert find_place(MeshConfig(), env) == wanted
+    assert find_place(MeshConfig(num_processes=1), env) is None  # alone, whatever the scheduler says
     flags = MeshConfig(coordinator_address="b:2", num_processes=4, process_id=1)
-    assert place(flags, env) == Place("b:2", 4, 1)
+    assert find_place(flags, env) == Place("b:2", 4, 1)
 
 
 @pytest.mark.parametrize(("workers", "wanted"), [("a:8470:1,b:8470:2", Place()), ("a:8470:1", None)])
@@ -157,8 +157,8 @@ def test_a_tpu_pod_is_recognised_by_its_metadata(workers, wanted):
     with http.server.HTTPServer(("localhost", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
-        assert place(MeshConfig(), env) == wanted
-        assert place(MeshConfig(), env | {"TPU_SKIP_MDS_QUERY": "1"}) is None
+        assert find_place(MeshConfig(), env) == wanted
+        assert find_place(MeshConfig(), env | {"TPU_SKIP_MDS_QUERY": "1"}) is None
         server.shutdown()
 
 
@@ -174,4 +174,4 @@ def test_a_tpu_pod_is_recognised_by_its_metadata(workers, wanted):
 )
 def test_what_cannot_be_started_is_said_in_a_line(flags, env, message):
     with pytest.raises(ConfigError, match=message):
-        place(MeshConfig(**flags), env)
+        find_place(MeshConfig(**flags), env)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -78,16 +77,14 @@ class Store:
         against 0.2 s for the copy itself. What was made once is kept and used again.
         """
 
-        def copy(leaf: Any) -> Any:
-            pinned = any(memory.kind == "pinned_host" for memory in next(iter(leaf.sharding.device_set)).addressable_memories())
-            return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")) if pinned else None
+        leaves = [leaf for leaf in jax.tree.leaves(state) if next(iter(leaf.devices())).platform != "cpu"]
 
         def work() -> None:
             with contextlib.suppress(Exception):  # the save itself will tell what is wrong
-                jax.block_until_ready([copy(leaf) for leaf in jax.tree.leaves(state)])
+                copies = [jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")) for leaf in leaves]
+                jax.block_until_ready(copies)
 
-        self._warming = threading.Thread(target=work, name="checkpoint memory", daemon=True)
-        self._warming.start()
+        self._background.submit(work)
 
     def done(self) -> bool:
         """Whether no save is under way; `wait` then returns, or raises, at once."""

@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     args = parse(sys.argv[1:])
     from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is told without JAX
-    from nash_mhc.train.run import use_compilation_cache
+    from nash_mhc.train.files import use_compilation_cache
 
     # Beside the text, not in it: `generate > file` writes nothing but text.
     say = lambda text: print(text, file=sys.stderr, flush=True)

@@ -33,7 +33,7 @@ class Place:
     local_device: int | None = None  # the only device that this process may use, where its node is shared
 
 
-def place(cfg: MeshConfig, env: Mapping[str, str]) -> Place | None:
+def find_place(cfg: MeshConfig, env: Mapping[str, str]) -> Place | None:
     """This process's place by flags, else by the environment; None when it is alone."""
     if cfg.num_processes == 1:
         return None
@@ -135,7 +135,7 @@ def start(cfg: MeshConfig) -> int:
     """Joins the run's other processes, if there are any, before the first use of a device; returns how many there are."""
     from jax._src import distributed  # no public name tells these things before there are devices; Orbax goes the same way
 
-    if jax.distributed.is_initialized() or (own := place(cfg, os.environ)) is None:
+    if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
         return distributed.global_state.num_processes or 1
     jax.config.update("jax_enable_preemption_service", False)  # signals are ours: train/signals.py
     options: dict[str, Any] = {"initialization_timeout": _CONNECT_S, "heartbeat_timeout_seconds": _NEVER_S}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 
@@ -16,7 +18,7 @@ from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.tokens import load_tokenizer, stream_text
 from nash_mhc.model.lm import count_parameters
 from nash_mhc.model.sampling import generate_tokens
-from nash_mhc.train.run import Result, for_platform, next_commands, resolve, run
+from nash_mhc.train.run import Result, for_platform, resolve, run
 from nash_mhc.train.signals import TRY_AGAIN, Interrupted, leave
 from nash_mhc.train.verify import STEPS, verify_resume
 
@@ -53,6 +55,21 @@ def _show_sample(result: Result, cfg: RunConfig) -> None:
         print(f"\n(no sample: {type(error).__name__}: {error})")
 
 
+def _next_commands(result: Result, argv: Sequence[str]) -> str:
+    """What to type after a run that was started with these arguments."""
+    python = Path(sys.executable)
+    here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path("python")
+    tensorboard = here.with_name("tensorboard")
+    longer = shlex.join([*argv, "--total-steps", str(10 * int(result.state.step))])
+    return (
+        f"\nThe run is in {result.folder}. Next:\n"
+        f"  {here} -m nash_mhc.generate --checkpoint-dir {result.folder}\n"
+        f"  {here} -m nash_mhc.report {result.folder}\n"
+        f"  {tensorboard} --logdir {result.folder}\n"
+        f"  {here} -m nash_mhc.train {longer}   # ten times the steps"
+    )
+
+
 def _own_flags(group: argparse._ArgumentGroup) -> None:
     text = (
         f"instead of training: {STEPS} steps of this run, killed and resumed, also on another mesh, and whether all are equal"
@@ -83,7 +100,7 @@ def main() -> int:
     if jax.process_index():
         return 0
     _show_sample(result, parsed.config)
-    print(next_commands(result, sys.argv[1:]))
+    print(_next_commands(result, sys.argv[1:]))
     return 0
 
 
@@ -94,8 +111,8 @@ def command() -> int:
     except Exception:
         traceback.print_exc()
         code = 1
-    if code not in (0, TRY_AGAIN) and jax.distributed.is_initialized():
-        leave(code)  # at an ordinary end JAX waits for all processes: one that fails must not
+    if code not in (0, TRY_AGAIN):
+        leave(code)  # an ordinary end would wait for what still compiles, and JAX for the other processes
     return code
 
 

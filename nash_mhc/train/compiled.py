@@ -76,7 +76,8 @@ class CompiledStep:
             except BaseException as error:  # whatever it is, the one who waits shall have it
                 failure.append(error)
 
-        thread = threading.Thread(target=work, name="compile", daemon=True)
+        # No daemon: a thread that comes back from the compiler while the interpreter ends would tear the process down.
+        thread = threading.Thread(target=work, name="compile")
         thread.start()
 
         def wait() -> None:

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
-import json
-import math
-import os
-import platform
-import shlex
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from nash_mhc import __version__
-from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.places import Folder, is_remote, place
+from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.data.sources import loss_floor, open_source
@@ -37,19 +26,18 @@ from nash_mhc.parallel.sharding import named
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.evaluate import BrokenOff, Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
+from nash_mhc.train.files import begin_files, make_folder, run_files, use_compilation_cache
 from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
 from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
-from nash_mhc.train.saving import Saver, write_files
+from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import SIGNALS, Interrupted
 from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
-from nash_mhc.train.telemetry import Nowhere, Reporter, Telemetry
+from nash_mhc.train.telemetry import Nowhere, Reporter
 from nash_mhc.train.watch import Watch
-
-_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclass(frozen=True)
@@ -102,69 +90,6 @@ def compile_train_step(cfg: RunConfig, mesh: Mesh, *, most_documents: int | None
     return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic, **options)
 
 
-def _make_folder(cfg: RunConfig) -> Folder:
-    """The run's folder, writable. One that the user did not name is new: two runs never meet by accident."""
-    named, stamp = cfg.train.checkpoint_dir, f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
-    folder = place(next(c for c in candidates if named or not Path(c).exists()))
-    try:
-        with as_os_errors():
-            if not is_remote(folder):
-                folder.mkdir(parents=True, exist_ok=bool(named))
-            (folder / ".writable").write_text("")
-            (folder / ".writable").unlink()
-    except OSError as error:
-        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); choose another folder") from error
-    return folder
-
-
-def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str) -> dict[str, Any]:
-    device = mesh.devices.flat[0]
-    return {
-        "config": cfg.to_dict(),
-        "rows": rows,
-        "parameters": count_parameters(cfg.model),
-        "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
-        "devices": {
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "count": mesh.size,
-            "there": jax.device_count(device.platform),
-        },
-        "versions": {"nash_mhc": __version__, "python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "floor": None if floor is None else {"nats_per_token": floor[0], "bits_per_byte": floor[1]},
-    }
-
-
-def _begin_files(folder: Path, files: dict[str, str], start_step: int, say: Callable[[str], None]) -> Telemetry:
-    try:
-        write_files(folder, files)
-        return Telemetry(folder, start_step=start_step, say=say)
-    except OSError as error:
-        remedy = "make room there or choose another folder"
-        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error
-
-
-def _parameter_table(state: TrainState) -> str:
-    """Name, shape and size of every parameter, for whoever wants to see what the model is made of."""
-    from clu import parameter_overview  # brings flax along, which takes a second to import
-
-    leaves = jax.tree_util.tree_flatten_with_path(state.model)[0]
-    shapes = {jax.tree_util.keystr(path).lstrip("."): jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in leaves}
-    return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
-
-
-def use_compilation_cache(folder: Folder) -> None:
-    """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere.
-
-    Those of a run in an object store lie where the runs of this machine have theirs: they are of no use to another machine.
-    """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
-        beside = Path("runs") if is_remote(folder) else folder.parent
-        jax.config.update("jax_compilation_cache_dir", str((beside / ".jax_cache").absolute()))
-
-
 def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> Result:
     """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
 
@@ -189,7 +114,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
     from_leader(lambda: check_resume(cfg, rows=source.identity))
     evaluator = leader_first(lambda: Evaluator(cfg, make_objective(cfg), tokenizer, mesh))
-    folder = Path(from_leader(lambda: str(_make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
+    folder = place(from_leader(lambda: str(make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     use_compilation_cache(folder)
     reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet, each_step=each_step)
@@ -206,13 +131,9 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
         start = starting_state(cfg, mesh, store, reporter.say)
         state, start_step = start.state, start.step
         store.warm_up(state)
-        files = {
-            "run.json": json.dumps(_describe_run(cfg, mesh, floor, source.identity), indent=2) + "\n",
-            "parameters.txt": _parameter_table(state),
-        }
-        telemetry = _begin_files(folder, files, start_step, reporter.say) if jax.process_index() == 0 else Nowhere()
-        pause = min(300.0, (cfg.train.stall_timeout or math.inf) / 2)
-        saver = Saver(store, files, attempts=cfg.train.save_attempts, say=reporter.say, longest_pause=pause)
+        files = run_files(cfg, mesh, floor, source.identity, state.model)
+        telemetry = begin_files(folder, files, start_step, reporter.say) if jax.process_index() == 0 else Nowhere()
+        saver = Saver(store, files, attempts=cfg.train.save_attempts, say=reporter.say)
         evaluator.compile(state.model)
         compiled()
         reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")
@@ -236,7 +157,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
             reporter.say(_evaluation_line(step, evaluation, floor))
 
         def save(state: TrainState, step: int, *, wait: bool = False) -> None:
-            watch.doing(f"saving step {step}", working=True)
+            watch.doing(f"saving step {step}")  # which storage may hold up for as long as it likes
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 told = dict(evaluation) if evaluated[-1:] == [step] else None
                 values = checkpoint_values(
@@ -302,18 +223,3 @@ def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float
     if floor is not None:
         text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
     return text
-
-
-def next_commands(result: Result, argv: Sequence[str]) -> str:
-    """What to type after a run that was started with these arguments."""
-    python = Path(sys.executable)
-    here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path("python")
-    tensorboard = here.with_name("tensorboard")
-    longer = shlex.join([*argv, "--total-steps", str(10 * int(result.state.step))])
-    return (
-        f"\nThe run is in {result.folder}. Next:\n"
-        f"  {here} -m nash_mhc.generate --checkpoint-dir {result.folder}\n"
-        f"  {here} -m nash_mhc.report {result.folder}\n"
-        f"  {tensorboard} --logdir {result.folder}\n"
-        f"  {here} -m nash_mhc.train {longer}   # ten times the steps"
-    )

@@ -31,6 +31,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
 from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.processes import find_place
 from nash_mhc.train.restoring import named_leaves, wanted_state
 from nash_mhc.train.run import run
 
@@ -195,6 +196,10 @@ def _moved(folder: Path) -> bool:
 
 def verify_resume(cfg: RunConfig) -> int:
     """Exit code 0 when all runs are equal, 1 when not (their folders then stay, to be looked at), 2 for the user's mistakes."""
+    if find_place(cfg.mesh, os.environ) is not None:
+        raise ConfigError(
+            "--verify-resume starts processes of its own; give the command once, without the scheduler's launcher"
+        )
     jax.config.update("jax_platforms", "cpu")  # of this process; those that it starts take what the user has
     folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     code = 2

@@ -1,0 +1,94 @@
+"""What lies in a run's folder beside its checkpoints, and where compiled programs are kept."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from nash_mhc import __version__
+from nash_mhc.checkpoint.faults import as_os_errors, reason
+from nash_mhc.config.places import Folder, is_remote, place
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.model.lm import LM, count_parameters
+from nash_mhc.train.saving import write_files
+from nash_mhc.train.telemetry import Telemetry
+
+_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def make_folder(cfg: RunConfig) -> Folder:
+    """The run's folder, writable. One that the user did not name is new: two runs never meet by accident."""
+    named, stamp = cfg.train.checkpoint_dir, f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
+    folder = place(next(c for c in candidates if named or not Path(c).exists()))
+    try:
+        with as_os_errors():
+            if not is_remote(folder):
+                folder.mkdir(parents=True, exist_ok=bool(named))
+            (folder / ".writable").write_text("")
+            (folder / ".writable").unlink()
+    except OSError as error:
+        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); choose another folder") from error
+    return folder
+
+
+def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str) -> dict[str, Any]:
+    device = mesh.devices.flat[0]
+    return {
+        "config": cfg.to_dict(),
+        "rows": rows,
+        "parameters": count_parameters(cfg.model),
+        "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
+        "devices": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": mesh.size,
+            "there": jax.device_count(device.platform),
+        },
+        "versions": {"nash_mhc": __version__, "python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "floor": None if floor is None else {"nats_per_token": floor[0], "bits_per_byte": floor[1]},
+    }
+
+
+def _parameter_table(model: LM) -> str:
+    """Name, shape and size of every parameter, for whoever wants to see what the model is made of."""
+    from clu import parameter_overview  # brings flax along, which takes a second to import
+
+    leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+    shapes = {jax.tree_util.keystr(path).lstrip("."): jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in leaves}
+    return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
+
+
+def run_files(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str, model: LM) -> dict[str, str]:
+    """Name -> content of what tells about a run."""
+    told = json.dumps(_describe_run(cfg, mesh, floor, rows), indent=2) + "\n"
+    return {"run.json": told, "parameters.txt": _parameter_table(model)}
+
+
+def begin_files(folder: Folder, files: dict[str, str], start_step: int, say: Callable[[str], None]) -> Telemetry:
+    try:
+        write_files(folder, files)
+        return Telemetry(folder, start_step=start_step, say=say)
+    except OSError as error:
+        remedy = "make room there or choose another folder"
+        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error
+
+
+def use_compilation_cache(folder: Folder) -> None:
+    """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere.
+
+    Those of a run in an object store lie where the runs of this machine have theirs: they are of no use to another machine.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
+        beside = Path("runs") if is_remote(folder) else folder.parent
+        jax.config.update("jax_compilation_cache_dir", str((beside / ".jax_cache").absolute()))
