@@ -1,6 +1,9 @@
 """Batches: step k holds the same rows however many processes, workers or restarts there were."""
 
 import itertools
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -137,9 +140,18 @@ def test_a_text_smaller_than_a_batch_is_repeated(text: RowSource) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
-def test_worker_processes_change_nothing(source: RowSource) -> None:
-    with_worker = take(source, 3, workers=2, start_step=2, buffer=1)
-    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(source, 3, start_step=2)]
+def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(source: RowSource) -> None:
+    reader = batches(source, batch_size=8, grad_accum=1, seed=0, workers=2, start_step=2, buffer=1)
+    try:
+        with_worker = [next(reader)]
+        workers = multiprocessing.active_children()
+        assert len(workers) >= 2
+        for worker in workers:  # as a scheduler does, which knows no main process
+            os.kill(worker.pid or 0, signal.SIGTERM)
+        with_worker += itertools.islice(reader, 4)
+    finally:
+        reader.close()  # type: ignore[attr-defined]
+    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(source, 5, start_step=2)]
     assert isinstance(with_worker[0], Rows)
 
 

@@ -171,7 +171,7 @@ def test_a_second_signal_in_a_notebook_is_an_ordinary_interrupt(tmp_path, monkey
     assert checkpoints(tmp_path / "run") == []
 
 
-def test_the_command_is_stopped_twice_and_a_second_signal_ends_it_at_once(tmp_path):
+def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
     flags = ["--total-steps", "100000", "--checkpoint-interval", "0", "--log-interval", "1"]
     life = Life(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT)
     assert life.end() == TRY_AGAIN
