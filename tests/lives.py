@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -115,3 +116,14 @@ def pair(folder: Path, *flags: str, second: dict[str, str] | None = None) -> tup
         address = f"localhost:{free.getsockname()[1]}"
     where = ("--coordinator-address", address, "--num-processes", "2", "--process-id")
     return Life(folder, *flags, *where, "0", log="log0"), Life(folder, *flags, *where, "1", log="log1", **(second or {}))
+
+
+def slurm_pair(folder: Path, *flags: str) -> tuple[Life, Life]:
+    """The same, as srun would start it."""
+    for job in range(os.getpid(), os.getpid() + 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", 61440 + job % 4096))
+            break
+    env = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+    first, second = (env | {"SLURM_PROCID": number, "SLURM_LOCALID": number} for number in "01")
+    return Life(folder, *flags, log="log0", **first), Life(folder, *flags, log="log1", **second)

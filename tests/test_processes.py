@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from lives import Life, arrays, pair
+from lives import Life, arrays, pair, slurm_pair
 from test_run import rows
 
 from nash_mhc.checkpoint import manifest
@@ -76,9 +76,9 @@ def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on
         np.testing.assert_array_equal(value, wanted[name], err_msg=name)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed):
-    both = pair(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--stall-timeout", "5")
+@pytest.mark.parametrize(("killed", "start"), [(0, pair), (1, slurm_pair)])
+def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
+    both = start(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--stall-timeout", "5")
     both[0].until("step      5/")
     both[killed].send(signal.SIGKILL)
     began = time.monotonic()
@@ -102,6 +102,15 @@ def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_pat
     assert "stack of process 1:" in both[0].said  # the one log that people read tells it all
     assert "in never_comes" in both[0].said
     assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
+
+
+def test_one_process_that_stalls_says_where(tmp_path):
+    life = Life(tmp_path / "run", "--total-steps", "9", "--stall-timeout", "3", STALL_AT_STEP="5")
+    assert life.end() == TRY_AGAIN
+    assert re.search(
+        r"error: no progress for 3 s \(--stall-timeout\): held up by this process, in the phase: reading", life.said
+    )
+    assert "in never_comes" in life.said
 
 
 SLURM = {

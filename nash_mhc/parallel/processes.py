@@ -139,6 +139,7 @@ def start(cfg: MeshConfig) -> int:
         return distributed.global_state.num_processes or 1
     jax.config.update("jax_enable_preemption_service", False)  # signals are ours: train/signals.py
     options: dict[str, Any] = {"initialization_timeout": _CONNECT_S, "heartbeat_timeout_seconds": _NEVER_S}
+    options["shutdown_timeout_seconds"] = _NEVER_S  # the last checkpoint of process 0 may take its time
     if own.address is not None:
         local = None if own.local_device is None else [own.local_device]
         options |= {"coordinator_address": own.address, "num_processes": own.count, "process_id": own.index}

@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +16,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.folders import sizes
 from nash_mhc.checkpoint.store import Store, arrays_of
 from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.train.state import TrainState, abstract_state
 
@@ -35,15 +36,15 @@ def _blocks(array: Any) -> Iterator[np.ndarray]:
     return (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
 
 
-def wanted_state(checkpoint: Path) -> TrainState:
+def wanted_state(checkpoint: Folder) -> TrainState:
     """Shapes and dtypes of the state that the checkpoint's own configuration makes, on one CPU device."""
     try:
         cfg = RunConfig.from_dict(manifest.values_of(checkpoint)["config"])
     except (KeyError, TypeError, ConfigError) as error:
         wrong = manifest.problem(checkpoint) or f"this version cannot read its configuration ({error})"
         raise ConfigError(f"{checkpoint}: {wrong}") from error
-    place = SingleDeviceSharding(jax.devices("cpu")[0])
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract_state(cfg))
+    device = SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), abstract_state(cfg))
 
 
 def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:
@@ -58,10 +59,10 @@ def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainSt
             yield f"{name} has {bad:,} of {restored[name].size:,} values that are not finite"
 
 
-def restore_test(folder: Path, step: int) -> bool:
+def restore_test(folder: Folder, step: int) -> bool:
     """Restores one checkpoint of a run and tells what came of it; whether all is well."""
     checkpoint = folder / "checkpoints" / str(step)
-    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    size = sum(sizes(checkpoint).values())
     print(f"{checkpoint}: {size:,} bytes; verifying and restoring ...", flush=True)
     began = time.monotonic()
     try:
@@ -91,7 +92,7 @@ def restore_test(folder: Path, step: int) -> bool:
 
 def main() -> int:
     folder, step = sys.argv[1:]
-    return 0 if restore_test(Path(folder), int(step)) else 1
+    return 0 if restore_test(place(folder), int(step)) else 1
 
 
 if __name__ == "__main__":

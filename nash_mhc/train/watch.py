@@ -28,6 +28,7 @@ from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, leave
 
 _SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
 _runs = 0
+_kept: list[Any] = []  # C calls these until the process ends
 
 
 @dataclass
@@ -75,6 +76,9 @@ class Watch:
         self._ended.set()
         self._thread.join()
         SIGNALS.before_leaving = lambda _: None
+        if self._board is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._board.write(f"life/{self._index}", self._sign() | {"ended": True})  # no silence to worry about
 
     def doing(self, phase: str, *, working: bool = False) -> None:
         """The main thread goes over to `phase`. Only while it is `working` does standing still for long mean anything."""
@@ -105,7 +109,7 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _sign(self) -> dict[str, Any]:
-        return {"name": self._name, "phase": self._phase, "moves": self._moves, "at": time.monotonic()}
+        return {"name": self._name, "phase": self._phase, "moves": self._moves, "at": time.monotonic(), "ended": False}
 
     def _exchange(self, board: Board) -> None:
         """Leaves a sign of life; reads those of the others and what they have to say."""
@@ -116,13 +120,14 @@ class Watch:
             return  # process 0, which holds the board, is gone: see _catch_aborts
         if "verdict" in notes:
             self._end(*notes["verdict"])
-        for index, sign in signs.items():
+        running = {index: sign for index, sign in signs.items() if not sign["ended"]}
+        for index, sign in running.items():
             peer = self._peers.setdefault(index, _Peer(sign))
             peer.silent, peer.sign = (peer.silent + self._tick if sign == peer.sign else 0.0), sign
             if peer.silent >= min(_SILENCE_S, self._timeout):
                 silence = f"no sign of life for {peer.silent:.0f} s"
                 self._judge(f"{sign['name']} is gone or frozen, {silence}; the last that is known of it: {sign['phase']}")
-        if (SIGNALS.caught or "stop" in notes) and self._stop_at is None:
+        if (SIGNALS.caught or "stop" in notes) and self._stop_at is None and len(running) == len(signs):
             self._agree(board, notes.get("stop") or f"{self._name} was sent {SIGNALS.caught}")
 
     def _agree(self, board: Board, why: str) -> None:
@@ -187,8 +192,8 @@ class Watch:
                 print("error: process 0 is gone; start again to go on from the last checkpoint", file=sys.stderr)
                 leave()
 
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
-        ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
+        _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(handle))
+        ctypes.CDLL(None).signal(signal.SIGABRT, _kept[-1])
 
 
 def _stack() -> str:
