@@ -1,12 +1,12 @@
-"""Eight emulated host devices for the whole suite, and one compilation cache for all of its processes."""
+"""Eight emulated host devices for the whole suite, and a compilation cache for the processes that a worker starts."""
 
 import os
 from importlib.metadata import version
 from pathlib import Path
 
-CACHE = Path(__file__).parent.parent / ".cache" / "jax"
-# For the subprocesses that some tests start, too.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(__file__).parent.parent / ".cache" / "jax")
+# For the subprocesses that some tests start, too. Tests that run beside each other keep apart: JAX writes its files in place.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / os.environ.get("PYTEST_XDIST_WORKER", ""))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network, or wait for one

@@ -23,6 +23,7 @@ from nash_mhc.train import run as train
 from nash_mhc.train.saving import Saver, write_files
 from nash_mhc.train.telemetry import Telemetry
 
+files_module = sys.modules["nash_mhc.train.files"]
 run_module = sys.modules["nash_mhc.train.run"]  # the package gives its name to the function
 LIMIT = 40_000  # bytes a file may have while a fault lasts: less than the arrays, more than what a test prints
 
@@ -247,7 +248,7 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
             super()._note(*args, **options)
             folder.unlink()
 
-    monkeypatch.setattr(run_module, "Telemetry", during(2, vanish))
+    monkeypatch.setattr(files_module, "Telemetry", during(2, vanish))
     monkeypatch.setattr(run_module, "Saver", functools.partial(SlowAndMendedAfterOneFailure, first_pause=0.0))
     result = train(config(folder, checkpoint_interval=4, eval_interval=0))
     assert_equal_states(result.state, unbroken.state, rtol=0, atol=0)
@@ -279,8 +280,9 @@ def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, mo
         faults.enter_context(full_disk())
 
     with contextlib.ExitStack() as faults:
-        monkeypatch.setattr(run_module, "Telemetry", during(4, fill))
-        cfg = config(tmp_path / "run", checkpoint_interval=2, save_attempts=3, eval_interval=0)
+        monkeypatch.setattr(files_module, "Telemetry", during(4, fill))
+        monkeypatch.setattr(run_module, "Saver", functools.partial(run_module.Saver, attempts=3))
+        cfg = config(tmp_path / "run", checkpoint_interval=2, eval_interval=0)
         assert one_line_errors(lambda: train(cfg, quiet=True) and 0) == 2
     out, err = capsys.readouterr()
     assert out == ""

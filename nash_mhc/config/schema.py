@@ -268,9 +268,6 @@ class TrainConfig(_Section):
         600.0, "seconds without progress after which the run names the process that holds it up, and leaves (0: never)", low=0
     )
     keep_last: int = key(3, "checkpoints to keep, the newest; the best by held-out loss is kept as well", low=1)
-    save_attempts: int = key(
-        8, "stop when a checkpoint could not be written so often in a row; pauses of 10 s, 20 s, ... lie between", low=1
-    )
     keep_every: int = key(0, "also keep the checkpoints at multiples of this many steps (0: none)", low=0)
     resume: str = key(
         "auto",

@@ -42,7 +42,7 @@ def _sample(result: Result, cfg: RunConfig) -> Iterator[str]:
 def _show_sample(result: Result, cfg: RunConfig) -> None:
     """A first look at what was learned, as it is written. The run is over and saved: whatever happens here is no failure."""
     held_here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(result.state.model))
-    if not held_here or count_parameters(cfg.model) > _LARGEST_SAMPLED:
+    if jax.process_index() or not held_here or count_parameters(cfg.model) > _LARGEST_SAMPLED:
         return
     print(f"\nA sample (temperature {_TEMPERATURE}):", flush=True)
     try:
@@ -97,10 +97,9 @@ def main() -> int:
         if jax.process_index() == 0:
             print(f"stopped: {stopped}; the same command goes on from there", file=sys.stderr)
         return TRY_AGAIN
-    if jax.process_index():
-        return 0
     _show_sample(result, parsed.config)
-    print(_next_commands(result, sys.argv[1:]))
+    if jax.process_index() == 0:
+        print(_next_commands(result, sys.argv[1:]))
     return 0
 
 

@@ -133,7 +133,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
         store.warm_up(state)
         files = run_files(cfg, mesh, floor, source.identity, state.model)
         telemetry = begin_files(folder, files, start_step, reporter.say) if jax.process_index() == 0 else Nowhere()
-        saver = Saver(store, files, attempts=cfg.train.save_attempts, say=reporter.say)
+        saver = Saver(store, files, say=reporter.say)
         evaluator.compile(state.model)
         compiled()
         reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")

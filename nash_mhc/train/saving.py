@@ -37,8 +37,8 @@ class Saver:
         store: Store,
         files: Mapping[str, str],
         *,
-        attempts: int,
         say: Callable[[str], None],
+        attempts: int = 8,  # with these pauses, a quarter of an hour
         first_pause: float = 10.0,
         longest_pause: float = 300.0,
     ) -> None:
