@@ -17,15 +17,15 @@ LOGGED = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, log_inter
 
 
 class Seen:
-    """Two steps on each mesh: the state that each leg began with, by name, and the rows of every step."""
+    """Some steps on each mesh: the state that each leg began with, by name, and the rows of every step."""
 
-    def __init__(self, folder, legs):
+    def __init__(self, folder, legs, steps):
         self.folder, self.found, self.batches = folder, [], []
         run_step = CompiledStep.__call__
 
         def called(step_fn, state, batch):
             if isinstance(state, TrainState):
-                if len(self.found) <= len(self.batches) // 2:
+                if len(self.found) <= len(self.batches) // steps:
                     leaves = jax.tree_util.tree_flatten_with_path(jax.device_get(state))[0]
                     self.found.append({jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves})
                 self.batches.append([a.reshape(-1, a.shape[-1]) for a in jax.device_get(batch)])
@@ -36,19 +36,19 @@ class Seen:
             for leg, (shape, changes) in enumerate(legs):
                 cfg = small.mesh_config(LOGGED, *shape)
                 cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=8 // changes.get("grad_accum", 1)))
-                at(folder, cfg, total_steps=2 * leg + 2, resume="must" if leg else "never", **changes)
+                at(folder, cfg, total_steps=steps * (leg + 1), resume="must" if leg else "never", **changes)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return Seen(tmp_path_factory.mktemp("alone") / "run", [((1, 1, 1), {})] * len(MESHES))
+    return Seen(tmp_path_factory.mktemp("alone") / "run", [((1, 1, 1), {})], 2 * len(MESHES))
 
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory):
     # On the second mesh the batch is split into parts as well.
     legs = [(shape, {"grad_accum": 2} if shape == MESHES[1] else {}) for shape in MESHES]
-    return Seen(tmp_path_factory.mktemp("moved") / "run", legs)
+    return Seen(tmp_path_factory.mktemp("moved") / "run", legs, 2)
 
 
 def test_the_state_on_each_mesh_is_the_one_that_was_saved_bit_for_bit(moved):
