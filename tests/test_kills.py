@@ -36,14 +36,14 @@ class Killed:
             if chance.random() < 0.25:
                 time.sleep(chance.uniform(0, 2))  # starting, restoring, setting aside
             else:
-                life.until("starting from").until("/120")
+                life.until("starting from").until(f"/{STEPS}")
                 time.sleep(chance.expovariate(1 / 0.15))
             assert life.alive, f"ended after {time.monotonic() - began} s: make the run longer\n{life.said}"
             life.send(signal.SIGKILL)
             assert life.end() == -signal.SIGKILL
             self.kills += 1
             self.while_saving += bool(list(folder.glob("checkpoints/*.saving")))
-            self.before_training += "/120" not in life.said
+            self.before_training += f"/{STEPS}" not in life.said
         self.last = Life(folder, *FLAGS)
         self.code = self.last.end()
 
