@@ -9,6 +9,10 @@ CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(__file__).paren
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / os.environ.get("PYTEST_XDIST_WORKER", ""))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PLATFORMS"] = "cpu"
+for name in [
+    n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_", "MEGASCALE_", "JAX_COORDINATOR"))
+]:
+    del os.environ[name]  # the scheduler that runs these tests is not theirs
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network, or wait for one
 # Compiling is most of the suite's time, and these programs run for milliseconds: let LLVM hurry. HLO is not affected.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
