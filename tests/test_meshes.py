@@ -9,6 +9,7 @@ import small
 from lives import arrays
 from test_run import RUN, at, rows
 
+from nash_mhc.checkpoint.store import named_leaves
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.state import TrainState
 
@@ -26,8 +27,7 @@ class Seen:
         def called(step_fn, state, batch):
             if isinstance(state, TrainState):
                 if len(self.found) <= len(self.batches) // steps:
-                    leaves = jax.tree_util.tree_flatten_with_path(jax.device_get(state))[0]
-                    self.found.append({jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves})
+                    self.found.append(named_leaves(jax.device_get(state)))
                 self.batches.append([a.reshape(-1, a.shape[-1]) for a in jax.device_get(batch)])
             return run_step(step_fn, state, batch)
 

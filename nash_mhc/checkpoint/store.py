@@ -19,7 +19,7 @@ from nash_mhc.config.schema import ConfigError
 _BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
 
 
-def _flat(tree: PyTree) -> dict[str, Any]:
+def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Leaves by their readable path (`model.layers.ffn.up_DF`): the file does not depend on how Python nests them."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
@@ -116,7 +116,7 @@ class Store:
             self._failed = True
             if jax.process_index() == 0:
                 (self.folder / f"{step}.saving").touch()
-            items = ocp.args.Composite(state=ocp.args.StandardSave(_flat(state)), values=ocp.args.JsonSave(values))
+            items = ocp.args.Composite(state=ocp.args.StandardSave(named_leaves(state)), values=ocp.args.JsonSave(values))
             self._manager.save(step, args=items, force=True)
             self._failed = False
         # Hashing and deleting wait for Orbax's commit, in a thread of their own: the loop is not held up.
@@ -209,7 +209,7 @@ class Store:
         """The state, with the structure and shardings of `like` (ShapeDtypeStructs), and the values saved with it."""
         if step not in self._verified and (wrong := manifest.problem(self.folder / str(step))):
             raise ConfigError(f"{self.folder}/{step}: the checkpoint is damaged, {wrong}; use another one")
-        wanted = _flat(like)
+        wanted = named_leaves(like)
         saved = self._manager.item_metadata(step)["state"]
         shapes = {name: tuple(entry.shape) for name, entry in saved.items()}
         for name, leaf in wanted.items():

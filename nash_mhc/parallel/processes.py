@@ -131,12 +131,17 @@ def _by_kubernetes(env: Mapping[str, str]) -> Place | None:
     )
 
 
+def _joined() -> Any:
+    """What JAX knows of the processes. No public name leads to it before there are devices; Orbax goes the same way."""
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
 def start(cfg: MeshConfig) -> int:
     """Joins the run's other processes, if there are any, before the first use of a device; returns how many there are."""
-    from jax._src import distributed  # no public name tells these things before there are devices; Orbax goes the same way
-
     if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
-        return distributed.global_state.num_processes or 1
+        return _joined().num_processes or 1
     jax.config.update("jax_enable_preemption_service", False)  # signals are ours: train/signals.py
     options: dict[str, Any] = {"initialization_timeout": _CONNECT_S, "heartbeat_timeout_seconds": _NEVER_S}
     options["shutdown_timeout_seconds"] = _NEVER_S  # the last checkpoint of process 0 may take its time
@@ -150,16 +155,14 @@ def start(cfg: MeshConfig) -> int:
         where = f"process {own.index} of {own.count} at {own.address}" if own.address else "the processes of this pod"
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: the processes did not find each other within {_CONNECT_S} s ({reason})") from None
-    return distributed.global_state.num_processes
+    return int(_joined().num_processes)
 
 
 class Board:
     """Notes that every process can write and read, in the coordinator's memory: for the rare word, never for a step."""
 
     def __init__(self, name: str) -> None:
-        from jax._src import distributed  # as in `start`
-
-        self._client: Any = distributed.global_state.client
+        self._client = _joined().client
         self._name = name
 
     def write(self, key: str, note: Any) -> None:
@@ -182,9 +185,7 @@ class Board:
 
 def coordinator_answers(seconds: float = 2.0) -> bool:
     """Whether process 0 is still there."""
-    from jax._src import distributed  # as in `start`
-
-    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    host, _, port = str(_joined().coordinator_address).rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
             return True

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from nash_mhc import __version__
 from nash_mhc.checkpoint.faults import as_os_errors, reason
+from nash_mhc.checkpoint.store import named_leaves
 from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.lm import LM, count_parameters
@@ -64,8 +65,7 @@ def _parameter_table(model: LM) -> str:
     """Name, shape and size of every parameter, for whoever wants to see what the model is made of."""
     from clu import parameter_overview  # brings flax along, which takes a second to import
 
-    leaves = jax.tree_util.tree_flatten_with_path(model)[0]
-    shapes = {jax.tree_util.keystr(path).lstrip("."): jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in leaves}
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in named_leaves(model).items()}
     return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
 
 
