@@ -23,7 +23,6 @@ from nash_mhc.data import __main__ as command
 from nash_mhc.data import chunks
 from nash_mhc.data import prepare as prepare_module
 from nash_mhc.data import rows as rows_module
-from nash_mhc.data.chunks import held_out
 from nash_mhc.data.corpus import StoryCorpus
 from nash_mhc.data.manifest import Manifest
 from nash_mhc.data.pack import cut, positions
@@ -101,11 +100,22 @@ def test_a_folder_and_a_glob_hold_files_of_any_kind(tmp_path: Path) -> None:
     write_jsonl(folder / "b.jsonl.zst", ["from a zst"])
     write_parquet(folder / "deep" / "c.parquet", ["from a table", None, ""])
     (folder / "a.txt").write_text("from a text")
-    (folder / "other.md").write_text("no data")
+    (folder / "empty.md").write_text("")
+    (folder / "code.py").write_text("print()")
+    (folder / "deep" / "picture.png").write_bytes(b"\x89PNG")
+    (folder / "Makefile").write_text("all:")
+    (folder / ".hidden.txt").write_text("not meant")
     manifest = prepared(tmp_path / "out", folder, validation_fraction=0.0)
-    assert sorted(texts(tmp_path / "out")) == ["from a table", "from a text", "from a zst"]
-    assert manifest.empty == 2
-    assert manifest.files == ("a.txt", "b.jsonl.zst", "deep/c.parquet")
+    assert sorted(texts(tmp_path / "out")) == ["from a table", "from a text", "from a zst", "print()"]
+    assert manifest.empty == 3
+    assert manifest.files == ("a.txt", "b.jsonl.zst", "code.py", "deep/c.parquet", "empty.md")
+    assert "5 files, 3 empty documents left out; not read: 1 without an ending, 1 .png (--extensions)" in manifest.summary()
+    chosen = prepared(tmp_path / "chosen", folder, validation_fraction=0.0, extensions="txt,.PNG2,py")
+    assert chosen.files == ("a.txt", "code.py")
+    with pytest.raises(ConfigError, match=r"no file with text in this folder; there are .*1 \.png.*with --extensions"):
+        prepared(tmp_path / "none", folder, extensions=".c")
+    with pytest.raises(ConfigError, match=r"--extensions '\*\.py': must be the endings of files"):
+        prepared(tmp_path / "none", folder, extensions="*.py")
     prepared(tmp_path / "globbed", str(folder / "**" / "*.parquet"), validation_fraction=0.0)
     assert texts(tmp_path / "globbed") == ["from a table"]
 
@@ -337,7 +347,7 @@ def test_prepared_folders_are_used_or_refused_never_overwritten(tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out", "taken"]
 
 
-# --- packing and held-out text ---------------------------------------------------------------------------------------
+# --- packing -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seq_len", "align"), [(2048, 16), (4096, 16)])
@@ -353,16 +363,6 @@ def test_little_is_padding(tmp_path: Path, corpus_file: Path, seq_len: int, alig
     assert 1 + changes.max() <= rows.most_documents == 1 + taken.segments.max()
     blocks = taken.segments.reshape(len(rows), -1, align)
     assert (blocks == blocks[:, :, :1]).all()
-
-
-def test_what_is_held_out_has_its_share_and_is_spread() -> None:
-    for fraction in (0.01, 0.05, 0.3):
-        masks = [held_out(137, fraction, chunk) for chunk in range(200)]
-        assert np.mean(masks) == pytest.approx(fraction, rel=0.01)
-        assert (np.sum(masks, axis=0) > 0).sum() > 100  # not always the same places
-    assert held_out(3, 0.05, 0).sum() == 1
-    assert held_out(1, 0.5, 0).sum() == 0  # the only piece is for training
-    assert held_out(50, 0.0, 0).sum() == 0
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_a_token_outside_the_vocabulary_is_found_by_file_and_row(tmp_path: Path)
     prepared(tmp_path / "out", tmp_path / "a.jsonl")
     rows = PreparedRows(tmp_path / "out", "train", vocab_size=200)
     bad = next(i for i in range(len(rows)) if PreparedRows(tmp_path / "out", "train")[i].inputs.max() >= 200)
-    with pytest.raises(ConfigError, match=rf"train-00000\.rows, row {bad}: token \d+ is outside the vocabulary of 200"):
+    with pytest.raises(ConfigError, match=rf"row {bad} of its prepared train-00000\.rows: token \d+ is outside the voc"):
         rows.take([bad])
 
 

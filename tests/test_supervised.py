@@ -1,6 +1,8 @@
 """Prompts and chats: how they are written, and that the loss covers the answers and nothing else."""
 
+import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import small
-from test_prepare import prepared
+from test_prepare import prepared, write_jsonl
 from test_sources import save_tokenizer
 
-from nash_mhc.data.chunks import Job, pieces_of
-from nash_mhc.data.inspection import of_prepared
+from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
+from nash_mhc.data.chunks import Job, document_of, pieces_of
+from nash_mhc.data.holdout import HeldOut
+from nash_mhc.data.inspection import of_prepared, show_row
+from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.readers import Raw
-from nash_mhc.data.records import TEMPLATE, check_template, spans_of
+from nash_mhc.data.records import check_template, spans_of
 from nash_mhc.data.rows import PreparedRows
-from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.data.sources import open_source
+from nash_mhc.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 CHAT = [
@@ -102,10 +108,11 @@ def test_the_border_is_exact_for_tokens_of_several_bytes(tmp_path: Path) -> None
 def test_long_chats_are_cut_and_parts_without_an_answer_left_out() -> None:
     recipe = {"format": "prompt", "template": check_template(TEMPLATE), "loss_on": "response", "seq_len": 32}
     raw = Raw(0, 1, {"prompt": "p" * 100, "response": "r" * 50}, 150, "table")
-    pieces, size, _ = pieces_of([raw], Job(recipe, BYTES, ("a",), Path()))
+    document = document_of(raw, ("a",), recipe)
+    pieces, _ = pieces_of([document], Job(recipe, BYTES, ("a",), Path(), HeldOut()))
     targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.counts, strict=True) if counts]
     assert BYTES.decode(np.array(targets)) == "r" * 50 + "\n"
-    assert size == len("user: \nassistant: \n") + 150
+    assert document.size == len("user: \nassistant: \n") + 150
     assert min(p.offset for p in pieces) > 90  # the rows of nothing but prompt are gone
 
 
@@ -120,7 +127,63 @@ def test_other_names_of_the_answering_role_are_known() -> None:
     for role in ("assistant", "model", "gpt"):
         record = {"messages": [{"role": "user", "content": "x"}, {"role": role, "content": "y"}]}
         spans = spans_of(Raw(0, 1, record, 1, "table"), "a", {"format": "chat", "template": TEMPLATE, "loss_on": "response"})
-        assert [text for text, counts in spans if counts] == ["y\n"]
+        assert [span.text for span in spans if span.counts] == ["y\n"]
+
+
+def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_the_data_does(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    (end, number), *_ = tokenizer._special.items()
+    assert number == tokenizer.end
+    said = f"the {end} of it"
+    for copy in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):  # worker processes have a copy
+        assert number not in copy.encode(said)
+        assert tokenizer.decode(copy.encode(said)) == said
+    file = write(tmp_path / "qa.jsonl", [{"prompt": said, "response": f"{end} and on"}])
+    template = f"{end}{{role}} says {{content}}{end}{end}."
+    prepared(tmp_path / "out", file, tokenizer, template=template, validation_fraction=0.0)
+    _, targets, weights = row_of(tmp_path / "out")
+    told = targets[: int(np.flatnonzero(weights)[-1]) + 1].tolist()
+    text = lambda words: tokenizer.encode(words).tolist()
+    wanted = [number, *text("user says "), *text(said), number, number, *text(".")]
+    wanted += [number, *text("assistant says "), *text(f"{end} and on"), number, number, *text("."), number]
+    assert told == wanted
+    # The text and what the template puts behind it are tokenized as one, up to the first special token.
+    assert tokenizer.split_special("a" + end + "b") == ["a", number, "b"]
+
+
+def test_a_token_that_does_not_fit_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    class Overflowing(ByteTokenizer):
+        vocab_size = 100
+
+    write_jsonl(tmp_path / "a.jsonl", ["ABC", "xyz"])
+    table = pa.table({"text": ["ABC", "xyz"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    wanted = r":2: the tokenizer makes token 120 of this document, and says that it has 100 \(0 to 99\)"
+    with pytest.raises(ConfigError, match=r"a\.jsonl" + wanted):
+        prepared(tmp_path / "out", tmp_path / "a.jsonl", Overflowing())
+    assert not list(tmp_path.glob("out*"))
+    cfg = DataConfig(dataset=str(tmp_path / "a.parquet"), streaming=True, cache_dir=str(tmp_path), validation_fraction=0.0)
+    with pytest.raises(ConfigError, match=r"a\.parquet" + wanted):
+        open_source(cfg, Overflowing(), split="train", seed=0)[0]
+
+
+def test_a_mixture_of_text_and_questions_knows_what_each_one_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("only text " * 100)
+    write(tmp_path / "qa.jsonl", [{"prompt": f"{i}?", "response": f"{i}!", "id": i} for i in range(200)])
+    chats = [[("user", f"say {i}"), ("assistant", "no")] for i in range(200)]
+    write(tmp_path / "chat.jsonl", [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in chats])
+    write(tmp_path / "plain.jsonl", [{"text": f"text {i}", "messages": []} for i in range(200)])
+    names = [tmp_path / name for name in ("a.txt", "qa.jsonl", "chat.jsonl", "plain.jsonl")]
+    cfg = DataConfig(dataset=",".join(f"{name}:0.25" for name in names), seq_len=64, cache_dir=str(tmp_path / "cache"))
+    source = open_source(cfg, BYTES, split="train", seed=0)
+    assert isinstance(source, Mixture)
+    assert [s.manifest.recipe["format"] for s in source._sources] == ["text", "prompt", "chat", "text"]
+    shown = "".join(show_row("", source[i], BYTES, []) for i in range(40))
+    for part in ("only text", "]]14!", "assistant: ]]no", "text 1"):
+        assert part in shown
+    with pytest.raises(ConfigError, match=r"qa\.jsonl:1: no field 'messages', there are prompt, response, id"):
+        open_source(dataclasses.replace(cfg, dataset=str(names[1]), format="chat"), BYTES, split="train", seed=0)
 
 
 def test_a_run_learns_the_answers_only(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
-from nash_mhc.data.sources import loss_floor, open_source
+from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import Tokenizer, load_tokenizer
 from nash_mhc.model.lm import LM, count_parameters
 from nash_mhc.parallel.mesh import describe
@@ -114,14 +114,22 @@ def train(
     return state.model, tokens / (time.perf_counter() - began)
 
 
-def measure(name: str, runs: list[RunConfig], tokenizer: Tokenizer, mesh: Mesh, align: int, progress: _Progress) -> Figures:
+def measure(
+    name: str,
+    runs: list[RunConfig],
+    held_out: RowSource,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    align: int,
+    progress: _Progress,
+) -> Figures:
     """One variant: compiled once, trained and scored for each seed in turn."""
     cfg, total = runs[0], runs[0].train.total_steps
     progress.say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {cfg.model.ffn}; compiling ...")
     progress.status.update(f"{name}: compiling ...")
     step_fn = compile_train_step(cfg, mesh, warn=progress.say)  # the seed is in the state and the rows, not in the step
     step_fn.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
-    evaluator = Evaluator(cfg, make_objective(cfg), tokenizer, mesh, align=align)
+    evaluator = Evaluator(cfg, make_objective(cfg), held_out, tokenizer, mesh)
     losses, rates = [], []
     for run in runs:
         where = f"{name}, seed {run.train.seed}"
@@ -189,7 +197,8 @@ def bench_quality(cfg: RunConfig, *, variants: str, seeds: int, eval_rows: int |
     align, numbers = model.coarsest_stride, [cfg.train.seed + i for i in range(seeds)]
     # Four times what a run takes: the figure shall be good to half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
-    held_out = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=0, align=align)
+    if (held_out := open_held_out(cfg.data, tokenizer, align=align)) is None:
+        raise ConfigError("nothing is held out to compare the models on; raise --validation-fraction")
     runs: dict[str, list[RunConfig]] = {}
     for name in names:
         run = relative(name, cfg, base, mesh)
@@ -197,7 +206,7 @@ def bench_quality(cfg: RunConfig, *, variants: str, seeds: int, eval_rows: int |
         runs[name] = [dataclasses.replace(run, train=train) for train in trains]
     progress = _Progress()
     with progress.status:
-        measured = {name: measure(name, runs[name], tokenizer, mesh, align, progress) for name in names}
+        measured = {name: measure(name, runs[name], held_out, tokenizer, mesh, align, progress) for name in names}
     compare(measured)
     floor = floors[0] if (floors := loss_floor(cfg.data, tokenizer)) else None
     below, text = verdict(measured, floor)

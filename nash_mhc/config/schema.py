@@ -160,22 +160,32 @@ class ModelConfig(_Section):
         return -(-self.vocab_size // 128) * 128
 
 
+TEMPLATE = "{role}: {content}\n"  # of a message, where none is given
+
+
 @dataclass(frozen=True)
 class DataConfig(_Section):
     section = "data"
 
     dataset: str = key(
         "stories",
-        "'stories' (built in, endless, known entropy), a prepared folder, a .txt, .jsonl or .parquet file (.gz, .zst), a "
+        "'stories' (built in, endless, known entropy), a prepared folder, a text, .jsonl or .parquet file (.gz, .zst), a "
         "folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given several times, for a mixture",
         weighted=True,
     )
     dataset_name: str | None = key(None, "variant of a Hugging Face dataset, where it has several")
     split: str = key("train", "split to train on")
     eval_split: str = key("validation", "split to evaluate on, never trained on")
-    validation_fraction: float = key(0.05, "share of the text to hold out where the data has no eval split", low=0, high=0.9)
+    validation_fraction: float = key(
+        0.05, "share of the documents to hold out where the data has no eval split (0: none)", low=0, high=0.9
+    )
     text_field: str = key("text", "field of a JSON line or column of a table that holds the text")
-    format: str = key("text", "what a record is: plain text, prompt and response, or chat", choices=("text", "prompt", "chat"))
+    extensions: str | None = key(None, "endings of the files of a folder to read, such as .md,.py (none: text and data)")
+    format: str = key(
+        "auto",
+        "what a record is: plain text, prompt and response, or chat; auto tells by the fields of the first one",
+        choices=("auto", "text", "prompt", "chat"),
+    )
     template: str | None = key(None, "how a message of prompt or chat data is written, with {role} and {content}")
     loss_on: str = key("response", "what counts in the loss of prompt and chat data", choices=("response", "all"))
     max_documents: int | None = key(None, "read no more documents than this (none: all)", low=1)

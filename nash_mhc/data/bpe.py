@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
 from nash_mhc.data.readers import Corpus
-from nash_mhc.data.records import TEMPLATE, check_template, spans_of
+from nash_mhc.data.records import check_template, spans_of
 from nash_mhc.data.tokens import write_tokenizer_config
 
 END = "<|endoftext|>"
@@ -18,14 +18,14 @@ LEAST = 256 + 1  # every byte, and the end
 
 def corpus_texts(cfg: DataConfig, corpus: Corpus) -> Iterator[str]:
     """The text of every document, of at most `max_documents`; long ones in blocks."""
-    recipe = {"format": cfg.format, "text_field": cfg.text_field, "loss_on": "all"}
+    recipe = {"format": corpus.format, "text_field": cfg.text_field, "loss_on": "all"}
     recipe["template"] = check_template(cfg.template or TEMPLATE)
     documents = 0
     for raw in corpus.read(cfg.split):
         documents += raw.opens
         if cfg.max_documents is not None and documents > cfg.max_documents:
             return
-        yield "".join(text for text, _ in spans_of(raw, corpus.names[raw.file], recipe))
+        yield "".join(span.text for span in spans_of(raw, corpus.names[raw.file], recipe))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, *, progress: bool = False) -> int:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nash_mhc.config.schema import DataConfig
-from nash_mhc.data.manifest import write_whole
-from nash_mhc.data.order import mix
+from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
+from nash_mhc.data.holdout import HeldOut, key_of
+from nash_mhc.data.manifest import digest_of, write_whole
 from nash_mhc.data.pack import Piece, cut, lay
 from nash_mhc.data.readers import Content, Corpus, Raw
-from nash_mhc.data.records import TEMPLATE, check_template, spans_of
+from nash_mhc.data.records import Span, check_template, spans_of
 from nash_mhc.data.rows import RowFormat
 from nash_mhc.data.tokens import Tokenizer
 
@@ -40,6 +40,22 @@ class Job:
     tokenizer: Tokenizer
     names: tuple[str, ...]  # of the files, for messages
     folder: Path
+    held_out: HeldOut
+
+
+class Document(NamedTuple):
+    """What a raw one says; or, of a long text, the part of it that was read at once."""
+
+    raw: Raw
+    spans: list[Span]
+    key: int  # of the whole text
+    size: int  # bytes of text
+
+
+def document_of(raw: Raw, names: tuple[str, ...], recipe: dict[str, Any]) -> Document:
+    spans = spans_of(raw, names[raw.file], recipe)
+    texts = [span.text.encode("utf-8") for span in spans]
+    return Document(raw, spans, key_of(texts) if raw.key is None else raw.key, sum(map(len, texts)))
 
 
 def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: int) -> dict[str, Any]:
@@ -49,7 +65,7 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: i
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
         "seq_len": cfg.seq_len,
         "align": align,
-        "format": cfg.format,
+        "format": corpus.format,
         "text_field": cfg.text_field,
         "template": check_template(cfg.template or TEMPLATE),
         "loss_on": cfg.loss_on,
@@ -61,16 +77,23 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: i
     }
 
 
+def read_split(corpus: Corpus, recipe: dict[str, Any], split: str) -> Iterator[Raw]:
+    """What of a split is used."""
+    documents = 0
+    for raw in corpus.read(split):
+        documents += raw.opens
+        if recipe["max_documents"] is not None and documents > recipe["max_documents"]:
+            return
+        yield raw
+
+
 def read_chunks(corpus: Corpus, recipe: dict[str, Any]) -> Iterator[Chunk]:
     """The corpus in pieces of `chunk_bytes`, each of one split."""
     number = 0
     for split in (recipe["split"], *({recipe["eval_split"]} & {*corpus.splits})):
         raws: list[Raw] = []
-        size = documents = 0
-        for raw in corpus.read(split):
-            documents += raw.opens
-            if recipe["max_documents"] is not None and documents > recipe["max_documents"]:
-                break
+        size = 0
+        for raw in read_split(corpus, recipe, split):
             raws.append(raw)
             size += raw.size
             if size >= recipe["chunk_bytes"]:
@@ -94,58 +117,78 @@ def tokenized(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     yield from tokenizer.encode_batch(batch)
 
 
-def pieces_of(raws: list[Raw], job: Job) -> tuple[list[Piece], int, int]:
-    """(pieces, bytes of text, documents left out because they are empty); a piece's document is its place in `raws`."""
-    recipe = job.recipe
-    spans = [spans_of(raw, job.names[raw.file], recipe) for raw in raws]
-    tokens = tokenized([text for document in spans for text, _ in document], job.tokenizer)
+def _units(span: Span, tokenizer: Tokenizer) -> list[str | int]:
+    """Text to tokenize as one, and the special tokens that the template spells between it."""
+    units: list[str | int] = []
+    for part in span.parts:
+        for unit in tokenizer.split_special(part.text) if part.is_template else [part.text]:
+            if isinstance(unit, str) and units and isinstance(units[-1], str):
+                units[-1] += unit
+            else:
+                units.append(unit)
+    return units
+
+
+def pieces_of(documents: list[Document], job: Job) -> tuple[list[Piece], int]:
+    """(pieces, documents left out because they are empty); a piece's document is its place in `documents`."""
+    units = [[_units(span, job.tokenizer) for span in document.spans] for document in documents]
+    texts = [unit for spans in units for span in spans for unit in span if isinstance(unit, str)]
+    tokens = tokenized(texts, job.tokenizer)
     pieces: list[Piece] = []
-    size = empty = 0
-    for number, (raw, document) in enumerate(zip(raws, spans, strict=True)):
-        parts = [next(tokens) for _ in document]
-        size += sum(len(text.encode("utf-8")) for text, _ in document)
-        if not any(len(part) for part in parts):
+    empty = 0
+    for number, (document, spans) in enumerate(zip(documents, units, strict=True)):
+        raw = document.raw
+        parts = [[next(tokens) if isinstance(unit, str) else np.array([unit], np.int32) for unit in span] for span in spans]
+        whole = [np.concatenate(part) if part else np.zeros(0, np.int32) for part in parts]
+        if not any(len(part) for part in whole):
             empty += raw.opens and raw.closes
             continue
-        counts = np.concatenate([np.full(len(part), c) for part, (_, c) in zip(parts, document, strict=True)])
+        counts = np.concatenate([np.full(len(part), s.counts) for part, s in zip(whole, document.spans, strict=True)])
+        ids = np.concatenate(whole)
+        _check_ids(ids, job, raw)
         found = cut(
-            np.concatenate(parts), job.tokenizer.end, recipe["seq_len"], opens=raw.opens, closes=raw.closes,
+            ids, job.tokenizer.end, job.recipe["seq_len"], opens=raw.opens, closes=raw.closes,
             counts=np.append(counts, counts[-1]), document=number,
         )  # fmt: skip
         pieces += [piece for piece in found if piece.counts.any()]  # a row of nothing but prompt would teach nothing
-    return pieces, size, empty
+    return pieces, empty
 
 
-def held_out(count: int, fraction: float, chunk: int) -> np.ndarray:
-    """Which of a chunk's pieces are held out: a mask with the fraction's share, by a hash of their numbers.
-
-    What the share leaves over one chunk, another makes up for; and a corpus of one chunk holds out something, if it can.
-    """
-    golden = (0.5 + chunk * 0.6180339887498949) % 1
-    wanted = int(count * fraction + golden)
-    if chunk == 0 and fraction > 0:
-        wanted = max(1, wanted)
-    mask = np.zeros(count, bool)
-    mask[np.argsort(mix(np.arange(count), chunk + 1), kind="stable")[: min(wanted, count - 1)]] = fraction > 0
-    return mask
+def _check_ids(ids: np.ndarray, job: Job, raw: Raw) -> None:
+    """Files keep two bytes a token where that is enough: an id that is too large would come back as another one."""
+    if ids.max() >= job.tokenizer.vocab_size or ids.min() < 0:
+        bad = int(ids[(ids >= job.tokenizer.vocab_size) | (ids < 0)][0])
+        raise ConfigError(
+            f"{job.names[raw.file]}:{raw.line}: the tokenizer makes token {bad} of this document, and says that it has "
+            f"{job.tokenizer.vocab_size} (0 to {job.tokenizer.vocab_size - 1}); mend its vocabulary or use another --tokenizer"
+        )
 
 
 def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
     """Writes the shards of a chunk and, last, the note that says they are there; returns the note."""
     recipe = job.recipe
-    pieces, size, empty = pieces_of(chunk.raws, job)
+    documents = [document_of(raw, job.names, recipe) for raw in chunk.raws]
+    pieces, empty = pieces_of(documents, job)
     is_own = chunk.split == recipe["eval_split"] != recipe["split"]  # the data's own held-out split
-    mask = held_out(len(pieces), 0.0 if is_own else recipe["validation_fraction"], chunk.number)
-    note: dict[str, Any] = {"bytes": size, "empty": empty, "splits": {}}
-    for name, wanted in ((chunk.split, ~mask), (recipe["eval_split"], mask)):
-        mine = [piece for piece, take in zip(pieces, wanted, strict=True) if take]
+    rule = HeldOut() if is_own else job.held_out
+    by_piece = lambda piece: key_of([piece.tokens.tobytes()])
+    keys = [by_piece(piece) if rule.by_piece else documents[piece.document].key for piece in pieces]
+    note: dict[str, Any] = {"rule": rule_digest(job), "bytes": sum(d.size for d in documents), "empty": empty, "splits": {}}
+    note |= {"lowest": min(keys, default=None), "highest": max(keys, default=None)}
+    for name, held_out in ((chunk.split, False), (recipe["eval_split"], True)):
+        mine = [piece for piece, key in zip(pieces, keys, strict=True) if (key in rule) == held_out]
         if mine:
-            note["splits"][name] = _write_shard(job, chunk, name, mine)
+            note["splits"][name] = _write_shard(job, chunk, name, mine, documents)
     write_whole(job.folder / f"chunk-{chunk.number:05d}.json", json.dumps(note).encode())
     return note
 
 
-def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece]) -> dict[str, Any]:
+def rule_digest(job: Job) -> str:
+    """What a note is worth nothing without: another rule would have made other shards."""
+    return digest_of([job.held_out.below, sorted(job.held_out.chosen), job.held_out.by_piece])
+
+
+def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], documents: list[Document]) -> dict[str, Any]:
     recipe, tokenizer = job.recipe, job.tokenizer
     laid, rows = lay(pieces, tokenizer.end, recipe["seq_len"], align=recipe["align"])
     records = RowFormat(recipe["seq_len"], tokenizer.vocab_size, tokenizer.end).encode(laid)
@@ -165,6 +208,6 @@ def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece]) -> dic
         "shard": shard | {"origins_sha256": sha256(buffer.getvalue()).hexdigest()},
         "tokens": int(laid.counts.sum()),
         "slots": sum(len(piece.counts) for piece in pieces),
-        "documents": len({piece.document for piece in pieces}),
+        "documents": len({piece.document for piece in pieces if documents[piece.document].raw.opens}),
         "most_documents": max(map(len, rows), default=0),
     }

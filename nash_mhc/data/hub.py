@@ -8,7 +8,7 @@ from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.manifest import digest_of, digests_of_sources
-from nash_mhc.data.readers import Raw, Unreachable, fields_of
+from nash_mhc.data.readers import Raw, Unreachable, fields_of, format_of
 
 _UNKNOWN_SIZE = 1 << 30  # bytes that a dataset is taken for when it does not say: its chunks are large
 
@@ -27,10 +27,11 @@ class Hub:
         except ImportError:
             raise ConfigError(f"--dataset {name}: needs the datasets library; pip install 'nash_mhc[hf]'") from None
         datasets.disable_progress_bars()
-        self._library, self._name, self._variant, self._fields = datasets, name, cfg.dataset_name, fields_of(cfg)
+        self._library, self._name, self._variant = datasets, name, cfg.dataset_name
         self._path = Path(name) if Path(name).exists() else None
         self.names: tuple[str, ...] = (name,)
         self.files: tuple[str, ...] = (name if self._path is None else self._path.name,)
+        self.left_out: dict[str, int] = {}
         self._saved: Any = None
         try:
             self._open(cfg)
@@ -40,6 +41,8 @@ class Hub:
             raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({_first_line(error)})") from error
         if self.splits and cfg.split not in self.splits:
             raise ConfigError(f"--dataset {name}: no split {cfg.split!r}, there are {', '.join(self.splits)}; choose --split")
+        self.format = format_of(cfg, self._stream(cfg.split).column_names if cfg.format == "auto" else None)
+        self._fields = fields_of(cfg, self.format)
 
     def _open(self, cfg: DataConfig) -> None:
         library = self._library
@@ -61,14 +64,15 @@ class Hub:
             marks = [[p.relative_to(self._path).as_posix() for p in files], digests_of_sources(files)]
         self.content = digest_of(marks)
 
+    def _stream(self, split: str, least: int = 1) -> Any:
+        if self._saved is None:
+            return self._library.load_dataset(self._name, self._variant, split=split, streaming=True)
+        found = self._saved[split] if self.splits else self._saved
+        return found.to_iterable_dataset(num_shards=max(1, min(len(found) // least, 16)))
+
     def table(self, split: str, least: int = 1) -> Any:
         """The library's own stream of one split, with the wanted columns; in shards of at least so many records, if it can."""
-        if self._saved is not None:
-            found = self._saved[split] if self.splits else self._saved
-            shards = max(1, min(len(found) // least, 16))
-            stream = found.to_iterable_dataset(num_shards=shards)
-        else:
-            stream = self._library.load_dataset(self._name, self._variant, split=split, streaming=True)
+        stream = self._stream(split, least)
         columns = stream.column_names
         for field in self._fields:
             if columns is not None and field not in columns:

@@ -61,16 +61,12 @@ def _at(source: RowSource, position: int, seed: int) -> tuple[RowSource, int]:
     return source, position if source.endless else int(shuffled(np.array([position]), len(source), seed=seed)[0])
 
 
-def _name(leaf: RowSource) -> str:
-    return leaf.name if isinstance(leaf, PreparedRows) else leaf.identity[:16]
-
-
 def rows_of_step(source: RowSource, step: int, rows: int, seed: int, *, most: int = 16) -> str:
     """`rows 5, 17, 101 of text.txt` for a step, counted from 1; of a large one only the first few are named."""
     found: dict[str, list[str]] = {}
     for number in range(min(rows, most)):
         leaf, index = _at(source, (step - 1) * rows + number, seed)
-        found.setdefault(_name(leaf), []).append(str(index))
+        found.setdefault(leaf.name, []).append(str(index))
     named = ", ".join(f"{'rows' if len(each) > 1 else 'row'} {', '.join(each)} of {name}" for name, each in found.items())
     return f"{named}{f' and {rows - most:,} more' if rows > most else ''}"
 
@@ -83,7 +79,7 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     for number in range(rows) if row is None else [row]:
         leaf, index = _at(source, (step - 1) * rows + number, seed)
         places = origins(leaf, index) if isinstance(leaf, PreparedRows) else []
-        shown.append(show_row(f"step {step}, row {number}: row {index} of {_name(leaf)}", leaf[index], tokenizer, places))
+        shown.append(show_row(f"step {step}, row {number}: row {index} of {leaf.name}", leaf[index], tokenizer, places))
     return "\n".join(shown)
 
 

@@ -7,16 +7,33 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
+from nash_mhc.data.files import counted_endings
 
 FILE = "manifest.json"
-VERSION = 2  # of the files' form; another one cannot be read
+VERSION = 3  # of the files' form; another one cannot be read
+
+
+class OlderForm(ConfigError):
+    """Prepared by an earlier version; `recipe` is what it was made by."""
+
+    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+        self.recipe = values.get("recipe") or {}
+        super().__init__(
+            f"{folder}: was prepared by an earlier version (form {values['version']}, this one reads {VERSION}), which held "
+            f"out parts of documents that it also trained on; make it anew: {again_command(folder, values)}"
+        )
+
+
+class Damaged(ConfigError):
+    """A file that is not what it was when it was written."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +68,11 @@ class Manifest:
     splits: dict[str, Split]
     bytes: int  # of text
     empty: int  # documents without text, left out
+    about: dict[str, Any]  # where the data lay, what of it was left out, what is held out; the rows do not depend on it
 
     @property
     def identity(self) -> str:
-        return digest_of(self.to_dict())
+        return digest_of({k: v for k, v in self.to_dict().items() if k != "about"})
 
     def padding(self, split: str) -> float:
         """Share of the slots that hold no text."""
@@ -62,15 +80,17 @@ class Manifest:
         return 1 - found.slots / max(1, found.rows * self.recipe["seq_len"])
 
     def summary(self) -> str:
-        left_out = f", {counted(self.empty, 'empty document')} left out" if self.empty else ""
-        lines = [f"{self.bytes:,} bytes of text in {counted(len(self.files), 'file')}{left_out}"]
+        empty = f", {counted(self.empty, 'empty document')} left out" if self.empty else ""
+        others = self.about.get("left_out")
+        left_out = f"; not read: {counted_endings(others)} (--extensions)" if others else ""
+        lines = [f"{self.bytes:,} bytes of text in {counted(len(self.files), 'file')}{empty}{left_out}"]
         for name, split in self.splits.items():
             lines.append(
                 f"{name}: {counted(split.documents, 'document')}, {split.tokens:,} tokens that count, "
                 f"{counted(split.rows, 'row')} of {self.recipe['seq_len']}, {self.padding(name):.1%} padding, "
                 f"{counted(len(split.shards), 'shard')}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.about.get("held_out")])])
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}
@@ -81,7 +101,8 @@ class Manifest:
             name: Split(**{**split, "shards": tuple(Shard(**shard) for shard in split["shards"])})
             for name, split in values["splits"].items()
         }
-        return Manifest(values["recipe"], tuple(values["files"]), splits, values["bytes"], values["empty"])
+        rest = {key: values[key] for key in ("recipe", "bytes", "empty", "about")}
+        return Manifest(files=tuple(values["files"]), splits=splits, **rest)
 
     def write(self, folder: Path) -> None:
         write_whole(folder / FILE, json.dumps(self.to_dict(), indent=1, sort_keys=True).encode() + b"\n")
@@ -91,15 +112,33 @@ class Manifest:
         again = "prepare the data again"
         try:
             values = json.loads((folder / FILE).read_text())
-            if values["version"] != VERSION:
-                raise ConfigError(f"{folder / FILE}: form {values['version']}, this version reads {VERSION}; {again}")
+            if values["version"] < VERSION:
+                raise OlderForm(folder, values)
+            if values["version"] > VERSION:
+                raise ConfigError(
+                    f"{folder / FILE}: form {values['version']}, this version reads {VERSION}; update nash_mhc, or {again}"
+                )
             return Manifest.from_dict(values)
         except OSError as error:
             raise ConfigError(f"{folder / FILE}: cannot be read ({error.strerror}); {again}") from error
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{folder / FILE}: damaged ({type(error).__name__}: {error}); {again}") from error
+            raise Damaged(f"{folder / FILE}: damaged ({type(error).__name__}: {error}); {again}") from error
+
+
+def again_command(folder: Path, values: dict[str, Any]) -> str:
+    """What to type to prepare the data of this manifest again; where it does not know the data's place, with a word for it."""
+    recipe, files = values.get("recipe") or {}, values.get("files") or ["..."]
+    dataset = (values.get("about") or {}).get("dataset") or (files[0] if len(files) == 1 else f"FOLDER_WITH_{files[0]}")
+    words = ["python", "-m", "nash_mhc.data", "prepare", "--dataset", dataset]
+    defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)} | {"format": "text", "template": TEMPLATE}
+    for name in (name for name in recipe if name in defaults and recipe[name] != defaults[name] and name != "tokenizer"):
+        value = str(recipe[name]).replace("\n", "\\n").replace("\t", "\\t")
+        words += [f"--{name.replace('_', '-')}", value]
+    if (folder / "tokenizer").exists():
+        words += ["--tokenizer", str(folder / "tokenizer")]
+    return shlex.join([*words, "--out", str(folder)])
 
 
 def counted(number: int, word: str) -> str:
@@ -147,10 +186,10 @@ def check_files(folder: Path, expected: dict[str, tuple[int | None, str]]) -> No
         try:
             found = (folder / name).stat().st_size
         except OSError:
-            raise ConfigError(f"{folder / name}: is missing; {again}") from None
+            raise Damaged(f"{folder / name}: is missing; {again}") from None
         if size is not None and found != size:
-            raise ConfigError(f"{folder / name}: has {found:,} bytes instead of {size:,}; {again}")
+            raise Damaged(f"{folder / name}: has {found:,} bytes instead of {size:,}; {again}")
     found_digests = digests_of_files(folder / name for name in expected)
     for (name, (_, digest)), found_digest in zip(expected.items(), found_digests, strict=True):
         if digest != found_digest:
-            raise ConfigError(f"{folder / name}: its content has changed since it was prepared; {again}")
+            raise Damaged(f"{folder / name}: its content has changed since it was prepared; {again}")

@@ -14,10 +14,18 @@ from nash_mhc.data.order import BLOCK, counts_before, dealt, shares, shuffled
 from nash_mhc.data.pack import Rows
 
 
+class NothingHeldOut(ConfigError):
+    """There are no rows to evaluate on, because none were asked for (--validation-fraction 0)."""
+
+
 @runtime_checkable
 class RowSource(Protocol):
     endless: bool  # fresh rows for ever: no epochs, no shuffling
     most_documents: int | None  # in a row, padding counted as one; None: not known ahead
+
+    @property
+    def name(self) -> str:
+        """As the user calls it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Rows: ...
@@ -26,6 +34,10 @@ class RowSource(Protocol):
     @property
     def identity(self) -> str:
         """Changes when the rows do."""
+
+    @property
+    def held_out(self) -> str:
+        """What of the data is held out, in words; empty where the data has a split for that."""
 
     def epochs(self, position: int) -> dict[str, float]:
         """How often each finite dataset has been read before that position of a run."""
@@ -45,6 +57,15 @@ class Mixture:
         self._parts = shares(weights)
         most = [source.most_documents for source in sources]
         self.most_documents = None if None in most else max(n for n in most if n is not None)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names)
+
+    @property
+    def held_out(self) -> str:
+        told = [(source.name, source.held_out) for source in self._sources]
+        return "; ".join(f"{name}: {text}" for name, text in told if text)
 
     @property
     def identity(self) -> str:

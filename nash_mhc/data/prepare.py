@@ -8,6 +8,7 @@ missing: byte for byte what an unbroken one leaves.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import multiprocessing
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.chunks import Chunk, Job, make_chunk, make_recipe, read_chunks
-from nash_mhc.data.manifest import FILE, Manifest, Shard, Split, check_files, write_whole
+from nash_mhc.data.chunks import Chunk, Job, document_of, make_chunk, make_recipe, read_chunks, read_split, rule_digest
+from nash_mhc.data.holdout import HeldOut, survey
+from nash_mhc.data.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_whole
 from nash_mhc.data.readers import Corpus, Unreachable
 from nash_mhc.data.tokens import HuggingFaceTokenizer, Tokenizer
 
@@ -64,6 +66,8 @@ def _note_of(job: Job, number: int) -> dict[str, Any] | None:
     """The note of a chunk that an earlier process has finished, if its shards are whole."""
     try:
         note = json.loads((job.folder / f"chunk-{number:05d}.json").read_text())
+        if note["rule"] != rule_digest(job):
+            return None
         shards = [part["shard"] for part in note["splits"].values()]
         hashes = {f"{s['name']}.rows": (None, s["sha256"]) for s in shards}
         check_files(job.folder, hashes | {f"{s['name']}.origins": (None, s["origins_sha256"]) for s in shards})
@@ -114,7 +118,41 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
     return [notes[number] for number in sorted(notes)]
 
 
-def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]]) -> Manifest:
+def _rule(recipe: dict[str, Any], corpus: Corpus) -> HeldOut:
+    """Which documents are held out; those of a small corpus are all looked at first."""
+    documents = (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
+    return survey(((d.key, d.size) for d in documents if d.size), recipe["validation_fraction"])
+
+
+def _run_with_both_splits(job: Job, corpus: Corpus, workers: int, watch: Watch) -> tuple[Job, list[dict[str, Any]]]:
+    """The notes, and the job that they are of: where chance gave a split no piece at all of a single document, another one."""
+    notes, recipe = run_chunks(job, corpus, workers, watch), job.recipe
+    if job.held_out.by_piece and len({name for note in notes for name in note["splits"]}) == 1:
+        keys = [note[which] for note in notes for which in ("lowest", "highest") if note[which] is not None]
+        if min(keys) != max(keys) and recipe["split"] != recipe["eval_split"]:
+            job = dataclasses.replace(job, held_out=HeldOut(chosen=frozenset({min(keys)}), by_piece=True))
+            notes = run_chunks(job, corpus, workers, watch)
+    return job, notes
+
+
+def _told(job: Job, splits: dict[str, Split]) -> str:
+    """What is held out, in words; empty where nothing is, or where the data has a split for it."""
+    held = splits.get(job.recipe["eval_split"])
+    if not job.recipe["validation_fraction"] or held is None:
+        return ""
+    share = held.slots / sum(split.slots for split in splits.values())
+    if job.held_out.by_piece:
+        return (
+            f"there is only one document: {held.rows:,} rows of it are held out ({share:.1%} of the text), in the midst of "
+            f"those that are trained on"
+        )
+    documents = sum(split.documents for split in splits.values())
+    asked = job.recipe["validation_fraction"]
+    off = f", where {asked:.1%} was asked for: only whole documents are" if not 0.5 < share / asked < 1.5 else ""
+    return f"held out: {held.documents:,} of {documents:,} documents, {share:.1%} of the text{off}"
+
+
+def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: str) -> Manifest:
     splits: dict[str, Split] = {}
     found = [(name, part) for note in notes for name, part in note["splits"].items()]
     for name, group in groupby(sorted(found, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
@@ -123,7 +161,8 @@ def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]]) -> Manifest
         most = max(part["most_documents"] for part in parts)
         splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most)
     counted = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
-    return Manifest(job.recipe, corpus.files, splits, **counted)
+    about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _told(job, splits)}
+    return Manifest(job.recipe, corpus.files, splits, **counted, about=about)
 
 
 def prepare(
@@ -146,13 +185,19 @@ def prepare(
         out.parent.mkdir(parents=True, exist_ok=True)
         with _sole_owner(partial):
             if (out / FILE).exists():
-                manifest = Manifest.read(out)
-                if manifest.recipe != recipe:
-                    raise ConfigError(f"{out}: holds other data ({_difference(manifest.recipe, recipe)}); choose another --out")
-                return manifest
-            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                try:
+                    before = Manifest.read(out)
+                except OlderForm as older:
+                    if older.recipe.get("content") != recipe["content"]:
+                        raise ConfigError(f"{out}: holds other data; choose another --out, or remove it first") from None
+                else:
+                    if before.recipe != recipe:
+                        changed = _difference(before.recipe, recipe)
+                        raise ConfigError(f"{out}: holds other data ({changed}); choose another --out")
+                    return before
+            elif out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise ConfigError(f"--out {out}: is there already and holds no prepared data; choose another folder")
-            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers, watch)
+            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers, watch, cfg.dataset)
     except BrokenProcessPool:
         raise ConfigError(
             f"{partial}: a worker process was stopped from outside (no memory left?); start again to go on"
@@ -163,17 +208,24 @@ def prepare(
 
 
 def _prepare_in(
-    partial: Path, out: Path, recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Corpus, workers: int | None, watch: Watch
+    partial: Path,
+    out: Path,
+    recipe: dict[str, Any],
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    workers: int | None,
+    watch: Watch,
+    dataset: str,
 ) -> Manifest:
     text = json.dumps(recipe, sort_keys=True).encode()
     if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
         for entry in partial.iterdir():  # of other data or settings
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         write_whole(partial / RECIPE, text)
-    job = Job(recipe, tokenizer, corpus.names, partial)
     try:
-        notes = run_chunks(job, corpus, workers or os.cpu_count() or 1, watch)
-        manifest = _gathered(job, corpus, notes)
+        job = Job(recipe, tokenizer, corpus.names, partial, _rule(recipe, corpus))
+        job, notes = _run_with_both_splits(job, corpus, workers or os.cpu_count() or 1, watch)
+        manifest = _gathered(job, corpus, notes, dataset)
         if not manifest.splits:
             raise ConfigError(
                 f"{corpus.names[0]}: no document with text in it, nor in the rest of the data; is it the right one?"
@@ -188,7 +240,7 @@ def _prepare_in(
     for extra in (partial / RECIPE, *partial.glob("chunk-*.json"), *partial.glob("*.part")):
         extra.unlink()
     if out.is_dir():
-        out.rmdir()
+        shutil.rmtree(out)  # empty, or of an older form
     partial.rename(out)
     return manifest
 

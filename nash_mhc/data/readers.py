@@ -6,20 +6,25 @@ is a file and a line (or row) in it, for messages and for `inspect`.
 
 from __future__ import annotations
 
-import glob
+import contextlib
+import functools
 import io
 import itertools
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.corpus import SPLITS, StoryCorpus
+from nash_mhc.data.files import find_files, kind_of, open_unpacked
+from nash_mhc.data.holdout import key_of
 from nash_mhc.data.manifest import digest_of, digests_of_sources
 
-_KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-_PACKED = {".gz": "gzip", ".zst": "zstd"}
 BLOCK = 4 << 20  # bytes of a text file that are handled at once: a document may be larger than memory
+
+
+_MARK = b"\xef\xbb\xbf"  # what some editors put before UTF-8 text
 
 
 class Unreachable(ConfigError):
@@ -34,6 +39,7 @@ class Raw(NamedTuple):
     kind: str
     opens: bool = True  # does the document begin here, and does it end here?
     closes: bool = True
+    key: int | None = None  # of the whole document's text, where this is only a part of it
 
 
 @runtime_checkable
@@ -41,6 +47,7 @@ class Content(Protocol):
     """What is known of documents before they are read."""
 
     content: str  # changes when they do
+    format: str  # what a record is: text, prompt or chat
     names: tuple[str, ...]  # of the files, as a message calls them
     total: int  # bytes, for the progress bar and the size of chunks
     splits: tuple[str, ...]  # that the data has itself; empty: one part, of which some is held out
@@ -49,35 +56,21 @@ class Content(Protocol):
 @runtime_checkable
 class Corpus(Content, Protocol):
     files: tuple[str, ...]  # the names that a manifest keeps
+    left_out: dict[str, int]  # files that are none of it, by their ending
 
     def read(self, split: str) -> Iterator[Raw]: ...
 
 
-def fields_of(cfg: DataConfig) -> tuple[str, ...]:
+def format_of(cfg: DataConfig, fields: Collection[str] | None) -> str:
+    """What records with these fields are: as --format says or, where it says `auto`, as the fields do."""
+    if cfg.format != "auto" or fields is None or cfg.text_field in fields:
+        return "text" if cfg.format == "auto" else cfg.format
+    return "chat" if "messages" in fields else "prompt" if {"prompt", "response"} <= set(fields) else "text"
+
+
+def fields_of(cfg: DataConfig, form: str) -> tuple[str, ...]:
     """The columns of a table that a document is made of."""
-    return {"text": (cfg.text_field,), "prompt": ("prompt", "response"), "chat": ("messages",)}[cfg.format]
-
-
-def kind_of(path: Path) -> str | None:
-    suffix = path.suffix if path.suffix not in _PACKED else Path(path.stem).suffix
-    return _KINDS.get(suffix.lower())
-
-
-def find_files(dataset: str) -> list[Path]:
-    """The files that a file name, a folder or a glob stands for, sorted by name; ConfigError when there is none."""
-    path = Path(dataset)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = [
-            p for p in path.rglob("*") if kind_of(p) and not any(part.startswith(".") for part in p.relative_to(path).parts)
-        ]
-    else:
-        found = [Path(p) for p in glob.glob(dataset, recursive=True) if Path(p).is_file()]
-    if not found:
-        where = "in this folder" if path.is_dir() else "matches"
-        raise ConfigError(f"--dataset {dataset}: no .txt, .jsonl or .parquet file (.gz, .zst) {where}")
-    return sorted(found, key=lambda p: p.as_posix())
+    return {"text": (cfg.text_field,), "prompt": ("prompt", "response"), "chat": ("messages",)}[form]
 
 
 class Files:
@@ -86,54 +79,73 @@ class Files:
     splits: tuple[str, ...] = ()
 
     def __init__(self, dataset: str, cfg: DataConfig) -> None:
-        self._paths, self._fields = find_files(dataset), fields_of(cfg)
-        for path in self._paths:
-            if path.is_dir():
-                raise ConfigError(f"{path}: cannot be read (it is a folder); rename it or give the files inside")
+        self._paths, self.left_out = find_files(dataset, cfg.extensions)
         root = Path(dataset)
         self.names = tuple(str(p) for p in self._paths)
         # Where the folder lies does not matter, what is in it and how it is called there does.
         self.files = tuple(p.relative_to(root).as_posix() if root.is_dir() else p.name for p in self._paths)
         try:
-            sizes = [p.stat().st_size for p in self._paths]
+            self.total = sum(p.stat().st_size for p in self._paths)
             hashes = digests_of_sources(self._paths)
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
-        for path, size in zip(self._paths, sizes, strict=True):
-            if not size:
-                raise ConfigError(f"{path}:1: the file is empty; remove it or put text into it")
-        self.total = sum(sizes)
         self.content = digest_of([self.files, hashes])
+        records = next((p for p in self._paths if kind_of(p) != "text"), None)
+        self.format = format_of(cfg, None if records is None else first_fields(records))
+        self._fields = fields_of(cfg, self.format)
 
     def read(self, split: str) -> Iterator[Raw]:
         for number, path in enumerate(self._paths):
-            kind = kind_of(path) or "text"
-            try:
+            kind = kind_of(path)
+            with _readable(path):
                 if kind == "parquet":
                     yield from _read_parquet(number, path, self._fields)
+                elif kind == "jsonl":
+                    with open_unpacked(path) as file:
+                        yield from _read_lines(number, file)
                 else:
-                    with _open(path) as file:
-                        yield from (_read_lines if kind == "jsonl" else _read_text)(number, file)
-            except OSError as error:
-                raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); make it again if it was cut") from error
+                    yield from _read_whole(number, path)
 
 
-def _open(path: Path) -> BinaryIO:
-    """Arrow's decompression, as it also says when the file is cut; zstandard's own reader would just end there."""
-    import pyarrow as pa
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); make it again if it was cut") from error
 
-    if packing := _PACKED.get(path.suffix):
-        return io.BufferedReader(pa.input_stream(str(path), compression=packing), 1 << 20)
-    return path.open("rb")
+
+def first_fields(path: Path) -> list[str] | None:
+    """The names in the first record of a file; None where there is none, or none that could be read: whoever reads it tells."""
+    with _readable(path):
+        if kind_of(path) == "parquet":
+            with _parquet(path) as table:
+                return list(table.schema_arrow.names)
+        with open_unpacked(path) as file, contextlib.suppress(ValueError):
+            record = json.loads(next((line for line in file if line.strip()), b"null"))
+            return list(record) if isinstance(record, dict) else None
+    return None
 
 
-def _read_lines(number: int, file: BinaryIO) -> Iterator[Raw]:
+def _read_lines(number: int, file: io.BufferedReader) -> Iterator[Raw]:
     for line, content in enumerate(file, start=1):
         if content.strip():
             yield Raw(number, line, content, len(content), "jsonl")
 
 
-def _read_text(number: int, file: BinaryIO) -> Iterator[Raw]:
+def _read_whole(number: int, path: Path) -> Iterator[Raw]:
+    """A document. Where it is read in several parts, each of them knows whose part it is."""
+    key: int | None = None
+    with open_unpacked(path) as file:
+        for raw in _read_text(number, file):
+            if raw.opens and not raw.closes:
+                with open_unpacked(path) as again:
+                    first = again.read(len(_MARK)).removeprefix(_MARK)
+                    key = key_of(itertools.chain([first], iter(functools.partial(again.read, BLOCK), b"")))
+            yield raw._replace(key=key)
+
+
+def _read_text(number: int, file: io.BufferedReader) -> Iterator[Raw]:
     """Blocks that end with a line, or at least with a character; the last one closes the document."""
     line, kept, first = 1, b"", True
     while True:
@@ -170,19 +182,25 @@ def check_columns(path: Path, table: Any, fields: tuple[str, ...]) -> None:
             raise ConfigError(f"{path}:1: no column {field!r}, there are {there}; {remedy}")
 
 
-def parquet_batches(path: Path, fields: tuple[str, ...], groups: list[int] | None = None) -> Iterator[list[Any]]:
-    """Lists of texts, or of records where a document has several fields; of some row groups or of all."""
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    whole = len(fields) > 1 or fields[0] == "messages"
     try:
         with pq.ParquetFile(path) as table:
-            check_columns(path, table, fields)
-            for batch in table.iter_batches(batch_size=1024, columns=list(fields), row_groups=groups):
-                yield batch.to_pylist() if whole else batch.column(0).to_pylist()
+            yield table
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
+
+
+def parquet_batches(path: Path, fields: tuple[str, ...], groups: list[int] | None = None) -> Iterator[list[Any]]:
+    """Lists of texts, or of records where a document has several fields; of some row groups or of all."""
+    whole = len(fields) > 1 or fields[0] == "messages"
+    with _parquet(path) as table:
+        check_columns(path, table, fields)
+        for batch in table.iter_batches(batch_size=1024, columns=list(fields), row_groups=groups):
+            yield batch.to_pylist() if whole else batch.column(0).to_pylist()
 
 
 def _read_parquet(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
@@ -197,8 +215,10 @@ class Stories:
     files: tuple[str, ...] = ("stories",)
     names: tuple[str, ...] = files
     splits: tuple[str, ...] = SPLITS
+    format = "text"
 
     def __init__(self, cfg: DataConfig) -> None:
+        self.left_out: dict[str, int] = {}
         if cfg.max_documents is None:
             raise ConfigError("--dataset stories: there is no end to them; say how many to prepare with --max-documents")
         self._corpus = StoryCorpus()

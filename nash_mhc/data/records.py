@@ -1,7 +1,8 @@
 """One record -> the text of its document, in spans that count in the loss or do not.
 
 Plain text is one span. Prompts and chats are messages, each written by a template; with `--loss-on response`, what counts is
-an assistant's message and what the template puts behind it, so that the model learns to answer and to stop.
+an assistant's message and what the template puts behind it, so that the model learns to answer and to stop. A template may
+spell the tokenizer's special tokens; whatever a record spells is text.
 """
 
 from __future__ import annotations
@@ -9,15 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.schema import TEMPLATE, ConfigError
 from nash_mhc.data.readers import Raw
 
-TEMPLATE = "{role}: {content}\n"
 ANSWERS = ("assistant", "model", "gpt")  # roles whose messages the model shall learn to write
 
-Span = tuple[str, bool]
+
+class Part(NamedTuple):
+    text: str
+    is_template: bool = False
+
+
+class Span(NamedTuple):
+    parts: tuple[Part, ...]
+    counts: bool
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
 
 
 def check_template(template: str) -> str:
@@ -33,14 +45,14 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
     """ConfigError, with file and line, for what is no text, no JSON, or lacks what the format asks for."""
     where = f"{file}:{raw.line}"
     if raw.kind == "text":
-        return [(_decoded(raw, file, raw.content), True)]
+        return [Span((Part(_decoded(raw, file, raw.content)),), True)]
     record = raw.content
     if raw.kind == "jsonl":
         record = _parsed(_decoded(raw, file, raw.content), where)
     if recipe["format"] == "text":
         if raw.kind == "jsonl":
             record = _field(record, recipe["text_field"], where, "name the text's with --text-field")
-        return [(_text(record, where, recipe["text_field"]), True)]
+        return [Span((Part(_text(record, where, recipe["text_field"])),), True)]
     if recipe["format"] == "prompt":
         record = {
             "messages": [
@@ -98,16 +110,22 @@ def _messages(record: Any, where: str, recipe: Mapping[str, Any]) -> list[Span]:
     messages = _field(record, "messages", where, "chat data needs a list of messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages must be a list that is not empty")
-    before, _, after = recipe["template"].partition("{content}")
+    before, _, behind = recipe["template"].partition("{content}")
     spans: list[Span] = []
     for message in messages:
         role = _text(_field(message, "role", where, "a message has role and content"), where, "role")
         content = _text(_field(message, "content", where, "a message has role and content"), where, "content")
         counts = recipe["loss_on"] == "all" or role in ANSWERS
-        spans.append((before.replace("{role}", role), recipe["loss_on"] == "all"))
-        spans.append((content + after.replace("{role}", role), counts))
-    if not any(counts for _, counts in spans):
+        spans.append(Span(_filled(before, role), recipe["loss_on"] == "all"))
+        spans.append(Span((Part(content), *_filled(behind, role)), counts))
+    if not any(span.counts for span in spans):
         raise ConfigError(
             f"{where}: no message of role {ANSWERS[0]}, so nothing would be learned; leave it out or use --loss-on all"
         )
-    return [span for span in spans if span[0]]
+    return [span for span in spans if span.text]
+
+
+def _filled(template: str, role: str) -> tuple[Part, ...]:
+    """What the template says, with the role, which is the record's own word, in its places."""
+    first, *rest = [Part(text, is_template=True) for text in template.split("{role}")]
+    return (first, *(part for text in rest for part in (Part(role), text)))

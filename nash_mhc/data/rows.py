@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.manifest import Manifest, check_files
+from nash_mhc.data.manifest import Damaged, Manifest, check_files
+from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.pack import Laid, Rows, unfold
 
 
@@ -79,12 +80,13 @@ class PreparedRows:
     endless = False
 
     def __init__(self, folder: Path, split: str, *, vocab_size: int | None = None, name: str = "") -> None:
-        self.folder, self.manifest, self.name = folder, Manifest.read(folder), name or folder.name
+        self.folder, self.manifest, self.name = folder, Manifest.read(folder), name or str(folder)
         recipe, splits = self.manifest.recipe, self.manifest.splits
         if split not in splits or not splits[split].rows:
             there = " and ".join(name for name in splits if splits[name].rows) or "none"
-            raise ConfigError(
-                f"{folder}: has no rows of split {split!r}, there is {there}; add text, lower --seq-len or raise "
+            kind = NothingHeldOut if split == recipe["eval_split"] and not recipe["validation_fraction"] else ConfigError
+            raise kind(
+                f"--dataset {self.name}: has no rows of split {split!r}, there is {there}; add text, lower --seq-len or raise "
                 f"--validation-fraction, or choose another --split or --eval-split"
             )
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
@@ -100,6 +102,10 @@ class PreparedRows:
     @property
     def identity(self) -> str:
         return self.manifest.identity
+
+    @property
+    def held_out(self) -> str:
+        return self.manifest.about.get("held_out", "")
 
     def epochs(self, position: int) -> dict[str, float]:
         return {self.name: position / len(self)}
@@ -130,14 +136,15 @@ class PreparedRows:
             shard, row = self.locate(int(index))
             file = self._open(shard)  # held here: the cache may let go of it while another thread reads
             if os.preadv(file.number, [buffer[at]], row * size) != size:
-                raise ConfigError(f"{self._name(index)}: the file has become shorter; the data must be prepared again")
+                raise Damaged(f"{self._place(index)}: its file has become shorter; the data must be prepared again")
         laid = self.form.decode(buffer)
         self._check(laid, indices)
         return unfold(laid, self.form.end)
 
-    def _name(self, index: int | np.integer) -> str:
+    def _place(self, index: int | np.integer) -> str:
+        """As the user calls it: the folder may be one of a cache, whose name says nothing."""
         shard, row = self.locate(int(index))
-        return f"{self.folder / self.shards[shard].name}.rows, row {row}"
+        return f"--dataset {self.name}: row {row} of its prepared {self.shards[shard].name}.rows"
 
     def _check(self, laid: Laid, indices: np.ndarray | list[int]) -> None:
         """An id outside the vocabulary would read another parameter's memory, or silently the last one's."""
@@ -145,6 +152,6 @@ class PreparedRows:
             bad = (laid.tokens >= self._vocab_size).any(axis=1) | (laid.used > self.form.seq_len)
             row = int(np.flatnonzero(bad)[0])
             raise ConfigError(
-                f"{self._name(indices[row])}: token {laid.tokens[row].max()} is outside the vocabulary of {self._vocab_size}; "
+                f"{self._place(indices[row])}: token {laid.tokens[row].max()} is outside the vocabulary of {self._vocab_size}; "
                 f"prepare the data with the run's own --tokenizer"
             )

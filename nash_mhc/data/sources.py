@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import shutil
 import sys
 import threading
 from collections import OrderedDict
@@ -15,8 +16,9 @@ from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.chunks import make_recipe
 from nash_mhc.data.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.hub import Hub, is_saved
-from nash_mhc.data.manifest import FILE, VERSION, Manifest, digest_of
-from nash_mhc.data.mixture import Mixture, RowSource
+from nash_mhc.data.manifest import FILE, VERSION, Damaged, Manifest, digest_of
+from nash_mhc.data.mixture import Mixture, NothingHeldOut, RowSource
+from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Rows, pack
 from nash_mhc.data.prepare import prepare
 from nash_mhc.data.progress import watching
@@ -25,18 +27,20 @@ from nash_mhc.data.rows import PreparedRows
 from nash_mhc.data.stream import open_stream
 from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, hub_name
 
+_SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same
+
 
 class StoryRows:
     """Endless packed rows of the embedded stories.
 
-    Rows are made a volume at a time: fresh stories, best fit, little padding. Every story appears at most once (the few
-    that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean loss of a perfect model
-    is the corpus's own floor; the rest of a story that was cut has lost its opening and costs more.
+    Rows are made a volume at a time: fresh stories, best fit, little padding, in random order. Every story appears at most
+    once (the few that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean loss of a
+    perfect model is the corpus's own floor; the rest of a story that was cut has lost its opening and costs more.
     """
 
     endless = True
     most_documents: int | None = None
-    identity = "stories"
+    name, identity, held_out = "stories", "stories-2", ""
     rows_per_volume = 64
 
     def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
@@ -82,7 +86,10 @@ class StoryRows:
             if slots > capacity:
                 break
             documents.append(tokens)
-        return pack(documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align)
+        rows = pack(documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align)
+        # Best fit lays the longest first: in that order, the first rows of a volume would be no sample of it.
+        order = permuted(np.arange(self.rows_per_volume), self.rows_per_volume, combine(self._seed, volume))
+        return Rows(*(a[order] for a in rows))
 
 
 def _is_hub(dataset: str) -> bool:
@@ -104,15 +111,23 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     )
 
 
-def prepare_in_cache(cfg: DataConfig, tokenizer: Tokenizer, align: int) -> Path:
-    """The folder in which the dataset lies prepared, under a name that follows from its content and all settings."""
+def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int) -> PreparedRows:
+    """Prepared in a folder whose name follows from the content and all settings; where that was damaged, prepared anew."""
     corpus = open_corpus(cfg)
     recipe = make_recipe(cfg, tokenizer, corpus, align)
     folder = Path(cfg.cache_dir) / digest_of([VERSION, recipe])[:24]
-    if not (folder / FILE).exists():
+
+    def prepared() -> PreparedRows:
         with watching(f"preparing {cfg.dataset}") as watch:
             prepare(cfg, tokenizer, corpus, folder, align=align, watch=watch)
-    return folder
+        return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
+
+    try:
+        return prepared()
+    except Damaged as damage:
+        print(f"--dataset {cfg.dataset}: its prepared copy is damaged ({damage}); preparing it anew", file=sys.stderr)
+        shutil.rmtree(folder)
+        return prepared()
 
 
 def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int) -> None:
@@ -150,11 +165,31 @@ def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int,
     if cfg.streaming and not (folder / FILE).exists():
         hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
         return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, hub=hub)
-    if (folder / FILE).exists():
-        _check_recipe(folder, cfg, tokenizer, align)
-    else:
-        folder = prepare_in_cache(cfg, tokenizer, align)
+    if not (folder / FILE).exists():
+        return _open_in_cache(cfg, tokenizer, split, align)
+    _check_recipe(folder, cfg, tokenizer, align)
     return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
+
+
+def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> RowSource | None:
+    """The rows to evaluate on, the same for every run on this data; None where none are held out (--validation-fraction 0).
+
+    Of a mixture, they are those of its parts that have some.
+    """
+    if (parts := weighted_parts(cfg.dataset)) and not Path(cfg.dataset).exists():
+        found = [(n, w, open_held_out(dataclasses.replace(cfg, dataset=n), tokenizer, align=align)) for n, w in parts]
+        held = [(name, weight, source) for name, weight, source in found if source is not None]
+        return Mixture([n for n, _, _ in held], [s for _, _, s in held], [w for _, w, _ in held], seed=0) if held else None
+    try:
+        return open_source(cfg, tokenizer, split=cfg.eval_split, seed=0, align=align)
+    except NothingHeldOut:
+        return None
+
+
+def fixed_sample(source: RowSource, count: int) -> np.ndarray:
+    """Numbers of rows that stand for the whole source, the same for everyone; a larger sample begins with the smaller one."""
+    count = min(count, len(source))
+    return np.arange(count) if source.endless else permuted(np.arange(count), len(source), _SAMPLE)
 
 
 def loss_floor(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[float, float] | None:

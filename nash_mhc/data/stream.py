@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,12 +21,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.chunks import Job, make_recipe, pieces_of
+from nash_mhc.data.chunks import Document, Job, document_of, make_recipe, pieces_of
+from nash_mhc.data.files import find_files, kind_of
+from nash_mhc.data.holdout import by_share
 from nash_mhc.data.hub import Hub
-from nash_mhc.data.manifest import digest_of
-from nash_mhc.data.order import combine, mix, permuted
+from nash_mhc.data.manifest import VERSION, digest_of
+from nash_mhc.data.mixture import NothingHeldOut
+from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Laid, Rows, lay, unfold
-from nash_mhc.data.readers import Raw, check_columns, fields_of, find_files, kind_of, parquet_batches
+from nash_mhc.data.readers import Raw, check_columns, fields_of, first_fields, format_of, parquet_batches
 from nash_mhc.data.tokens import Tokenizer
 
 LANES = 16  # at most: divisible by the usual numbers of processes
@@ -59,8 +61,11 @@ class ParquetLanes:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._paths, self._fields = find_files(dataset), fields_of(cfg)
+        self._paths, _ = find_files(dataset, cfg.extensions)
         self.names = tuple(str(p) for p in self._paths)
+        is_table = kind_of(self._paths[0]) == "parquet"
+        self.format = format_of(cfg, first_fields(self._paths[0]) if is_table and cfg.format == "auto" else None)
+        self._fields = fields_of(cfg, self.format)
         self.units: list[tuple[int, int, int]] = []  # file, row group, rows of the file before it
         shapes, self.total, self._documents = [], 0, 0
         for number, path in enumerate(self._paths):
@@ -119,7 +124,7 @@ class HubLanes:
 
     def __init__(self, hub: Hub) -> None:
         self._hub, self.names, self.content = hub, hub.names, hub.content
-        self.splits, self.total = hub.splits, hub.total
+        self.splits, self.total, self.format = hub.splits, hub.total, hub.format
         self._tables: dict[str, Any] = {}
 
     def _table(self, split: str) -> Any:
@@ -200,15 +205,21 @@ class StreamRows:
         self.count = 1 if self._is_held_out else lanes.lanes_of(self._split)
         recipe = make_recipe(cfg, tokenizer, lanes, align)
         if self._is_held_out and not recipe["validation_fraction"]:
-            raise ConfigError(
+            raise NothingHeldOut(
                 f"--dataset {cfg.dataset}: no split {split!r}, and nothing is held out; raise --validation-fraction"
             )
         self._text = text_of_volume(cfg.seq_len)
-        self._job = Job(recipe, tokenizer, lanes.names, Path())
-        self.identity = digest_of(["stream", recipe, split, self.count, self._text])
+        self.name = cfg.dataset
+        self._job = Job(recipe, tokenizer, lanes.names, Path(), by_share(recipe["validation_fraction"]))
+        self.identity = digest_of(["stream", VERSION, recipe, split, self.count, self._text])
         folder = Path(cfg.cache_dir) / f"stream-{self.identity[:24]}"
         self.lanes = [Lane(folder / f"lane-{number:02d}.jsonl") for number in range(self.count)]
         self._lock = threading.Lock()
+
+    @property
+    def held_out(self) -> str:
+        fraction = self._job.recipe["validation_fraction"]
+        return f"held out: {fraction:.1%} of the documents, as they come" if fraction else ""
 
     def epochs(self, position: int) -> dict[str, float]:
         return {}  # not known before it has been read
@@ -244,7 +255,7 @@ class StreamRows:
         reader = kept[1] if kept and kept[0] == volume else self._lanes.open(number, self.count, self._split, state)
         # The first volume of each lane has another size, so that they do not all end in the same step ever after.
         wanted = self._text if volume else self._text * (number + 1) // self.count
-        raws: list[Raw] = []
+        documents: list[Document] = []
         size = 0
         after: Any = None
         while size < wanted:
@@ -253,12 +264,14 @@ class StreamRows:
             except StopIteration:
                 after = [epoch + 1, None]
                 break
-            if self._keeps(raw):
-                raws.append(raw)
+            # A document that comes twice is held out twice: what decides is its text.
+            document = document_of(raw, self._job.names, self._job.recipe)
+            if (document.key in self._job.held_out) == self._is_held_out:
+                documents.append(document)
                 size += raw.size
         if after is None:
             after, lane.reader = [epoch, reader.state], (volume + 1, reader)
-        pieces, _, _ = pieces_of(raws, self._job)
+        pieces, _ = pieces_of(documents, self._job)
         recipe = self._job.recipe
         laid, rows = lay(pieces, self._tokenizer.end, recipe["seq_len"], align=recipe["align"])
         if volume == len(lane.ends) - 1:
@@ -272,16 +285,6 @@ class StreamRows:
             lane.volumes[volume] = laid, order
         while len(lane.volumes) > 3:
             lane.volumes.popitem(last=False)
-
-    def _keeps(self, raw: Raw) -> bool:
-        """Of data without an eval split, a share of the documents is held out, by a hash of their text: a document that comes
-        twice is held out twice."""
-        fraction = self._job.recipe["validation_fraction"]
-        if not fraction:
-            return True
-        text = raw.content if isinstance(raw.content, str) else str(raw.content)
-        place = mix(np.array([zlib.crc32(text.encode("utf-8", "surrogatepass"))]), 1)
-        return (float(place[0]) / 2.0**64 < fraction) == self._is_held_out
 
 
 def open_stream(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int, hub: Hub | None) -> StreamRows:

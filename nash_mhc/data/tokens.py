@@ -32,9 +32,14 @@ class Tokenizer(Protocol):
     def byte_lengths(self) -> np.ndarray:
         """Bytes of text behind each token id, for bits per byte."""
 
-    def encode(self, text: str) -> np.ndarray: ...
+    def encode(self, text: str) -> np.ndarray:
+        """Text that spells a special token is text: no document can end itself, or begin another."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
     def decode(self, tokens: np.ndarray) -> str: ...
+
+    def split_special(self, template: str) -> list[str | int]:
+        """What a template spells: text, and the ids of special tokens between it."""
 
 
 class ByteTokenizer:
@@ -56,6 +61,9 @@ class ByteTokenizer:
     def decode(self, tokens: np.ndarray) -> str:
         return bytes(int(t) for t in np.asarray(tokens).ravel() if t < 256).decode("utf-8", errors="replace")
 
+    def split_special(self, template: str) -> list[str | int]:
+        return [template]
+
 
 class HuggingFaceTokenizer:
     """A tokenizer of the transformers library. Copies in other processes can only encode, and need no transformers."""
@@ -67,7 +75,8 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"--tokenizer {name}: has no tokenizer.json; save it as a fast tokenizer first")
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.vocab_size = len(inner)
+        self._take_special_tokens_as_text()
+        self.vocab_size = 1 + max(self._backend.get_vocab().values())  # their number is less where some ids are left out
         end = inner.eos_token_id if inner.eos_token_id is not None else inner.bos_token_id
         if end is None:
             raise ConfigError(f"--tokenizer {name}: it has neither an eos nor a bos token to stand between documents; add one")
@@ -75,13 +84,32 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(f"{end} {self._backend.to_str()}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_inner", "byte_lengths")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_inner", "byte_lengths", "_special")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_special_tokens_as_text()  # which a copy of the backend forgets
+
+    def _take_special_tokens_as_text(self) -> None:
+        self._backend.encode_special_tokens = True
+
+    @functools.cached_property
+    def _special(self) -> dict[str, int]:
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def split_special(self, template: str) -> list[str | int]:
+        names = sorted(self._special, key=len, reverse=True)  # the longest of those that begin alike
+        pieces = re.split(f"({'|'.join(map(re.escape, names))})", template) if names else [template]
+        return [self._special.get(piece, piece) for piece in pieces if piece]
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
         special = {*self._inner.all_special_ids, self.end}
         pieces = self._inner.convert_ids_to_tokens(list(range(self.vocab_size)))
-        lengths = [0 if i in special else _byte_length(str(p), str(self._inner.decode([i]))) for i, p in enumerate(pieces)]
+        lengths = [
+            0 if i in special or p is None else _byte_length(str(p), str(self._inner.decode([i]))) for i, p in enumerate(pieces)
+        ]
         return np.array(lengths, np.int32)
 
     def encode(self, text: str) -> np.ndarray:

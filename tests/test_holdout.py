@@ -1,0 +1,233 @@
+"""What is held out: whole documents, all copies of a text on one side, and a fair sample of them evaluated."""
+
+import gzip
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_prepare import BYTES, prepared, stories, texts, write_jsonl
+
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.holdout import HeldOut, key_of, survey
+from nash_mhc.data.manifest import Manifest
+from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.sources import StoryRows, fixed_sample, open_held_out, open_source
+
+ROOT = Path(__file__).parent.parent
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    """Of very different lengths, no two alike."""
+    rng = random.Random(seed)
+    return [f"{seed} {i} " + "word " * min(750, int(rng.lognormvariate(4, 0.8))) for i in range(count)]
+
+
+def sides(folder: Path) -> tuple[set[str], set[str]]:
+    return set(texts(folder)), set(texts(folder, "validation"))
+
+
+@pytest.mark.parametrize("small_chunks", [False, True])
+def test_no_copy_of_a_text_is_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: bool) -> None:
+    """A hundred copies of each of twenty texts, in files of every kind, in any order and in many chunks."""
+    if small_chunks:
+        monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 20_000)
+    repeated, rest = documents(20), documents(300, seed=1)
+    lines = repeated * 97 + rest
+    random.Random(0).shuffle(lines)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl.gz", lines)
+    for number, text in enumerate(repeated):
+        (folder / f"{number}.txt").write_text(text)
+        (folder / f"{number}.md").write_bytes(b"\xef\xbb\xbf" + text.encode())  # the same text behind a mark
+        (folder / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    manifest = prepared(tmp_path / "out", folder, seq_len=4096)
+    train, held_out = sides(tmp_path / "out")
+    assert not train & held_out
+    assert train | held_out == {*repeated, *rest}
+    assert held_out
+    assert len(manifest.splits["train"].shards) > 5 or not small_chunks
+    counts = [Counter(texts(tmp_path / "out", split)) for split in ("train", "validation")]
+    assert {count[text] for count in counts for text in repeated} == {0, 100}
+
+
+def test_one_text_a_hundred_times_over_is_one_document_and_its_rows_do_not_meet(tmp_path: Path) -> None:
+    text = " ".join(map(str, range(2000)))
+    write_jsonl(tmp_path / "a.jsonl", [text] * 100)
+    manifest = prepared(tmp_path / "out", tmp_path / "a.jsonl")
+    train, held_out = sides(tmp_path / "out")
+    assert held_out
+    assert not train & held_out
+    assert "there is only one document" in manifest.summary()
+
+
+@pytest.mark.parametrize("words", [70, 400, 40_000])
+def test_of_a_single_document_rows_are_held_out_and_it_is_said(tmp_path: Path, words: int) -> None:
+    (tmp_path / "book.txt").write_text(" ".join(map(str, range(words))))
+    manifest = prepared(tmp_path / "out", tmp_path / "book.txt", seq_len=64)
+    train, held_out = sides(tmp_path / "out")
+    assert train
+    assert held_out
+    assert not train & held_out
+    assert manifest.summary().splitlines()[-1].startswith("there is only one document: ")
+    share = len(held_out) / (len(train) + len(held_out))
+    assert share < 0.5 if words < 1000 else share == pytest.approx(0.05, abs=0.02)
+
+
+def test_a_document_that_is_read_in_many_blocks_is_on_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nash_mhc.data.readers.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 3000)
+    (tmp_path / "books").mkdir()
+    for number in range(12):
+        text = "".join(f"book {number}, line {i}\n" for i in range(300))
+        (tmp_path / "books" / f"{number}.txt").write_text(text)
+        (tmp_path / "books" / f"copy of {number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    manifest = prepared(tmp_path / "out", tmp_path / "books", seq_len=64)
+    train, held_out = (set(re.findall(r"book \d+(?=, line)", " ".join(side))) for side in sides(tmp_path / "out"))
+    assert not train & held_out
+    assert train | held_out == {f"book {number}" for number in range(12)}
+    assert (manifest.splits["train"].documents, manifest.splits["validation"].documents) == (22, 2)
+
+
+def test_a_few_documents_give_about_their_share_and_never_most_of_the_text() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        sizes = {rng.getrandbits(64): int(rng.lognormvariate(8, 1.5)) + 1 for _ in range(rng.randrange(2, 200))}
+        rule = survey(sizes.items(), 0.05)
+        held_out = sum(size for key, size in sizes.items() if key in rule)
+        assert 0 < held_out < sum(sizes.values())
+        assert held_out <= max(0.1 * sum(sizes.values()), min(sizes.values()))
+    rng = np.random.default_rng(0)
+    many = dict.fromkeys(rng.integers(0, 2**64, 20_000, np.uint64).tolist(), 1000)
+    rule = survey(many.items(), 0.05)
+    assert sum(key in rule for key in many) / len(many) == pytest.approx(0.05, abs=0.005)
+    assert survey([(1, 10)], 0.05).by_piece
+    assert survey([(1, 10), (1, 10)], 0.05).by_piece
+    assert survey([(1, 10), (2, 10)], 0.0) == HeldOut()
+
+
+def test_what_is_looked_at_first_is_no_more_than_it_takes() -> None:
+    read = 0
+
+    def endless() -> Any:
+        nonlocal read
+        while True:
+            read += 1
+            yield key_of([str(read).encode()]), 100
+
+    assert survey(endless(), 0.05).below == int(0.05 * 2**64)
+    assert read == 2000
+
+
+def test_streams_hold_out_what_preparing_does(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": documents(2500)}), tmp_path / "a.parquet", row_group_size=100)
+    prepared(tmp_path / "out", tmp_path / "a.parquet", seq_len=4096)
+    cfg = DataConfig(dataset=str(tmp_path / "a.parquet"), seq_len=4096, streaming=True, cache_dir=str(tmp_path / "cache"))
+    stream = open_held_out(cfg, BYTES, align=8)
+    assert stream is not None
+    taken = stream.take(np.arange(8))
+    first = [BYTES.decode(t[(s == n) & (w > 0)]) for _, t, s, w in zip(*taken, strict=True) for n in range(1, s.max() + 1)]
+    assert set(first) <= set(texts(tmp_path / "out", "validation"))
+
+
+# --- the sample that is evaluated ------------------------------------------------------------------------------------
+
+
+LIKELY = 1.63  # what chance stays below in 99 of 100 cases
+
+
+def lengths(source: Any, rows: np.ndarray) -> np.ndarray:
+    """Of every document in these rows."""
+    segments = source.take(rows).segments
+    return np.concatenate([np.unique(row[row > 0], return_counts=True)[1] for row in segments])
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference of two distributions (Kolmogorov and Smirnov's), in units of what chance would make of it."""
+    at = np.concatenate([a, b])
+    shares = [np.searchsorted(np.sort(x), at, side="right") / len(x) for x in (a, b)]
+    return float(np.abs(shares[0] - shares[1]).max() / np.sqrt(1 / len(a) + 1 / len(b)))
+
+
+def test_documents_of_the_sample_are_as_long_as_those_of_the_split(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", documents(6_000))
+    prepared(tmp_path / "out", tmp_path / "a.jsonl", validation_fraction=0.5, seq_len=1024)
+    split = PreparedRows(tmp_path / "out", "validation")
+    whole, sample = np.arange(len(split)), fixed_sample(split, 128)
+    assert len(set(sample.tolist())) == 128 < len(split) / 4
+    assert apart(lengths(split, sample), lengths(split, whole)) < LIKELY
+    assert apart(lengths(split, whole[:128]), lengths(split, whole)) > 5  # the first rows are no sample: the longest come first
+    np.testing.assert_array_equal(fixed_sample(split, 64), sample[:64])
+    stories_ = StoryRows(BYTES, seed=0, split="validation", seq_len=4096)
+    assert apart(lengths(stories_, fixed_sample(stories_, 40)), lengths(stories_, np.arange(256))) < LIKELY
+
+
+# --- nothing held out, older folders, damage -------------------------------------------------------------------------
+
+
+def test_nothing_is_held_out_where_none_is_wanted(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", stories(50))
+    whole = DataConfig(dataset=str(tmp_path / "a.jsonl"), validation_fraction=0.0, cache_dir=str(tmp_path / "cache"))
+    assert open_held_out(whole, BYTES) is None
+    assert open_source(whole, BYTES, split="train", seed=0).held_out == ""
+    mixed = DataConfig(dataset=f"{whole.dataset}:0.5,stories:0.5", validation_fraction=0.0, cache_dir=whole.cache_dir)
+    held_out = open_held_out(mixed, BYTES)
+    assert held_out is not None
+    assert held_out.name == "stories"
+    (tmp_path / "short.txt").write_text("too short to be divided")
+    short = DataConfig(dataset=str(tmp_path / "short.txt"), cache_dir=whole.cache_dir)
+    with pytest.raises(ConfigError, match=r"short\.txt: has no rows of split 'validation', there is train; add text"):
+        open_held_out(short, BYTES)
+
+
+def test_a_folder_of_an_earlier_version_is_refused_with_the_command_that_makes_it_anew(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "my notes.jsonl", stories(60), field="body text")
+    settings = {"text_field": "body text", "seq_len": 512, "validation_fraction": 0.1}
+    prepared(tmp_path / "out", tmp_path / "my notes.jsonl", align=16, **settings)
+    wanted = Manifest.read(tmp_path / "out")
+    old = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    old["version"] = 2
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(old))
+    with pytest.raises(ConfigError, match=r"out: was prepared by an earlier version \(form 2, .*make it anew: ") as refused:
+        open_source(DataConfig(dataset=str(tmp_path / "out"), seq_len=512), BYTES, split="train", seed=0)
+    argv = shlex.split(str(refused.value).partition("make it anew: ")[2])
+    argv[0] = sys.executable
+    done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Manifest.read(tmp_path / "out").identity == wanted.identity
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["my notes.jsonl", "out"]
+    # Where the data is another one now, nothing of the old is touched.
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(old | {"recipe": old["recipe"] | {"content": "other"}}))
+    with pytest.raises(ConfigError, match=r"out: holds other data"):
+        prepared(tmp_path / "out", tmp_path / "my notes.jsonl", align=16, **settings)
+    # The version before did not know where its data lay.
+    del old["about"]
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(old))
+    with pytest.raises(ConfigError, match=r"prepare --dataset 'my notes\.jsonl' --seq-len 512 --text-field 'body text' "):
+        Manifest.read(tmp_path / "out")
+
+
+def test_a_damaged_copy_in_the_cache_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(tmp_path / "a.jsonl", stories(60))
+    cfg = DataConfig(dataset=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
+    wanted = open_source(cfg, BYTES, split="train", seed=0)
+    (folder,) = (tmp_path / "cache").iterdir()
+    for name in ("train-00000.rows", "manifest.json"):
+        (folder / name).write_text("{")
+        again = open_source(cfg, BYTES, split="train", seed=0)
+        assert again.identity == wanted.identity
+        assert "a.jsonl: its prepared copy is damaged (" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "cache")
