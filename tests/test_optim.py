@@ -12,9 +12,14 @@ import pytest
 
 from nash_mhc.config.schema import OptimConfig, RunConfig, TrainConfig
 from nash_mhc.parallel.sharding import param
-from nash_mhc.train.optim import learning_rate, make_optimizer
+from nash_mhc.train import optim as module
+from nash_mhc.train.optim import Hyperparameters, averaged, make_optimizer
 
 PEAK = 0.5
+
+
+def learning_rate(cfg: RunConfig, count: Any) -> Any:
+    return module.learning_rate(Hyperparameters.of(cfg), count)
 
 
 def config(total: int = 100, **optim: Any) -> RunConfig:
@@ -24,7 +29,7 @@ def config(total: int = 100, **optim: Any) -> RunConfig:
 
 def rates(cfg: RunConfig) -> np.ndarray:
     """The learning rate of update 1, 2, ..., total, at index 0, 1, ..."""
-    return np.array([float(learning_rate(cfg)(count)) for count in range(cfg.train.total_steps)])
+    return np.array([float(learning_rate(cfg, count)) for count in range(cfg.train.total_steps)])
 
 
 # --- schedule --------------------------------------------------------------------------------------------------------
@@ -42,7 +47,7 @@ def test_warm_up_is_linear_and_ends_at_the_peak(schedule: str) -> None:
 def test_last_step(schedule: str, last: float) -> None:
     cfg = config(schedule=schedule)
     assert rates(cfg)[-1] == pytest.approx(last, rel=1e-5)
-    assert float(learning_rate(cfg)(1000)) == pytest.approx(last, rel=1e-5)  # and ever after
+    assert float(learning_rate(cfg, 1000)) == pytest.approx(last, rel=1e-5)  # and ever after
 
 
 def test_cosine_is_half_way_down_in_the_middle_and_never_rises() -> None:
@@ -84,10 +89,13 @@ def test_a_run_that_is_all_warm_up_ends_at_the_peak(schedule: str) -> None:
 
 
 def test_rate_is_the_same_traced() -> None:
-    schedule = learning_rate(config())
-    traced = jax.jit(schedule)
-    for count in (0, 9, 10, 55, 99):
-        assert float(traced(jnp.int32(count))) == pytest.approx(float(schedule(count)), rel=1e-6)
+    """With its numbers as arguments: one program for all of them."""
+    traced = jax.jit(module.learning_rate)
+    for cfg in (config(), config(schedule="wsd", total=70), config(schedule="constant", learning_rate=0.1)):
+        for count in (0, 9, 10, 55, 99):
+            got = float(traced(Hyperparameters.of(cfg), jnp.int32(count)))
+            assert got == pytest.approx(float(learning_rate(cfg, count)), rel=1e-6)
+    assert traced._cache_size() == 1
 
 
 # --- AdamW -----------------------------------------------------------------------------------------------------------
@@ -136,7 +144,7 @@ def test_three_steps_equal_adamw_by_hand(scale: float, clip: float) -> None:
     cfg = config(learning_rate=0.1, b1=0.8, b2=0.9, eps=1e-2, weight_decay=0.3, max_grad_norm=clip)
     net = make_net()
     expected = by_hand(net, gradients(scale), cfg)
-    optimizer = make_optimizer(cfg, net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
     state = optimizer.init(net)
     for grad in gradients(scale):
         updates, state = optimizer.update(grad, state, net)
@@ -150,7 +158,7 @@ def test_clipping_keeps_the_direction_and_the_ratio_between_arrays() -> None:
     optim = {"b1": 0.0, "b2": 0.0, "eps": 1e6, "weight_decay": 0.0, "max_grad_norm": 2.0, "warmup_steps": 0}
     cfg = config(schedule="constant", **optim)
     net, grad = make_net(), gradients(10.0)[0]
-    optimizer = make_optimizer(cfg, net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
     updates, _ = optimizer.update(grad, optimizer.init(net), net)
     clipped = jax.tree.map(lambda u: -u * 1e6 / PEAK, updates)
     assert float(optax.tree.norm(clipped)) == pytest.approx(2.0, rel=1e-3)
@@ -162,7 +170,7 @@ def test_clipping_keeps_the_direction_and_the_ratio_between_arrays() -> None:
 def test_decay_alone_shrinks_matrices_and_nothing_else() -> None:
     cfg = config(schedule="constant", warmup_steps=0, weight_decay=0.3)
     net = make_net()
-    optimizer = make_optimizer(cfg, net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, net), optimizer.init(net), net)
     np.testing.assert_allclose(updates.matrix, -PEAK * 0.3 * net.matrix, rtol=1e-6)
     assert not updates.bias.any()
@@ -172,7 +180,19 @@ def test_decay_alone_shrinks_matrices_and_nothing_else() -> None:
 def test_moments_are_float32_whatever_the_gradient() -> None:
     cfg = config()
     net = make_net()
-    optimizer = make_optimizer(cfg, net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
     adam = optimizer.init(net)[1]
     assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype("float32")}
     assert dataclasses.fields(adam.mu) == dataclasses.fields(net)
+
+
+def test_the_average_begins_with_what_has_been_learned() -> None:
+    """A long average of few updates is none of the weights that the run began with."""
+    h = Hyperparameters.of(config(ema_decay=0.999))
+    start, learned = jnp.zeros(3), jnp.ones(3)
+    ema = start
+    for count in range(50):
+        ema = averaged(h, ema, learned, jnp.int32(count))
+    assert float(ema[0]) > 0.999  # of 0.999 alone: 0.05
+    late = averaged(h, start, learned, jnp.int32(100_000))
+    np.testing.assert_allclose(late, 0.001, rtol=1e-3)

@@ -28,7 +28,7 @@ def state():
 
 def saved(folder, state, *, step=4, cfg=CFG):
     with Store(folder) as store:
-        store.save(step, state, checkpoint_values(cfg, step, rows="stories", tokens_seen=9, metrics={}, evaluation=None))
+        store.save(step, state, checkpoint_values(cfg, step, rows="stories-2", counted={}, metrics={}, evaluation=None))
     return folder / "checkpoints" / str(step)
 
 

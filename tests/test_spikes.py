@@ -14,7 +14,8 @@ from test_run import RUN, assert_equal_states, at, rows
 
 from nash_mhc.config import ConfigError
 from nash_mhc.train import run, spikes
-from nash_mhc.train.spikes import KEPT, Recent, is_spike, remember, scores
+from nash_mhc.train.optim import Hyperparameters
+from nash_mhc.train.spikes import KEPT, Recent, remember, scores
 
 
 def ring(values):
@@ -51,10 +52,11 @@ def test_values_that_hardly_vary_need_more_than_a_hair_to_spike():
 
 def test_a_few_spikes_do_not_hide_the_next_and_a_new_level_becomes_usual():
     calm, high = usual(KEPT), usual(KEPT, seed=1) * 4
-    train = RUN.train
-    assert is_spike(train, scores(ring([*calm, *high[:10]]), jnp.asarray(high[10])))
-    assert not is_spike(train, scores(ring([*calm, *high[: KEPT // 2 + 1]]), jnp.asarray(high[KEPT // 2 + 1])))
-    assert not is_spike(dataclasses.replace(train, on_spike="ignore"), scores(ring(calm), jnp.asarray(high[0])))
+    limit = RUN.train.spike_score
+    assert max(scores(ring([*calm, *high[:10]]), jnp.asarray(high[10]))) > limit
+    assert max(scores(ring([*calm, *high[: KEPT // 2 + 1]]), jnp.asarray(high[KEPT // 2 + 1]))) < limit
+    ignored = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, on_spike="ignore"))
+    assert Hyperparameters.of(ignored).spike_score == np.inf
 
 
 # --- the step: KEPT ordinary batches fill the ring, then comes one in which a single token counts, with the gradient of one ---
@@ -170,6 +172,7 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
 
 
 def test_the_line_names_the_larger_score():
-    metrics = {"loss": 7.123, "grad_norm": 0.5, "spike_score/loss": 14.21, "spike_score/grad_norm": 3.0, "spike": 1.0}
+    metrics = {"loss": 7.123, "grad_norm": 0.5, "spike_score/loss": 14.21, "spike_score/grad_norm": 3.0}
+    metrics |= {"spike": 1.0, "empty": 0.0}
     assert spikes.told(812, metrics, 0) == "step 812: loss 7.123 is a spike, score 14.2; its update was taken"
     assert spikes.told(812, metrics | {"spike": 0.0}, 0) is None

@@ -1,6 +1,7 @@
 """The train step: one mesh equals another, accumulated equals whole, remat equals none, and it compiles once."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import small
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
+from nash_mhc.train import spikes
+from nash_mhc.train.meter import Meter
 
 MODELS = {"dense": small.config, "nash": small.nash_config}
 MESHES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2)]
@@ -80,12 +83,13 @@ def test_the_state_is_donated():
 
 
 def test_ema_follows_its_closed_form():
-    decay, rows = 0.7, [small.random_rows(small.config(), seed) for seed in range(3)]
-    cfg = small.config(optim__ema_decay=decay)
+    rows = [small.random_rows(small.config(), seed) for seed in range(3)]
+    cfg = small.config(optim__ema_decay=0.15)
     start = jax.device_get(small.start(cfg, small.make_mesh(cfg.mesh)).model)
     models = [small.train(cfg, rows[:n])[0].model for n in (1, 2, 3)]
     ema = small.train(cfg, rows)[0].ema
-    weights = [decay**3, (1 - decay) * decay**2, (1 - decay) * decay, 1 - decay]
+    decays = [0.1, 0.15, 0.15]  # the first is (1 + 0) / (10 + 0)
+    weights = [np.prod(decays[n:]) * (1 - decays[n - 1] if n else 1) for n in range(4)]
     want = jax.tree.map(lambda *leaves: sum(w * x for w, x in zip(weights, leaves, strict=True)), start, *models)
     for a, b in zip(jax.tree.leaves(ema), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -125,10 +129,75 @@ def test_every_option_at_once_gives_the_same_run_on_a_mesh():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_an_all_padding_batch_is_harmless(batches):
-    cfg: RunConfig = small.config()
-    empty = small.random_rows(cfg, 0)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_batch_without_any_weight_changes_nothing_and_enters_no_statistic(accumulated):
+    cfg: RunConfig = small.config(train__grad_accum=accumulated, optim__ema_decay=0.5)
+    good = [small.random_rows(cfg, seed) for seed in range(2)]
+    empty = small.random_rows(cfg, 7)
     empty.weights[:] = 0.0
-    state, history, _ = small.train(cfg, [empty])
-    assert history[0]["loss"] == 0.0
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.model))
+    state, history, _ = small.train(cfg, [good[0], empty, good[1], empty])
+    assert [(row["empty"], row["skipped"]) for row in history] == [(0, 0), (1, 0), (0, 0), (1, 0)]
+    without, want, _ = small.train(cfg, good)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(without), strict=True):  # moments, decay, average, ring and count
+        np.testing.assert_array_equal(a, b)
+    meters = [small_meter(rows) for rows in (history, want)]
+    rows = [meter.row() for meter in meters]
+    assert (rows[0].pop("steps"), rows[1].pop("steps")) == (4, 2)
+    timed = ("tokens_per_s", "mfu", "step_ms")
+    assert {k: v for k, v in rows[0].items() if k not in timed} == {k: v for k, v in rows[1].items() if k not in timed}
+    assert (meters[0].empty, meters[1].empty) == (2, 0)
+    assert spikes.told(2, history[1], 0) == "step 2: none of its tokens counts in the loss; it changes nothing"
+
+
+def small_meter(history, saved=None, **state):
+    meter = Meter(small.config(), 1.0, 1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
+    for metrics in history:
+        meter.add({k: np.asarray(v) for k, v in metrics.items()})
+    return meter
+
+
+def test_a_row_holds_means_over_its_interval_and_a_stopped_run_writes_the_same_row():
+    cfg = small.config(train__total_steps=99)
+    batches = [small.random_rows(cfg, seed) for seed in range(5)]
+    batches[2].weights[:, 2:] = 0.0  # a quarter of the tokens
+    batches[3].weights[:] = np.nan
+    _, history, _ = small.train(cfg, batches)
+    meter = small_meter(history)
+    row = meter.row()
+    finite = [metrics for at, metrics in enumerate(history) if at != 3]
+    tokens = [metrics["tokens"] for metrics in finite]
+    assert min(tokens) < 0.4 * max(tokens)
+    for name in ("loss", "loss/ce", "accuracy"):
+        assert row[name] == pytest.approx(np.average([m[name] for m in finite], weights=tokens), rel=1e-12)
+    assert row["grad_norm"] == pytest.approx(np.mean([m["grad_norm"] for m in finite]), rel=1e-12)
+    assert row["lr"] == history[-1]["lr"]
+    assert (row["steps"], row["skipped"], row["tokens_seen"]) == (5, 1, sum(tokens))
+    # Stopped in the middle, saved as JSON, and gone on with.
+    for at in range(1, 5):
+        saved = json.loads(json.dumps(small_meter(history[:at]).to_json()))
+        resumed = small_meter(history[at:], saved, step=at, updates=at - (at > 3)).row()
+        timed = ("tokens_per_s", "mfu", "step_ms")
+        assert {k: v for k, v in resumed.items() if k not in timed} == {k: v for k, v in row.items() if k not in timed}
+    assert meter.row()["loss"] != meter.row()["loss"]  # NaN: there is no mean of nothing
+
+
+def test_another_rate_schedule_or_length_is_the_same_program():
+    """So that nothing is compiled anew when a run goes on with it."""
+    cfg = small.config()
+    mesh = small.make_mesh(cfg.mesh)
+    changes = {
+        "optim__learning_rate": 1e-4, "optim__schedule": "wsd", "optim__min_lr_ratio": 0.5, "optim__decay_fraction": 0.4,
+        "optim__warmup_steps": 1, "train__total_steps": 77, "optim__weight_decay": 0.3, "optim__b1": 0.8, "optim__b2": 0.9,
+        "optim__eps": 1e-6, "optim__max_grad_norm": 0.0, "train__on_spike": "skip", "train__spike_score": 3.0, "train__seed": 3,
+    }  # fmt: skip
+    text = lambda **change: small.lowered_text(small.config(**change), mesh)
+    texts = {text(), *(text(**{name: value}) for name, value in changes.items())}
+    assert len(texts) == 1
+    averaged = {text(optim__ema_decay=decay) for decay in (0.5, 0.9)}
+    assert len(averaged) == 1
+    assert not averaged & texts
+    # And the numbers count: the same compiled program, another rate.
+    _, base, first = small.train(cfg, [small.random_rows(cfg, 0)])
+    _, other, second = small.train(small.config(optim__learning_rate=1e-3), [small.random_rows(cfg, 0)])
+    assert other[0]["update_norm"] < 0.5 * base[0]["update_norm"]
+    assert first._compiled is second._compiled

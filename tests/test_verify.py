@@ -103,7 +103,7 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
     state = jax.tree.map(np.array, jax.device_get(small.start(cfg, small.make_mesh(cfg.mesh))))
 
     def saved(name, state, **values):
-        told = checkpoint_values(cfg, STEPS, rows="stories", tokens_seen=9, metrics={}, evaluation=None) | values
+        told = checkpoint_values(cfg, STEPS, rows="stories-2", counted={}, metrics={}, evaluation=None) | values
         told["config"]["train"]["checkpoint_dir"] = name  # each run knows its own
         with Store(tmp_path / name) as store:
             store.save(STEPS, state, told)
@@ -112,7 +112,7 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
     unbroken = saved("unbroken", state)
     assert different_states(unbroken, saved("same", state)) == []
     state.opt_state[1].mu.layers.ffn.up_DF[0, 0, 0] = np.nextafter(np.float32(0), np.float32(1))
-    parts = different_states(unbroken, saved("other", state, data={"rows_read": 1, "rows": "stories"}))
+    parts = different_states(unbroken, saved("other", state, data={"rows_read": 1, "rows": "stories-2"}))
     assert parts == ["opt_state[1].mu.layers.ffn.up_DF", "data"]
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
+
+from nash_mhc.parallel.sharding import named
 
 
 def signature(tree: Any) -> tuple[str, ...]:
@@ -18,8 +22,9 @@ def signature(tree: Any) -> tuple[str, ...]:
 
 
 class CompiledStep:
-    """Ahead-of-time compilation of `fn(state, batch)`; the state is donated, its shape never changes.
+    """Ahead-of-time compilation of `fn(state, batch, *constants)`; the state is donated, its shape never changes.
 
+    `constants` are scalars that stay the same from step to step but are no part of the program: with others, the same one runs.
     `traces` counts how often Python ran the function: once a run, or `warn` is told what changed.
     """
 
@@ -31,23 +36,30 @@ class CompiledStep:
         donate: bool = False,
         out_shardings: Any = None,
         deterministic: bool = False,
+        constants: Sequence[Any] = (),
         warn: Callable[[str], None] = print,
     ) -> None:
-        self.traces = 0
+        self._traces = [0]  # shared by all that run the same programs
         self.seconds = 0.0  # spent compiling
 
         def traced(*args: Any) -> Any:
-            self.traces += 1
+            self._traces[0] += 1
             return fn(*args)
 
         options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
         self._jit = jax.jit(traced, donate_argnums=(0,) if donate else (), **options)
         self._mesh, self._warn = mesh, warn
+        self._constants = constants
+        self._placed: list[Any] | None = None  # on the mesh
         self._compiled: dict[tuple[str, ...], Any] = {}
         # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is told otherwise.
         # Everywhere else the same program gives the same bits.
         exact = deterministic and mesh.devices.flat[0].platform == "gpu"
         self._compiler_options: dict[str, str | bool] = {"xla_gpu_deterministic_ops": True} if exact else {}
+
+    @property
+    def traces(self) -> int:
+        return self._traces[0]
 
     def compile(self, state: Any, batch: Any) -> Any:
         """The executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings)."""
@@ -58,8 +70,11 @@ class CompiledStep:
                 changes = [f"{new} (was {old})" for old, new in zip(before, key, strict=False) if old != new]
                 self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
             start = time.perf_counter()
+            scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named(self._mesh))
+            constants = jax.tree.map(scalar, self._constants)
             with jax.set_mesh(self._mesh):
-                self._compiled[key] = self._jit.lower(state, batch).compile(compiler_options=self._compiler_options)
+                lowered = self._jit.lower(state, batch, *constants)
+                self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
             self.seconds += time.perf_counter() - start
         return self._compiled[key]
 
@@ -87,5 +102,13 @@ class CompiledStep:
 
         return wait
 
+    def with_constants(self, constants: Sequence[Any]) -> CompiledStep:
+        """The same programs, those that are compiled already among them, with other numbers."""
+        other = copy.copy(self)
+        other._constants, other._placed = constants, None
+        return other
+
     def __call__(self, state: Any, batch: Any) -> Any:
-        return self.compile(state, batch)(state, batch)
+        if self._placed is None:
+            self._placed = [jax.device_put(x, named(self._mesh)) for x in self._constants]
+        return self.compile(state, batch)(state, batch, *self._placed)

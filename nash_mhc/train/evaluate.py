@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.sources import open_source
+from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokens import Tokenizer
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.sharding import named
@@ -28,22 +28,17 @@ class BrokenOff(Exception):
 
 
 class Evaluator:
-    """`evaluate(model)` -> loss, perplexity, bits per byte and token accuracy on the first rows of the held-out split.
+    """`evaluate(model)` -> loss, perplexity, bits per byte and token accuracy on a fixed random sample of the held-out rows.
 
     The rows do not depend on the run's seed or batch size (up to where the last batch ends), so that runs can be compared.
     """
 
-    def __init__(
-        self, cfg: RunConfig, objective: Objective, tokenizer: Tokenizer, mesh: Mesh, *, align: int | None = None
-    ) -> None:
-        align = cfg.model.coarsest_stride if align is None else align  # given: the rows of a coarser model, to compare with it
-        source = open_source(cfg.data, tokenizer, split=cfg.data.eval_split, seed=0, align=align)
+    def __init__(self, cfg: RunConfig, objective: Objective, held_out: RowSource, tokenizer: Tokenizer, mesh: Mesh) -> None:
         self._mesh = mesh
         B = cfg.data.batch_size
-        count = min(cfg.train.eval_batches * B, len(source))
-        rows = [source[i] for i in range(count)]
+        rows = [held_out[int(i)] for i in fixed_sample(held_out, cfg.train.eval_batches * B)]
         # A small split ends within a batch: rows of no weight fill it up.
-        rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-count % B)
+        rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-len(rows) % B)
         self._rows = [Rows(*(np.stack(a)[None] for a in zip(*rows[i : i + B], strict=True))) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
 

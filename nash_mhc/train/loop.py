@@ -66,7 +66,7 @@ def train_loop(
         if bad and bad == cfg.train.max_bad_steps:
             raise BadSteps(step - bad + 1, step)
         if step % cfg.train.log_interval == 0 or step == total:
-            row = meter.row(metrics) | {f"epochs/{name}": count for name, count in epochs(step).items()}
+            row = meter.row() | {f"epochs/{name}": count for name, count in epochs(step).items()}
             telemetry.write(step, row)
             reporter.row(step, row)
 

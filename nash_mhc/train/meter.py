@@ -1,4 +1,4 @@
-"""What the finished steps amount to: tokens, times, MFU, skipped updates."""
+"""What the finished steps amount to: means over a log interval, tokens, times, MFU, skipped updates."""
 
 from __future__ import annotations
 
@@ -6,19 +6,75 @@ import math
 import time
 from typing import Any
 
+import numpy as np
+
 from nash_mhc.config.schema import RunConfig
+
+_OF_TOKENS = ("loss", "loss/ce", "loss/z", "loss/sparsity", "accuracy")  # means over tokens, which steps have more or fewer of
+_NEWEST = ("lr", "param_norm", "spikes")  # a mean of these would say less than the last
+_OF_A_STEP = ("tokens", "spike", "skipped", "empty")
+
+
+class Interval:
+    """Sums over the steps since the last row. They are saved with a checkpoint: a run that goes on writes the row of one
+    that was never stopped. What is not finite is left out, and so are steps in which nothing counted."""
+
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        saved = saved or {}
+        self.steps: int = saved.get("steps", 0)
+        self._sums = {name: (np.array(total), weight) for name, (total, weight) in saved.get("sums", {}).items()}
+        self._most: dict[str, float] = dict(saved.get("most", {}))
+        self._newest: dict[str, float] = dict(saved.get("newest", {}))
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        self.steps += 1
+        for name, value in metrics.items():
+            if name in _OF_A_STEP or metrics["empty"]:
+                continue
+            if name in _NEWEST:
+                self._newest[name] = float(value)
+            elif name.startswith("spike_score/"):
+                self._most[name] = max(float(value), self._most.get(name, 0.0))
+            elif np.isfinite(value).all():
+                weight = float(metrics["tokens"]) if name in _OF_TOKENS else 1.0
+                total, weights = self._sums.get(name, (np.zeros(np.shape(value)), 0.0))
+                self._sums[name] = total + weight * np.asarray(value, np.float64), weights + weight
+
+    def means(self, last: dict[str, Any]) -> dict[str, Any]:
+        """By name, in the order of a step's own metrics: numbers, and for what is measured layer by layer, lists of them."""
+        row: dict[str, Any] = {}
+        for name, value in last.items():
+            if name in _NEWEST:
+                row[name] = self._newest.get(name, math.nan)
+            elif name.startswith("spike_score/"):
+                row[name] = self._most.get(name, 0.0)
+            elif name not in _OF_A_STEP:
+                total, weight = self._sums.get(name, (np.full(np.shape(value), math.nan), 1.0))
+                row[name] = (total / weight).tolist()
+        return row
+
+    def to_json(self) -> dict[str, Any]:
+        sums = {name: [total.tolist(), weight] for name, (total, weight) in self._sums.items()}
+        return {"steps": self.steps, "sums": sums, "most": self._most, "newest": self._newest}
 
 
 class Meter:
     """Turns the metrics of finished steps into rows. Times are between completions seen, so they are the device's own."""
 
-    def __init__(self, cfg: RunConfig, flops_per_token: float, peak_flops: float, tokens_seen: int, skipped: int = 0) -> None:
+    def __init__(
+        self, cfg: RunConfig, flops_per_token: float, peak_flops: float, *, step: int, updates: int, saved: dict[str, Any]
+    ) -> None:
+        """`saved` is what lies beside the checkpoint that the run goes on from, at `step` with so many `updates` made."""
         self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
-        self.tokens_seen, self.skipped, self.skipped_in_a_row = tokens_seen, skipped, 0
+        self.tokens_seen: int = saved.get("tokens_seen", 0)
+        self.empty: int = saved.get("empty_steps", 0)
+        self.skipped, self.skipped_in_a_row = step - updates - self.empty, 0
         self.last: dict[str, Any] = {}  # metrics of the step that was added last
+        self._interval = Interval(saved.get("interval"))
         self.reset()
 
     def reset(self) -> None:
+        """From here on, time is measured."""
         self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
         self.data_wait = self.saving = 0.0  # seconds that they have held up the loop
 
@@ -29,18 +85,26 @@ class Meter:
     def add(self, metrics: dict[str, Any]) -> None:
         self._steps += 1
         self.last = metrics
+        self._interval.add(metrics)
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self._tokens += tokens
         self.tokens_seen += tokens
+        self.empty += int(metrics["empty"])
         self.skipped += int(metrics["skipped"])
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics["skipped"] else 0
+        if not metrics["empty"]:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics["skipped"] else 0
 
-    def row(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """What a run that goes on counts on from."""
+        return {"tokens_seen": self.tokens_seen, "empty_steps": self.empty, "interval": self._interval.to_json()}
+
+    def row(self) -> dict[str, Any]:
+        """What the steps since the last row came to."""
         seconds = max(time.perf_counter() - self._since, 1e-9)
         # MFU counts every slot of the batch: padding costs as much as text.
         slots = self._steps * self._cfg.train.grad_accum * self._cfg.data.batch_size * self._cfg.data.seq_len
-        # Numbers, and for what is measured layer by layer, lists of them.
-        row = {k: v.tolist() for k, v in metrics.items() if k not in ("tokens", "spike")} | {
+        row = self._interval.means(self.last) | {
+            "steps": self._interval.steps,
             "tokens_per_s": self._tokens / seconds,
             "mfu": slots * self._flops_per_token / seconds / self._peak,
             "tokens_seen": self.tokens_seen,
@@ -49,5 +113,6 @@ class Meter:
             "data_wait_ms": self.data_wait / max(self._steps, 1) * 1e3,
             "save_ms": self.saving / max(self._steps, 1) * 1e3,
         }
+        self._interval = Interval()
         self.reset()
         return row

@@ -1,47 +1,87 @@
-"""AdamW with clipping and a warm-up schedule, from the configuration."""
+"""AdamW with clipping and a warm-up schedule. Its numbers are arguments of the compiled step: another one compiles nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.parallel.sharding import decays
 
-Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
+_SCHEDULES = ("cosine", "wsd", "constant")
+Number = Float[Array, ""] | np.float32
 
 
-def learning_rate(cfg: RunConfig) -> Schedule:
-    """Learning rate of update number `count` (from 0): the peak at the end of the warm-up, the least at the last step."""
-    optim, total = cfg.optim, cfg.train.total_steps
-    peak, floor = optim.learning_rate, optim.learning_rate * optim.min_lr_ratio
-    warmup = optim.warmup_steps
-    decay_start = max(warmup, round(total * (1 - optim.decay_fraction)))
+class Hyperparameters(NamedTuple):
+    """What may be another number at every start of a run."""
 
-    def at(count: Int[Array, ""] | int) -> Float[Array, ""]:
-        done = jnp.asarray(count, jnp.float32) + 1  # updates made once this one is
-        share = jnp.clip((done - warmup) / max(total - warmup, 1), 0, 1)
-        if optim.schedule == "cosine":
-            after = floor + (peak - floor) * 0.5 * (1 + jnp.cos(jnp.pi * share))
-        elif optim.schedule == "wsd":
-            after = peak + (floor - peak) * jnp.clip((done - decay_start) / max(total - decay_start, 1), 0, 1)
-        else:
-            after = jnp.full((), peak)
-        return jnp.where(done < warmup, peak * done / max(warmup, 1), after)
+    peak: Number  # learning rate at the end of the warm-up
+    floor: Number  # and at the last step
+    warmup: Number  # steps
+    total: Number
+    decay_start: Number  # step from which wsd falls
+    schedule: Number  # its place among _SCHEDULES
+    weight_decay: Number
+    b1: Number
+    b2: Number
+    eps: Number
+    max_grad_norm: Number  # infinite: never clipped
+    ema_decay: Number
+    spike_score: Number  # infinite: nothing is a spike
+    skip_spikes: Number  # 0 or 1
 
-    return at
+    @staticmethod
+    def of(cfg: RunConfig) -> Hyperparameters:
+        optim, train = cfg.optim, cfg.train
+        values = {
+            "peak": optim.learning_rate,
+            "floor": optim.learning_rate * optim.min_lr_ratio,
+            "warmup": optim.warmup_steps,
+            "total": train.total_steps,
+            "decay_start": max(optim.warmup_steps, round(train.total_steps * (1 - optim.decay_fraction))),
+            "schedule": _SCHEDULES.index(optim.schedule),
+            "weight_decay": optim.weight_decay,
+            "b1": optim.b1,
+            "b2": optim.b2,
+            "eps": optim.eps,
+            "max_grad_norm": optim.max_grad_norm or math.inf,
+            "ema_decay": optim.ema_decay,
+            "spike_score": math.inf if train.on_spike == "ignore" else train.spike_score,
+            "skip_spikes": train.on_spike == "skip",
+        }
+        return Hyperparameters(**{name: np.float32(value) for name, value in values.items()})
 
 
-def make_optimizer(cfg: RunConfig, model: PyTree) -> optax.GradientTransformation:
+def learning_rate(h: Hyperparameters, count: Int[Array, ""] | int) -> Float[Array, ""]:
+    """Of update number `count` (from 0): the peak at the end of the warm-up, the least at the last step."""
+    done = jnp.asarray(count, jnp.float32) + 1  # updates made once this one is
+    share_of = lambda start: jnp.clip((done - start) / jnp.maximum(h.total - start, 1), 0, 1)
+    cosine = h.floor + (h.peak - h.floor) * 0.5 * (1 + jnp.cos(jnp.pi * share_of(h.warmup)))
+    wsd = h.peak + (h.floor - h.peak) * share_of(h.decay_start)
+    after = jnp.select([h.schedule == 0, h.schedule == 1], [cosine, wsd], h.peak)
+    return jnp.where(done < h.warmup, h.peak * done / jnp.maximum(h.warmup, 1), after)
+
+
+def make_optimizer(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
     """Clip by global norm, AdamW with float32 moments, decay on matrices only."""
-    optim = cfg.optim
-    clip = optax.clip_by_global_norm(optim.max_grad_norm) if optim.max_grad_norm else optax.identity()
     return optax.chain(
-        clip,
-        optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
-        optax.add_decayed_weights(optim.weight_decay, mask=decays(model)),
-        optax.scale_by_learning_rate(learning_rate(cfg)),
+        optax.clip_by_global_norm(h.max_grad_norm),
+        optax.scale_by_adam(h.b1, h.b2, h.eps),
+        optax.add_decayed_weights(h.weight_decay, mask=decays(model)),
+        optax.scale_by_learning_rate(lambda count: learning_rate(h, count)),
     )
+
+
+def averaged(h: Hyperparameters, ema: PyTree, model: PyTree, count: Int[Array, ""]) -> PyTree:
+    """The averaged weights after update number `count` (from 0).
+
+    The first updates are averaged over fewer: a long average would hold on to the weights that nothing has taught yet.
+    """
+    decay = jnp.minimum(h.ema_decay, (1.0 + count) / (10.0 + count))
+    return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, model)

@@ -26,13 +26,22 @@ _SAME_DATA = (
 
 
 def checkpoint_values(
-    cfg: RunConfig, step: int, *, rows: str, tokens_seen: int, metrics: dict[str, Any], evaluation: dict[str, float] | None
+    cfg: RunConfig,
+    step: int,
+    *,
+    rows: str,
+    counted: dict[str, Any],
+    metrics: dict[str, Any],
+    evaluation: dict[str, float] | None,
 ) -> dict[str, Any]:
-    """The plain values of a checkpoint, beside the arrays. `metrics` are those of the step itself, `rows` names the data."""
+    """The plain values of a checkpoint, beside the arrays.
+
+    `metrics` are those of the step itself, `counted` is what the meter goes on from, `rows` names the data.
+    """
     return {
         "step": step,
         "config": cfg.to_dict(),
-        "tokens_seen": tokens_seen,
+        **counted,
         # Rows are read in an order that follows from the seed, so the count of those read says which ones come next.
         "data": {"rows_read": step * cfg.data.batch_size * cfg.train.grad_accum, "rows": rows},
         # There is no generator whose state could be lost: all randomness of a run follows from these two numbers.

@@ -15,7 +15,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
-from nash_mhc.data.sources import loss_floor, open_source
+from nash_mhc.data.sources import loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
 from nash_mhc.ops.attend import best_kernel, why_not
@@ -31,6 +31,7 @@ from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.objective import next_token
+from nash_mhc.train.optim import Hyperparameters
 from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
 from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import SIGNALS, Interrupted
@@ -86,8 +87,11 @@ def make_objective(cfg: RunConfig, most_documents: int | None = None) -> Objecti
 def compile_train_step(cfg: RunConfig, mesh: Mesh, *, most_documents: int | None = None, **options: Any) -> CompiledStep:
     """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
     out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
-    step = make_train_step(cfg, make_objective(cfg, most_documents))
-    return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic, **options)
+    step = make_train_step(make_objective(cfg, most_documents))
+    return CompiledStep(
+        step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic,
+        constants=[Hyperparameters.of(cfg)], **options,
+    )  # fmt: skip
 
 
 def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> Result:
@@ -113,12 +117,15 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
     align = cfg.model.coarsest_stride
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
     from_leader(lambda: check_resume(cfg, rows=source.identity))
-    evaluator = leader_first(lambda: Evaluator(cfg, make_objective(cfg), tokenizer, mesh))
+    held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
+    evaluator = None if held_out is None else Evaluator(cfg, make_objective(cfg), held_out, tokenizer, mesh)
     folder = place(from_leader(lambda: str(make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     use_compilation_cache(folder)
     reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet, each_step=each_step)
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
+    if told := source.held_out if held_out is not None else f"no text is held out of {cfg.data.dataset}: nothing is evaluated":
+        reporter.say(told)
     evaluation: dict[str, float] = {}
     evaluated: list[int] = []  # the steps with an evaluation
 
@@ -134,11 +141,15 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
         files = run_files(cfg, mesh, floor, source.identity, state.model)
         telemetry = begin_files(folder, files, start_step, reporter.say) if jax.process_index() == 0 else Nowhere()
         saver = Saver(store, files, say=reporter.say)
-        evaluator.compile(state.model)
+        if evaluator is not None:
+            evaluator.compile(state.model)
         compiled()
         reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")
 
         def evaluate(state: TrainState, step: int, *, told_before: bool = False) -> None:
+            if evaluator is None:
+                return
+
             def should_stop() -> bool:
                 watch.doing(f"evaluation at step {step}", working=True)
                 return watch.should_stop()
@@ -161,7 +172,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
             with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
                 told = dict(evaluation) if evaluated[-1:] == [step] else None
                 values = checkpoint_values(
-                    cfg, step, rows=source.identity, tokens_seen=meter.tokens_seen, metrics=meter.last, evaluation=told
+                    cfg, step, rows=source.identity, counted=meter.to_json(), metrics=meter.last, evaluation=told
                 )
                 saver.save(state, step, values, wait=wait)
 
@@ -171,8 +182,9 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
             cfg,
             flops_per_token(cfg.model, cfg.data.seq_len),
             peak_flops(mesh, cfg.train.dtype),
-            start.values.get("tokens_seen", 0),
-            start_step - int(state.step),
+            step=start_step,
+            updates=int(state.step),
+            saved=start.values,
         )
         feed = prefetched(rows, mesh)
         if read := source.epochs(cfg.train.total_steps * rows_a_step):
@@ -182,7 +194,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
         try:
             with SIGNALS.at_work():
                 if start_step < cfg.train.total_steps:
-                    if start.evaluation_missing(cfg.train.eval_interval):
+                    if evaluator is not None and start.evaluation_missing(cfg.train.eval_interval):
                         evaluate(state, start_step)
                     state, step = train_loop(
                         cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry, watch=watch,

@@ -8,8 +8,6 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.config.schema import TrainConfig
-
 KEPT = 64  # steps that a new one is compared with
 MEASURES = {"loss": "loss", "grad_norm": "gradient norm"}  # name among the metrics -> in words
 _NORMAL = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
@@ -49,10 +47,6 @@ def scores(recent: Recent, values_M: Float[Array, " M"]) -> Float[Array, " M"]:
     return jnp.where(usable, jnp.maximum((values_M - median_M) / spread_M, 0.0), 0.0)
 
 
-def is_spike(cfg: TrainConfig, scores_M: Float[Array, " M"]) -> Bool[Array, ""]:
-    return (jnp.max(scores_M) > cfg.spike_score) & (cfg.on_spike != "ignore")
-
-
 def remember(recent: Recent, values_M: Float[Array, " M"], spike: Bool[Array, ""]) -> Recent:
     """With these values in the ring, unless one of them is not finite.
 
@@ -67,6 +61,8 @@ def remember(recent: Recent, values_M: Float[Array, " M"], spike: Bool[Array, ""
 def told(step: int, metrics: dict[str, Any], skipped_in_a_row: int) -> str | None:
     """The line about a step that was skipped or was a spike; None about an ordinary one."""
     update = f"its update was skipped ({skipped_in_a_row} in a row)" if skipped_in_a_row else "its update was taken"
+    if metrics["empty"]:
+        return f"step {step}: none of its tokens counts in the loss; it changes nothing"
     if metrics["spike"]:
         measure = max(MEASURES, key=lambda name: metrics[f"spike_score/{name}"])
         score = metrics[f"spike_score/{measure}"]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.sharding import named, shardings
-from nash_mhc.train.optim import make_optimizer
+from nash_mhc.train.optim import Hyperparameters, make_optimizer
 from nash_mhc.train.spikes import Recent
 
 
@@ -27,7 +27,7 @@ class TrainState(eqx.Module):
 def initial_state(cfg: RunConfig) -> TrainState:
     """The state before the first step; pure, so it can be traced for shapes alone or made in place on a mesh."""
     model = LM.init(cfg.model, key=jax.random.key(cfg.train.seed))
-    optimizer = make_optimizer(cfg, model)
+    optimizer = make_optimizer(Hyperparameters.of(cfg), model)
     # A copy: a state whose leaves share a buffer could not be donated.
     ema = jax.tree.map(jnp.copy, model) if cfg.optim.ema_decay else None
     return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(model), ema, Recent.empty())
@@ -43,7 +43,7 @@ def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
     model = shardings(shape.model, mesh)
     replicated = named(mesh)
     opt_state = optax.tree_utils.tree_map_params(
-        make_optimizer(cfg, shape.model), lambda _, s: s, shape.opt_state, model,
+        make_optimizer(Hyperparameters.of(cfg), shape.model), lambda _, s: s, shape.opt_state, model,
         transform_non_params=lambda _: replicated,
     )  # fmt: skip
     recent = jax.tree.map(lambda _: replicated, shape.recent)

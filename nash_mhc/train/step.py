@@ -1,4 +1,4 @@
-"""The train step: pure (state, batch) -> (state, metrics)."""
+"""The train step: pure (state, batch, hyperparameters) -> (state, metrics)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from nash_mhc.config.schema import RunConfig
 from nash_mhc.train import spikes
 from nash_mhc.train.objective import Aux, Batch, Sums
-from nash_mhc.train.optim import learning_rate, make_optimizer
+from nash_mhc.train.optim import Hyperparameters, averaged, learning_rate, make_optimizer
 from nash_mhc.train.state import TrainState
 
 Metrics = dict[str, Float[Array, "..."]]
@@ -48,33 +47,33 @@ def summed_gradients(objective: Objective, model: Any, batch: Batch) -> tuple[An
     return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, model), zero), batch)[0]
 
 
-def make_train_step(cfg: RunConfig, objective: Objective) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def make_train_step(objective: Objective) -> Callable[[TrainState, Batch, Hyperparameters], tuple[TrainState, Metrics]]:
+    def train_step(state: TrainState, batch: Batch, h: Hyperparameters) -> tuple[TrainState, Metrics]:
         grads, (sums, health) = summed_gradients(objective, state.model, batch)
         # One division at the end: every token weighs the same, whichever part of the batch it came in.
         grads = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), grads)
-        updates, opt_state = make_optimizer(cfg, state.model).update(grads, state.opt_state, state.model)
+        updates, opt_state = make_optimizer(h, state.model).update(grads, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
-        decay = cfg.optim.ema_decay
-        ema = None if state.ema is None else jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, state.ema, model)
+        ema = None if state.ema is None else averaged(h, state.ema, model, state.step)
         metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
         metrics |= {
-            "lr": learning_rate(cfg)(state.step),
+            "lr": learning_rate(h, state.step),
             "grad_norm": optax.tree.norm(grads),
             "update_norm": optax.tree.norm(updates),
             "param_norm": optax.tree.norm(model),
         }
+        empty = sums.weight == 0  # no target counts: nothing can be learned, and nothing is measured
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
-        spike = spikes.is_spike(cfg.train, scores_M)
-        recent = spikes.remember(state.recent, measured_M, spike)
+        spike = (jnp.max(scores_M) > h.spike_score) & ~empty
+        recent = spikes.remember(state.recent, jnp.where(empty, jnp.nan, measured_M), spike)
         # A step without a finite loss and gradients changes nothing, nor does a spike where the user wants it so. Chosen
         # element by element, where the update is written anyway: no branch, no copy of the state, no word to the host.
-        good = jnp.isfinite(measured_M).all() & ~(spike & (cfg.train.on_spike == "skip"))
+        good = jnp.isfinite(measured_M).all() & ~(spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
-        metrics |= {"skipped": 1.0 - good, "spike": 1.0 * spike, "spikes": recent.spikes}
+        metrics |= {"skipped": 1.0 * ~(good | empty), "empty": 1.0 * empty, "spike": 1.0 * spike, "spikes": recent.spikes}
         updated = TrainState(state.step + 1, model, opt_state, ema, recent)
-        chosen = jax.tree.map(lambda new, old: jnp.where(good, new, old), updated, state)
+        chosen = jax.tree.map(lambda new, old: jnp.where(good & ~empty, new, old), updated, state)
         return eqx.tree_at(lambda s: s.recent, chosen, recent), metrics
 
     return train_step
