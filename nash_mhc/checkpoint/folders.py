@@ -6,6 +6,7 @@ Only the standard library, for folders of this machine.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from typing import Any
 
@@ -83,15 +84,43 @@ def move(folder: Folder, target: Folder) -> None:
     store.rm(root, recursive=True)
 
 
+def create_whole(path: Folder, text: str) -> None:
+    """FileExistsError where there is one already; of several who try at once, one succeeds."""
+    if is_remote(path):
+        store, name = _reached(path)
+        store.pipe_file(name, text.encode(), mode="create")
+        return
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def sync(folder: Folder) -> None:
+    """Until every file in the folder, and the folder itself, would outlive a loss of power. An object store sees to that."""
+    if is_remote(folder):
+        return
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        _sync(path)
+
+
+def _sync(path: Folder) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_whole(path: Folder, text: str, *, part: Folder | None = None) -> None:
-    """All of the text or nothing, even if the process is killed; `part` is where it grows, if not beside the file."""
+    """All of the text or nothing, even if power is lost; `part` is where it grows, if not beside the file."""
     if is_remote(path):
         path.write_text(text)  # an object appears when it is whole
         return
     part = part or path.with_name(f".{path.name}.part")
     try:
         part.write_text(text, encoding="utf-8")
+        _sync(part)
         part.replace(path)
+        _sync(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
             part.unlink()

@@ -43,7 +43,8 @@ def _digests(paths: Iterable[Folder]) -> list[str]:
 
 
 def write(checkpoint: Folder) -> None:
-    """Hashes what is there. All of the manifest appears, or nothing of it."""
+    """Hashes what is there, once it is safely on the disk. All of the manifest appears, or nothing of it."""
+    folders.sync(checkpoint)
     found = _files(checkpoint)
     digests = _digests(checkpoint / name for name in found)
     entries = {name: {"bytes": size, "sha256": digest} for (name, size), digest in zip(found.items(), digests, strict=True)}

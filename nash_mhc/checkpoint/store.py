@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -50,7 +51,34 @@ class Store:
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True, async_options=at_once)
         handlers = {"state": ocp.StandardCheckpointHandler(), "values": ocp.JsonCheckpointHandler()}
-        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        self._place = self._where()
+        return manager
+
+    def _where(self) -> int | None:
+        """What the folder's name stands for just now; another folder of that name is another one."""
+        if is_remote(self.folder):
+            return 0
+        with contextlib.suppress(OSError):
+            return self.folder.stat().st_ino
+        return None
+
+    def _check_place(self, cause: Exception | None = None) -> None:
+        """OSError where the folder was moved or deleted since Orbax was given it: part of what it wrote is gone with it."""
+        if self._where() != self._place:
+            raise FileNotFoundError(errno.ENOENT, "the folder has vanished", str(self.folder)) from cause
+
+    @contextlib.contextmanager
+    def _storage_faults(self) -> Iterator[None]:
+        """Whatever Orbax says about a folder that is gone (it may be any of a dozen things) is a fault of the storage."""
+        try:
+            with as_os_errors():
+                yield
+        except OSError:
+            raise
+        except Exception as error:
+            self._check_place(error)
+            raise
 
     def _close_manager(self) -> None:
         for _ in range(8):  # a failed save is reported again by each of its threads, and only then are all of them at rest
@@ -95,7 +123,7 @@ class Store:
         if self._finishing is not None:
             finishing, self._finishing = self._finishing, None
             self._failed = True
-            with as_os_errors():
+            with self._storage_faults():
                 finishing.result()
             self._failed = False
 
@@ -110,7 +138,7 @@ class Store:
     def save(self, step: int, state: PyTree, values: dict[str, Any]) -> None:
         """Starts writing; returns once the state has been copied, so that the next step may reuse its memory."""
         self.wait()
-        with as_os_errors():
+        with self._storage_faults():
             if self._failed:
                 self.reopen()
             self._failed = True
@@ -154,6 +182,7 @@ class Store:
 
     def _finish(self, step: int) -> None:
         self._manager.wait_until_finished()
+        self._check_place()
         if jax.process_index() == 0:
             manifest.write(self.folder / str(step))
             # The checkpoint is whole: what cannot be deleted now goes after the next one.
@@ -207,17 +236,8 @@ class Store:
 
     def restore(self, step: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """The state, with the structure and shardings of `like` (ShapeDtypeStructs), and the values saved with it."""
-        if step not in self._verified and (wrong := manifest.problem(self.folder / str(step))):
-            raise ConfigError(f"{self.folder}/{step}: the checkpoint is damaged, {wrong}; use another one")
         wanted = named_leaves(like)
-        saved = self._manager.item_metadata(step)["state"]
-        shapes = {name: tuple(entry.shape) for name, entry in saved.items()}
-        for name, leaf in wanted.items():
-            if shapes.get(name) != leaf.shape:
-                raise ConfigError(
-                    f"{self.folder}/{step}: {name} is {shapes.get(name, 'not there')}, this configuration wants {leaf.shape}; "
-                    f"use the run's own settings (run.json) or another --checkpoint-dir"
-                )
+        shapes = self._checked(step, wanted)
         if extra := sorted(set(shapes) - set(wanted)):
             raise ConfigError(
                 f"{self.folder}/{step}: holds {extra[0]}, which this configuration has no place for (see run.json)"
@@ -226,6 +246,32 @@ class Store:
         with one_line(self.folder / str(step)):
             items = self._manager.restore(step, args=parts)
         return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted]), items["values"]
+
+    def restore_part(self, step: int, like: PyTree, prefix: str) -> PyTree:
+        """Only the leaves under `prefix`, such as `model`, with the structure and shardings of `like`."""
+        wanted = {f"{prefix}.{name}": leaf for name, leaf in named_leaves(like).items()}
+        mine = {name for name in self._checked(step, wanted) if name.startswith(f"{prefix}.")}
+        if extra := sorted(mine - set(wanted)):
+            raise ConfigError(f"{self.folder}/{step}: holds {extra[0]}, which this model has no place for (see run.json)")
+        arguments = ocp.args.PyTreeRestore(
+            item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+        )
+        with one_line(self.folder / str(step)), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            found = reader.restore(self.folder / str(step) / "state", args=arguments)
+        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])
+
+    def _checked(self, step: int, wanted: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shapes in a checkpoint, which is whole and has all that is wanted; ConfigError."""
+        if step not in self._verified and (wrong := manifest.problem(self.folder / str(step))):
+            raise ConfigError(f"{self.folder}/{step}: the checkpoint is damaged, {wrong}; use another one")
+        shapes = {name: tuple(e.shape) for name, e in self._manager.item_metadata(step)["state"].items()}
+        for name, leaf in wanted.items():
+            if shapes.get(name) != leaf.shape:
+                raise ConfigError(
+                    f"{self.folder}/{step}: {name} is {shapes.get(name, 'not there')}, this configuration wants {leaf.shape}; "
+                    f"use the run's own settings (run.json) or another --checkpoint-dir"
+                )
+        return shapes
 
 
 def arrays_of(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -284,12 +284,28 @@ class TrainConfig(_Section):
         "go on from the folder's last whole checkpoint: if it has one, never, or not without",
         choices=("auto", "never", "must"),
     )
-    resume_from: str | None = key(None, "folder of a run whose last checkpoint to start from")
+    resume_from: str | None = key(
+        None, "folder of a run to go on with in another one: its weights, optimizer, place in the schedule and step count"
+    )
+    init_from: str | None = key(
+        None,
+        "folder of a run whose weights to start from; optimizer, schedule, data and step count are fresh",
+    )
+    init_step: int | None = key(None, "checkpoint of --init-from to take (none: its last)", low=0)
+    wait_for_lock: float = key(
+        0.0, "seconds to wait for --checkpoint-dir where another run still holds it (0: leave at once)", low=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume == "never" and self.resume_from is not None:
             raise ConfigError("--resume never starts from fresh weights; leave out --resume-from, or --resume")
+        if self.resume_from is not None and self.init_from is not None:
+            raise ConfigError(
+                "--resume-from goes on with a run, --init-from starts another one from its weights; leave one of them out"
+            )
+        if self.init_step is not None and self.init_from is None:
+            raise ConfigError("--init-step names a checkpoint of --init-from; give both, or leave it out")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from nash_mhc.config.places import Folder
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.data.manifest import FILE, Manifest, check_files, counted
+from nash_mhc.config.words import counted
+from nash_mhc.data.manifest import FILE, Manifest, check_files
 from nash_mhc.data.mixture import Mixture, RowSource
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows

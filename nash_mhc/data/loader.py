@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +11,8 @@ import numpy as np
 
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.prepare import end_with_parent
 from nash_mhc.data.sources import RowSource
+from nash_mhc.data.workers import begin_worker, starting_workers
 
 
 class Steps:
@@ -36,10 +35,8 @@ class Steps:
 
 
 def _begin_worker(_: int, __: int) -> None:
-    """A scheduler signals every process it finds: this one goes on until the run has saved, and no longer than the run."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+    """By grain: the number of the worker, and how many there are."""
+    begin_worker()
 
 
 def batches(
@@ -68,7 +65,11 @@ def batches(
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
         ds = ds.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=buffer), _begin_worker)
-    iterator = iter(ds)
+    iterator: Any = iter(ds)
+    if workers:
+        with starting_workers():
+            iterator.get_state()  # has grain make its readers here and now, and not one by one in threads of its own
+            iterator.start_prefetch()
     try:
         yield from iterator
     finally:

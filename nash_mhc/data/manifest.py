@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
+from nash_mhc.config.words import counted
 from nash_mhc.data.files import counted_endings
 
 FILE = "manifest.json"
@@ -139,10 +140,6 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
     if (folder / "tokenizer").exists():
         words += ["--tokenizer", str(folder / "tokenizer")]
     return shlex.join([*words, "--out", str(folder)])
-
-
-def counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def digest_of(values: Any) -> str:

@@ -14,8 +14,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,6 +28,7 @@ from nash_mhc.data.holdout import HeldOut, survey
 from nash_mhc.data.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_whole
 from nash_mhc.data.readers import Corpus, Unreachable
 from nash_mhc.data.tokens import HuggingFaceTokenizer, Tokenizer
+from nash_mhc.data.workers import begin_worker, starting_workers
 
 RECIPE = "recipe.json"
 
@@ -42,20 +41,8 @@ _job: Job  # of this process, where it is a worker
 def _start_worker(job: Job) -> None:
     global _job  # noqa: PLW0603  (a pool has no other place for what its tasks share)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which then ends it
-    end_with_parent()
+    begin_worker()
     _job = job
-
-
-def end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
-
-    def wait() -> None:
-        if parent := multiprocessing.parent_process():
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _work(chunk: Chunk) -> dict[str, Any]:
@@ -106,7 +93,8 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
                     stack.callback(pool.shutdown, cancel_futures=True)
                 for each in (first, chunk):
                     if each is not None:
-                        waiting.append((each, pool.submit(_work, each)))
+                        with starting_workers():
+                            waiting.append((each, pool.submit(_work, each)))
                 first = None
                 while len(waiting) > workers + 1:
                     done(waiting[0][0], waiting[0][1].result())

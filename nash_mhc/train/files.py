@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from nash_mhc import __version__
 from nash_mhc.checkpoint.faults import as_os_errors, reason
+from nash_mhc.checkpoint.ownership import Owner
 from nash_mhc.checkpoint.store import named_leaves
 from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
@@ -30,16 +31,21 @@ def make_folder(cfg: RunConfig) -> Folder:
     """The run's folder, writable. One that the user did not name is new: two runs never meet by accident."""
     named, stamp = cfg.train.checkpoint_dir, f"runs/{cfg.model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
-    folder = place(next(c for c in candidates if named or not Path(c).exists()))
-    try:
-        with as_os_errors():
-            if not is_remote(folder):
-                folder.mkdir(parents=True, exist_ok=bool(named))
-            (folder / ".writable").write_text("")
-            (folder / ".writable").unlink()
-    except OSError as error:
-        raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); choose another folder") from error
-    return folder
+    for folder in map(place, candidates):
+        try:
+            with as_os_errors():
+                if not is_remote(folder):
+                    folder.mkdir(parents=True, exist_ok=bool(named))
+                (folder / ".writable").write_text("")
+                (folder / ".writable").unlink()
+            return folder
+        except OSError as error:
+            if isinstance(error, FileExistsError) and not named:
+                continue  # another run has begun in the same second
+            raise ConfigError(
+                f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); choose another folder"
+            ) from error
+    raise ConfigError(f"--checkpoint-dir {stamp}: a hundred runs have begun in this second; name a folder")
 
 
 def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str) -> dict[str, Any]:
@@ -69,16 +75,18 @@ def _parameter_table(model: LM) -> str:
     return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
 
 
-def run_files(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str, model: LM) -> dict[str, str]:
-    """Name -> content of what tells about a run."""
-    told = json.dumps(_describe_run(cfg, mesh, floor, rows), indent=2) + "\n"
+def run_files(
+    cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str, model: LM, known: dict[str, Any]
+) -> dict[str, str]:
+    """Name -> content of what tells about a run; `known` is what is known of it besides."""
+    told = json.dumps(_describe_run(cfg, mesh, floor, rows) | known, indent=2) + "\n"
     return {"run.json": told, "parameters.txt": _parameter_table(model)}
 
 
-def begin_files(folder: Folder, files: dict[str, str], start_step: int, say: Callable[[str], None]) -> Telemetry:
+def begin_files(folder: Folder, files: dict[str, str], start_step: int, say: Callable[[str], None], owner: Owner) -> Telemetry:
     try:
         write_files(folder, files)
-        return Telemetry(folder, start_step=start_step, say=say)
+        return Telemetry(folder, start_step=start_step, say=say, owner=owner)
     except OSError as error:
         remedy = "make room there or choose another folder"
         raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error

@@ -39,13 +39,13 @@ def train_loop(
     evaluate: Callable[[TrainState, int], None],
     save: Callable[[TrainState, int], None],
     save_again: Callable[[], bool],
-    epochs: Callable[[int], dict[str, float]],
+    besides: Callable[[int], dict[str, Any]],
     watch: Watch,
 ) -> tuple[TrainState, int]:
     """Runs from `start_step` to the end, or to where `watch` says stop: (state, its step).
 
     `evaluate` and `save` are called at their intervals and after the last step. `save_again` says after each step whether a
-    save that failed is due again, `epochs` how often each dataset has been read.
+    save that failed is due again, `besides` what a row of metrics holds that no step has measured.
     """
     total = cfg.train.total_steps
     pending: tuple[int, Any] | None = None
@@ -66,7 +66,7 @@ def train_loop(
         if bad and bad == cfg.train.max_bad_steps:
             raise BadSteps(step - bad + 1, step)
         if step % cfg.train.log_interval == 0 or step == total:
-            row = meter.row() | {f"epochs/{name}": count for name, count in epochs(step).items()}
+            row = meter.row() | besides(step)
             telemetry.write(step, row)
             reporter.row(step, row)
 

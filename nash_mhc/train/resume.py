@@ -1,4 +1,4 @@
-"""What a run goes on from: its folder's last whole checkpoint, another run's, or fresh weights; and what fits it."""
+"""What a run goes on from: its folder's last whole checkpoint, another run's, its weights, or fresh ones; and what fits it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.faults import one_line
-from nash_mhc.checkpoint.folders import exists
+from nash_mhc.checkpoint.folders import exists, subfolders
 from nash_mhc.checkpoint.manifest import numbered, values_of
-from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.places import Folder, place
+from nash_mhc.checkpoint.store import Store, arrays_of
+from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.processes import from_leader
+from nash_mhc.train.history import flat
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
 from nash_mhc.train.telemetry import without_nan
 
@@ -52,26 +54,30 @@ def checkpoint_values(
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """`data.batch_size` -> 8; KeyError or TypeError for what is no configuration."""
-    flat = {f"{section}.{k}": v for section in ("model", "data", "optim", "train") for k, v in config[section].items()}
-    flat["batch-size x grad-accum"] = flat["data.batch_size"] * flat["train.grad_accum"]
-    return flat
+    values = flat(config)
+    return values | {"batch-size x grad-accum": values["data.batch_size"] * values["train.grad_accum"]}
 
 
-def _told(folder: Folder) -> tuple[dict[str, Any], str | None] | None:
-    """(configuration, identity of the rows) of the run in a folder, from run.json or else its newest checkpoint that has them.
+class Told(NamedTuple):
+    """What a folder says about the run in it."""
 
-    None where nothing can be read: there is no run, or nothing of it that could be used.
-    """
+    config: dict[str, Any]  # section.key -> value
+    rows: str | None  # identity of the rows
+    history: list[dict[str, Any]]  # settings that were changed on the way
+    init_from: dict[str, Any] | None  # whose weights it began with
+
+
+def told_by(folder: Folder) -> Told | None:
+    """By run.json or else the newest checkpoint that can say it; None: there is no run, or nothing of it that could be used."""
     try:
         run = json.loads((folder / "run.json").read_text())
-        return _flat(run["config"]), str(run["rows"])
+        return Told(_flat(run["config"]), str(run["rows"]), list(run.get("history", [])), run.get("init_from"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # lost or damaged: every checkpoint knows it as well
     for step in reversed(numbered(folder / "checkpoints")):
         values = values_of(folder / "checkpoints" / str(step))
         try:
-            return _flat(values["config"]), str(values["data"]["rows"])
+            return Told(_flat(values["config"]), str(values["data"]["rows"]), [], None)
         except (KeyError, TypeError, AttributeError):
             continue
     return None
@@ -79,9 +85,9 @@ def _told(folder: Folder) -> tuple[dict[str, Any], str | None] | None:
 
 def _check_same_run(folder: Folder, cfg: RunConfig, *, rows: str | None) -> None:
     """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
-    if (told := _told(folder)) is None:
+    if (told := told_by(folder)) is None:
         return
-    (before, rows_before), now = told, _flat(cfg.to_dict())
+    before, now = told.config, _flat(cfg.to_dict())
     kept = [k for k in now if k.startswith("model.")]
     if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # averaged weights are there, or they are not
         kept.append("optim.ema_decay")
@@ -89,10 +95,26 @@ def _check_same_run(folder: Folder, cfg: RunConfig, *, rows: str | None) -> None
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
-    if rows is not None and rows_before != rows:
+    if rows is not None and told.rows != rows:
         raise ConfigError(
             f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back, or start "
-            f"another run with --resume-from {folder} and a new --checkpoint-dir"
+            f"another run from its weights with --init-from {folder} and a new --checkpoint-dir"
+        )
+
+
+def _check_nothing_is_lost(folder: Folder) -> None:
+    """Rows of metrics tell of checkpoints that are not there: to begin anew would erase what is left of that run."""
+    try:
+        lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+        last = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return
+    gone = not is_remote(folder) and not exists(folder / "checkpoints", kind="directory")
+    if last and (gone or last.get("last_checkpoint") is not None):
+        saved = f"that of step {last['last_checkpoint']} is" if last.get("last_checkpoint") is not None else "they are"
+        raise ConfigError(
+            f"{folder}: metrics.jsonl has rows up to step {last.get('step')}, but its checkpoints are missing ({saved} gone); "
+            f"bring them back, or choose another --checkpoint-dir; nothing was changed"
         )
 
 
@@ -101,22 +123,42 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
     wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
     with one_line(f"--checkpoint-dir {named}"):
         held = numbered(place(named) / "checkpoints") if named else []
+        if named and not held and not _set_aside(place(named)):
+            _check_nothing_is_lost(place(named))
     if wanted == "never" and held:
         raise ConfigError(f"--resume never: {named} holds checkpoints (up to step {held[-1]}); choose another --checkpoint-dir")
     if wanted == "must" and not held and cfg.train.resume_from is None:
         where = f"{named} holds no checkpoint" if named else "no folder is named"
         raise ConfigError(f"--resume must: {where}; give the --checkpoint-dir of a run that has one")
-    if cfg.train.resume_from is not None:
-        other = place(cfg.train.resume_from)
-        with one_line(f"--resume-from {other}"):
-            found = exists(other / "checkpoints", kind="directory")
-        if not found:
-            raise ConfigError(
-                f"--resume-from {other}: no run with checkpoints there; give the --checkpoint-dir of an earlier run"
-            )
-        _check_same_run(other, cfg, rows=None)
+    if not held:  # otherwise the run goes on with its own
+        if cfg.train.resume_from is not None:
+            _check_same_run(_other("--resume-from", cfg.train.resume_from), cfg, rows=None)
+        if cfg.train.init_from is not None:
+            _checkpoint_of(_other("--init-from", cfg.train.init_from), cfg.train.init_step)
     if named:
         _check_same_run(place(named), cfg, rows=rows)
+
+
+def _set_aside(folder: Folder) -> list[str]:
+    return [name for name in subfolders(folder / "checkpoints") if name.endswith((".damaged", ".unfinished"))]
+
+
+def _other(flag: str, name: str) -> Folder:
+    """The folder of another run that has checkpoints; ConfigError."""
+    with one_line(f"{flag} {name}"):
+        found = exists(place(name) / "checkpoints", kind="directory")
+    if not found:
+        raise ConfigError(f"{flag} {name}: no run with checkpoints there; give the --checkpoint-dir of an earlier run")
+    return place(name)
+
+
+def _checkpoint_of(folder: Folder, step: int | None) -> None:
+    steps = numbered(folder / "checkpoints")
+    if not steps or (step is not None and step not in steps):
+        asked = "" if step is None else f" --init-step {step}"
+        raise ConfigError(
+            f"--init-from {folder}{asked}: no such checkpoint there; it has {', '.join(map(str, steps)) or 'none'}"
+        )
 
 
 class Start(NamedTuple):
@@ -126,7 +168,13 @@ class Start(NamedTuple):
     step: int  # steps done
     values: dict[str, Any]  # saved beside it
     origin: str  # in words
-    own: bool  # whether this very run has saved it
+    own: bool = False  # whether this very run has saved it
+    before: Told | None = None  # what is known of the run that it goes on with
+    init_from: dict[str, Any] | None = None  # whose weights it began with
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return self.before.history if self.before is not None else []
 
     def evaluation_missing(self, interval: int) -> bool:
         """Whether the run was stopped in the middle of an evaluation, which the one that goes on has to make up for."""
@@ -144,15 +192,38 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str]
 
     def restored(source: Store, step: int, name: str) -> Start:
         state, values = source.restore(step, sharded_abstract_state(cfg, mesh))
-        return Start(state, step, values, f"step {step} of {name}", source is store)
+        told = told_by(source.folder.parent)
+        return Start(state, step, values, f"step {step} of {name}", source is store, told, told.init_from if told else None)
 
     if (latest := newest(store, set_aside=True)) is not None:
         return restored(store, latest, "this run")
-    if cfg.train.resume_from is None:
-        if cfg.train.resume == "must":
-            raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
-        return Start(create_state(cfg, mesh), 0, {}, "fresh weights", own=False)
-    with Store(cfg.train.resume_from) as other:
-        if (latest := newest(other)) is None:
-            raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
-        return restored(other, latest, cfg.train.resume_from)
+    if cfg.train.resume_from is not None:
+        with Store(cfg.train.resume_from) as other:
+            if (latest := newest(other)) is None:
+                raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
+            if latest >= cfg.train.total_steps:
+                raise ConfigError(
+                    f"--resume-from {cfg.train.resume_from}: is at step {latest} already, and --total-steps is "
+                    f"{cfg.train.total_steps}; raise it to go on, or start anew from its weights with --init-from"
+                )
+            return restored(other, latest, f"{cfg.train.resume_from}, with its optimizer, schedule and step count")
+    if cfg.train.resume == "must":
+        raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
+    if cfg.train.init_from is not None:
+        return _from_weights(cfg, mesh, cfg.train.init_from, newest)
+    return Start(create_state(cfg, mesh), 0, {}, "fresh weights")
+
+
+def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, newest: Callable[[Store], int | None]) -> Start:
+    """The weights of another run's checkpoint, averaged ones where it has kept them; all else is fresh."""
+    with Store(name) as other:
+        step = newest(other) if cfg.train.init_step is None else cfg.train.init_step
+        if step is None:
+            raise ConfigError(f"--init-from {name}: its checkpoints folder holds no finished checkpoint")
+        averaged = any(entry.startswith("ema.") for entry in arrays_of(other.folder / str(step)))
+        like = sharded_abstract_state(cfg, mesh).model
+        model = other.restore_part(step, like, "ema" if averaged else "model")
+        identity = manifest.identity(other.folder / str(step))
+    origin = f"the {'averaged ' * averaged}weights of step {step} of {name}; optimizer, schedule, data and step count are fresh"
+    init_from = {"folder": name, "step": step, "averaged": averaged, "manifest": identity}
+    return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=init_from)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.checkpoint.folders import exists
+from nash_mhc.checkpoint.ownership import Owner, accompany, hold
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
@@ -23,6 +28,7 @@ from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh
 from nash_mhc.parallel.processes import from_leader, leader_first
 from nash_mhc.parallel.sharding import named
+from nash_mhc.train import history
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.evaluate import BrokenOff, Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
@@ -105,7 +111,31 @@ def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None]
         return _run(cfg, mesh, watch, quiet=quiet or jax.process_index() > 0, each_step=each_step)
 
 
+def _is_there(folder: Folder) -> bool:
+    with one_line(f"--checkpoint-dir {folder}"):
+        return exists(folder, kind="directory")
+
+
+def _hold(cfg: RunConfig, folder: Folder, watch: Watch, say: Callable[[str], None]) -> Owner:
+    """The folder for this run alone; its other processes are let in once the first one has it."""
+    watch.doing(f"waiting for {folder}")
+    with one_line(f"--checkpoint-dir {folder}"):
+        if jax.process_index() == 0:
+            return hold(folder, wait=cfg.train.wait_for_lock, say=say)
+        return accompany(folder)
+
+
 def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Callable[[int], None] | None) -> Result:
+    with contextlib.ExitStack() as held:
+        return _train(cfg, mesh, watch, held, Reporter(cfg.train.total_steps, None, quiet=quiet, each_step=each_step))
+
+
+def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack, reporter: Reporter) -> Result:
+    owner: Owner | None = None
+    named = None if cfg.train.checkpoint_dir is None else place(cfg.train.checkpoint_dir)
+    if named is not None and from_leader(lambda: _is_there(named)):
+        owner = leader_first(lambda: _hold(cfg, named, watch, reporter.say))
+        held.callback(owner.release)
     watch.doing("preparing the data")
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
@@ -121,8 +151,12 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
     evaluator = None if held_out is None else Evaluator(cfg, make_objective(cfg), held_out, tokenizer, mesh)
     folder = place(from_leader(lambda: str(make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
+    if owner is None:
+        owner = leader_first(lambda: _hold(cfg, folder, watch, reporter.say))
+        held.callback(owner.release)
+        from_leader(lambda: check_resume(cfg, rows=source.identity))  # another run may have begun, and ended, there meanwhile
     use_compilation_cache(folder)
-    reporter = Reporter(cfg.train.total_steps, floor[0] if floor else None, quiet=quiet, each_step=each_step)
+    reporter.floor = floor[0] if floor else None
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
     if told := source.held_out if held_out is not None else f"no text is held out of {cfg.data.dataset}: nothing is evaluated":
         reporter.say(told)
@@ -138,13 +172,17 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
         start = starting_state(cfg, mesh, store, reporter.say)
         state, start_step = start.state, start.step
         store.warm_up(state)
-        files = run_files(cfg, mesh, floor, source.identity, state.model)
-        telemetry = begin_files(folder, files, start_step, reporter.say) if jax.process_index() == 0 else Nowhere()
-        saver = Saver(store, files, say=reporter.say)
+        changed = history.changes(start.before.config, cfg) if start.before is not None else {}
+        known = {"init_from": start.init_from, "history": history.added_to(start.history, changed, start_step)}
+        files = run_files(cfg, mesh, floor, source.identity, state.model, known)
+        telemetry = begin_files(folder, files, start_step, reporter.say, owner) if jax.process_index() == 0 else Nowhere()
+        saver = Saver(store, files, say=reporter.say, owner=owner, last=start_step if start.own else None)
         if evaluator is not None:
             evaluator.compile(state.model)
         compiled()
         reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")
+        for line in history.about(changed, cfg, int(state.step)):
+            reporter.say(line)
 
         def evaluate(state: TrainState, step: int, *, told_before: bool = False) -> None:
             if evaluator is None:
@@ -177,6 +215,12 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
                 saver.save(state, step, values, wait=wait)
 
         rows_a_step = cfg.data.batch_size * cfg.train.grad_accum
+
+        def besides(step: int) -> dict[str, Any]:
+            """What a row of metrics tells that no step has measured."""
+            saved = {} if saver.last is None else {"last_checkpoint": saver.last}
+            return saved | {f"epochs/{name}": count for name, count in source.epochs(step * rows_a_step).items()}
+
         rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
         meter = Meter(
             cfg,
@@ -198,8 +242,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
                         evaluate(state, start_step)
                     state, step = train_loop(
                         cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry, watch=watch,
-                        reporter=reporter, evaluate=evaluate, save=save, save_again=saver.due,
-                        epochs=lambda step: source.epochs(step * rows_a_step),
+                        reporter=reporter, evaluate=evaluate, save=save, save_again=saver.due, besides=besides,
                     )  # fmt: skip
                 else:
                     reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
@@ -216,7 +259,7 @@ def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Ca
                 f"steps {bad.first} to {bad.last} had no finite loss and gradients{spiky}, and were skipped; "
                 f"the run stops here; {(good or ['there is no checkpoint before them'])[-1]}; step {bad.first} read "
                 f"{rows_of_step(source, bad.first, rows_a_step, cfg.train.seed)}; look at them with "
-                f"python -m nash_mhc.data inspect {folder} --step {bad.first}"
+                f"python -m nash_mhc.data inspect {shlex.quote(str(folder))} --step {bad.first}"
             ) from None
         finally:
             reporter.end()

@@ -12,9 +12,11 @@ from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import folders
 from nash_mhc.checkpoint.faults import as_os_errors, reason
+from nash_mhc.checkpoint.ownership import Nobody, Owner
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.places import Folder, is_remote
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.words import duration
 from nash_mhc.parallel.processes import in_any_process
 
 
@@ -38,14 +40,17 @@ class Saver:
         files: Mapping[str, str],
         *,
         say: Callable[[str], None],
+        owner: Owner = Nobody(),
+        last: int | None = None,
         attempts: int = 8,  # with these pauses, a quarter of an hour
         first_pause: float = 10.0,
         longest_pause: float = 300.0,
     ) -> None:
-        self._store, self._files, self._attempts, self._say = store, files, attempts, say
+        """`last` is the step that this run has saved before, if any."""
+        self._store, self._files, self._attempts, self._say, self._owner = store, files, attempts, say, owner
         self._first_pause, self._longest_pause = first_pause, longest_pause
         self._writing: int | None = None  # the step whose save is under way
-        self._last: int | None = None  # the step that was saved last
+        self.last = last  # the step that was saved last
         self._failed = 0  # attempts in a row
         self._pause_ends: float | None = None
 
@@ -72,7 +77,7 @@ class Saver:
         ConfigError, with the last whole checkpoint, after too many.
         """
         self._end(wait=wait)
-        while self._last != step and (wait or self._pause_ends is None or self._agreed(time.monotonic() >= self._pause_ends)):
+        while self.last != step and (wait or self._pause_ends is None or self._agreed(time.monotonic() >= self._pause_ends)):
             self._writing, self._pause_ends = step, None
             missing = self._missing()
             gone = self._agreed(bool(missing))
@@ -80,6 +85,7 @@ class Saver:
             try:
                 if gone:
                     self._make_again(missing)
+                self._owner.check()
                 self._store.save(step, state, values)
             except OSError as error:
                 fault = error
@@ -111,7 +117,7 @@ class Saver:
             return
         if self._failed:
             self._say(f"checkpoint {self._writing} is written, after {self._failed} failed attempt{'s' * (self._failed > 1)}")
-        self._last, self._writing, self._failed, self._pause_ends = self._writing, None, 0, None
+        self.last, self._writing, self._failed, self._pause_ends = self._writing, None, 0, None
 
     def _note(self, fault: OSError | None, *, wait: bool) -> None:
         step, self._writing = self._writing, None
@@ -125,16 +131,22 @@ class Saver:
                 f"checkpoint {step} could not be written ({why}), {self._failed} attempts in a row have failed; the run stops "
                 f"here; {self._last_whole()}; mend the storage and give the same command again"
             )
-        pause = min(self._first_pause * 2 ** (self._failed - 1), self._longest_pause)
+        pause = self._pause(self._failed)
         self._pause_ends = time.monotonic() + pause
         going_on = "" if wait else "training goes on, "
-        self._say(f"checkpoint {step} could not be written ({why}); {going_on}it is tried again in {pause:g} s")
+        end = duration(sum(map(self._pause, range(self._failed, self._attempts))))
+        again = f"it is tried again in {duration(pause)}, and the run gives up if it still fails in {end}"
+        self._say(f"checkpoint {step} could not be written ({why}); {going_on}{again}")
+
+    def _pause(self, failed: int) -> float:
+        """After so many failures in a row."""
+        return min(self._first_pause * 2 ** (failed - 1), self._longest_pause)
 
     def _last_whole(self) -> str:
         with contextlib.suppress(OSError), as_os_errors():
             if found := self._store.finished():
                 return f"the last whole checkpoint is step {found[-1]}"
-        return "there is no whole checkpoint" if self._last is None else f"the last one, step {self._last}, is gone"
+        return "there is no whole checkpoint" if self.last is None else f"the last one, step {self.last}, is gone"
 
     def _missing(self) -> list[str]:
         """What someone has deleted or moved away, if that can be told; where it cannot, saving will fail and tell."""
@@ -143,12 +155,17 @@ class Saver:
             if not is_remote(run) and not folders.exists(self._store.folder, kind="directory"):
                 missing.append("checkpoints")  # an object store knows no empty folders
             missing += [name for name in self._files if not folders.exists(run / name, kind="file")]
+            try:
+                self._owner.check()
+            except FileNotFoundError:
+                missing = missing or ["the lock of this run"]
         return missing
 
     def _make_again(self, missing: list[str]) -> None:
         run = self._store.folder.parent
         with as_os_errors():
             self._store.reopen()
+            self._owner.retake()
             if jax.process_index() == 0:
                 write_files(run, self._files)
         lost = ", without those it held" if "checkpoints" in missing else ""

@@ -24,9 +24,12 @@ class TrainState(eqx.Module):
     recent: Recent  # losses and gradient norms of the last steps, skipped ones included: what a spike is judged by
 
 
-def initial_state(cfg: RunConfig) -> TrainState:
-    """The state before the first step; pure, so it can be traced for shapes alone or made in place on a mesh."""
-    model = LM.init(cfg.model, key=jax.random.key(cfg.train.seed))
+def initial_state(cfg: RunConfig, model: LM | None = None) -> TrainState:
+    """The state before the first step; pure, so it can be traced for shapes alone or made in place on a mesh.
+
+    `model` are weights to begin with, if not fresh ones.
+    """
+    model = LM.init(cfg.model, key=jax.random.key(cfg.train.seed)) if model is None else model
     optimizer = make_optimizer(Hyperparameters.of(cfg), model)
     # A copy: a state whose leaves share a buffer could not be donated.
     ema = jax.tree.map(jnp.copy, model) if cfg.optim.ema_decay else None
@@ -58,7 +61,8 @@ def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
     return jax.tree.map(place, abstract_state(cfg), state_shardings(cfg, mesh))
 
 
-def create_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
-    """The initial state, each shard made on its own device."""
+def create_state(cfg: RunConfig, mesh: Mesh, model: LM | None = None) -> TrainState:
+    """The initial state, each shard made on its own device; `model`, if there is one, becomes part of it."""
+    make = jax.jit(lambda model: initial_state(cfg, model), out_shardings=state_shardings(cfg, mesh), donate_argnums=0)
     with jax.set_mesh(mesh):
-        return jax.jit(lambda: initial_state(cfg), out_shardings=state_shardings(cfg, mesh))()
+        return make(model)

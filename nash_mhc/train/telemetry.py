@@ -21,6 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.folders import exists, write_whole
+from nash_mhc.checkpoint.ownership import Nobody, Owner
 from nash_mhc.config.places import Folder
 from nash_mhc.train.growing import growing
 
@@ -64,8 +65,15 @@ class Telemetry:
     What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
     """
 
-    def __init__(self, folder: Folder, *, start_step: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
-        self._folder, self._say, self._faulty = folder, say, False
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        start_step: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+        owner: Owner = Nobody(),
+    ) -> None:
+        self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
         with as_os_errors():
             for name in _ROWS:
                 _keep_until(folder / name, start_step)
@@ -91,6 +99,7 @@ class Telemetry:
         fault: tuple[str, OSError] | None = None
         for name, file in self._files.items():
             try:
+                self._owner.check()  # whose folder it is now, its rows are no business of this run
                 file.flush(last=last)
             except OSError as error:
                 fault = fault or (name, error)
@@ -127,7 +136,7 @@ class Reporter:
         quiet: bool = False,
         each_step: Callable[[int], None] | None = None,
     ) -> None:
-        self._total, self._floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
+        self._total, self.floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
         self._console = Console(file=sys.stdout, highlight=False)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
@@ -160,7 +169,7 @@ class Reporter:
             self._each_step(step)
 
     def row(self, step: int, row: dict[str, Any]) -> None:
-        against = f" ({row['loss'] / self._floor:.2f}x the floor)" if self._floor else ""
+        against = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
         if self._bar:
             note = f"loss {row['loss']:.3f}{against}, {row['tokens_per_s']:,.0f} tok/s"
             self._bar.update(self._task, completed=step, note=note)

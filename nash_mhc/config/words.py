@@ -1,0 +1,21 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def counted(number: int, word: str) -> str:
+    """`1 file`, `12 files`"""
+    return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 5 s`, `2 h 40 min`, `3 d 4 h`: the two largest units."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    left, parts = round(seconds), []
+    for name, size in units:
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append((count, name))
+    return " ".join(f"{count} {name}" for count, name in parts[:2] if count)
