@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ import small
 
 from nash_mhc.checkpoint.store import arrays_of
 from nash_mhc.data.pack import Rows
+from nash_mhc.train.saving import Saver
 
 # Small and dense: what is tested with it does not depend on the architecture.
 MODEL = (
@@ -40,6 +42,8 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
     os.environ.update(env)
     if at := env.get("STALL_AT_STEP"):
         _stall_at(int(at))
+    if "IMPATIENT" in env:
+        _save_again_at_once()
     sys.argv = ["nash_mhc.train", *argv]
     SIGNALS.listen()
     sys.exit(command())
@@ -54,6 +58,12 @@ def _stall_at(stalled: int) -> None:
         return rows
 
     small.change_batches(never_comes)
+
+
+def _save_again_at_once() -> None:
+    """Pauses after failed saves are short, and it never gives up: for storage that fails all the time."""
+    module = sys.modules["nash_mhc.train.run"]
+    module.Saver = functools.partial(Saver, first_pause=0.01, longest_pause=0.05, attempts=500)  # type: ignore[attr-defined]
 
 
 class Life:
@@ -79,8 +89,18 @@ class Life:
             time.sleep(0.01)
         return self
 
+    def until_listening(self) -> Life:
+        """Before that, the interpreter has not come to our first line, and signals are none of our business."""
+        while self.alive and not _catches(self.pid, signal.SIGTERM):
+            time.sleep(0.001)
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     def send(self, number: signal.Signals = signal.SIGTERM) -> Life:
-        os.kill(self._process.pid or 0, number)
+        os.kill(self.pid, number)
         return self
 
     def end(self, seconds: float = 120) -> int:
@@ -92,6 +112,23 @@ class Life:
     @property
     def alive(self) -> bool:
         return self._process.is_alive()
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    with contextlib.suppress(OSError):
+        caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        return bool(int(caught, 16) & (1 << (number - 1)))
+    return False
+
+
+def children_of(pid: int) -> list[int]:
+    """Those processes that it has started and that are still there."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:

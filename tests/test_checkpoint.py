@@ -1,9 +1,11 @@
 """Checkpoints: every damage is found, named and passed over; what is kept; a save does not hold up the loop."""
 
 import json
+import os
 import re
 import shutil
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -166,3 +168,22 @@ def test_hashing_does_not_hold_up_the_loop_and_its_failure_is_told(tmp_path, mon
         with pytest.raises(OSError, match="No space left"):
             store.wait()
         assert store.newest(print) == 1
+
+
+def test_files_are_on_the_disk_before_the_manifest_and_the_manifest_before_an_older_one_goes(tmp_path, monkeypatch):
+    """What a loss of power would leave: the order in which things reach the disk."""
+    events = []
+    fsync, replace, rmtree = os.fsync, Path.replace, shutil.rmtree
+    name = lambda path: Path(path).relative_to(tmp_path).as_posix()
+    monkeypatch.setattr(os, "fsync", lambda f: (events.append(("sync", name(os.readlink(f"/proc/self/fd/{f}")))), fsync(f))[1])
+    monkeypatch.setattr(Path, "replace", lambda p, to: (events.append(("appears", name(to))), replace(p, to))[1])
+    monkeypatch.setattr(shutil, "rmtree", lambda p, **k: (events.append(("goes", name(p))), rmtree(p, **k))[1])
+    save(tmp_path, {3: 2.0, 6: 1.0}, keep=1)
+    at = {event: index for index, event in enumerate(events)}  # the last time of each
+    appears, goes = at["appears", "checkpoints/6/manifest.json"], at["goes", "checkpoints/3"]
+    part = at["sync", "checkpoints/6.manifest.json.part"]
+    written = [path for path in (tmp_path / "checkpoints" / "6").rglob("*") if path.name != manifest.FILE]
+    assert len(written) > 8
+    for path in [*written, tmp_path / "checkpoints"]:  # the folder's own name as well
+        assert min(index for index, event in enumerate(events) if event == ("sync", name(path))) < appears, path
+    assert part < appears < at["sync", "checkpoints/6"] < goes

@@ -1,6 +1,7 @@
 """The model: causal, packed = alone, the public calls, counts."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -106,3 +107,16 @@ def test_the_default_preset_divides_over_eight_devices_along_any_axis():
 def test_an_unknown_size_names_the_known_ones():
     with pytest.raises(ConfigError, match="unknown model size 'huge'; there are tiny, small"):
         presets.model("huge")
+
+
+@pytest.mark.parametrize("cfg", [small.MODEL, small.NASH, presets.model("tiny")], ids=["dense", "nash", "tiny"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_first_loss_is_that_of_guessing(cfg, tied):
+    """The first number that everyone checks: within 3% of ln V, and no token is predicted to come again."""
+    model = LM.init(dataclasses.replace(cfg, tied_embeddings=tied), key=jax.random.key(0))
+    row = jax.random.randint(jax.random.key(1), (8, 64), 0, cfg.vocab_size)
+    logits = model(row)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], row[:, 1:, None], axis=-1)
+    assert float(losses.mean()) == pytest.approx(math.log(cfg.vocab_size), rel=0.03)
+    itself = jax.nn.softmax(logits)[jnp.arange(8)[:, None], jnp.arange(64)[None], row]
+    assert float(itself.mean()) < 2 / cfg.vocab_size

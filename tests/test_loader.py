@@ -1,21 +1,27 @@
 """Batches: step k holds the same rows however many processes, workers or restarts there were."""
 
+import contextlib
 import itertools
-import multiprocessing
+import json
 import os
 import signal
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from lives import children_of
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches, count_bytes
 from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.sources import RowSource, StoryRows, open_source
+from nash_mhc.data.prepare import prepare
+from nash_mhc.data.sources import RowSource, StoryRows, open_corpus, open_source
 from nash_mhc.data.tokens import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -139,20 +145,50 @@ def test_a_text_smaller_than_a_batch_is_repeated(text: RowSource) -> None:
     assert set(Counter(keys(rows)).values()) == {3}
 
 
+@contextlib.contextmanager
+def storm_of_signals() -> Iterator[list[int]]:
+    """Signals to every process that this one starts, from its first instruction on: a scheduler knows no main process."""
+    sent: list[int] = []
+    over = threading.Event()
+    before = set(children_of(os.getpid()))
+
+    def storm() -> None:
+        while not over.is_set():
+            for pid in set(children_of(os.getpid())) - before:
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                        sent.append(pid)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=storm)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        over.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
 def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(source: RowSource) -> None:
-    reader = batches(source, batch_size=8, grad_accum=1, seed=0, workers=2, start_step=2, buffer=1)
-    try:
-        with_worker = [next(reader)]
-        workers = multiprocessing.active_children()
-        assert len(workers) >= 2
-        for worker in workers:  # as a scheduler does, which knows no main process
-            os.kill(worker.pid or 0, signal.SIGTERM)
-        with_worker += itertools.islice(reader, 4)
-    finally:
-        reader.close()  # type: ignore[attr-defined]
+    with storm_of_signals() as sent:
+        with_worker = take(source, 5, workers=2, start_step=2, buffer=1)
+    assert len(set(sent)) >= 2
+    assert len(sent) > 100
     assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(source, 5, start_step=2)]
     assert isinstance(with_worker[0], Rows)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()  # of this process nothing is left blocked
+
+
+def test_workers_of_a_preparation_are_left_alone_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 20_000)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 200}) + "\n" for i in range(200)))
+    cfg = DataConfig(dataset=str(tmp_path / "a.jsonl"), seq_len=T)
+    with storm_of_signals() as sent:
+        made = prepare(cfg, BYTES, open_corpus(cfg), tmp_path / "stormy", align=1, workers=2)
+    assert len(set(sent)) >= 2
+    assert made.identity == prepare(cfg, BYTES, open_corpus(cfg), tmp_path / "calm", align=1, workers=1).identity
 
 
 def test_a_mixture_has_its_shares_and_reads_every_row_of_a_source_before_any_again(mixture: RowSource) -> None:

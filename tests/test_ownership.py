@@ -47,7 +47,7 @@ def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path
     second = Life(tmp_path / "run", *FLAGS, "--total-steps", "100000", log="second")
     assert second.end() == 2
     assert re.match(HELD, second.said), second.said
-    assert f"(process {first._process.pid} on " in second.said
+    assert f"(process {first.pid} on " in second.said
     assert second.said.count("\n") == 1
     assert "--wait-for-lock SECONDS" in second.said
     assert content(tmp_path / "run") == before
@@ -60,7 +60,7 @@ def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbr
     """The case that every cluster knows: the new process starts before the old one has saved and left, or has died."""
     dying = Life(tmp_path / "run", *FLAGS).until("step  5/")
     requeued = Life(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", log="requeued").until("waiting for it, 100 s at most")
-    assert f"another run holds it (process {dying._process.pid} on " in requeued.said
+    assert f"another run holds it (process {dying.pid} on " in requeued.said
     dying.send(end)
     assert dying.end() == (TRY_AGAIN if end == signal.SIGTERM else -end), dying.said
     assert requeued.end() == 0, requeued.said

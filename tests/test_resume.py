@@ -1,18 +1,23 @@
 """Runs that go on: from the last whole checkpoint, exactly; --resume auto, never and must."""
 
 import dataclasses
+import json
 import re
 import shutil
 
+import jax
 import pytest
+import small
 from test_checkpoint import data_file, flip
 from test_run import RUN, assert_equal_states, at, rows
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
-from nash_mhc.train.resume import check_resume
+from nash_mhc.train.restoring import wanted_state
+from nash_mhc.train.resume import check_resume, starting_state
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +144,137 @@ def test_never_and_must_are_kept_to(unbroken, tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=r"leave out --resume-from"):
         TrainConfig(resume="never", resume_from="x")
+
+
+def test_rows_whose_checkpoints_are_missing_are_not_erased(tmp_path):
+    folder = tmp_path / "run"
+    at(folder, total_steps=4, checkpoint_interval=2)
+    (folder / "checkpoints").rename(tmp_path / "kept")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    missing = (
+        r"metrics\.jsonl has rows up to step 4, but its checkpoints are missing \(that of step 2 is gone\); bring them back"
+    )
+    for make_folder in (False, True):  # it is gone; it is there and empty, as a run leaves it that has not saved yet
+        if make_folder:
+            (folder / "checkpoints").mkdir()
+        for options in ({}, {"init_from": str(folder.parent / "base")}, {"resume": "never"}):
+            with pytest.raises(ConfigError, match=missing):
+                at(folder, **options)
+    (folder / "checkpoints").rmdir()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (tmp_path / "kept").rename(folder / "checkpoints")
+    assert int(at(folder).state.step) == 6
+    # A run that was killed before its first checkpoint has rows, too, and just begins again.
+    at(tmp_path / "killed", total_steps=4)
+    shutil.rmtree(tmp_path / "killed" / "checkpoints")
+    with pytest.raises(ConfigError, match=r"its checkpoints are missing \(they are gone\)"):
+        at(tmp_path / "killed")
+    (tmp_path / "killed" / "checkpoints").mkdir()
+    assert int(at(tmp_path / "killed").state.step) == 6
+    assert [row["step"] for row in rows(tmp_path / "killed")] == [2, 4, 6]
+
+
+# --- starting from another run's weights -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return at(tmp_path_factory.mktemp("base") / "run", checkpoint_interval=2, eval_interval=0)
+
+
+def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys):
+    cfg = changed(tmp_path / "new", train__init_from=str(base.folder), train__total_steps=2, train__seed=5, data__seq_len=64)
+    result = run(dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, warmup_steps=2, schedule="cosine")))
+    out = capsys.readouterr().out
+    fresh = "optimizer, schedule, data and step count are fresh"
+    assert f"starting from the weights of step 6 of {base.folder}; {fresh}" in out
+    first = rows(tmp_path / "new")[0]
+    assert first["step"] == 2
+    assert first["tokens_seen"] <= 2 * 8 * 64
+    assert first["loss"] < 0.9 * rows(base.folder)[0]["loss"]  # it has learned before
+    assert int(result.state.step) == 2
+    told = json.loads((tmp_path / "new" / "run.json").read_text())["init_from"]
+    assert told == {
+        "folder": str(base.folder), "step": 6, "averaged": False,
+        "manifest": manifest.identity(base.folder / "checkpoints" / "6"),
+    }  # fmt: skip
+    # A stopped run goes on with its own checkpoint, also where the base is gone by then.
+    gone = changed(
+        tmp_path / "new", train__init_from=str(tmp_path / "gone"), train__total_steps=4, train__seed=5, data__seq_len=64
+    )
+    run(gone)
+    assert "starting from step 2 of this run" in capsys.readouterr().out
+    assert json.loads((tmp_path / "new" / "run.json").read_text())["init_from"] == told
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_the_weights_are_the_saved_ones_bit_for_bit_and_the_rest_is_new(base, tmp_path, mesh):
+    cfg = changed(tmp_path / "new", train__init_from=str(base.folder), train__init_step=4, optim__ema_decay=0.5)
+    cfg = small.mesh_config(cfg, *mesh)
+    mesh = small.make_mesh(cfg.mesh)
+    with Store(tmp_path / "new") as store, Store(base.folder) as other:
+        start = starting_state(cfg, mesh, store, print)
+        saved, _ = other.restore(4, wanted_state(base.folder / "checkpoints" / "4"))
+    fresh = small.start(cfg, mesh)
+    assert (start.step, int(start.state.step)) == (0, 0)
+    assert_equal_states(start.state.model, saved.model, rtol=0, atol=0)
+    assert_equal_states(start.state.ema, saved.model, rtol=0, atol=0)
+    assert_equal_states(start.state.opt_state, fresh.opt_state, rtol=0, atol=0)
+    for a, b in zip(jax.tree.leaves(start.state), jax.tree.leaves(fresh), strict=True):
+        assert a.sharding == b.sharding
+
+
+def test_averaged_weights_are_what_another_run_starts_from(tmp_path, capsys):
+    averaging = changed(tmp_path / "base", optim__ema_decay=0.5, train__total_steps=3)
+    ema = run(averaging, quiet=True).state.ema
+    new = changed(tmp_path / "new", train__init_from=str(tmp_path / "base"))
+    with Store(tmp_path / "new") as store:
+        start = starting_state(new, small.make_mesh(new.mesh), store, print)
+    assert start.origin.startswith("the averaged weights of step 3 of ")
+    assert_equal_states(start.state.model, ema, rtol=0, atol=0)
+
+
+def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
+    new = lambda **changes: changed(tmp_path / "new", train__init_from=str(base.folder), **changes)
+    with pytest.raises(ConfigError, match=r"--init-from \S+nothing: no run with checkpoints there"):
+        run(changed(tmp_path / "new", train__init_from=str(tmp_path / "nothing")), quiet=True)
+    with pytest.raises(ConfigError, match=r"--init-step 3: no such checkpoint there; it has 2, 4, 6"):
+        run(new(train__init_step=3), quiet=True)
+    with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* wants \(2, 32, 32\)"):
+        run(new(model__ffn=32), quiet=True)
+    with pytest.raises(ConfigError, match=r"holds model\.layers\.attention\.k_norm\.scale_D, which this model has no place"):
+        run(new(model__qk_norm=False), quiet=True)
+    with pytest.raises(ConfigError, match=r"--resume-from goes on with a run, --init-from starts another one"):
+        new(train__resume_from=str(base.folder))
+    with pytest.raises(ConfigError, match=r"--init-step names a checkpoint of --init-from"):
+        changed(tmp_path / "new", train__init_step=3)
+    with pytest.raises(ConfigError, match=r"--resume-from \S+: is at step 6 already, and --total-steps is 6; .* --init-from"):
+        run(changed(tmp_path / "new", train__resume_from=str(base.folder)), quiet=True)
+    assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file() and path.parent.name != "checkpoints"]
+
+
+# --- settings that changed -------------------------------------------------------------------------------------------
+
+
+def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys):
+    at(tmp_path / "run", total_steps=2)
+    run(changed(tmp_path / "run", train__total_steps=2))
+    assert "settings changed" not in capsys.readouterr().out
+    run(changed(tmp_path / "run", train__total_steps=4, optim__learning_rate=1e-3, optim__schedule="cosine", mesh__data=2))
+    out = capsys.readouterr().out
+    told = "settings changed: optim.learning_rate 0.003 -> 0.001, optim.schedule constant -> cosine, "
+    assert told + "train.total_steps 2 -> 4, mesh.data 1 -> 2\n" in out
+    # 3/4 of a cosine from 1e-3 to 5% of it; the constant of before would have gone on.
+    line = "the learning rate of the next step is 1.89e-04, with the settings before it would be 3.00e-03; "
+    assert line + "cosine now ends at step 4 with 5.00e-05\n" in out
+    assert rows(tmp_path / "run")[-1]["lr"] == pytest.approx(5e-5)
+    at(tmp_path / "run", total_steps=5, log_interval=1)
+    history = json.loads((tmp_path / "run" / "run.json").read_text())["history"]
+    assert [(entry["step"], entry["changed"].get("train.total_steps")) for entry in history] == [(2, [2, 4]), (4, [4, 5])]
+    assert history[0]["changed"]["mesh.data"] == [1, 2]
+    assert history[1]["changed"]["train.log_interval"] == [2, 1]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", entry["at"]) for entry in history)
+    # Where run.json is lost, the checkpoint tells what the run had.
+    (tmp_path / "run" / "run.json").unlink()
+    run(changed(tmp_path / "run", train__total_steps=6, train__log_interval=1, optim__weight_decay=0.5))
+    assert "settings changed: optim.weight_decay 0.1 -> 0.5, train.total_steps 5 -> 6\n" in capsys.readouterr().out

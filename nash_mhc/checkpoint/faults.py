@@ -59,6 +59,18 @@ def _not_told_twice(record: logging.LogRecord) -> bool:
     return not (record.levelno == logging.ERROR and record.exc_info and _as_os_error(record.exc_info[1]))
 
 
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """It logs whatever goes wrong in its threads, and of a folder that is gone says the strangest things; what matters of it is
+    raised. By who is calling: this logger may not know (it was made before absl could make one of its own kind)."""
+    frame = sys._getframe()
+    for _ in range(16):
+        if frame is None or frame.f_globals.get("__name__", "").startswith("orbax."):
+            return frame is None
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
+
+
+logging.getLogger("absl").addFilter(_not_of_orbax)
 for _name in ("absl", "asyncio", "gcsfs", "fsspec.prefetcher"):
     logging.getLogger(_name).addFilter(_not_told_twice)
 

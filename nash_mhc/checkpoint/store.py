@@ -74,8 +74,6 @@ class Store:
         try:
             with as_os_errors():
                 yield
-        except OSError:
-            raise
         except Exception as error:
             self._check_place(error)
             raise

@@ -13,7 +13,8 @@ def duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.2g} s"
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    left, parts = round(seconds), []
+    left = round(seconds)
+    parts: list[tuple[int, str]] = []
     for name, size in units:
         count, left = divmod(left, size)
         if count or parts:

@@ -22,6 +22,8 @@ from nash_mhc.ops.nash import GRAM
 from nash_mhc.ops.streams import COEFFICIENTS
 from nash_mhc.parallel.sharding import for_compute, is_gathered_weight, param, stacked
 
+_TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -100,11 +102,14 @@ class LM(eqx.Module):
         embedding, layers, output = jax.random.split(key, 3)
         V, D = cfg.padded_vocab, cfg.width
         stack = jax.vmap(lambda k: Layer.init(cfg, key=k))(jax.random.split(layers, cfg.layers))
+        # A table that is both would have every token predict itself: the stream is still much of what entered it. With half of
+        # the channels turned round, what enters says nothing about what leaves, and the first loss is that of guessing.
+        signs_D = jnp.where(jnp.arange(D) % 2 == 0, 1.0, -1.0) if cfg.tied_embeddings else jnp.ones(D)
         return LM(
-            embed_VD=init_matrix(embedding, (V, D), D),
+            embed_VD=init_matrix(embedding, (V, D), D, _TABLE_SCALE),
             layers=stack,
-            norm=RMSNorm.init(D, cfg.norm_eps),
-            output_VD=None if cfg.tied_embeddings else init_matrix(output, (V, D), D),
+            norm=RMSNorm(signs_D, cfg.norm_eps),
+            output_VD=None if cfg.tied_embeddings else init_matrix(output, (V, D), D, _TABLE_SCALE),
             cfg=cfg,
         )
 
@@ -130,7 +135,7 @@ class LM(eqx.Module):
             tokens_BT = jnp.pad(tokens_BT, last)
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
         # The table is scaled for the output, where it meets a stream of norm sqrt(D); as input that would drown in the layers'
-        # own outputs, so it enters at unit scale.
+        # own outputs, so it enters at the scale of those.
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
         kernel = execution.kernel(self.cfg, tokens_BT.shape[1])
