@@ -109,14 +109,14 @@ def test_an_unknown_size_names_the_known_ones():
         presets.model("huge")
 
 
-@pytest.mark.parametrize("cfg", [small.MODEL, small.NASH, presets.model("tiny")], ids=["dense", "nash", "tiny"])
+@pytest.mark.parametrize("cfg", [small.MODEL, small.NASH], ids=["dense", "nash"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_first_loss_is_that_of_guessing(cfg, tied):
     """The first number that everyone checks: within 3% of ln V, and no token is predicted to come again."""
     model = LM.init(dataclasses.replace(cfg, tied_embeddings=tied), key=jax.random.key(0))
-    row = jax.random.randint(jax.random.key(1), (8, 64), 0, cfg.vocab_size)
-    logits = model(row)
+    row = jax.random.randint(jax.random.key(1), (8, 32), 0, cfg.vocab_size)
+    logits = jax.jit(LM.__call__)(model, row)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], row[:, 1:, None], axis=-1)
     assert float(losses.mean()) == pytest.approx(math.log(cfg.vocab_size), rel=0.03)
-    itself = jax.nn.softmax(logits)[jnp.arange(8)[:, None], jnp.arange(64)[None], row]
+    itself = jax.nn.softmax(logits)[jnp.arange(8)[:, None], jnp.arange(32)[None], row]
     assert float(itself.mean()) < 2 / cfg.vocab_size
