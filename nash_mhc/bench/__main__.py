@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.cli import parse
+from nash_mhc.config.cli import Settings, parse
 from nash_mhc.config.commands import chosen_command, one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 
@@ -74,12 +75,20 @@ def _show(command: str, figures: dict[str, Any]) -> None:
     Console().print(table)
 
 
+def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    from nash_mhc.train.found import found_settings  # with JAX: after the flags
+
+    return found_settings(given, values)
+
+
 def main() -> int:
     if (chosen := chosen_command(ABOUT, USAGE, "benchmark")) is None:
         return 0
     command, argv = chosen
-    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=lambda group: _own_flags(command, group))
-    file = Path(parsed.own.json) if parsed.own.json not in (None, "-") else None
+    own = lambda group: _own_flags(command, group)
+    options: dict[str, Any] = {"found": _found} if command == "quality" else {}  # the only one that reads the user's data
+    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
+    file = Path(parsed.own.json).expanduser() if parsed.own.json not in (None, "-") else None
     # Asked before the work, which may take an hour.
     if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise ConfigError(f"--json {file}: cannot be written; name a file in a folder that is there")

@@ -34,6 +34,7 @@ NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", 
 
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
 Settings = dict[str, tuple[Any, str]]  # path -> value, origin
+Found = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Parsed:
     config: RunConfig
     origins: dict[str, str]  # "data.batch_size" -> "flag --batch-size", "run.yaml:7", "preset tiny", ...
     print_config: bool
+    given: dict[str, Any] = field(default_factory=dict)  # what the user has set, by flag, file or key=value
     own: argparse.Namespace = field(default_factory=argparse.Namespace)  # the command's own flags
 
 
@@ -135,7 +137,7 @@ def _convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
 def _read_yaml(file: str, settings: Settings) -> None:
     """Applies one YAML file. The node tree, not plain values: it keeps line numbers and the text of each scalar."""
     try:
-        root = yaml.compose(Path(file).read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+        root = yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--config cannot read {file}: {reason}") from None
@@ -199,6 +201,8 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
     while rest:
         token = rest.pop(0)
         flag, equals, text = token.partition("=")
+        if (dashed := flag.replace("_", "-")) in by_flag or dashed in off:
+            flag = dashed  # --learning_rate
         key = by_flag.get(flag)
         if not token.startswith("-"):
             if not equals or not flag:
@@ -244,11 +248,14 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
     return settings, print_config
 
 
-def _build(settings: Settings) -> tuple[RunConfig, dict[str, str]]:
-    """The preset, with the settings on top."""
+def _build(settings: Settings, found: Found) -> tuple[RunConfig, dict[str, str]]:
+    """The preset, what is found in the user's folders on top of it, and the settings above all."""
     size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
     values = presets.run(size).to_dict()
     origins = dict.fromkeys(keys(), f"preset {size}") | {"model_size": size_origin}
+    preset = {path: key.of(values) for path, key in keys().items()}
+    given = {path: value for path, (value, _) in settings.items()}
+    settings = {path: setting for path, setting in found(given, preset | given).items() if path not in settings} | settings
     # A short trial run of a preset should just work: its warm-up is at most a tenth, unless the user chose one.
     total = settings.get("train.total_steps", (math.inf, ""))[0]
     if values["optim"]["warmup_steps"] > total / 10:
@@ -266,10 +273,17 @@ def _build(settings: Settings) -> tuple[RunConfig, dict[str, str]]:
         raise ConfigError(f"{error}{f' ({where})' if where else ''}") from None
 
 
-def parse(argv: Sequence[str], *, prog: str = "python -m nash_mhc.train", own: OwnFlags | None = None) -> Parsed:
+def _nothing(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    return {}
+
+
+def parse(
+    argv: Sequence[str], *, prog: str = "python -m nash_mhc.train", own: OwnFlags | None = None, found: Found = _nothing
+) -> Parsed:
     """Raises ConfigError on any mistake; -h or --help prints and exits with 0.
 
-    `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`.
+    `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`. `found` is
+    asked for settings that follow from others (what the user has set, all values): they hold unless the user has set them.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
@@ -277,9 +291,24 @@ def parse(argv: Sequence[str], *, prog: str = "python -m nash_mhc.train", own: O
     if "-h" in argv or "--help" in argv:
         print(usage(prog) + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)
-    namespace, rest = parser.parse_known_args(list(argv)) if own else (argparse.Namespace(), list(argv))
+    namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
     settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings])
-    return Parsed(*_build(settings), print_config, namespace)
+    given = {path: value for path, (value, _) in settings.items()}
+    return Parsed(*_build(settings, found), print_config, given, namespace)
+
+
+def as_flags(given: Mapping[str, Any]) -> list[str]:
+    """Words of a command line that sets these, each flag once (but a mixture's, once a part)."""
+    words: list[str] = []
+    for path, value in given.items():
+        key = keys()[path]
+        if isinstance(value, bool):
+            words.append(key.flag if value else f"--no-{key.flag[2:]}")
+        elif key.metadata.get("weighted") and (parts := weighted_parts(value)):
+            words += [word for name, weight in parts for word in (key.flag, f"{name}:{weight}")]
+        else:
+            words += [key.flag, "none" if value is None else str(value)]
+    return words
 
 
 def _scalar(key: Key, value: Any) -> str:

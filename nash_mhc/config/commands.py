@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import platform
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
+from nash_mhc import __version__
 from nash_mhc.config.schema import ConfigError
 
 
@@ -24,9 +29,18 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
+    def dashed(self, argv: Sequence[str]) -> list[str]:
+        """With --max_tokens written as --max-tokens, where there is such a flag."""
+        known = {name for action in self._actions for name in action.option_strings}
+        words = []
+        for word in argv:
+            flag, equals, value = word.partition("=")
+            words.append(flag.replace("_", "-") + equals + value if flag.replace("_", "-") in known else word)
+        return words
+
     def parse_strictly(self, argv: Sequence[str], stray: str) -> argparse.Namespace:
         """Like parse_args; `stray` is the remedy for a word that belongs nowhere ({word!r} stands for it)."""
-        args, rest = self.parse_known_args(list(argv))
+        args, rest = self.parse_known_args(self.dashed(argv))
         if rest:
             word = rest[0].partition("=")[0]
             if not word.startswith("-"):
@@ -40,7 +54,7 @@ def chosen_command(about: Mapping[str, str], usage: str, kind: str = "command") 
     """(the command's name, the arguments behind it) of this process; None once its help has been shown."""
     command, *argv = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
-        print(f"usage: {usage}\n", *(f"  {name:<10}{text}" for name, text in about.items()), sep="\n")
+        print(f"usage: {usage}\n", *(f"  {name:<12}  {text}" for name, text in about.items()), sep="\n")
         print("\n--help behind one of these names lists its flags.")
         return None
     if command not in about:
@@ -48,9 +62,20 @@ def chosen_command(about: Mapping[str, str], usage: str, kind: str = "command") 
     return command, argv
 
 
+def this_python() -> str:
+    """The word that starts this very Python from here."""
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        return str(python.relative_to(Path.cwd()))
+    return "python" if shutil.which("python") == str(python) else str(python)
+
+
 def one_line_errors(main: Callable[[], int]) -> int:
     """Runs a command's main and returns its exit code: a user's mistake is one line on stderr and 2, Ctrl-C is 130."""
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(f"nash_mhc {__version__}, jax {version('jax')}, Python {platform.python_version()}")
+            return 0
         return main()
     except ConfigError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)

@@ -23,7 +23,7 @@ def is_remote(place: str | Folder) -> bool:
 def place(name: str | Folder) -> Folder:
     """The path of that name; ConfigError for a gs:// name without the package that reaches it."""
     if not is_remote(name):
-        return Path(os.fspath(name))
+        return Path(os.fspath(name)).expanduser()
     if any(importlib.util.find_spec(package) is None for package in ("etils", "gcsfs")):
         raise ConfigError(f"{name}: gs:// folders need the package gcsfs; install it with pip install 'nash_mhc[gcs]'")
     import fsspec

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import types
 import typing
@@ -29,12 +30,15 @@ def key(
     choices: tuple[str, ...] | None = None,
     flag: str | None = None,
     weighted: bool = False,
+    path: bool = False,
 ) -> Any:
     """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
 
-    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined.
+    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path` may
+    begin with ~, wherever it is written.
     """
-    metadata = {"help": help, "low": low, "above": above, "high": high, "choices": choices, "flag": flag, "weighted": weighted}
+    bounds = {"low": low, "above": above, "high": high}
+    metadata = bounds | {"help": help, "choices": choices, "flag": flag, "weighted": weighted, "path": path}
     return field(default=default, metadata=metadata)
 
 
@@ -86,6 +90,9 @@ class _Section:
             if isinstance(value, int) and not isinstance(value, bool) and accepted_types(hints[f.name])[0] is float:
                 value = float(value)
                 object.__setattr__(self, f.name, value)
+            if f.metadata["path"] and isinstance(value, str):
+                value = _at_home(value)
+                object.__setattr__(self, f.name, value)
             check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
 
 
@@ -93,6 +100,13 @@ def weighted_parts(text: str) -> list[tuple[str, str]]:
     """`a:0.7,b:0.3` -> [(a, 0.7), (b, 0.3)]; empty for a text that is no list of names with weights."""
     parts = re.findall(r"(.+?):(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text)
     return parts if ",".join(":".join(part) for part in parts) == text else []
+
+
+def _at_home(path: str) -> str:
+    """With ~ written out, as a shell does it for some of the ways to say a path and not for others."""
+    if parts := weighted_parts(path):
+        return ",".join(f"{os.path.expanduser(name)}:{weight}" for name, weight in parts)
+    return os.path.expanduser(path)
 
 
 def nearest_multiple(value: int, factor: int) -> int:
@@ -172,6 +186,7 @@ class DataConfig(_Section):
         "'stories' (built in, endless, known entropy), a prepared folder, a text, .jsonl or .parquet file (.gz, .zst), a "
         "folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given several times, for a mixture",
         weighted=True,
+        path=True,
     )
     dataset_name: str | None = key(None, "variant of a Hugging Face dataset, where it has several")
     split: str = key("train", "split to train on")
@@ -189,9 +204,9 @@ class DataConfig(_Section):
     template: str | None = key(None, "how a message of prompt or chat data is written, with {role} and {content}")
     loss_on: str = key("response", "what counts in the loss of prompt and chat data", choices=("response", "all"))
     max_documents: int | None = key(None, "read no more documents than this (none: all)", low=1)
-    tokenizer: str = key("bytes", "'bytes' (built in), a tokenizer.json, a folder with one, or a Hugging Face name")
+    tokenizer: str = key("bytes", "'bytes' (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
     streaming: bool = key(False, "pack rows while training instead of preparing them first")
-    cache_dir: str = key(".cache/data", "folder that datasets are prepared in, each once")
+    cache_dir: str = key(".cache/data", "folder that datasets are prepared in, each once", path=True)
     batch_size: int = key(8, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
     seq_len: int = key(256, "tokens in a row (T)", low=2)
     num_workers: int = key(0, "processes that prepare rows (0: threads of this process)", low=0, high=256)
@@ -268,7 +283,9 @@ class TrainConfig(_Section):
     eval_interval: int = key(150, "steps between evaluations (0: only at the end)", low=0)
     eval_batches: int = key(16, "batches of one evaluation", low=1)
     checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
-    checkpoint_dir: str | None = key(None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)")
+    checkpoint_dir: str | None = key(
+        None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)", path=True
+    )
     max_bad_steps: int = key(10, "stop after this many skipped steps in a row: no finite loss or gradients (0: never)", low=0)
     on_spike: str = key(
         "report", "what to do with a sudden rise of loss or gradient norm", choices=("report", "skip", "ignore")
@@ -285,7 +302,9 @@ class TrainConfig(_Section):
         choices=("auto", "never", "must"),
     )
     resume_from: str | None = key(
-        None, "folder of a run to go on with in another one: its weights, optimizer, place in the schedule and step count"
+        None,
+        "folder of a run to go on with in another one: its weights, optimizer, place in the schedule and step count",
+        path=True,
     )
     init_from: str | None = key(
         None,

@@ -6,13 +6,14 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from nash_mhc.config.cli import parse
-from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
+from nash_mhc.config.cli import as_flags, parse
+from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
 from nash_mhc.config.places import place
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
     "prepare": "reads, tokenizes and packs a dataset once, into a folder that train --dataset takes",
@@ -27,22 +28,21 @@ def _prepare_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--workers", type=int, metavar="N", default=0, help="processes (0: as many as there are cores)")
 
 
-def _train_command(cfg: RunConfig, out: str, vocab_size: int) -> str:
-    words = ["python", "-m", "nash_mhc.train", "--dataset", out]
-    words += ["--model-size", cfg.model_size] if cfg.model_size != RunConfig.model_size else []
-    words += ["--seq-len", str(cfg.data.seq_len)]
-    if (Path(out) / "tokenizer").exists():
-        words += ["--tokenizer", f"{out}/tokenizer"]
-    if vocab_size > cfg.model.vocab_size:
-        words += ["--model-vocab-size", str(vocab_size)]
-    return shlex.join(words)
+def _train_command(given: Mapping[str, Any], **instead: Any) -> str:
+    """The run that these settings are meant for."""
+    settings = {"data.dataset": None, **given, **{f"data.{name}": value for name, value in instead.items()}}
+    return shlex.join([this_python(), "-m", "nash_mhc.train", *as_flags(settings)])
+
+
+def _given_out(own: argparse.Namespace, example: str) -> Path:
+    if not own.out:
+        raise ConfigError(f"--out is missing; name the folder to make, such as --out {example}")
+    return Path(own.out).expanduser()
 
 
 def prepare_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags)
-    cfg, own = parsed.config, parsed.own
-    if not own.out:
-        raise ConfigError("--out is missing; name the folder to prepare into, such as --out data/notes")
+    cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "data/notes")
     if own.workers < 0:
         raise ConfigError(f"--workers must be at least 0, not {own.workers}")
     # After the flags: a typo is told at once.
@@ -58,13 +58,15 @@ def prepare_command(argv: Sequence[str]) -> int:
             cfg.data,
             tokenizer,
             corpus,
-            Path(own.out),
+            out,
             align=cfg.model.coarsest_stride,
             workers=own.workers or None,
             watch=watch,
         )
-    print(f"{manifest.summary()}\nprepared in {own.out} in {time.monotonic() - began:.1f} s. Next:")
-    print(f"  {_train_command(cfg, own.out, tokenizer.vocab_size)}")
+    print(f"{manifest.summary()}\nprepared in {out} in {time.monotonic() - began:.1f} s. Next:")
+    # The folder knows all about its rows; what is left are the sizes of the model and the like.
+    others = {k: v for k, v in parsed.given.items() if not k.startswith("data.")}
+    print(f"  {_train_command(others, dataset=str(out))}")
     return 0
 
 
@@ -94,7 +96,7 @@ def inspect_command(argv: Sequence[str]) -> int:
             raise ConfigError(f"{folder}: is a run and has its own split, batch size and seed; give --step and --row only")
         text = of_run(folder, args.step, args.row)
     else:
-        text = of_prepared(Path(args.folder), args.split or "train", args.step, args.row, **given)
+        text = of_prepared(Path(args.folder).expanduser(), args.split or "train", args.step, args.row, **given)
     print(text)
     return 0
 
@@ -106,17 +108,14 @@ def _bpe_flags(group: argparse._ArgumentGroup) -> None:
 
 def train_bpe_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
-    cfg, own = parsed.config, parsed.own
-    if not own.out:
-        raise ConfigError("--out is missing; name the folder for the tokenizer, such as --out tokenizers/notes")
+    cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "tokenizers/notes")
     from nash_mhc.data.bpe import corpus_texts, train_bpe
     from nash_mhc.data.sources import open_corpus
 
     corpus = open_corpus(cfg.data)
-    count = train_bpe(corpus_texts(cfg.data, corpus), own.vocab_size, Path(own.out), progress=sys.stderr.isatty())
-    print(f"a tokenizer of {count:,} tokens is in {own.out}. Next:")
-    words = ["--dataset", cfg.data.dataset, "--tokenizer", own.out, "--model-vocab-size", str(count)]
-    print("  " + shlex.join(["python", "-m", "nash_mhc.train", *words]))
+    count = train_bpe(corpus_texts(cfg.data, corpus), own.vocab_size, out, progress=sys.stderr.isatty())
+    print(f"a tokenizer of {count:,} tokens is in {out}. Next:")
+    print(f"  {_train_command(parsed.given, dataset=cfg.data.dataset, tokenizer=str(out))}")
     return 0
 
 

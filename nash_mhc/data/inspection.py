@@ -12,7 +12,7 @@ from nash_mhc.config.places import Folder
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.config.words import counted
 from nash_mhc.data.manifest import FILE, Manifest, check_files
-from nash_mhc.data.mixture import Mixture, RowSource
+from nash_mhc.data.mixture import Mixture, RowSource, passes
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.rows import PreparedRows
@@ -84,6 +84,19 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     return "\n".join(shown)
 
 
+def _furthest(folder: Folder, cfg: RunConfig) -> int | None:
+    """The last step that a run may have taken, by what it has left; None where it has left nothing that tells.
+
+    Rows of metrics come at intervals: up to one of these the run may have gone on before it was stopped.
+    """
+    try:
+        rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()[-1:]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    saved = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()]
+    return min(max(0, *rows, *saved, 0) + cfg.train.log_interval - 1, cfg.train.total_steps)
+
+
 def of_run(folder: Folder, step: int | None, row: int | None) -> str:
     """What a run has read in a step, from what its run.json says; without a step, what it reads."""
     try:
@@ -97,8 +110,12 @@ def of_run(folder: Folder, step: int | None, row: int | None) -> str:
         raise ConfigError(f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back")
     rows = cfg.data.batch_size * cfg.train.grad_accum
     if step is None:
-        read = ", ".join(f"{n} {count:.3g}" for n, count in source.epochs(cfg.train.total_steps * rows).items())
-        return f"{cfg.data.dataset}: {rows} rows of {cfg.data.seq_len} a step; epochs in all: {read or 'it never ends'}"
+        read = passes(source.epochs(cfg.train.total_steps * rows))
+        return f"{cfg.data.dataset}: {rows} rows of {cfg.data.seq_len} a step; {read or 'it never ends'}"
+    if (last := _furthest(folder, cfg)) is not None and step > last:
+        raise ConfigError(
+            f"--step {step}: this run has not come so far; by its metrics and checkpoints it is at {last} at most"
+        )
     return of_step(source, tokenizer, step, row, rows, seed)
 
 

@@ -154,6 +154,7 @@ def hub_name(text: str) -> str | None:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
+    """By name, folder or file; the same one again, where a process asks for it twice."""
     if name == "bytes":
         return ByteTokenizer()
     from_hub = None if Path(name).exists() else hub_name(name)
@@ -161,6 +162,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(
             f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; one of Hugging Face is hf:{name}"
         )
+    files = [] if from_hub is not None else [Path(name)] if Path(name).is_file() else sorted(Path(name).iterdir())
+    return _loaded(name, from_hub, tuple((str(file), file.stat().st_mtime_ns) for file in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(name: str, from_hub: str | None, _: tuple[tuple[str, int], ...]) -> HuggingFaceTokenizer:
+    """The last argument changes when a file does."""
     return HuggingFaceTokenizer(_load_inner(Path(name), from_hub, name), name)
 
 

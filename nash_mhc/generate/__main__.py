@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.generate`: a run's folder -> text on the terminal, as it is made."""
+"""`python -m nash_mhc.generate DIR`: a run's folder -> text on the terminal, as it is made."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m nash_mhc.generate", allow_abbrev=False, description="Writes text with a trained model."
     )
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help="folder of the run (required)")
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="folder of the run")
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help="the same, by the name that train has for it")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from (default: a new document)")
     for flag, (kind, _, default, text) in _OPTIONS.items():
         note = "" if default is None else f" [{default}]"
         convert = float if kind is float else int
         parser.add_argument(flag, type=convert, default=default, metavar=convert.__name__.upper(), help=text + note)
     args = parser.parse_strictly(argv, "the text to go on from is --prompt {word!r}")
-    if not args.checkpoint_dir:
-        raise ConfigError("--checkpoint-dir is missing; give the folder of a run, such as runs/tiny-20260101-120000")
+    if args.folder and args.checkpoint_dir:
+        raise ConfigError(f"two folders are given, {args.folder} and {args.checkpoint_dir}; name one")
+    args.folder = args.folder or args.checkpoint_dir
+    if not args.folder:
+        raise ConfigError("which run? Give its folder: python -m nash_mhc.generate runs/tiny-20260101-120000")
     for flag, (kind, bounds, _, _) in _OPTIONS.items():
         check_field(flag, getattr(args, flag[2:].replace("-", "_")), kind, bounds)
     try:
@@ -53,8 +57,8 @@ def main() -> int:
 
     # Beside the text, not in it: `generate > file` writes nothing but text.
     say = lambda text: print(text, file=sys.stderr, flush=True)
-    loaded = load(args.checkpoint_dir, args.step, say=say)
-    use_compilation_cache(place(args.checkpoint_dir))  # the sample that a run ends with has left the program there
+    loaded = load(args.folder, args.step, say=say)
+    use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there
     tokenizer = loaded.tokenizer
     prompt = [tokenizer.end, *tokenizer.encode(args.prompt).tolist()]  # every document that the model has read began so
     tokens = generate_tokens(

@@ -41,15 +41,15 @@ def _host() -> jax.Device:
 
 def _read_config(folder: Folder) -> RunConfig:
     """The configuration that the run wrote down for itself."""
-    with one_line(f"--checkpoint-dir {folder}"):
+    with one_line(folder):
         found = exists(folder, kind="directory")
     if not found:
-        raise ConfigError(f"--checkpoint-dir {folder}: no such folder; give the folder of a run")
+        raise ConfigError(f"{folder}: no such folder; give the folder of a run (the text to go on from is --prompt)")
     path = folder / "run.json"
     try:
         return RunConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["config"])
     except FileNotFoundError:
-        raise ConfigError(f"--checkpoint-dir {folder}: it has no run.json, so it is not the folder of a run") from None
+        raise ConfigError(f"{folder}: it has no run.json, so it is not the folder of a run") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -107,10 +107,11 @@ def make_mesh(cfg: MeshConfig) -> Mesh:
 
 
 def describe(mesh: Mesh) -> str:
-    """`8 x cpu, mesh 2x2x2 (data x fsdp x tp)`: the first line of a run."""
+    """`8 x cpu, mesh 2x2x2 (data x fsdp x tp)`: the first line of a run. One device is no mesh."""
     device = mesh.devices.flat[0]
     shape = "x".join(str(mesh.shape[a]) for a in MESH_AXES)
     count = len({d.process_index for d in mesh.devices.flat})
-    text = f"{mesh.size} x {device.device_kind}{f' in {count} processes' * (count > 1)}, mesh {shape} ({' x '.join(MESH_AXES)})"
+    split = f", mesh {shape} ({' x '.join(MESH_AXES)})" if mesh.size > 1 else ""
+    text = f"{mesh.size} x {device.device_kind}{f' in {count} processes' * (count > 1)}{split}"
     idle = 0 if device.platform == "cpu" else len(_found(device.platform)) - mesh.size
     return text + (f"; {idle} more are idle: --mesh-data -1 takes them" if idle > 0 else "")

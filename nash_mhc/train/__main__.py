@@ -7,17 +7,19 @@ import io
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from nash_mhc.config.cli import parse, render
-from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.cli import as_flags, parse, render
+from nash_mhc.config.commands import one_line_errors, this_python
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.tokens import load_tokenizer, stream_text
 from nash_mhc.model.lm import count_parameters
 from nash_mhc.model.sampling import generate_tokens
+from nash_mhc.train.found import found_settings
 from nash_mhc.train.run import Result, for_platform, resolve, run
 from nash_mhc.train.signals import TRY_AGAIN, Interrupted, leave
 from nash_mhc.train.verify import STEPS, verify_resume
@@ -48,26 +50,31 @@ def _show_sample(result: Result, cfg: RunConfig) -> None:
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
+        shown = ""
         for piece in _sample(result, cfg):
             print(piece, end="", flush=True)
-        print()
+            shown += piece
+        print("" if shown.strip() else "(it is blank: the model has not learned to begin a text yet)")
     except Exception as error:
         print(f"\n(no sample: {type(error).__name__}: {error})")
 
 
-def _next_commands(result: Result, argv: Sequence[str]) -> str:
-    """What to type after a run that was started with these arguments."""
-    python = Path(sys.executable)
-    here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path("python")
-    tensorboard = here.with_name("tensorboard")
-    longer = shlex.join([*argv, "--total-steps", str(10 * int(result.state.step))])
-    return (
-        f"\nThe run is in {result.folder}. Next:\n"
-        f"  {here} -m nash_mhc.generate --checkpoint-dir {result.folder}\n"
-        f"  {here} -m nash_mhc.report {result.folder}\n"
-        f"  {tensorboard} --logdir {result.folder}\n"
-        f"  {here} -m nash_mhc.train {longer}   # ten times the steps"
-    )
+def next_commands(result: Result, given: Mapping[str, Any]) -> str:
+    """What to type after a run with these settings: commands that run as they stand."""
+    python, folder = this_python(), str(result.folder)
+    tensorboard = Path(python).with_name("tensorboard")
+    steps = 10 * int(result.state.step)
+    # What the run began with is in it by now, and a folder that has checkpoints is gone on with.
+    others = {k: v for k, v in given.items() if k not in ("train.total_steps", "train.resume", "train.wait_for_lock")}
+    longer = [python, "-m", "nash_mhc.train", *as_flags(others), "--total-steps", str(steps)]
+    what = "goes on to ten times the steps" if "train.checkpoint_dir" in given else "a run of ten times the steps"
+    commands = [
+        shlex.join([python, "-m", "nash_mhc.generate", folder]),
+        shlex.join([python, "-m", "nash_mhc.report", folder]),
+        shlex.join([str(tensorboard), "--logdir", folder]),
+        f"{shlex.join(longer)}   # {what}",
+    ]
+    return "\n".join([f"\nThe run is in {folder}. Next:", *(f"  {command}" for command in commands)])
 
 
 def _own_flags(group: argparse._ArgumentGroup) -> None:
@@ -78,7 +85,7 @@ def _own_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def main() -> int:
-    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.train", own=_own_flags)
+    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.train", own=_own_flags, found=found_settings)
     if parsed.own.verify_resume:
         return verify_resume(parsed.config)
     if parsed.print_config:
@@ -99,7 +106,7 @@ def main() -> int:
         return TRY_AGAIN
     _show_sample(result, parsed.config)
     if jax.process_index() == 0:
-        print(_next_commands(result, sys.argv[1:]))
+        print(next_commands(result, parsed.given))
     return 0
 
 

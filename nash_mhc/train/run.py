@@ -20,6 +20,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
+from nash_mhc.data.mixture import passes
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
@@ -231,8 +232,8 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
             saved=start.values,
         )
         feed = prefetched(rows, mesh)
-        if read := source.epochs(cfg.train.total_steps * rows_a_step):
-            reporter.say("epochs in all: " + ", ".join(f"{name} {count:.3g}" for name, count in read.items()))
+        if read := passes(source.epochs(cfg.train.total_steps * rows_a_step)):
+            reporter.say(f"the run {read}")
         reporter.begin(start_step)
         step = start_step
         try:

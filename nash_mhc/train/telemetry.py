@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -23,6 +23,7 @@ from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.folders import exists, write_whole
 from nash_mhc.checkpoint.ownership import Nobody, Owner
 from nash_mhc.config.places import Folder
+from nash_mhc.config.words import duration, short
 from nash_mhc.train.growing import growing
 
 _ROWS = ("metrics.jsonl", "eval.jsonl")
@@ -137,12 +138,13 @@ class Reporter:
         each_step: Callable[[int], None] | None = None,
     ) -> None:
         self._total, self.floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
+        self._began, self._first = time.monotonic(), 0  # when and at which step this process began to train
         self._console = Console(file=sys.stdout, highlight=False)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
             columns = (
                 TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             )  # fmt: skip
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("training", total=total_steps, note="")
@@ -158,6 +160,7 @@ class Reporter:
             self._console = Console(file=sys.stdout, highlight=False)  # a log file on a full disk: the run goes on without it
 
     def begin(self, step: int) -> None:
+        self._began, self._first = time.monotonic(), step
         if self._bar:
             self._bar.start()
             self._bar.update(self._task, completed=step)
@@ -170,14 +173,22 @@ class Reporter:
 
     def row(self, step: int, row: dict[str, Any]) -> None:
         against = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
+        read = [f"{share:.0%}" for name, share in row.items() if name.startswith("epochs/")]  # of the data, 250%: 2.5 passes
+        data = f"  data {', '.join(read[:3])}{', ...' * (len(read) > 3)}" if read else ""
         if self._bar:
-            note = f"loss {row['loss']:.3f}{against}, {row['tokens_per_s']:,.0f} tok/s"
+            note = (
+                f"loss {row['loss']:.3f}{against}, {row['tokens_per_s']:,.0f} tok/s, {short(row['tokens_seen'])} tokens{data}"
+            )
             self._bar.update(self._task, completed=step, note=note)
             return
         mfu = f"  mfu {row['mfu']:.0%}" if row["mfu"] >= 0.01 else ""
+        elapsed = time.monotonic() - self._began
+        left = elapsed / max(step - self._first, 1) * (self._total - step)
+        clock = duration(elapsed) + (f", {duration(left)} left" if left else "")
         self.say(
             f"step {step:>{len(str(self._total))}}/{self._total}  loss {row['loss']:.4f}{against}  lr {row['lr']:.2e}  "
-            f"grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}"
+            f"grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
+            f"{short(row['tokens_seen'])} tokens{data}  {clock}"
         )
 
     def end(self) -> None:

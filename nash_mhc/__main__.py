@@ -1,0 +1,35 @@
+"""`python -m nash_mhc COMMAND ...`: every command by one name; without one, what there is."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from nash_mhc import __version__
+from nash_mhc.config.commands import chosen_command, one_line_errors
+
+ABOUT = {
+    "train": "trains a model, or goes on with a run",
+    "generate": "writes text with a trained model",
+    "data": "prepares and inspects data, trains tokenizers",
+    "checkpoint": "lists, verifies and inspects a run's checkpoints",
+    "report": "one HTML page about a run",
+    "bench": "measures speed, quality, memory and the input pipeline",
+}
+
+
+def main() -> int:
+    if not sys.argv[1:]:
+        sys.argv.append("--help")
+    if sys.argv[1:] == ["--help"] or sys.argv[1:] == ["-h"]:
+        print(f"nash_mhc {__version__}: pretrains language models over a data x fsdp x tp mesh\n")
+    if (chosen := chosen_command(ABOUT, "python -m nash_mhc COMMAND [flags]")) is None:
+        return 0
+    command, argv = chosen
+    sys.argv = ["-m", *argv]  # as Python itself would start it: a training run listens for signals from then on
+    runpy.run_module(f"nash_mhc.{command}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))

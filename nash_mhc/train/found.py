@@ -1,0 +1,65 @@
+"""Settings that need not be given, because a folder that was named knows them: prepared data, or another run.
+
+They lie above the preset and below whatever the user has set; `--print-config` shows where each comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.config.cli import Settings
+from nash_mhc.config.places import place
+from nash_mhc.config.schema import weighted_parts
+from nash_mhc.data.manifest import FILE, Manifest
+from nash_mhc.data.tokens import load_tokenizer
+from nash_mhc.train.resume import told_by
+
+_OF_ROWS = ("seq_len", "split", "eval_split", "validation_fraction")
+
+
+def of_prepared(dataset: str) -> Settings:
+    """What the rows of a prepared folder were made with; of a mixture, what all prepared parts have in common."""
+    folders = [Path(name) for name in [name for name, _ in weighted_parts(dataset)] or [dataset]]
+    recipes = {folder: Manifest.read(folder).recipe for folder in folders if (folder / FILE).exists()}
+    if not recipes:
+        return {}
+    (folder, recipe), *others = recipes.items()
+    same = lambda name: all(other[name] == recipe[name] for _, other in others)
+    found = {f"data.{name}": recipe[name] for name in _OF_ROWS if same(name)}
+    if same("tokenizer"):
+        found["data.tokenizer"] = str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes"
+    return {path: (value, f"prepared data {folder}") for path, value in found.items()}
+
+
+def of_run(flag: str, folder: str) -> Settings:
+    """The model and the tokenizer of a run that is started from."""
+    with one_line(f"{flag} {folder}"):
+        told = told_by(place(folder))
+    wanted = {} if told is None else {k: v for k, v in told.config.items() if k.startswith("model.") or k == "data.tokenizer"}
+    return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
+
+
+def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
+    found: Settings = {}
+    for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
+        if values[path] is not None:
+            found |= of_run(flag, values[path])
+    found |= of_prepared(values["data.dataset"])
+    if "model.vocab_size" not in {**given, **found}:
+        found |= _vocabulary({**values, **{path: value for path, (value, _) in found.items()}, **given})
+    return found
+
+
+def _vocabulary(values: Mapping[str, Any]) -> Settings:
+    """As many tokens as the tokenizer has; but a run that is continued keeps what it has."""
+    if values["train.checkpoint_dir"] is not None:
+        with one_line(f"--checkpoint-dir {values['train.checkpoint_dir']}"):
+            told = told_by(place(values["train.checkpoint_dir"]))
+        if told is not None and "model.vocab_size" in told.config:
+            return {"model.vocab_size": (told.config["model.vocab_size"], "the run itself")}
+    name = values["data.tokenizer"]
+    return {"model.vocab_size": (load_tokenizer(name).vocab_size, f"tokenizer {name}")}
