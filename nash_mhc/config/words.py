@@ -8,7 +8,7 @@ def counted(number: int, word: str) -> str:
     return f"{number:,} {word}{'s' * (number != 1)}"
 
 
-def short(number: float) -> str:
+def short(number: int | float) -> str:
     """`812`, `41.0k`, `1.25M`, `3.10B`"""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
@@ -16,7 +16,7 @@ def short(number: float) -> str:
     return f"{number:g}"
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: int | float) -> str:
     """`0.4 s`, `12 s`, `3 min 5 s`, `2 h 40 min`, `3 d 4 h`: the two largest units."""
     if seconds < 10:
         return f"{seconds:.2g} s"

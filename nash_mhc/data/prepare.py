@@ -238,7 +238,10 @@ def _sole_owner(partial: Path) -> Iterator[None]:
     """Holds a lock on the folder; who waited for another process finds what that one has left."""
     while True:
         partial.mkdir(exist_ok=True)
-        handle = os.open(partial, os.O_RDONLY)
+        try:
+            handle = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # the one before has just renamed it
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             # The one before may have renamed or removed the folder that this handle still means.
