@@ -127,9 +127,10 @@ def measure(
     cfg, total = runs[0], runs[0].train.total_steps
     progress.say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {cfg.model.ffn}; compiling ...")
     progress.status.update(f"{name}: compiling ...")
-    step_fn = compile_train_step(cfg, mesh, warn=progress.say)  # the seed is in the state and the rows, not in the step
+    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align)
+    step_fn = compile_train_step(cfg, mesh, source, warn=progress.say)  # the seed is in the state and the rows, not in the step
     step_fn.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
-    evaluator = Evaluator(cfg, make_objective(cfg), held_out, tokenizer, mesh)
+    evaluator = Evaluator(cfg, make_objective(cfg, held_out), held_out, tokenizer, mesh)
     losses, rates = [], []
     for run in runs:
         where = f"{name}, seed {run.train.seed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy as np
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
 from nash_mhc.data.holdout import HeldOut, key_of
 from nash_mhc.data.manifest import digest_of, write_whole
-from nash_mhc.data.pack import Piece, cut, lay
+from nash_mhc.data.pack import Piece, cut, lay, room_of
 from nash_mhc.data.readers import Content, Corpus, Raw
 from nash_mhc.data.records import Span, check_template, spans_of
 from nash_mhc.data.rows import RowFormat
@@ -24,6 +25,7 @@ from nash_mhc.data.tokens import Tokenizer
 
 _SMALLEST, _LARGEST = 4 << 20, 32 << 20  # bytes of text in a chunk: enough to pack well, few enough for memory
 _AT_ONCE = 1 << 20  # bytes of text given to the tokenizer in one call
+_LOOKED_AT, _TRIFLE = 256, 0.02  # documents that tell how long they are; share of the rows that may go into alignment
 
 
 class Chunk(NamedTuple):
@@ -41,6 +43,7 @@ class Job:
     names: tuple[str, ...]  # of the files, for messages
     folder: Path
     held_out: HeldOut
+    is_dense: bool = False  # documents start anywhere in a row, not only at multiples of the alignment
 
 
 class Document(NamedTuple):
@@ -164,6 +167,17 @@ def _check_ids(ids: np.ndarray, job: Job, raw: Raw) -> None:
         )
 
 
+def wastes_alignment(job: Job, documents: Iterator[Document]) -> bool:
+    """Whether so many documents are short that room for each to start at a multiple would be more than a trifle of the rows.
+
+    By the first few hundred: what they show decides for all, whoever prepares the rest.
+    """
+    stride, seq_len = job.recipe["align"], job.recipe["seq_len"]
+    pieces, _ = pieces_of(list(itertools.islice(documents, _LOOKED_AT)), job)
+    gaps = sum(-len(piece.counts) % stride for piece in pieces if len(piece.counts) < seq_len)
+    return gaps > _TRIFLE * max(1, sum(len(piece.counts) for piece in pieces))
+
+
 def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
     """Writes the shards of a chunk and, last, the note that says they are there; returns the note."""
     recipe = job.recipe
@@ -190,7 +204,7 @@ def rule_digest(job: Job) -> str:
 
 def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], documents: list[Document]) -> dict[str, Any]:
     recipe, tokenizer = job.recipe, job.tokenizer
-    laid, rows = lay(pieces, tokenizer.end, recipe["seq_len"], align=recipe["align"])
+    laid, rows = lay(pieces, tokenizer.end, recipe["seq_len"], align=1 if job.is_dense else recipe["align"])
     records = RowFormat(recipe["seq_len"], tokenizer.vocab_size, tokenizer.end).encode(laid)
     starts = [np.flatnonzero(row) for row in laid.starts]
     places = [
@@ -210,4 +224,5 @@ def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], docume
         "slots": sum(len(piece.counts) for piece in pieces),
         "documents": len({piece.document for piece in pieces if documents[piece.document].raw.opens}),
         "most_documents": max(map(len, rows), default=0),
+        "room": room_of(laid, recipe["align"]) if job.is_dense else None,
     }

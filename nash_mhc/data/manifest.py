@@ -54,6 +54,7 @@ class Split:
     slots: int  # that text fills; the rest is padding and alignment
     documents: int
     most_documents: int  # in one row
+    room: int | None  # slots for documents that start anywhere to start at multiples of the alignment; None: they do
 
     @property
     def rows(self) -> int:

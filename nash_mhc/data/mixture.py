@@ -28,6 +28,7 @@ def passes(epochs: Mapping[str, float]) -> str:
 class RowSource(Protocol):
     endless: bool  # fresh rows for ever: no epochs, no shuffling
     most_documents: int | None  # in a row, padding counted as one; None: not known ahead
+    room: int | None  # slots that a row needs for its documents to start at multiples of the alignment; None: they do
 
     @property
     def name(self) -> str:
@@ -63,6 +64,7 @@ class Mixture:
         self._parts = shares(weights)
         most = [source.most_documents for source in sources]
         self.most_documents = None if None in most else max(n for n in most if n is not None)
+        self.room = max((source.room for source in sources if source.room is not None), default=None)
 
     @property
     def name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,16 @@ def lay(
             at += slots_of[item]
         used[r] = at
     return Laid(tokens, starts, counts, used), rows
+
+
+def room_of(laid: Laid, stride: int) -> int:
+    """Slots that the fullest of these rows would need for its pieces to start at multiples of `stride`, padding included."""
+    most = 0
+    for starts, used in zip(laid.starts, laid.used, strict=True):
+        borders = [*np.flatnonzero(starts).tolist(), int(used)]
+        gaps = sum(-(b - a) % stride for a, b in pairwise(borders))
+        most = max(most, len(starts) + gaps)
+    return most
 
 
 def unfold(laid: Laid, end: int) -> Rows:

@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.chunks import Chunk, Job, document_of, make_chunk, make_recipe, read_chunks, read_split, rule_digest
+from nash_mhc.data.chunks import (
+    Chunk,
+    Job,
+    document_of,
+    make_chunk,
+    make_recipe,
+    read_chunks,
+    read_split,
+    rule_digest,
+    wastes_alignment,
+)
 from nash_mhc.data.holdout import HeldOut, survey
 from nash_mhc.data.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_whole
 from nash_mhc.data.readers import Corpus, Unreachable
@@ -106,10 +116,13 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
     return [notes[number] for number in sorted(notes)]
 
 
-def _rule(recipe: dict[str, Any], corpus: Corpus) -> HeldOut:
-    """Which documents are held out; those of a small corpus are all looked at first."""
-    documents = (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
-    return survey(((d.key, d.size) for d in documents if d.size), recipe["validation_fraction"])
+def _decided(recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
+    """What is decided before anything is made: which documents are held out (those of a small corpus are all looked at), and
+    whether they are worth aligning."""
+    documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
+    rule = survey(((d.key, d.size) for d in documents() if d.size), recipe["validation_fraction"])
+    job = Job(recipe, tokenizer, corpus.names, folder, rule)
+    return dataclasses.replace(job, is_dense=recipe["align"] > 1 and wastes_alignment(job, documents()))
 
 
 def _run_with_both_splits(job: Job, corpus: Corpus, workers: int, watch: Watch) -> tuple[Job, list[dict[str, Any]]]:
@@ -147,7 +160,8 @@ def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: st
         parts = [part for _, part in group]
         totals = {key: sum(part[key] for part in parts) for key in ("tokens", "slots", "documents")}
         most = max(part["most_documents"] for part in parts)
-        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most)
+        room = max(part["room"] for part in parts) if job.is_dense else None
+        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
     counted = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
     about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _told(job, splits)}
     return Manifest(job.recipe, corpus.files, splits, **counted, about=about)
@@ -211,7 +225,7 @@ def _prepare_in(
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         write_whole(partial / RECIPE, text)
     try:
-        job = Job(recipe, tokenizer, corpus.names, partial, _rule(recipe, corpus))
+        job = _decided(recipe, tokenizer, corpus, partial)
         job, notes = _run_with_both_splits(job, corpus, workers or os.cpu_count() or 1, watch)
         manifest = _gathered(job, corpus, notes, dataset)
         if not manifest.splits:

@@ -92,6 +92,7 @@ class PreparedRows:
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
         self.most_documents: int | None = splits[split].most_documents + 1  # padding counts as one
+        self.room = splits[split].room
         self._vocab_size = self.form.vocab_size if vocab_size is None else vocab_size
         self._paths = [folder / f"{shard.name}.rows" for shard in self.shards]
         self._ends = list(accumulate(shard.rows for shard in self.shards))

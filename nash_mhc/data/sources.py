@@ -40,6 +40,7 @@ class StoryRows:
 
     endless = True
     most_documents: int | None = None
+    room: int | None = None
     name, identity, held_out = "stories", "stories-2", ""
     rows_per_volume = 64
 

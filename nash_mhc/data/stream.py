@@ -191,6 +191,7 @@ class StreamRows:
 
     endless = True
     most_documents: int | None = None
+    room: int | None = None
 
     def __init__(
         self, lanes: ParquetLanes | HubLanes, cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int

@@ -16,6 +16,7 @@ from nash_mhc.model.parts import RMSNorm, init_matrix
 from nash_mhc.ops.attend import PLAIN_KERNELS, Documents, Rows, attend_each, documents_of, fitting_kernel
 from nash_mhc.ops.norm import norm_and_rope
 from nash_mhc.ops.rope import positions_in_segments, rope
+from nash_mhc.ops.spread import Spread, plan
 from nash_mhc.parallel.sharding import constrain, on_shards, param
 
 PER_HEAD, PER_KV_HEAD = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
@@ -27,6 +28,7 @@ class Layout(NamedTuple):
     segments_BT: Int[Array, "B T"] | None  # which document a token belongs to; None: every row is one
     positions_BT: Int[Array, "B T"]  # in its document
     documents: tuple[Documents, ...] = ()  # of each scale, for the kernels that ask for them
+    spread: Spread | None = None  # of rows whose documents begin anywhere: all else here is of the places they are spread to
 
     def at(self, c: int, stride: int) -> tuple[Array | None, Array, Documents | None]:
         """(segments, positions, documents) of scale c; documents start at multiples of every stride."""
@@ -40,10 +42,17 @@ def lay_out(
     strides: Sequence[int] = (1,),
     kernel: str = "xla",
     most_documents: int | None = None,
+    room: int | None = None,
 ) -> Layout:
-    """The layout of rows of that shape, which hold at most so many documents each."""
+    """The layout of rows of that shape, which hold at most so many documents each.
+
+    `room`: they begin anywhere, and need no more places than this to begin at multiples of the coarsest stride.
+    """
     if segments_BT is None:
         return Layout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
+    if room is not None and strides[-1] > 1:
+        by, segments_BT = plan(segments_BT, strides[-1], room)
+        return lay_out((shape[0], room), segments_BT, strides, kernel, most_documents)._replace(spread=by)
     documents = tuple(documents_of(segments_BT[:, ::stride], most_documents) for stride in strides) if kernel == "cudnn" else ()
     return Layout(segments_BT, positions_in_segments(segments_BT), documents)
 

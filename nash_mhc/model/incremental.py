@@ -159,7 +159,7 @@ def _attend(
         scale, row = _grow(mixer, c, before, row, index, t)
         coarse.append(scale)
         outs.append(_layer(scale.out_LBNH, index)[:, None])
-    mixed_BTNH, _, _ = mixer.settle(x_BTD, tuple(outs), positions_BT)
+    mixed_BTNH, _, _ = mixer.settle(mixer.prior(x_BTD), tuple(outs), positions_BT)
     return base.output(mixed_BTNH), dataclasses.replace(cache, fine=fine, coarse=tuple(coarse))
 
 

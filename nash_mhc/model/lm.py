@@ -33,6 +33,7 @@ class Execution:
     remat: str = "none"
     attention: str = "auto"
     most_documents: int | None = None  # that a row holds, where the data knows it
+    room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the coarsest stride
 
     def kernel(self, cfg: ModelConfig, seq_len: int) -> str:
         if self.attention != "auto":
@@ -126,7 +127,8 @@ class LM(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerReport]:
         """(the normalised stream after the last layer, reports of all layers): the loss and the logits are read from the first.
 
-        Documents must start at multiples of the coarsest stride, as `data/pack.py` lays them; T may be any number.
+        Documents start at multiples of the coarsest stride, as `data/pack.py` lays them, unless `execution` has room for them
+        to start anywhere; T may be any number.
         """
         T = tokens_BT.shape[1]
         missing = -T % self.cfg.coarsest_stride
@@ -139,7 +141,7 @@ class LM(eqx.Module):
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
         kernel = execution.kernel(self.cfg, tokens_BT.shape[1])
-        layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents)
+        layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)
         residual = residual_class(self.cfg)
         composite = unmixed(self.cfg, tokens_BT.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -18,10 +19,12 @@ from nash_mhc.model.parts import init_matrix, init_small
 from nash_mhc.ops.attend import Rows
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
+from nash_mhc.ops.spread import Spread, gather, spread
 from nash_mhc.parallel.sharding import constrain, on_shards, param
 
 MIXED = "mixed_scales"  # checkpoint name of what leaves the game: one [B, T, D] array instead of a pass over all scales
 Projected = tuple[Array, Array, Array]  # q, k, v of one scale, before norm and rotation
+_PER_SCALE = ("batch", "time", "scales", "heads")
 
 
 class GameReport(NamedTuple):
@@ -94,24 +97,28 @@ class Multiscale(eqx.Module):
         return below, above
 
     def settle(
-        self, x_BTD: Float[Array, "B T D"], outs: tuple[Array, ...], positions_BT: Int[Array, "B T"]
+        self, prior_BTCN: Float[Array, "B T C N"], outs: tuple[Array, ...], positions_BT: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T C N"], Float[Array, "B T N"]]:
         """The game: (what the scales found, weighed, the weights, the residual). A scale is there once a block has ended."""
         with jax.named_scope("nash"):
             present_BTC = jnp.stack([positions_BT + 1 >= stride for stride in self.strides], axis=-1)
-            of_scales = ("batch", "time", "scales", "heads")
+            of_scales = _PER_SCALE
             run = on_shards(
                 functools.partial(aggregate, rules=self.rules),
                 [(PER_HEAD,) * len(outs), of_scales, ("heads",), of_scales[:3]],
                 (PER_HEAD, of_scales, ("batch", "time", "heads")),
             )
-            return run(outs, self.prior(x_BTD), jax.nn.softplus(self.tau_N), present_BTC)
+            return run(outs, prior_BTCN, jax.nn.softplus(self.tau_N), present_BTC)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], layout: Layout, *, kernel: str
     ) -> tuple[Float[Array, "B T D"], GameReport]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         q, k, v = self.base.project(x_BTD)
+        prior = self.prior(x_BTD)
+        if layout.spread is not None:
+            kinds = zip((q, k, v, prior), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, _PER_SCALE), strict=True)
+            q, k, v, prior = (_on_rows(spread, z, layout.spread, axes) for z, axes in kinds)
         each: list[Rows] = []
         positions = []
         for c, stride in enumerate(self.strides):
@@ -124,12 +131,21 @@ class Multiscale(eqx.Module):
             positions.append(positions_BI)
         windows = [self.base.window, *[None] * (len(each) - 1)]
         outs = self.base.mix(each, positions, windows=windows, kernel=kernel)
-        mixed_BTNH, w_BTCN, residual_BTN = self.settle(x_BTD, outs, layout.positions_BT)
+        mixed_BTNH, w_BTCN, residual_BTN = self.settle(prior, outs, layout.positions_BT)
         with jax.named_scope("nash"):
             real_BT = jnp.ones_like(positions[0], bool) if layout.segments_BT is None else layout.segments_BT > 0
+            if layout.spread is not None:
+                mixed_BTNH = _on_rows(gather, mixed_BTNH, layout.spread, PER_HEAD)
+                real_BT = real_BT & layout.spread.is_slot_BU
             game = report(w_BTCN, residual_BTN, real_BT)
         out_BTD = self.base.output(checkpoint_name(constrain(mixed_BTNH, *PER_HEAD), MIXED))
         return constrain(out_BTD, "batch", "time_split", "width"), game
+
+
+def _on_rows(move: Callable[[Array, Spread], Array], x: Array, by: Spread, axes: tuple[str, ...]) -> Array:
+    """Rows and heads are independent: each device moves what it has."""
+    of_rows = Spread(*(("batch", "time"),) * 3)  # type: ignore[arg-type]
+    return on_shards(move, [axes, of_rows], axes)(x, by)
 
 
 def report(w_BTCN: Float[Array, "B T C N"], residual_BTN: Float[Array, "B T N"], real_BT: Bool[Array, "B T"]) -> GameReport:

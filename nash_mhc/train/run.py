@@ -20,7 +20,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
-from nash_mhc.data.mixture import passes
+from nash_mhc.data.mixture import RowSource, passes
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
@@ -46,6 +46,9 @@ from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shard
 from nash_mhc.train.step import Objective, make_train_step
 from nash_mhc.train.telemetry import Nowhere, Reporter
 from nash_mhc.train.watch import Watch
+
+
+_PLACES = 128  # rows of attention come in whole multiples of this, where they are spread out
 
 
 @dataclass(frozen=True)
@@ -84,17 +87,24 @@ def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
     return cfg.train.attention
 
 
-def make_objective(cfg: RunConfig, most_documents: int | None = None) -> Objective:
-    """`most_documents`: what a row holds at most, where that is known: attention need not find out then."""
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents)
+def make_objective(cfg: RunConfig, source: RowSource | None = None, *, most_documents: int | None = None) -> Objective:
+    """For rows of that source, whose documents begin where it says.
+
+    `most_documents`: what a row holds at most, where that is known: attention need not find out then.
+    """
+    room = None if source is None or source.room is None else -(-source.room // _PLACES) * _PLACES
+    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room)
     z, sparsity = cfg.optim.z_loss, cfg.optim.sparsity
     return functools.partial(next_token, execution=execution, z_weight=z, sparsity_weight=sparsity)
 
 
-def compile_train_step(cfg: RunConfig, mesh: Mesh, *, most_documents: int | None = None, **options: Any) -> CompiledStep:
+def compile_train_step(
+    cfg: RunConfig, mesh: Mesh, source: RowSource | None = None, *, most_documents: int | None = None, **options: Any
+) -> CompiledStep:
     """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
     out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
-    step = make_train_step(make_objective(cfg, most_documents))
+    most_documents = source.most_documents if source is not None else most_documents
+    step = make_train_step(make_objective(cfg, source, most_documents=most_documents))
     return CompiledStep(
         step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic,
         constants=[Hyperparameters.of(cfg)], **options,
@@ -149,7 +159,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
     from_leader(lambda: check_resume(cfg, rows=source.identity))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
-    evaluator = None if held_out is None else Evaluator(cfg, make_objective(cfg), held_out, tokenizer, mesh)
+    evaluator = None if held_out is None else Evaluator(cfg, make_objective(cfg, held_out), held_out, tokenizer, mesh)
     folder = place(from_leader(lambda: str(make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
@@ -167,7 +177,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
     with Store(folder, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
         reporter.say("compiling the step ...")
         watch.doing("compiling")
-        step_fn = compile_train_step(cfg, mesh, most_documents=source.most_documents, warn=reporter.say)
+        step_fn = compile_train_step(cfg, mesh, source, warn=reporter.say)
         compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
         # Meanwhile: the weights, whose making is compiled as well, and the evaluation.
         start = starting_state(cfg, mesh, store, reporter.say)
