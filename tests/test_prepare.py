@@ -214,7 +214,8 @@ def test_a_tokenizer_can_be_trained(
     for name in ("bpe", "again"):
         monkeypatch.setattr(sys, "argv", ["data", *flags, str(tmp_path / name)])
         assert command.main() == 0
-    assert f"--tokenizer {tmp_path / 'again'} --model-vocab-size 500" in capsys.readouterr().out
+    wanted = f"-m nash_mhc.train --dataset {corpus_file} --max-documents 300 --tokenizer {tmp_path / 'again'}\n"
+    assert capsys.readouterr().out.endswith(wanted)
     assert every_byte(tmp_path / "bpe") == every_byte(tmp_path / "again")
     tokenizer = load_tokenizer(str(tmp_path / "bpe"))
     assert (tokenizer.vocab_size, tokenizer.end) == (500, 0)

@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tensorboard.util import tensor_util
 from nash_mhc.train.telemetry import Reporter, Telemetry
 
 ROW = {"loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "step_ms": 12.0, "tokens_per_s": 34567.0, "mfu": 0.42}
+ROW |= {"tokens_seen": 1_234_567}
 
 
 def rows_of(path: Path) -> list[dict[str, float | None]]:
@@ -117,16 +120,19 @@ def test_tensorboard_reads_the_same_scalars(tmp_path: Path) -> None:
     assert scalars(tmp_path) == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def test_off_a_terminal_a_row_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_off_a_terminal_a_row_is_one_plain_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", iter([0.0, 100.0, 175.0]).__next__)
     reporter = Reporter(200, floor=0.5)
-    reporter.begin(0)
+    reporter.begin(10)
     reporter.advance(19)
-    reporter.row(20, ROW)
+    reporter.row(20, ROW | {"epochs/a": 2.5, "epochs/b": 0.125})  # ten steps in 75 s
+    monkeypatch.undo()
     reporter.say("saved [the] rest, " + "x" * 200)
     reporter.end()
     out, err = capsys.readouterr()
     assert out == (
-        "step  20/200  loss 1.2500 (2.50x the floor)  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s  mfu 42%\n"
+        "step  20/200  loss 1.2500 (2.50x the floor)  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s  mfu 42%  1.23M tokens  "
+        "data 250%, 12%  1 min 15 s, 22 min 30 s left\n"
         "saved [the] rest, " + "x" * 200 + "\n"
     )
     assert err == ""
@@ -134,7 +140,8 @@ def test_off_a_terminal_a_row_is_one_plain_line(capsys: pytest.CaptureFixture[st
 
 def test_without_a_floor_and_a_known_peak_neither_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     Reporter(20, floor=None).row(20, ROW | {"mfu": 0.001})
-    assert capsys.readouterr().out == "step 20/20  loss 1.2500  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s\n"
+    line = "step 20/20  loss 1.2500  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s  1.23M tokens  "
+    assert re.fullmatch(re.escape(line) + r"\S+ s\n", capsys.readouterr().out)
 
 
 def test_a_log_file_on_a_full_disk_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,4 +180,4 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter.end()
     assert "training" in terminal.getvalue()
     assert "6/20" in terminal.getvalue()
-    assert "loss 1.250, 34,567 tok/s" in terminal.getvalue()
+    assert "loss 1.250, 34,567 tok/s, 1.23M tokens" in terminal.getvalue()

@@ -47,7 +47,6 @@ from nash_mhc.train.step import Objective, make_train_step
 from nash_mhc.train.telemetry import Nowhere, Reporter
 from nash_mhc.train.watch import Watch
 
-
 _PLACES = 128  # rows of attention come in whole multiples of this, where they are spread out
 
 

@@ -1,0 +1,148 @@
+"""Documents that begin anywhere in a row: spread out to whole blocks and back, they have the logits that they have alone."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from test_prepare import BYTES, prepared
+from test_sources import save_tokenizer
+
+from nash_mhc.config.schema import DataConfig
+from nash_mhc.data.pack import Piece, lay, positions, room_of, unfold
+from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.sources import StoryRows, open_source
+from nash_mhc.data.tokens import load_tokenizer
+from nash_mhc.model import LM
+from nash_mhc.model.lm import Execution
+from nash_mhc.ops.spread import gather, plan, spread
+from nash_mhc.train.run import make_objective
+
+STRIDE = small.NASH.coarsest_stride  # 4
+T, ROOM = 48, 64
+
+
+def rows_of(lengths, seed=0):
+    """One row of documents of these lengths, one right after the other, and padding."""
+    rng = np.random.default_rng(seed)
+    pieces = [Piece(rng.integers(0, 257, n + 1).astype(np.int32), np.ones(n, bool)) for n in lengths]
+    laid, _ = lay(pieces, 256, T, align=1)
+    assert len(laid.used) == 1
+    return laid, unfold(laid, 256)
+
+
+LENGTHS = ([7, 13, 5, 9], [1, 1, 1, 2, 3], [48], [4, 8, 12], [47], [3, 30, 6, 2, 1])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_every_document_begins_at_a_multiple_and_all_of_it_comes_back(lengths):
+    laid, row = rows_of(lengths)
+    segments = jnp.asarray(row.segments)
+    assert T <= room_of(laid, STRIDE) <= ROOM
+    for room in (-(-room_of(laid, STRIDE) // STRIDE) * STRIDE, ROOM):
+        by, segments_BU = plan(segments, STRIDE, room)
+        blocks = np.asarray(segments_BU).reshape(-1, STRIDE)
+        assert (blocks == blocks[:, :1]).all()  # no block holds two documents
+        x = jax.random.normal(jax.random.key(0), (1, T, 3, 2))
+        out = spread(x, by)
+        np.testing.assert_array_equal(gather(out, by), x)
+        assert float(jnp.abs(out).sum()) == pytest.approx(float(jnp.abs(x).sum()), rel=1e-6)  # and nothing twice
+        np.testing.assert_array_equal(gather(segments_BU, by), segments)
+        np.testing.assert_array_equal(gather(jnp.asarray(positions(np.asarray(segments_BU))), by), positions(row.segments))
+
+
+def test_gradients_are_those_of_the_lookups():
+    _, row = rows_of([7, 13, 5, 9])
+    by, _ = plan(jnp.asarray(row.segments), STRIDE, ROOM)
+    for move, n in ((spread, T), (gather, ROOM)):
+        x = jax.random.normal(jax.random.key(0), (1, n, 5))
+        y, pull = jax.vjp(lambda x, move=move: move(x, by), x)
+        seed = jax.random.normal(jax.random.key(1), y.shape)
+        plain = jax.vjp(lambda x, move=move: move.__wrapped__(x, by), x)[1](seed)[0]
+        np.testing.assert_allclose(pull(seed)[0], plain, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    # Away from the start, where all scales and streams are alike.
+    model = LM.init(small.NASH, key=jax.random.key(0))
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return jax.tree.unflatten(tree, [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+
+
+def test_packed_anywhere_is_alone(model):
+    logits = jax.jit(LM.__call__, static_argnums=3)
+    for lengths in LENGTHS:
+        _, row = rows_of(lengths)
+        packed = logits(model, jnp.asarray(row.inputs), jnp.asarray(row.segments), Execution(room=ROOM))
+        alone = jax.jit(LM.__call__)
+        for segment in range(1, int(row.segments.max()) + 1):
+            slots = np.flatnonzero(row.segments[0] == segment)
+            padded = np.zeros((1, T), np.int32)
+            padded[0, : len(slots)] = row.inputs[0, slots]
+            want = alone(model, jnp.asarray(padded))[0, : len(slots)]  # what comes after has no say: it is causal
+            np.testing.assert_allclose(packed[0, slots], want, atol=3e-5, err_msg=f"{lengths}, {segment}")
+
+
+def test_aligned_rows_are_the_same_either_way(model):
+    row = small.random_rows(dataclasses.replace(small.nash_config(data__seq_len=T), model=small.NASH), 3)
+    args = jnp.asarray(row.inputs[0]), jnp.asarray(row.segments[0])
+    logits = jax.jit(LM.__call__, static_argnums=3)
+    real = row.segments[0] > 0
+    np.testing.assert_allclose(
+        logits(model, *args, Execution(room=ROOM))[real], logits(model, *args, Execution())[real], atol=3e-5
+    )
+
+
+def test_a_step_on_such_rows_is_the_same_on_every_mesh(monkeypatch):
+    cfg = small.nash_config(data__seq_len=T)
+    rng = np.random.default_rng(0)
+    rows = [rows_of(rng.permutation([7, 13, 5, 9]).tolist(), seed)[1] for seed in range(8)]
+    batch = small.Rows(*(np.concatenate(a)[None] for a in zip(*rows, strict=True)))
+    monkeypatch.setattr(sys.modules["nash_mhc.train.run"], "_PLACES", STRIDE)
+    source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
+    source.room = ROOM
+    results = []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        run = small.mesh_config(cfg, *shape)
+        mesh = small.make_mesh(run.mesh)
+        step = small.compile_train_step(run, mesh, source)
+        state, metrics = step(small.start(run, mesh), small.to_device(batch, mesh))
+        results.append((jax.device_get(state), [{k: v.tolist() for k, v in jax.device_get(metrics).items()}], step))
+    small.assert_same_run(results[1], results[0])
+    assert results[0][1][0]["tokens"] == sum((row.weights > 0).sum() for row in rows)
+
+
+@pytest.mark.parametrize("seq_len", [256, 1024])
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_short_chats_leave_little_of_a_row_empty(tmp_path, seq_len, kind):
+    """A question and an answer of a few words each."""
+    rng = np.random.default_rng(0)
+    words = lambda: " ".join(f"{n}" for n in rng.integers(0, 99, rng.integers(1, 6 if seq_len < 1000 else 20)))
+    lines = [{"prompt": f"{i} {words()}?", "response": words()} for i in range(1500)]
+    (tmp_path / "qa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = BYTES if kind == "bytes" else load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    manifest = prepared(tmp_path / "out", tmp_path / "qa.jsonl", tokenizer, align=16, seq_len=seq_len)
+    assert manifest.padding("train") < 0.05
+    rows = PreparedRows(tmp_path / "out", "train")
+    assert seq_len < rows.room < 2 * seq_len
+    taken = rows.take(np.arange(len(rows)))
+    _, segments = plan(jnp.asarray(taken.segments), 16, -(-rows.room // 16) * 16)
+    blocks = np.asarray(segments).reshape(len(rows), -1, 16)
+    assert (blocks == blocks[:, :, :1]).all()
+    long = prepared(tmp_path / "long", "stories", align=16, max_documents=300, seq_len=seq_len)
+    assert {split.room for split in long.splits.values()} == {None}  # such documents are worth aligning
+
+
+def test_a_mixture_has_room_for_those_that_need_it(tmp_path):
+    (tmp_path / "qa.jsonl").write_text("".join(json.dumps({"text": f"{i}, short"}) + "\n" for i in range(3000)))
+    cfg = DataConfig(dataset=f"{tmp_path}/qa.jsonl:0.5,stories:0.5", seq_len=256, cache_dir=str(tmp_path / "cache"))
+    source = open_source(cfg, BYTES, split="train", seed=0, align=16)
+    assert source.room == source._sources[0].room > 256
+    objective = make_objective(small.config(), source)
+    assert objective.keywords["execution"].room == -(-source.room // 128) * 128
