@@ -71,6 +71,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("absl").addFilter(_not_of_orbax)
+logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns of what it does about a missing account; the failure is raised
 for _name in ("absl", "asyncio", "gcsfs", "fsspec.prefetcher"):
     logging.getLogger(_name).addFilter(_not_told_twice)
 

@@ -309,6 +309,7 @@ class TrainConfig(_Section):
     init_from: str | None = key(
         None,
         "folder of a run whose weights to start from; optimizer, schedule, data and step count are fresh",
+        path=True,
     )
     init_step: int | None = key(None, "checkpoint of --init-from to take (none: its last)", low=0)
     wait_for_lock: float = key(

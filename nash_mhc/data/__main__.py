@@ -64,8 +64,9 @@ def prepare_command(argv: Sequence[str]) -> int:
             watch=watch,
         )
     print(f"{manifest.summary()}\nprepared in {out} in {time.monotonic() - began:.1f} s. Next:")
-    # The folder knows all about its rows; what is left are the sizes of the model and the like.
-    others = {k: v for k, v in parsed.given.items() if not k.startswith("data.")}
+    # The folder knows all about its rows.
+    kept = ("data.batch_size", "data.num_workers", "data.worker_buffer_size")
+    others = {k: v for k, v in parsed.given.items() if not k.startswith("data.") or k in kept}
     print(f"  {_train_command(others, dataset=str(out))}")
     return 0
 

@@ -113,9 +113,7 @@ def of_run(folder: Folder, step: int | None, row: int | None) -> str:
         read = passes(source.epochs(cfg.train.total_steps * rows))
         return f"{cfg.data.dataset}: {rows} rows of {cfg.data.seq_len} a step; {read or 'it never ends'}"
     if (last := _furthest(folder, cfg)) is not None and step > last:
-        raise ConfigError(
-            f"--step {step}: this run has not come so far; by its metrics and checkpoints it is at {last} at most"
-        )
+        raise ConfigError(f"--step {step}: this run has not come so far; by its metrics and checkpoints {last} is the most")
     return of_step(source, tokenizer, step, row, rows, seed)
 
 

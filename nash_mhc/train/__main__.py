@@ -64,8 +64,8 @@ def next_commands(result: Result, given: Mapping[str, Any]) -> str:
     python, folder = this_python(), str(result.folder)
     tensorboard = Path(python).with_name("tensorboard")
     steps = 10 * int(result.state.step)
-    # What the run began with is in it by now, and a folder that has checkpoints is gone on with.
-    others = {k: v for k, v in given.items() if k not in ("train.total_steps", "train.resume", "train.wait_for_lock")}
+    once = ("total_steps", "resume", "wait_for_lock", "coordinator_address", "num_processes", "process_id")
+    others = {k: v for k, v in given.items() if k.partition(".")[2] not in once}
     longer = [python, "-m", "nash_mhc.train", *as_flags(others), "--total-steps", str(steps)]
     what = "goes on to ten times the steps" if "train.checkpoint_dir" in given else "a run of ten times the steps"
     commands = [

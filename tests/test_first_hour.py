@@ -1,0 +1,216 @@
+"""What a newcomer types: commands that are printed run as they stand, folders tell what they know, nothing is in the way."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import small
+from lives import MODEL
+from test_prepare import prepared, stories, write_jsonl
+from test_run import RUN, at
+from test_sources import save_tokenizer
+
+from nash_mhc import __main__ as commands
+from nash_mhc.config import cli
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.places import place
+from nash_mhc.config.schema import ConfigError, DataConfig, TrainConfig
+from nash_mhc.config.words import duration, short
+from nash_mhc.data.inspection import of_run
+from nash_mhc.data.mixture import passes
+from nash_mhc.parallel.mesh import describe
+from nash_mhc.train import __main__ as train
+from nash_mhc.train.found import found_settings
+
+ROOT = Path(__file__).parent.parent
+SMALL = [*MODEL[: MODEL.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
+
+
+def typed(line: str, folder: Path) -> str:
+    """What a shell makes of the line, in that folder; it must end well, without a word of complaint."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    assert not re.search("warning|error", done.stderr, re.IGNORECASE), done.stderr
+    return done.stdout
+
+
+def proposed(out: str) -> list[str]:
+    """The commands behind "Next"."""
+    lines = [line.strip() for line in out.partition("Next:")[2].splitlines() if line.strip()]
+    for line in lines:
+        flags = [word for word in shlex.split(line.partition("   #")[0]) if word.startswith("--")]
+        assert len(set(flags)) == len(flags), line
+    return lines
+
+
+def test_every_command_that_is_printed_runs_as_it_stands(tmp_path):
+    notes = tmp_path / "my notes"
+    notes.mkdir()
+    for number, text in enumerate(stories(60)):
+        (notes / f"{number}.md").write_text(text)
+    (notes / "empty.md").write_text("")
+    python = shlex.quote(sys.executable)
+    quoted = shlex.join(["--dataset", "my notes", *SMALL])
+    out = typed(f"{python} -m nash_mhc data train-bpe {quoted} --vocab-size 300 --out 'my tokenizer'", tmp_path)
+    assert proposed(out) == [f"{sys.executable} -m nash_mhc.train {quoted} --tokenizer 'my tokenizer'"]
+    out = typed(f"{python} -m nash_mhc.data prepare {quoted} --tokenizer 'my tokenizer' --seq_len 64 --out 'my data'", tmp_path)
+    assert "60 documents" in out
+    assert "61 files, 1 empty document left out" in out
+    (line,) = proposed(out)
+    assert line == f"{sys.executable} -m nash_mhc.train --dataset 'my data' {shlex.join(SMALL)}"
+    out = typed(f"{line} --checkpoint-dir 'my runs/first one'", tmp_path)
+    assert out.startswith("1 x cpu, float32; ")  # no mesh on one device
+    assert re.search(r"\nheld out: \d+ of 60 documents, \d\.\d% of the text", out)
+    run = json.loads((tmp_path / "my runs" / "first one" / "run.json").read_text())["config"]
+    assert (run["data"]["seq_len"], run["data"]["tokenizer"], run["model"]["vocab_size"]) == (64, "my data/tokenizer", 300)
+    generate, report, board, longer = proposed(out)
+    assert generate == f"{sys.executable} -m nash_mhc.generate 'my runs/first one'"
+    assert typed(f"{generate} --max_tokens 3", tmp_path)
+    assert "report.html" in typed(report, tmp_path)
+    assert Path(shlex.split(board)[0]).exists()
+    out = typed(longer, tmp_path)
+    assert "starting from step 2 of this run" in out
+    assert "settings changed: optim.warmup_steps 0 -> 2, train.total_steps 2 -> 20\n" in out
+
+
+def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path / "tok")
+    write_jsonl(tmp_path / "a.jsonl", stories(30))
+    from nash_mhc.data.tokens import load_tokenizer
+
+    tokenizer = load_tokenizer("tok")
+    prepared(Path("data"), "a.jsonl", tokenizer, align=16, seq_len=512, validation_fraction=0.2)
+    prepared(Path("other"), "a.jsonl", tokenizer, align=16, seq_len=512, max_documents=9)
+    parse = lambda *argv: cli.parse(argv, found=found_settings)
+    parsed = parse("--dataset", "data")
+    assert (parsed.config.data.seq_len, parsed.config.data.validation_fraction) == (512, 0.2)
+    assert (parsed.config.data.tokenizer, parsed.config.model.vocab_size) == ("data/tokenizer", 271)
+    assert parsed.origins["data.seq_len"] == "prepared data data"
+    assert parsed.origins["model.vocab_size"] == "tokenizer data/tokenizer"
+    assert parsed.given == {"data.dataset": "data"}
+    # Whatever the user says holds, and the vocabulary follows the tokenizer also without a prepared folder.
+    assert parse("--dataset", "data", "--seq-len", "256").config.data.seq_len == 256
+    assert parse("--dataset", "data", "--model-vocab-size", "999").config.model.vocab_size == 999
+    assert parse("--tokenizer", "tok").config.model.vocab_size == 271
+    assert parse("--model-size", "small").config.model.vocab_size == 257
+    mixed = parse("--dataset", "data:0.5", "--dataset", "other:0.3", "--dataset", "stories:0.2").config
+    assert (mixed.data.seq_len, mixed.model.vocab_size, mixed.data.validation_fraction) == (512, 271, 0.05)
+    # A run that is started from tells its model and tokenizer, one that is gone on with its vocabulary.
+    model = dataclasses.replace(small.MODEL, vocab_size=300, rope_theta=5e4)
+    at(tmp_path / "base", dataclasses.replace(RUN, model=model), total_steps=1, eval_interval=0)
+    started = parse("--init-from", "base", "--model-window", "16")
+    assert started.config.model == dataclasses.replace(model, window=16)
+    assert started.origins["model.width"] == "--init-from base"
+    assert parse("--checkpoint-dir", "base").config.model.vocab_size == 300
+    with pytest.raises(ConfigError, match="--tokenizer nothing: neither"):
+        parse("--tokenizer", "nothing")
+
+
+def test_home_is_expanded_wherever_a_path_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = DataConfig(dataset="~/a.txt", tokenizer="~/tok", cache_dir="~/cache")
+    assert (data.dataset, data.tokenizer, data.cache_dir) == tuple(f"{tmp_path}/{n}" for n in ("a.txt", "tok", "cache"))
+    assert DataConfig(dataset="~/a:0.5,b~:0.5").dataset == f"{tmp_path}/a:0.5,b~:0.5"
+    train = TrainConfig(checkpoint_dir="~/runs/a", resume_from="~/b")
+    assert (train.checkpoint_dir, train.resume_from) == (f"{tmp_path}/runs/a", f"{tmp_path}/b")
+    assert TrainConfig(init_from="~/b").init_from == f"{tmp_path}/b"
+    (tmp_path / "run.yaml").write_text("train:\n  checkpoint_dir: ~/runs/b\n")
+    assert cli.parse(["--config=~/run.yaml"]).config.train.checkpoint_dir == f"{tmp_path}/runs/b"
+    assert cli.parse(["--dataset=~/x"]).config.data.dataset == f"{tmp_path}/x"
+    assert str(place("~/runs")) == f"{tmp_path}/runs"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text " * 99)
+    from nash_mhc.data import __main__ as data_command
+
+    monkeypatch.setattr(sys, "argv", ["data", "prepare", "--dataset=~/a.txt", "--out=~/out"])
+    assert one_line_errors(data_command.main) == 0
+    assert (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "~").exists()
+
+
+def test_flags_may_be_written_with_underscores():
+    assert cli.parse(["--learning_rate", "0.5", "--mesh_data=2", "--no-model_qk_norm"]).config.optim.learning_rate == 0.5
+    parsed = cli.parse(["--verify_resume"], own=train._own_flags)
+    assert parsed.own.verify_resume
+    with pytest.raises(ConfigError, match="unknown flag --learning_rat; did you mean --learning-rate"):
+        cli.parse(["--learning_rat", "1"])
+
+
+def test_settings_as_a_command_line_come_back():
+    argv = ["--dataset", "a b:0.5", "--dataset", "c:0.5", "--no-deterministic", "--model-window", "none", "--seed", "3"]
+    given = cli.parse(argv).given
+    assert cli.as_flags(given) == argv
+    assert cli.parse(cli.as_flags(given)).config == cli.parse(argv).config
+
+
+def test_the_package_itself_says_what_there_is_and_its_version(monkeypatch, capsys):
+    def call(*argv):
+        monkeypatch.setattr(sys, "argv", ["nash_mhc", *argv])
+        return one_line_errors(commands.main), *capsys.readouterr()
+
+    code, out, _ = call()
+    assert code == 0
+    assert all(f"  {name} " in out for name in ("train", "generate", "data", "checkpoint", "report", "bench"))
+    assert call("--help")[1] == out
+    code, out, err = call("--version")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(rf"nash_mhc \d\S*, jax {re.escape(jax.__version__)}, Python 3\.\d+\.\d+\n", out)
+    code, _, err = call("trian")
+    assert code == 2
+    assert err.startswith("error: unknown command 'trian'; did you mean train?")
+    with pytest.raises(SystemExit):
+        call("checkpoint", "--help")
+    assert "restore-test" in capsys.readouterr().out
+
+
+def test_a_step_that_never_ran_is_not_shown(tmp_path):
+    folder = at(tmp_path / "run", total_steps=5, eval_interval=0).folder
+    assert "step 5, row 0" in of_run(folder, 5, 0)
+    with pytest.raises(ConfigError, match=r"--step 6: this run has not come so far; by its .* checkpoints 5 is the most"):
+        of_run(folder, 6, 0)
+    with pytest.raises(ConfigError, match=r"--step 1000"):
+        of_run(folder, 1000, None)
+
+
+def test_a_blank_sample_says_so(tmp_path, monkeypatch, capsys):
+    result = at(tmp_path / "run", total_steps=1, eval_interval=0)
+    for pieces, wanted in (([], True), ([" ", "\n"], True), (["a"], False)):
+        monkeypatch.setattr(train, "_sample", lambda *_, pieces=pieces: iter(pieces))
+        train._show_sample(result, RUN)
+        assert ("(it is blank: the model has not learned to begin a text yet)" in capsys.readouterr().out) == wanted
+
+
+def test_the_snippet_of_the_readme_runs(tmp_path):
+    """As it stands, but for the size of what it trains."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert code.count('presets.run("tiny")') == 1
+    code = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport small\n{code}"
+    (tmp_path / "snippet.py").write_text(code.replace('presets.run("tiny")', "small.config()"))
+    out = typed(f"{shlex.quote(sys.executable)} snippet.py", tmp_path)
+    assert "(1, 16, 257)" in out
+    assert len(list(tmp_path.glob("runs/*/checkpoints/50"))) == 1
+
+
+def test_one_device_is_no_mesh():
+    assert describe(small.make_mesh(small.config().mesh)) == "1 x cpu"
+    assert (
+        describe(small.make_mesh(small.mesh_config(small.config(), 2, 2, 2).mesh)) == "8 x cpu, mesh 2x2x2 (data x fsdp x tp)"
+    )
+
+
+def test_numbers_are_written_as_people_read_them():
+    seconds = {0.04: "0.04 s", 9.96: "10 s", 12.4: "12 s", 60: "1 min", 185: "3 min 5 s", 3600: "1 h", 9660: "2 h 41 min"}
+    assert {s: duration(s) for s in seconds} == seconds
+    assert duration(3 * 86400 + 4 * 3600 + 59 * 60) == "3 d 4 h"
+    assert [short(n) for n in (0, 812, 41_000, 1_250_000, 3.1e9)] == ["0", "812", "41k", "1.25M", "3.1B"]
+    assert passes({"notes/": 0.354, "web": 3.21}) == "reads 35% of notes/, web 3.21 times over"
+    assert passes({}) == ""
