@@ -1,4 +1,4 @@
-"""Eight emulated host devices for the whole suite, and a compilation cache for the processes that a worker starts."""
+"""Eight emulated host devices for the whole suite, a compilation cache for the processes that a worker starts, and an order."""
 
 import os
 from importlib.metadata import version
@@ -22,6 +22,26 @@ if version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax  # noqa: E402  (after the environment that it reads)
+
+# Files whose tests mostly wait, for processes to start and to end: begun first, they do so while the others compute.
+WAITING = (
+    "start_signals",
+    "kills",
+    "processes",
+    "ownership",
+    "moved",
+    "verify",
+    "first_hour",
+    "bench",
+    "signals",
+    "object_store",
+)
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": number for number, name in enumerate(WAITING)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
