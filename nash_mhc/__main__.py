@@ -26,6 +26,7 @@ def main() -> int:
     if (chosen := chosen_command(ABOUT, "python -m nash_mhc COMMAND [flags]")) is None:
         return 0
     command, argv = chosen
+    sys.modules.pop(f"nash_mhc.{command}.__main__", None)  # it is to run, not to be found
     sys.argv = ["-m", *argv]  # as Python itself would start it: a training run listens for signals from then on
     runpy.run_module(f"nash_mhc.{command}", run_name="__main__", alter_sys=True)
     return 0

@@ -5,8 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(__file__).parent.parent / ".cache" / "jax")
-# For the subprocesses that some tests start, too. Tests that run beside each other keep apart: JAX writes its files in place.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE / os.environ.get("PYTEST_XDIST_WORKER", ""))
+# For the subprocesses that some tests start, too: what one of them has compiled is there for all.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PLATFORMS"] = "cpu"
 for name in [
@@ -23,25 +23,19 @@ if version("jaxlib").startswith("0.10."):
 
 import jax  # noqa: E402  (after the environment that it reads)
 
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
 # Files whose tests mostly wait, for processes to start and to end: begun first, they do so while the others compute.
-WAITING = (
-    "start_signals",
-    "kills",
-    "processes",
-    "ownership",
-    "moved",
-    "verify",
-    "first_hour",
-    "bench",
-    "signals",
-    "object_store",
-)
+_WAITING = "start_signals kills processes ownership moved verify first_hour bench signals object_store".split()
 
 
 def pytest_collection_modifyitems(items):
-    place = {f"test_{name}": number for number, name in enumerate(WAITING)}
+    place = {f"test_{name}": number for number, name in enumerate(_WAITING)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
+def pytest_sessionstart():
+    from nash_mhc.train.files import write_programs_whole  # not before its types are checked at run time
+
+    write_programs_whole()

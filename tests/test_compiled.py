@@ -4,10 +4,12 @@ import threading
 
 import jax.numpy as jnp
 import pytest
+from jax._src import lru_cache
 
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.train.files import write_programs_whole
 
 
 def test_what_was_compiled_in_the_background_is_what_runs():
@@ -32,3 +34,25 @@ def test_what_goes_wrong_reaches_the_one_who_waits():
     wait = CompiledStep(broken, make_mesh(MeshConfig(1, 1, 1))).begin(jnp.ones(3), jnp.ones(3))
     with pytest.raises(ValueError, match="no such shape"):
         wait()
+
+
+def test_a_program_in_the_cache_is_whole_or_not_there(tmp_path):
+    """Processes that share the cache read at any moment, and may be killed at any moment."""
+    write_programs_whole()
+    cache, value = lru_cache.LRUCache(str(tmp_path), max_size=-1), b"x" * 20_000_000
+    seen, over = set(), threading.Event()
+
+    def read():
+        while not over.is_set():
+            seen.update(len(cache.get(f"{n}") or b"") for n in range(10))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(10):
+        cache.put(f"{n}", value)
+    over.set()
+    reader.join()
+    assert seen <= {0, len(value)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{n}-cache" for n in range(10)]
+    cache.put("3", b"another")  # what is there stays
+    assert cache.get("3") == value

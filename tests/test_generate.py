@@ -287,7 +287,8 @@ def test_a_sample_comes_from_any_mesh_and_never_fails_a_run(
     [
         (["--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
         (["--zzz=1"], "unknown flag --zzz; --help lists them all"),
-        (["hello"], "unexpected argument 'hello'; the text to go on from is --prompt 'hello'"),
+        (["hello"], "two folders are given, hello and DIR; name one"),
+        (["hello", "there"], "unexpected argument 'there'; the text to go on from is --prompt 'there'"),
         (["--top-k", "many"], "--top-k: invalid int value: 'many'"),
         (["--top-k"], "--top-k: expected one argument"),
         (["--top-k", "-1"], "--top-k must be at least 0, not -1"),
@@ -317,11 +318,12 @@ def test_each_unusable_folder_is_one_line(
         assert (code, out, err.count("\n")) == (2, "", 1)
         return err.removeprefix("error: ").replace(str(tmp_path), "DIR").strip()
 
-    assert error().startswith("--checkpoint-dir is missing; give the folder of a run")
-    nowhere = error("--checkpoint-dir", tmp_path / "no")
-    assert nowhere == "--checkpoint-dir DIR/no: no such folder; give the folder of a run"
-    at = ("--checkpoint-dir", tmp_path)
-    assert error(*at) == "--checkpoint-dir DIR: it has no run.json, so it is not the folder of a run"
+    assert error() == "which run? Give its folder: python -m nash_mhc.generate runs/tiny-20260101-120000"
+    nowhere = error(tmp_path / "no")
+    assert nowhere == "DIR/no: no such folder; give the folder of a run (the text to go on from is --prompt)"
+    assert error("--checkpoint-dir", tmp_path / "no") == nowhere
+    at = (tmp_path,)
+    assert error(*at) == "DIR: it has no run.json, so it is not the folder of a run"
     (tmp_path / "run.json").write_text("{")
     assert error(*at).startswith("DIR/run.json holds no configuration of a run (JSONDecodeError")
     (tmp_path / "run.json").write_text("[]")

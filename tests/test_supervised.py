@@ -198,7 +198,7 @@ def test_a_run_learns_the_answers_only(tmp_path: Path) -> None:
     file = write(tmp_path / "qa.jsonl", records)
     data = {"dataset": str(file), "format": "prompt", "template": "{content} ", "cache_dir": str(tmp_path / "cache")}
     cfg = small.config(
-        **{f"data__{k}": v for k, v in data.items()}, train__total_steps=60, train__checkpoint_dir=str(tmp_path / "run")
+        **{f"data__{k}": v for k, v in data.items()}, train__total_steps=120, train__checkpoint_dir=str(tmp_path / "run")
     )
     result = run(cfg, quiet=True)
     assert result.evaluation["eval/loss"] < 0.35  # a letter of a question alone costs 2.8 nats

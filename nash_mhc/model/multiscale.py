@@ -115,7 +115,8 @@ class Multiscale(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], GameReport]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         q, k, v = self.base.project(x_BTD)
-        prior = self.prior(x_BTD)
+        with jax.named_scope("nash"):
+            prior = self.prior(x_BTD)
         if layout.spread is not None:
             kinds = zip((q, k, v, prior), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, _PER_SCALE), strict=True)
             q, k, v, prior = (_on_rows(spread, z, layout.spread, axes) for z, axes in kinds)

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,11 +93,34 @@ def begin_files(folder: Folder, files: dict[str, str], start_step: int, say: Cal
         raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error
 
 
+def write_programs_whole() -> None:
+    """JAX writes a compiled program in place. A kill in that moment leaves one that every later start stumbles over, and a
+    process beside this one may read half of it: here it is written beside its place, and then put there."""
+    from jax._src import lru_cache
+
+    in_place = getattr(getattr(lru_cache, "LRUCache", None), "put", None)
+    if in_place is None or getattr(in_place, "is_whole", False):
+        return  # another JAX than those we know: as it likes
+
+    def put(self: Any, key: str, value: bytes) -> None:
+        target = f"{self.path}/{key}-cache"
+        if getattr(self, "eviction_enabled", True) or "://" in target:
+            in_place(self, key, value)
+        elif not os.path.exists(target):
+            part = f"{self.path}/.{key}.{os.getpid()}.{threading.get_ident()}.part"
+            Path(part).write_bytes(value)
+            os.replace(part, target)
+
+    put.is_whole = True  # type: ignore[attr-defined]
+    lru_cache.LRUCache.put = put  # type: ignore[method-assign]
+
+
 def use_compilation_cache(folder: Folder) -> None:
     """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere.
 
     Those of a run in an object store lie where the runs of this machine have theirs: they are of no use to another machine.
     """
+    write_programs_whole()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
         beside = Path("runs") if is_remote(folder) else folder.parent
         jax.config.update("jax_compilation_cache_dir", str((beside / ".jax_cache").absolute()))
