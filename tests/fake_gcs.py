@@ -4,9 +4,11 @@ Objects are whole or not there, there are no folders, nothing can be renamed or 
 """
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 import threading
@@ -41,6 +43,22 @@ class FakeGcs:
     def put(self, bucket, name, content):
         with self.lock:
             self.objects[bucket, name] = (content, next(self.generations))
+
+
+@functools.cache
+def serve():
+    """The one of this process, which all that speaks to Google's is led to, from the first test that asks for it on.
+
+    For good: TensorStore's threads read the environment at any time, and a variable that goes meanwhile may end the process.
+    """
+    fake = FakeGcs()
+    os.environ |= {
+        "STORAGE_EMULATOR_HOST": fake.url,  # gcsfs, google-cloud-storage
+        "TENSORSTORE_GCS_HTTP_URL": fake.url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",  # TensorStore looks for no account
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks an address that emulators do not have
+    }
+    return fake
 
 
 class _Server(ThreadingHTTPServer):

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from fake_gcs import FakeGcs
+from fake_gcs import serve
 from test_run import assert_equal_states, at
 from test_saving import LIKE, config, saver_of, tree, until_due
 
@@ -27,14 +27,7 @@ from nash_mhc.train.growing import Rewritten
 
 @pytest.fixture(scope="module")
 def served():
-    fake = FakeGcs()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STORAGE_EMULATOR_HOST", fake.url)  # gcsfs, google-cloud-storage
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", fake.url)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")  # TensorStore looks for no account
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks an address that emulators do not have
-        yield fake
-    fake.close()
+    return serve()
 
 
 @pytest.fixture

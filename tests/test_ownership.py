@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from fake_gcs import FakeGcs
+from fake_gcs import serve
 from lives import Life, arrays, pair
 from test_kills import losses
 
@@ -158,12 +158,7 @@ def test_a_folder_that_is_made_again_is_taken_again_unless_another_run_has_it(tm
 
 @pytest.fixture(scope="module")
 def served():
-    fake = FakeGcs()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STORAGE_EMULATOR_HOST", fake.url)
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        yield fake
-    fake.close()
+    return serve()
 
 
 @pytest.fixture(params=["bucket", "disk without locks"])
@@ -238,8 +233,6 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
     from nash_mhc.train import run
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", served.url)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
     monkeypatch.setattr(ownership, "BEAT_S", 0.05)
     served.objects.clear()
     name, other = ("bucket", f"run/{OBJECT}"), {"id": "other", "machine": ["far"], "pid": 1, "since": "now"}
