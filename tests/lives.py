@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +27,8 @@ MODEL = (
     "--model-width 32 --model-layers 2 --model-heads 8 --model-kv-heads 8 --model-head-dim 4 --model-ffn 64 --model-scales 1 "
     "--model-window none --model-residual plain --seq-len 32 --batch-size 8 --eval-batches 2 --eval-interval 0"
 ).split()
+
+_HANGS_S = 900.0  # on no machine, however busy, does anything here take so long: only what would never end
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["nash_mhc.train.__main__"])
@@ -46,6 +49,8 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
         _stall_at(int(at))
     if "IMPATIENT" in env:
         _save_again_at_once()
+    if "TELL_OF_THE_COMPILER" in env:
+        _tell_of_the_compiler()
     sys.argv = ["nash_mhc.train", *argv]
     SIGNALS.listen()
     sys.exit(command())
@@ -68,6 +73,19 @@ def _save_again_at_once() -> None:
     module.Saver = functools.partial(Saver, first_pause=0.01, longest_pause=0.05, attempts=500)  # type: ignore[attr-defined]
 
 
+def _tell_of_the_compiler() -> None:
+    """The first program that is compiled while the step is awaited says so before and behind."""
+    compile_it = jax.stages.Lowered.compile
+
+    def told(self: jax.stages.Lowered, *args: Any, **options: Any) -> Any:
+        print("in the compiler", flush=True)
+        compiled = compile_it(self, *args, **options)
+        print("out of the compiler", flush=True)
+        return compiled
+
+    jax.stages.Lowered.compile = told  # type: ignore[method-assign]
+
+
 class Life:
     """One process of a run."""
 
@@ -82,9 +100,9 @@ class Life:
     def said(self) -> str:
         return self.log.read_text()
 
-    def until(self, text: str, seconds: float = 120) -> Life:
+    def until(self, text: str) -> Life:
         """Waits for a text in what it says."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + _HANGS_S
         while text not in self.said:
             assert self._process.is_alive() or text in self.said, f"ended without saying {text!r}:\n{self.said}"
             assert time.monotonic() < end, f"did not say {text!r}:\n{self.said}"
@@ -93,7 +111,7 @@ class Life:
 
     def until_listening(self) -> Life:
         """Before that, the interpreter has not come to our first line, and signals are none of our business."""
-        while self.alive and not _catches(self.pid, signal.SIGTERM):
+        while self.alive and not catches(self.pid, signal.SIGTERM):
             time.sleep(0.001)
         return self
 
@@ -105,10 +123,10 @@ class Life:
         os.kill(self.pid, number)
         return self
 
-    def end(self, seconds: float = 120) -> int:
+    def end(self) -> int:
         """Its exit code; negative for the signal that killed it."""
-        self._process.join(seconds)
-        assert self._process.exitcode is not None, f"still there after {seconds} s:\n{self.said}"
+        self._process.join(_HANGS_S)
+        assert self._process.exitcode is not None, f"still there after {_HANGS_S} s:\n{self.said}"
         return self._process.exitcode
 
     @property
@@ -116,7 +134,7 @@ class Life:
         return self._process.is_alive()
 
 
-def _catches(pid: int, number: signal.Signals) -> bool:
+def catches(pid: int, number: signal.Signals) -> bool:
     with contextlib.suppress(OSError):
         caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
         return bool(int(caught, 16) & (1 << (number - 1)))

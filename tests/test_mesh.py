@@ -229,7 +229,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.C
     }  # fmt: skip
     done = {}
     for name, process in started.items():
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate()
         done[name] = subprocess.CompletedProcess(COMMANDS[name], process.returncode, out, err)
     assert not list(folder.iterdir())  # a refused command leaves nothing behind
     return done

@@ -252,12 +252,22 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_SMALLEST", 100_000)
 
 
-COMMAND = (
-    "import sys, nash_mhc.data.chunks as p, nash_mhc.data.__main__ as m\n"
-    "from nash_mhc.config.commands import one_line_errors\n"
-    "p._SMALLEST = 100_000\n"
-    "if __name__ == '__main__': sys.exit(one_line_errors(m.main))\n"
-)
+# The command with small chunks; none is begun any more once there are as many as it is told: it waits there to be killed.
+COMMAND = """
+import os, sys, time, nash_mhc.data.chunks as p, nash_mhc.data.prepare, nash_mhc.data.__main__ as m
+from nash_mhc.config.commands import one_line_errors
+
+p._SMALLEST, make_chunk = 100_000, p.make_chunk
+
+def held(job, chunk):
+    while len(list(job.folder.glob("chunk-*.json"))) >= int(os.environ["HOLD_AT"]):
+        time.sleep(0.01)
+    return make_chunk(job, chunk)
+
+nash_mhc.data.prepare.make_chunk = held
+if __name__ == "__main__":
+    sys.exit(one_line_errors(m.main))
+"""
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -270,24 +280,22 @@ def test_killed_and_resumed_and_in_parallel_are_the_same_bytes(tmp_path: Path, c
     script.write_text(COMMAND)
     partial = tmp_path / "killed.partial"
 
-    def start(workers: int) -> subprocess.Popen[bytes]:
+    def start(workers: int, hold_at: int = 100) -> subprocess.Popen[bytes]:
         flags = ["--dataset", str(corpus_file), "--out", str(tmp_path / "killed"), "--workers", str(workers)]
         flags += ["--model-ratio", "8", "--model-scales", "2", "--model-window", "none"]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        env = os.environ | {"PYTHONPATH": str(ROOT), "HOLD_AT": str(hold_at)}
         return subprocess.Popen([sys.executable, str(script), "prepare", *flags], env=env, stdout=subprocess.DEVNULL)
 
     done: list[int] = []
     for workers, enough in ((1, 2), (2, 5)):
-        process = start(workers)
-        deadline = time.monotonic() + 60
-        while len(list(partial.glob("chunk-*.json"))) < enough and process.poll() is None and time.monotonic() < deadline:
+        process = start(workers, hold_at=enough)
+        while len(list(partial.glob("chunk-*.json"))) < enough and process.poll() is None:
             time.sleep(0.001)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         started = [int(pid) for pid in children.read_text().split()] if children.exists() else []
         process.send_signal(signal.SIGKILL)
         process.wait()
         while any(Path(f"/proc/{pid}").exists() for pid in started):  # workers do not outlive it
-            assert time.monotonic() < deadline
             time.sleep(0.01)
         done.append(len(list(partial.glob("chunk-*.json"))))
         assert not (tmp_path / "killed").exists()

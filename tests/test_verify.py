@@ -66,12 +66,9 @@ def test_when_the_command_dies_its_runs_end_and_leave_nothing(tmp_path):
         while not (folder / "unbroken").exists() and child.poll() is None:
             time.sleep(0.02)
         child.stdin.close()  # as the death of the other side does
-        assert (child.wait(30), child.stderr.read()) == (1, b"")  # at once: no word about the files that are gone
-    for _ in range(500):
-        if not folder.exists():
-            break
+        assert (child.wait(), child.stderr.read()) == (1, b"")  # at once: no word about the files that are gone
+    while folder.exists():  # a process of its own removes it
         time.sleep(0.02)
-    assert not folder.exists()
 
 
 def logged(folder, losses, tokens=100):
