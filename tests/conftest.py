@@ -14,8 +14,11 @@ for name in [
 ]:
     del os.environ[name]  # the scheduler that runs these tests is not theirs
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network, or wait for one
-# Compiling is most of the suite's time, and these programs run for milliseconds: let LLVM hurry. HLO is not affected.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# Compiling is most of the suite's time, and these programs run for milliseconds: let LLVM hurry, on one core: the other one has
+# its own. HLO is not affected.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 if version("jaxlib").startswith("0.10."):
     # The newer of XLA's two code generators for fused loops takes three times as long, and without LLVM's optimizer the code it
     # repeats in every branch of a large fusion is really run: minutes a step. An XLA that does not know the flag would stop.

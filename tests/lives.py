@@ -51,6 +51,7 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
         _save_again_at_once()
     if "TELL_OF_THE_COMPILER" in env:
         _tell_of_the_compiler()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the next life begins with what this one compiled
     sys.argv = ["nash_mhc.train", *argv]
     SIGNALS.listen()
     sys.exit(command())

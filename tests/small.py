@@ -16,8 +16,7 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.feed import abstract_batch, to_device
-from nash_mhc.train.optim import Hyperparameters
-from nash_mhc.train.run import compile_train_step
+from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state, state_shardings
 
 _SIZES = {"vocab_size": 257, "width": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn": 64}
@@ -97,19 +96,9 @@ def start(cfg: RunConfig, mesh: Any) -> TrainState:
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
 
 
-@functools.cache
-def _program(cfg: RunConfig) -> tuple[Any, CompiledStep]:
+def _compiled(cfg: RunConfig) -> tuple[Any, CompiledStep]:
     mesh = make_mesh(cfg.mesh)
     return mesh, compile_train_step(cfg, mesh)
-
-
-def _compiled(cfg: RunConfig) -> tuple[Any, CompiledStep]:
-    """Compiled once for all runs that differ only in the optimizer's numbers, which the program does not know."""
-    in_program = {k: getattr(cfg.optim, k) for k in ("z_loss", "sparsity")} | {"ema_decay": 0.5 * bool(cfg.optim.ema_decay)}
-    optim = OptimConfig(**in_program, warmup_steps=0)
-    train = dataclasses.replace(cfg.train, total_steps=10, seed=0, on_spike="report", spike_score=20.0)
-    mesh, step = _program(dataclasses.replace(cfg, optim=optim, train=train))
-    return mesh, step.with_constants([Hyperparameters.of(cfg)])
 
 
 def lowered_text(cfg: RunConfig, mesh: Any) -> str:

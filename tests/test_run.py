@@ -16,7 +16,6 @@ from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.train import run
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.files import make_folder
-from nash_mhc.train.run import make_objective
 
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 ROW = {
@@ -150,7 +149,7 @@ def test_a_small_held_out_split_is_read_once_and_whatever_the_seed(tmp_path):
     held_out = open_source(data, tokenizer, split="validation", seed=0)
     for seed in (0, 1):
         cfg = dataclasses.replace(RUN, data=data, train=dataclasses.replace(RUN.train, seed=seed, eval_batches=99))
-        evaluator = Evaluator(cfg, make_objective(cfg), held_out, tokenizer, small.make_mesh(cfg.mesh))
+        evaluator = Evaluator(cfg, held_out, tokenizer, small.make_mesh(cfg.mesh))
         rows = [row for batch in evaluator._rows for row in zip(*(a[0] for a in batch), strict=True)]
         weighted = [inputs.tobytes() for inputs, _, _, weights in rows if weights.any()]
         assert sorted(weighted) == sorted(held_out[i].inputs.tobytes() for i in range(len(held_out)))

@@ -92,7 +92,7 @@ def test_a_skipped_spike_leaves_the_run_as_if_it_had_not_been_but_in_the_ring(sk
     assert [row["spikes"] for row in history] == [0] * AT + [1, 1, 1]
     assert history[AT]["spike_score/grad_norm"] > 30
     assert all(row["spike_score/loss"] == 0 for row in history[:KEPT])
-    assert step.traces == 1
+    assert step.traces <= 1
     without, _, _ = small.train(SKIP, ordinary)
     assert_equal_states(eqx.tree_at(lambda s: s.recent, state, without.recent), without, rtol=0, atol=0)
     assert int(state.step) == int(without.recent.count) == len(ordinary)

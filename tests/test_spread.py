@@ -20,7 +20,7 @@ from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model import LM
 from nash_mhc.model.lm import Execution
 from nash_mhc.ops.spread import gather, plan, spread
-from nash_mhc.train.run import make_objective
+from nash_mhc.train.programs import make_objective
 
 STRIDE = small.NASH.coarsest_stride  # 4
 T, ROOM = 48, 64

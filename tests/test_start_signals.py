@@ -15,7 +15,7 @@ from test_kills import losses
 
 from nash_mhc.train.signals import TRY_AGAIN
 
-STEPS, PLAIN, CROWDED = 120, 75, 25
+STEPS, PLAIN, CROWDED = 120, 88, 12
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 50 --log-interval 1 --schedule constant --warmup-steps 0".split()
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

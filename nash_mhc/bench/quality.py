@@ -23,7 +23,8 @@ from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
-from nash_mhc.train.run import compile_train_step, for_platform, make_objective, resolve
+from nash_mhc.train.programs import compile_train_step
+from nash_mhc.train.run import for_platform, resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 
 # What each variant changes in the run's model. Plain attention gets no window: it sees the whole row, its best form.
@@ -130,7 +131,7 @@ def measure(
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align)
     step_fn = compile_train_step(cfg, mesh, source, warn=progress.say)  # the seed is in the state and the rows, not in the step
     step_fn.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
-    evaluator = Evaluator(cfg, make_objective(cfg, held_out), held_out, tokenizer, mesh)
+    evaluator = Evaluator(cfg, held_out, tokenizer, mesh)
     losses, rates = [], []
     for run in runs:
         where = f"{name}, seed {run.train.seed}"

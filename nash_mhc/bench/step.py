@@ -16,7 +16,8 @@ from nash_mhc.model.lm import count_parameters, flops_per_token
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.feed import to_device
 from nash_mhc.train.hardware import matmul_rate, peak_flops, processors
-from nash_mhc.train.run import compile_train_step, resolve
+from nash_mhc.train.programs import compile_train_step
+from nash_mhc.train.run import resolve
 from nash_mhc.train.state import create_state
 
 _DOCUMENTS = 2  # in a row

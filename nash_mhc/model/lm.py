@@ -166,6 +166,7 @@ class LM(eqx.Module):
         return jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)
 
 
+@functools.lru_cache(64)
 def count_parameters(cfg: ModelConfig) -> int:
     """Exact number of parameters, padding of the vocabulary included."""
     shapes = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))

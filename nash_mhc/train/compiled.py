@@ -39,7 +39,7 @@ class CompiledStep:
         constants: Sequence[Any] = (),
         warn: Callable[[str], None] = print,
     ) -> None:
-        self._traces = [0]  # shared by all that run the same programs
+        self._traces, self._before = [0], 0  # shared by all that run the same programs; how many there were before this one
         self.seconds = 0.0  # spent compiling
 
         def traced(*args: Any) -> Any:
@@ -51,7 +51,8 @@ class CompiledStep:
         self._mesh, self._warn = mesh, warn
         self._constants = constants
         self._placed: list[Any] | None = None  # on the mesh
-        self._compiled: dict[tuple[str, ...], Any] = {}
+        self._compiled: dict[tuple[str, ...], Any] = {}  # shared as well
+        self._latest: tuple[str, ...] | None = None  # shape of this one's last batch
         # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is told otherwise.
         # Everywhere else the same program gives the same bits.
         exact = deterministic and mesh.devices.flat[0].platform == "gpu"
@@ -59,15 +60,14 @@ class CompiledStep:
 
     @property
     def traces(self) -> int:
-        return self._traces[0]
+        return self._traces[0] - self._before
 
     def compile(self, state: Any, batch: Any) -> Any:
         """The executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings)."""
         key = signature(batch)
         if key not in self._compiled:
-            if self._compiled:
-                before = next(reversed(self._compiled))
-                changes = [f"{new} (was {old})" for old, new in zip(before, key, strict=False) if old != new]
+            if self._latest is not None:
+                changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
                 self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
             start = time.perf_counter()
             scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named(self._mesh))
@@ -76,6 +76,7 @@ class CompiledStep:
                 lowered = self._jit.lower(state, batch, *constants)
                 self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
             self.seconds += time.perf_counter() - start
+        self._latest = key
         return self._compiled[key]
 
     def begin(self, state: Any, batch: Any) -> Callable[[], None]:
@@ -102,10 +103,11 @@ class CompiledStep:
 
         return wait
 
-    def with_constants(self, constants: Sequence[Any]) -> CompiledStep:
-        """The same programs, those that are compiled already among them, with other numbers."""
+    def again(self, constants: Sequence[Any] = (), warn: Callable[[str], None] = print) -> CompiledStep:
+        """The same programs, those that are compiled already among them, with other numbers, for another run."""
         other = copy.copy(self)
-        other._constants, other._placed = constants, None
+        other._constants, other._placed, other._warn = constants, None, warn
+        other._latest, other._before, other.seconds = None, self._traces[0], 0.0
         return other
 
     def __call__(self, state: Any, batch: Any) -> Any:

@@ -16,11 +16,9 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokens import Tokenizer
 from nash_mhc.model.lm import LM
-from nash_mhc.parallel.sharding import named
-from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.feed import own_rows, to_device
-from nash_mhc.train.objective import Batch, Sums
-from nash_mhc.train.step import Objective
+from nash_mhc.train.objective import Sums
+from nash_mhc.train.programs import compile_evaluation
 
 
 class BrokenOff(Exception):
@@ -33,7 +31,7 @@ class Evaluator:
     The rows do not depend on the run's seed or batch size (up to where the last batch ends), so that runs can be compared.
     """
 
-    def __init__(self, cfg: RunConfig, objective: Objective, held_out: RowSource, tokenizer: Tokenizer, mesh: Mesh) -> None:
+    def __init__(self, cfg: RunConfig, held_out: RowSource, tokenizer: Tokenizer, mesh: Mesh) -> None:
         self._mesh = mesh
         B = cfg.data.batch_size
         rows = [held_out[int(i)] for i in fixed_sample(held_out, cfg.train.eval_batches * B)]
@@ -41,11 +39,7 @@ class Evaluator:
         rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-len(rows) % B)
         self._rows = [Rows(*(np.stack(a)[None] for a in zip(*rows[i : i + B], strict=True))) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
-
-        def sums(model: LM, batch: Batch) -> Sums:
-            return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
-
-        self.step = CompiledStep(sums, mesh, out_shardings=named(mesh))  # every process reads them
+        self.step = compile_evaluation(cfg, mesh, held_out)
 
     def compile(self, model: LM) -> None:
         """Ahead of the first evaluation."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,34 +19,28 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
-from nash_mhc.data.mixture import RowSource, passes
+from nash_mhc.data.mixture import passes
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import load_tokenizer
-from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
+from nash_mhc.model.lm import count_parameters, flops_per_token
 from nash_mhc.ops.attend import best_kernel, why_not
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh
 from nash_mhc.parallel.processes import from_leader, leader_first
-from nash_mhc.parallel.sharding import named
 from nash_mhc.train import history
-from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.evaluate import BrokenOff, Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
 from nash_mhc.train.files import begin_files, make_folder, run_files, use_compilation_cache
 from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
-from nash_mhc.train.objective import next_token
-from nash_mhc.train.optim import Hyperparameters
+from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
 from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import SIGNALS, Interrupted
-from nash_mhc.train.state import TrainState, sharded_abstract_state, state_shardings
-from nash_mhc.train.step import Objective, make_train_step
+from nash_mhc.train.state import TrainState, sharded_abstract_state
 from nash_mhc.train.telemetry import Nowhere, Reporter
 from nash_mhc.train.watch import Watch
-
-_PLACES = 128  # rows of attention come in whole multiples of this, where they are spread out
 
 
 @dataclass(frozen=True)
@@ -84,30 +77,6 @@ def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
     if reason := why_not(cfg.train.attention, *shape):
         raise ConfigError(f"--attention {cfg.train.attention} {reason}; leave it at auto ({best_kernel(*shape)} here)")
     return cfg.train.attention
-
-
-def make_objective(cfg: RunConfig, source: RowSource | None = None, *, most_documents: int | None = None) -> Objective:
-    """For rows of that source, whose documents begin where it says.
-
-    `most_documents`: what a row holds at most, where that is known: attention need not find out then.
-    """
-    room = None if source is None or source.room is None else -(-source.room // _PLACES) * _PLACES
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room)
-    z, sparsity = cfg.optim.z_loss, cfg.optim.sparsity
-    return functools.partial(next_token, execution=execution, z_weight=z, sparsity_weight=sparsity)
-
-
-def compile_train_step(
-    cfg: RunConfig, mesh: Mesh, source: RowSource | None = None, *, most_documents: int | None = None, **options: Any
-) -> CompiledStep:
-    """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
-    out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
-    most_documents = source.most_documents if source is not None else most_documents
-    step = make_train_step(make_objective(cfg, source, most_documents=most_documents))
-    return CompiledStep(
-        step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic,
-        constants=[Hyperparameters.of(cfg)], **options,
-    )  # fmt: skip
 
 
 def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> Result:
@@ -158,7 +127,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
     from_leader(lambda: check_resume(cfg, rows=source.identity))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
-    evaluator = None if held_out is None else Evaluator(cfg, make_objective(cfg, held_out), held_out, tokenizer, mesh)
+    evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh)
     folder = place(from_leader(lambda: str(make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:

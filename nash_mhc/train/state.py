@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
-from nash_mhc.config.schema import RunConfig
+from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.sharding import named, shardings
 from nash_mhc.train.optim import Hyperparameters, make_optimizer
 from nash_mhc.train.spikes import Recent
+
+_KEPT = 16  # shapes and programs, for later runs of the same process
 
 
 class TrainState(eqx.Module):
@@ -24,12 +30,20 @@ class TrainState(eqx.Module):
     recent: Recent  # losses and gradient norms of the last steps, skipped ones included: what a spike is judged by
 
 
-def initial_state(cfg: RunConfig, model: LM | None = None) -> TrainState:
-    """The state before the first step; pure, so it can be traced for shapes alone or made in place on a mesh.
+def shaping(cfg: RunConfig) -> RunConfig:
+    """Those settings that the state's shape and the compiled programs depend on; all others are as they are by default.
 
-    `model` are weights to begin with, if not fresh ones.
+    The rest comes as arguments: the optimizer's numbers, the seed, rows of whatever size.
     """
-    model = LM.init(cfg.model, key=jax.random.key(cfg.train.seed)) if model is None else model
+    optim = OptimConfig(z_loss=cfg.optim.z_loss, sparsity=cfg.optim.sparsity, ema_decay=0.5 * bool(cfg.optim.ema_decay))
+    names = ("dtype", "remat", "attention", "deterministic")
+    train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
+    any_rows = DataConfig(seq_len=64 * cfg.model.coarsest_stride)  # of a length that every model of these scales takes
+    return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train)
+
+
+def initial_state(cfg: RunConfig, model: LM) -> TrainState:
+    """The state before the first step of a model; pure, so it can be traced for shapes alone or made in place on a mesh."""
     optimizer = make_optimizer(Hyperparameters.of(cfg), model)
     # A copy: a state whose leaves share a buffer could not be donated.
     ema = jax.tree.map(jnp.copy, model) if cfg.optim.ema_decay else None
@@ -37,11 +51,21 @@ def initial_state(cfg: RunConfig, model: LM | None = None) -> TrainState:
 
 
 def abstract_state(cfg: RunConfig) -> TrainState:
-    return jax.eval_shape(lambda: initial_state(cfg))
+    return _abstract_state(shaping(cfg))
+
+
+@functools.lru_cache(_KEPT)
+def _abstract_state(cfg: RunConfig) -> TrainState:
+    return jax.eval_shape(lambda: initial_state(cfg, LM.init(cfg.model, key=jax.random.key(0))))
 
 
 def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
     """The state's tree with a sharding in each place: moments and averages lie exactly as their parameters do."""
+    return _state_shardings(shaping(cfg), mesh)
+
+
+@functools.lru_cache(_KEPT)
+def _state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
     shape = abstract_state(cfg)
     model = shardings(shape.model, mesh)
     replicated = named(mesh)
@@ -63,6 +87,17 @@ def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
 
 def create_state(cfg: RunConfig, mesh: Mesh, model: LM | None = None) -> TrainState:
     """The initial state, each shard made on its own device; `model`, if there is one, becomes part of it."""
-    make = jax.jit(lambda model: initial_state(cfg, model), out_shardings=state_shardings(cfg, mesh), donate_argnums=0)
+    begin_fresh, begin_from = _makers(shaping(cfg), mesh)
     with jax.set_mesh(mesh):
-        return make(model)
+        if model is not None:
+            return begin_from(model)
+        return begin_fresh(np.asarray(jax.random.key_data(jax.random.key(cfg.train.seed))))
+
+
+@functools.lru_cache(_KEPT)
+def _makers(cfg: RunConfig, mesh: Mesh) -> tuple[Callable[[np.ndarray], TrainState], Callable[[LM], TrainState]]:
+    """From the data of a key, which is no part of the program either, and from a model, whose place the state takes."""
+    fresh = lambda key: initial_state(cfg, LM.init(cfg.model, key=jax.random.wrap_key_data(key)))
+    out = state_shardings(cfg, mesh)
+    given = jax.jit(lambda model: initial_state(cfg, model), out_shardings=out, donate_argnums=0)
+    return jax.jit(fresh, out_shardings=out), given

@@ -1,0 +1,78 @@
+"""What a run has compiled: the step and the evaluation. The same ones serve every later run of the process that needs them.
+
+A notebook that trains again, with another rate, seed, text or folder, does not wait for the compiler a second time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.data.mixture import RowSource
+from nash_mhc.model.lm import LM, Execution
+from nash_mhc.parallel.sharding import named
+from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.train.objective import Batch, Sums, next_token
+from nash_mhc.train.optim import Hyperparameters
+from nash_mhc.train.state import shaping, state_shardings
+from nash_mhc.train.step import Objective, make_train_step
+
+_PLACES = 128  # rows of attention come in whole multiples of this, where they are spread out
+_KEPT = 16  # programs of each kind
+
+
+def make_objective(cfg: RunConfig, source: RowSource | None = None, *, most_documents: int | None = None) -> Objective:
+    """For rows of that source, whose documents begin where it says.
+
+    `most_documents`: what a row holds at most, where that is known: attention need not find out then.
+    """
+    return _objective(shaping(cfg), most_documents, _room(source))
+
+
+def _room(source: RowSource | None) -> int | None:
+    return None if source is None or source.room is None else -(-source.room // _PLACES) * _PLACES
+
+
+def _objective(cfg: RunConfig, most_documents: int | None, room: int | None) -> Objective:
+    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room)
+    z, sparsity = cfg.optim.z_loss, cfg.optim.sparsity
+    return functools.partial(next_token, execution=execution, z_weight=z, sparsity_weight=sparsity)
+
+
+def compile_train_step(
+    cfg: RunConfig,
+    mesh: Mesh,
+    source: RowSource | None = None,
+    *,
+    most_documents: int | None = None,
+    warn: Callable[[str], None] = print,
+) -> CompiledStep:
+    """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
+    most_documents = source.most_documents if source is not None else most_documents
+    return _train_step(shaping(cfg), mesh, most_documents, _room(source)).again([Hyperparameters.of(cfg)], warn)
+
+
+@functools.lru_cache(_KEPT)
+def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: int | None) -> CompiledStep:
+    out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
+    step = make_train_step(_objective(cfg, most_documents, room))
+    return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic)
+
+
+def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = None) -> CompiledStep:
+    """(model, batch) -> sums over the batch."""
+    return _evaluation(shaping(cfg), mesh, _room(held_out)).again()
+
+
+@functools.lru_cache(_KEPT)
+def _evaluation(cfg: RunConfig, mesh: Mesh, room: int | None) -> CompiledStep:
+    objective = _objective(cfg, None, room)
+
+    def sums(model: LM, batch: Batch) -> Sums:
+        return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
+
+    return CompiledStep(sums, mesh, out_shardings=named(mesh))  # every process reads them
