@@ -1,5 +1,6 @@
 """Eight emulated host devices for the whole suite, a compilation cache for the processes that a worker starts, and an order."""
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -29,12 +30,14 @@ import jax  # noqa: E402  (after the environment that it reads)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Files whose tests mostly wait, for processes to start and to end: begun first, they do so while the others compute.
-_WAITING = "start_signals kills processes ownership moved verify first_hour bench signals object_store".split()
+# The longest files begin first, and those whose tests mostly wait for other processes beside those that mostly compute.
+_FIRST = (
+    "processes invariants start_signals step kills hlo ownership spread moved incremental first_hour nash verify bench signals"
+).split()
 
 
 def pytest_collection_modifyitems(items):
-    place = {f"test_{name}": number for number, name in enumerate(_WAITING)}
+    place = {f"test_{name}": number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
@@ -42,3 +45,9 @@ def pytest_sessionstart():
     from nash_mhc.train.files import write_programs_whole  # not before its types are checked at run time
 
     write_programs_whole()
+
+
+def pytest_collection_finish():
+    # Tracing makes many small objects, nearly all of them for good: looking through them again and again is a tenth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)

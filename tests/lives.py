@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -51,6 +52,8 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
         _save_again_at_once()
     if "TELL_OF_THE_COMPILER" in env:
         _tell_of_the_compiler()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)  # as in conftest.py
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the next life begins with what this one compiled
     sys.argv = ["nash_mhc.train", *argv]
     SIGNALS.listen()

@@ -17,7 +17,7 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.processes import Place, find_place
 from nash_mhc.train.signals import TRY_AGAIN
 
-STEPS = 40
+STEPS, HALF = 24, 12
 MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
 FLAGS = [*MESH, *f"--total-steps {STEPS} --checkpoint-interval 4 --log-interval 1 --schedule constant --warmup-steps 0".split()]
 
@@ -33,7 +33,7 @@ def steps(folder):
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes") / "run"
-    both = pair(folder, *FLAGS, "--keep-every", "20")
+    both = pair(folder, *FLAGS, "--keep-every", str(HALF))
     assert [life.end() for life in both] == [0, 0], both[0].said + both[1].said
     assert "8 x cpu in 2 processes, mesh 2x2x2" in both[0].said
     assert "step" not in both[1].said  # one of them speaks for all
@@ -44,12 +44,12 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
     """Half of the run by two processes, the other half by one, on another mesh: the losses of both halves are those of two."""
     shutil.copytree(unbroken, tmp_path / "run")
     for step in steps(tmp_path / "run"):
-        if step > 20:
+        if step > HALF:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
     flags = [flag for flag in FLAGS if flag not in MESH]
     alone = Life(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2")
     assert alone.end() == 0, alone.said
-    assert "starting from step 20 of this run" in alone.said
+    assert f"starting from step {HALF} of this run" in alone.said
     first = Life(tmp_path / "first", *flags, "--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2")
     assert first.end() == 0, first.said
     for folder in (tmp_path / "run", tmp_path / "first"):
@@ -60,7 +60,7 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
 
 def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on_bit_for_bit(unbroken, tmp_path):
     both = pair(tmp_path / "run", *FLAGS)
-    both[0].until("step  3/40")
+    both[0].until(f"step  3/{STEPS}")
     both[1].send()
     assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said
     saved = steps(tmp_path / "run")[-1]

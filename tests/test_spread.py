@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model import LM
 from nash_mhc.model.lm import Execution
 from nash_mhc.ops.spread import gather, plan, spread
+from nash_mhc.train import programs
 from nash_mhc.train.programs import make_objective
 
 STRIDE = small.NASH.coarsest_stride  # 4
@@ -104,7 +104,7 @@ def test_a_step_on_such_rows_is_the_same_on_every_mesh(monkeypatch):
     rng = np.random.default_rng(0)
     rows = [rows_of(rng.permutation([7, 13, 5, 9]).tolist(), seed)[1] for seed in range(8)]
     batch = small.Rows(*(np.concatenate(a)[None] for a in zip(*rows, strict=True)))
-    monkeypatch.setattr(sys.modules["nash_mhc.train.run"], "_PLACES", STRIDE)
+    monkeypatch.setattr(programs, "_PLACES", STRIDE)
     source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
     source.room = ROOM
     results = []

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from nash_mhc.checkpoint.faults import as_os_errors
 from nash_mhc.checkpoint.folders import create_whole
-from nash_mhc.config.places import Folder, is_remote
+from nash_mhc.config.places import Folder, is_remote, still_names
 from nash_mhc.config.schema import ConfigError
 
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
@@ -111,8 +111,7 @@ def _try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            # Who had it before may have deleted the file that this handle still means.
-            if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
+            if still_names(path, handle):  # who had it before may have deleted it meanwhile
                 return handle
         except BlockingIOError:
             os.close(handle)
@@ -145,9 +144,7 @@ class _Locked:
         return handle
 
     def _is_mine(self) -> bool:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return (self._folder / LOCK).stat().st_ino == os.fstat(self._handle).st_ino
-        return False
+        return still_names(self._folder / LOCK, self._handle)
 
     def check(self) -> None:
         if not self._is_mine():

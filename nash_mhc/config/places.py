@@ -1,7 +1,8 @@
-"""Where a run lies: a folder of this machine, or of an object store (gs://bucket/run). Names only; nothing is read here."""
+"""Where a run lies: a folder of this machine, or of an object store (gs://bucket/run). Names; nothing is read here."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path, PurePath
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     Folder = Path
 else:
     Folder = PurePath
+
+
+def still_names(path: Path, handle: int) -> bool:
+    """Whether the name still means the file or folder that was opened; another process may have moved or removed it."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.stat().st_ino == os.fstat(handle).st_ino
+    return False
 
 
 def is_remote(place: str | Folder) -> bool:

@@ -22,6 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from nash_mhc.config.places import still_names
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.chunks import (
     Chunk,
@@ -251,20 +252,22 @@ def _prepare_in(
 def _sole_owner(partial: Path) -> Iterator[None]:
     """Holds a lock on the folder; who waited for another process finds what that one has left."""
     while True:
-        partial.mkdir(exist_ok=True)
+        # The one before may rename or remove the folder at any moment. (mkdir's own exist_ok looks again, and would fail then.)
+        with contextlib.suppress(FileExistsError):
+            partial.mkdir()
         try:
-            handle = os.open(partial, os.O_RDONLY)
+            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # the one before has just renamed it
+            continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            # The one before may have renamed or removed the folder that this handle still means.
-            if partial.exists() and partial.stat().st_ino == os.fstat(handle).st_ino:
+            if still_names(partial, handle):
                 try:
                     yield
                 finally:
-                    if partial.exists() and not any(partial.iterdir()):
-                        partial.rmdir()
+                    with contextlib.suppress(OSError):  # where it holds something, it stays
+                        if still_names(partial, handle):
+                            partial.rmdir()
                 return
         finally:
             os.close(handle)
