@@ -48,6 +48,6 @@ def pytest_sessionstart():
 
 
 def pytest_collection_finish():
-    # Tracing makes many small objects, nearly all of them for good: looking through them again and again is a tenth of the time.
+    # Tracing makes many small objects, most of them for good: looking through them again and again is a tenth of the time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
