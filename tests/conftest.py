@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +27,12 @@ if version("jaxlib").startswith("0.10."):
     # repeats in every branch of a large fusion is really run: minutes a step. An XLA that does not know the flag would stop.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of some shells, and that is inherited
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
 import jax  # noqa: E402  (after the environment that it reads)
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -39,6 +46,13 @@ _FIRST = (
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_its_test():
+    yield
+    if "lives" in sys.modules:
+        sys.modules["lives"].Life.kill_those_left()
 
 
 def pytest_sessionstart():

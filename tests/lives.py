@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -93,12 +93,24 @@ def _tell_of_the_compiler() -> None:
 class Life:
     """One process of a run."""
 
+    _left: ClassVar[list[Life]] = []  # those that have not been waited for
+
     def __init__(self, folder: Path, *flags: str, model: list[str] = MODEL, log: str = "log", **env: str) -> None:
         self.log = folder.with_name(f"{folder.name}.{log}")
         self.log.write_text("")
         argv = [*model, "--checkpoint-dir", str(folder), *flags]
         self._process = _server.Process(target=_train, args=(argv, str(self.log), env))
         self._process.start()
+        Life._left.append(self)
+
+    @staticmethod
+    def kill_those_left() -> None:
+        """After a test that has failed: what runs on would take its time from all others."""
+        while Life._left:
+            life = Life._left.pop()
+            if life.alive:
+                life._process.kill()
+                life._process.join()
 
     @property
     def said(self) -> str:
@@ -131,6 +143,8 @@ class Life:
         """Its exit code; negative for the signal that killed it."""
         self._process.join(_HANGS_S)
         assert self._process.exitcode is not None, f"still there after {_HANGS_S} s:\n{self.said}"
+        if self in Life._left:
+            Life._left.remove(self)
         return self._process.exitcode
 
     @property

@@ -27,6 +27,7 @@ from nash_mhc.data.inspection import of_run
 from nash_mhc.data.mixture import passes
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train import __main__ as train
+from nash_mhc.train import run
 from nash_mhc.train.found import found_settings
 
 ROOT = Path(__file__).parent.parent
@@ -111,6 +112,14 @@ def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
     assert started.config.model == dataclasses.replace(model, window=16)
     assert started.origins["model.width"] == "--init-from base"
     assert parse("--checkpoint-dir", "base").config.model.vocab_size == 300
+    # Its tokenizer is its own also where the data was prepared with another: that is for the data to be refused by.
+    assert parse("--init-from", "base", "--dataset", "data").config.data.tokenizer == "bytes"
+    with pytest.raises(ConfigError, match="tokenizer"):
+        cfg = parse("--init-from", "base", "--dataset", "data", "--checkpoint-dir", "new").config
+        run(cfg, quiet=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("--dataset=~/data").config.data.seq_len == 512
+    assert parse("--tokenizer=~/tok").config.model.vocab_size == 271
     with pytest.raises(ConfigError, match="--tokenizer nothing: neither"):
         parse("--tokenizer", "nothing")
 
@@ -126,6 +135,8 @@ def test_home_is_expanded_wherever_a_path_is_written(tmp_path, monkeypatch, caps
     (tmp_path / "run.yaml").write_text("train:\n  checkpoint_dir: ~/runs/b\n")
     assert cli.parse(["--config=~/run.yaml"]).config.train.checkpoint_dir == f"{tmp_path}/runs/b"
     assert cli.parse(["--dataset=~/x"]).config.data.dataset == f"{tmp_path}/x"
+    parsed = cli.parse(["--dataset=~/x:0.5", "--dataset=y:0.5"])
+    assert parsed.given["data.dataset"] == f"{tmp_path}/x:0.5,y:0.5"
     assert str(place("~/runs")) == f"{tmp_path}/runs"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text " * 99)

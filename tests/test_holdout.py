@@ -18,6 +18,7 @@ import pytest
 from test_prepare import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data import chunks
 from nash_mhc.data.holdout import HeldOut, key_of, survey
 from nash_mhc.data.manifest import Manifest
 from nash_mhc.data.rows import PreparedRows
@@ -93,7 +94,7 @@ def test_a_document_that_is_read_in_many_blocks_is_on_one_side(tmp_path: Path, m
         (tmp_path / "books" / f"{number}.txt").write_text(text)
         (tmp_path / "books" / f"copy of {number}.txt.gz").write_bytes(gzip.compress(text.encode()))
     manifest = prepared(tmp_path / "out", tmp_path / "books", seq_len=64)
-    train, held_out = (set(re.findall(r"book \d+(?=, line)", " ".join(side))) for side in sides(tmp_path / "out"))
+    train, held_out = (set(re.findall(r"book \d+(?=, line)", "|".join(side))) for side in sides(tmp_path / "out"))
     assert not train & held_out
     assert train | held_out == {f"book {number}" for number in range(12)}
     assert (manifest.splits["train"].documents, manifest.splits["validation"].documents) == (22, 2)
@@ -173,6 +174,45 @@ def test_documents_of_the_sample_are_as_long_as_those_of_the_split(tmp_path: Pat
     np.testing.assert_array_equal(fixed_sample(split, 64), sample[:64])
     stories_ = StoryRows(BYTES, seed=0, split="validation", seq_len=4096)
     assert apart(lengths(stories_, fixed_sample(stories_, 40)), lengths(stories_, np.arange(256))) < LIKELY
+
+
+def test_of_a_mixture_each_part_has_its_share_of_the_sample_or_all_that_it_has(tmp_path: Path) -> None:
+    for name, count in (("many", 400), ("few", 3)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i} " + "words " * 30 for i in range(count)])
+    cfg = DataConfig(
+        dataset=f"{tmp_path}/many.jsonl:0.5,{tmp_path}/few.jsonl:0.5", seq_len=64, cache_dir=str(tmp_path / "cache"),
+        validation_fraction=0.3,
+    )  # fmt: skip
+    held_out = open_held_out(cfg, BYTES)
+    assert held_out is not None
+    sample = fixed_sample(held_out, 64)
+    found = [held_out.locate(int(position)) for position in sample]
+    assert len({(source.name, row) for source, row in found}) == len(found)  # none twice
+    counts = Counter(Path(source.name).stem for source, _ in found)
+    (few,) = {len(source) for source, _ in found if "few" in source.name}
+    assert counts["few"] == few
+    assert counts["many"] >= 24
+    assert sample.tolist() == fixed_sample(held_out, 128)[: len(sample)].tolist()
+
+
+def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["words " * 30] * 9)
+    with pytest.raises(ConfigError, match="--eval-split train: is what is trained on"):
+        prepared(tmp_path / "out", tmp_path / "a.jsonl", eval_split="train")
+
+
+def test_a_long_text_is_not_read_whole_to_see_how_long_documents_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nash_mhc.data.readers.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.chunks._LOOKED_AT_BYTES", 3000)
+    monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 1000)
+    sizes: list[int] = []
+    pieces_of = chunks.pieces_of
+    monkeypatch.setattr(
+        chunks, "pieces_of", lambda docs, job: (sizes.append(sum(doc.size for doc in docs)), pieces_of(docs, job))[1]
+    )
+    (tmp_path / "long.txt").write_text("some words of a long text. " * 4000)
+    prepared(tmp_path / "out", tmp_path / "long.txt", align=16)
+    assert max(sizes) <= 5000
 
 
 # --- nothing held out, older folders, damage -------------------------------------------------------------------------

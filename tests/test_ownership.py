@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 
+import numpy as np
 import pytest
 from fake_gcs import serve
 from lives import Life, arrays, pair
@@ -18,8 +19,10 @@ from test_kills import losses
 
 from nash_mhc.checkpoint import manifest, ownership
 from nash_mhc.checkpoint.ownership import LOCK, OBJECT, OTHERS, accompany, hold
+from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
 from nash_mhc.config.places import place
+from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import TRY_AGAIN
 
 STEPS = 60
@@ -153,6 +156,38 @@ def test_a_folder_that_is_made_again_is_taken_again_unless_another_run_has_it(tm
     other.release()
 
 
+def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_path):
+    folder = tmp_path / "run"
+    with Store(folder) as store:
+        owner = hold(folder)
+        saver = Saver(store, {"run.json": "{}"}, say=lambda text: None, owner=owner)
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
+        other = hold(folder)
+        saving = folder / "checkpoints" / "5.saving"
+        saving.mkdir(parents=True)
+        with pytest.raises(ConfigError, match="another run holds it"):
+            saver.save({"a": np.ones(3)}, 2, {}, wait=True)
+        assert saving.exists()
+        assert [path.name for path in saving.parent.iterdir()] == ["5.saving"]
+        other.release()
+        owner.release()
+
+
+def test_a_lock_that_was_deleted_is_taken_again_although_the_others_of_the_run_hold_theirs(tmp_path):
+    owner, other = hold(tmp_path), accompany(tmp_path)
+    (tmp_path / LOCK).unlink()
+    owner.retake()
+    owner.check()
+    (tmp_path / OTHERS).unlink()
+    other.retake()
+    owner.release()
+    with pytest.raises(ConfigError, match="processes of a run whose first one has ended"):
+        hold(tmp_path)
+    other.release()
+    hold(tmp_path).release()
+
+
 # --- where there are no locks: an owner object with a sign of life ---------------------------------------------------
 
 
@@ -212,6 +247,19 @@ def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(be
     frozen.release()
     assert owner_of(beating)["machine"] == ["host-1"]
     owner.release()
+
+
+def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monkeypatch):
+    monkeypatch.setattr(ownership, "DEAD_S", 0.3)
+    owner = hold(beating)
+    owner._ended.set()  # no beat arrives any more
+    owner._thread.join()
+    time.sleep(0.4)
+    owner.check()  # nobody has come
+    about = owner_of(beating)
+    (beating / OBJECT).write_text(json.dumps(about | {"id": "another"}))
+    with pytest.raises(ConfigError, match="has taken it over"):
+        owner.check()
 
 
 def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):

@@ -13,9 +13,10 @@ from test_run import RUN, assert_equal_states, at, rows
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config import ConfigError
+from nash_mhc.config import ConfigError, cli
 from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
+from nash_mhc.train.found import found_settings
 from nash_mhc.train.restoring import wanted_state
 from nash_mhc.train.resume import check_resume, starting_state
 
@@ -182,12 +183,16 @@ def base(tmp_path_factory):
     return at(tmp_path_factory.mktemp("base") / "run", checkpoint_interval=2, eval_interval=0)
 
 
-def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys):
-    cfg = changed(tmp_path / "new", train__init_from=str(base.folder), train__total_steps=2, train__seed=5, data__seq_len=64)
+def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, monkeypatch):
+    copy = shutil.copytree(base.folder, tmp_path / "base")
+    new = lambda **changes: changed(
+        tmp_path / "new", **{"train__init_from": str(copy), "train__seed": 5, "data__seq_len": 64} | changes
+    )
+    cfg = new(train__total_steps=2)
     result = run(dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, warmup_steps=2, schedule="cosine")))
     out = capsys.readouterr().out
     fresh = "optimizer, schedule, data and step count are fresh"
-    assert f"starting from the weights of step 6 of {base.folder}; {fresh}" in out
+    assert f"starting from the weights of step 6 of {copy}; {fresh}" in out
     first = rows(tmp_path / "new")[0]
     assert first["step"] == 2
     assert first["tokens_seen"] <= 2 * 8 * 64
@@ -195,16 +200,22 @@ def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys):
     assert int(result.state.step) == 2
     told = json.loads((tmp_path / "new" / "run.json").read_text())["init_from"]
     assert told == {
-        "folder": str(base.folder), "step": 6, "averaged": False,
+        "folder": str(copy), "step": 6, "averaged": False,
         "manifest": manifest.identity(base.folder / "checkpoints" / "6"),
     }  # fmt: skip
-    # A stopped run goes on with its own checkpoint, also where the base is gone by then.
-    gone = changed(
-        tmp_path / "new", train__init_from=str(tmp_path / "gone"), train__total_steps=4, train__seed=5, data__seq_len=64
-    )
-    run(gone)
+    # The same command goes on with the run's own checkpoint, also where the base is gone by then: flags and all.
+    shutil.rmtree(copy)
+    again = ["--init-from", str(copy), "--checkpoint-dir", str(tmp_path / "new")]
+    assert cli.parse(again, found=found_settings).config.model == cfg.model
+    monkeypatch.chdir(tmp_path)
+    run(new(train__total_steps=4, train__init_from="base"))
     assert "starting from step 2 of this run" in capsys.readouterr().out
     assert json.loads((tmp_path / "new" / "run.json").read_text())["init_from"] == told
+    # Another one is not taken for it: nothing would come of the weights that were asked for.
+    with pytest.raises(ConfigError, match=rf"--init-from {base.folder}: \S+new holds a run already, which began with {copy};"):
+        run(new(train__init_from=str(base.folder)), quiet=True)
+    with pytest.raises(ConfigError, match="holds a run already, which began with fresh weights; choose another"):
+        at(base.folder, init_from=str(base.folder))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
@@ -240,6 +251,11 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
         run(changed(tmp_path / "new", train__init_from=str(tmp_path / "nothing")), quiet=True)
     with pytest.raises(ConfigError, match=r"--init-step 3: no such checkpoint there; it has 2, 4, 6"):
         run(new(train__init_step=3), quiet=True)
+    damaged = shutil.copytree(base.folder, tmp_path / "damaged")
+    for path in (damaged / "checkpoints" / "4" / "state").glob("_METADATA"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"--init-from \S+damaged: its checkpoint 4 is damaged, .*; choose another"):
+        run(changed(tmp_path / "new", train__init_from=str(damaged), train__init_step=4), quiet=True)
     with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* wants \(2, 32, 32\)"):
         run(new(model__ffn=32), quiet=True)
     with pytest.raises(ConfigError, match=r"holds model\.layers\.attention\.k_norm\.scale_D, which this model has no place"):

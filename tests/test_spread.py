@@ -139,6 +139,19 @@ def test_short_chats_leave_little_of_a_row_empty(tmp_path, seq_len, kind):
     assert {split.room for split in long.splits.values()} == {None}  # such documents are worth aligning
 
 
+@pytest.mark.parametrize(("ratio", "scales"), [(2, 3), (4, 3), (3, 3), (4, 5), (5, 2)])
+def test_rows_of_attention_are_whole_blocks_whatever_the_strides(ratio, scales):
+    cfg = small.nash_config(data__seq_len=625 * 256 * 9, model__ratio=2)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, ratio=ratio, scales=scales, window=None))
+    source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
+    for needed in (1, 100, 129, 600):
+        source.room = needed
+        room = programs._room(cfg, source)
+        assert room >= needed
+        assert room % cfg.model.coarsest_stride == 0
+        assert room < needed + 2 * max(128, cfg.model.coarsest_stride)
+
+
 def test_a_mixture_has_room_for_those_that_need_it(tmp_path):
     (tmp_path / "qa.jsonl").write_text("".join(json.dumps({"text": f"{i}, short"}) + "\n" for i in range(3000)))
     cfg = DataConfig(dataset=f"{tmp_path}/qa.jsonl:0.5,stories:0.5", seq_len=256, cache_dir=str(tmp_path / "cache"))

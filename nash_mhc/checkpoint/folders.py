@@ -6,11 +6,15 @@ Only the standard library, for folders of this machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from typing import Any
 
 from nash_mhc.config.places import Folder, is_remote
+
+# Of file systems that know no such thing (and access to a folder that may be written, but not read).
+_FOLDERS_CANNOT_BE_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
 
 def _reached(folder: Folder) -> tuple[Any, str]:
@@ -103,11 +107,15 @@ def sync(folder: Folder) -> None:
 
 
 def _sync(path: Folder) -> None:
-    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _FOLDERS_CANNOT_BE_SYNCED):
+            raise
 
 
 def write_whole(path: Folder, text: str, *, part: Folder | None = None) -> None:

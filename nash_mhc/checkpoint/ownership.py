@@ -35,7 +35,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system t
 @runtime_checkable
 class Owner(Protocol):
     def check(self) -> None:
-        """OSError where the folder is not (or no longer) this run's: nothing may be written there."""
+        """Where the folder is not (or no longer) this run's, nothing may be written there: OSError if it may come back,
+        ConfigError if another run has it."""
 
     def retake(self) -> None:
         """Of a folder that was moved or deleted and is made again. ConfigError where another run has it by now."""
@@ -127,15 +128,15 @@ class _Locked:
         self._folder = folder
         self._handle = self._take(_Patience(folder, wait, say))
 
-    def _take(self, patience: _Patience) -> int:
+    def _take(self, patience: _Patience, *, again: bool = False) -> int:
         path = self._folder / LOCK
         while (handle := _try_lock(path)) is None:
             patience.ask_again(_who(_read_json(path)))
         try:
-            # The processes that accompanied the last owner may not have ended yet.
-            while (others := _try_lock(self._folder / OTHERS)) is None:
-                patience.ask_again("processes of a run whose first one has ended")
-            os.close(others)
+            if not again:  # those that accompanied the last owner may not have ended yet; `again` they are this run's own
+                while (others := _try_lock(self._folder / OTHERS)) is None:
+                    patience.ask_again("processes of a run whose first one has ended")
+                os.close(others)
             os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(_about_me()).encode(), 0)
         except BaseException:
@@ -152,12 +153,12 @@ class _Locked:
 
     def retake(self) -> None:
         if not self._is_mine():
-            before, self._handle = self._handle, self._take(_Patience(self._folder, 0.0, print))
+            before, self._handle = self._handle, self._take(_Patience(self._folder, 0.0, print), again=True)
             os.close(before)
 
     def release(self) -> None:
-        if self._is_mine():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self._is_mine():
                 if (others := _try_lock(self._folder / OTHERS)) is not None:  # none of them is left
                     (self._folder / OTHERS).unlink()
                     os.close(others)
@@ -166,8 +167,14 @@ class _Locked:
 
 
 class _Accompanying(Nobody):
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, folder: Path, handle: int) -> None:
+        self._folder, self._handle = folder, handle
+
+    def retake(self) -> None:
+        with contextlib.suppress(OSError):  # where the folder is not there yet, the first process alone holds it
+            if (handle := _try_lock(self._folder / OTHERS, fcntl.LOCK_SH)) is not None:
+                os.close(self._handle)
+                self._handle = handle
 
     def release(self) -> None:
         os.close(self._handle)
@@ -182,6 +189,7 @@ class _Beating:
     def __init__(self, folder: Folder, wait: float, say: Callable[[str], None]) -> None:
         self._folder, self._path, self._about = folder, folder / OBJECT, _about_me()
         self._lost: str | None = None
+        self._last_beat = time.monotonic()
         self._ended = threading.Event()
         self._take(_Patience(folder, wait, say), say)
         self._thread = threading.Thread(target=self._beat, name="owner", daemon=True)
@@ -190,7 +198,7 @@ class _Beating:
     def _take(self, patience: _Patience, say: Callable[[str], None]) -> None:
         seen: dict[str, Any] = {}
         since = time.monotonic()
-        while not self._created():
+        while not (self._created() and self._keeps_it(seen)):
             found = _read_json(self._path)
             if found.get("machine") == self._about["machine"] and not _runs(found.get("pid")):
                 self._remove(found)
@@ -205,6 +213,12 @@ class _Beating:
                 self._remove(found)
             time.sleep(min(1.0, BEAT_S / 10))
 
+    def _keeps_it(self, taken_over: dict[str, Any]) -> bool:
+        """Of several that have found the same dead owner, one may have removed what another has just written."""
+        if taken_over:
+            time.sleep(min(2.0, BEAT_S / 5))
+        return not taken_over or _read_json(self._path).get("id") == self._about["id"]
+
     def _created(self) -> bool:
         with as_os_errors(), contextlib.suppress(FileExistsError):
             create_whole(self._path, json.dumps(self._about))
@@ -218,7 +232,7 @@ class _Beating:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a store that does not answer says nothing about the owner
+            with contextlib.suppress(Exception):  # a store that does not answer, in whatever way, says nothing about the owner
                 found = _read_json(self._path)
                 if found.get("id", self._about["id"]) != self._about["id"]:
                     self._lost = _who(found)
@@ -226,9 +240,13 @@ class _Beating:
                 later = self._about | {"beat": self._about["beat"] + 1}
                 with as_os_errors():
                     self._path.write_text(json.dumps(later))
-                self._about = later
+                self._about, self._last_beat = later, time.monotonic()
 
     def check(self) -> None:
+        if self._lost is None and time.monotonic() - self._last_beat > DEAD_S:  # for others this run may be dead by now
+            found = _read_json(self._path)
+            if found.get("id") != self._about["id"]:
+                self._lost = _who(found) if found else "one that has ended"
         if self._lost is not None:
             raise ConfigError(
                 f"{self._folder}: another run ({self._lost}) has taken it over, for this one gave no sign of life; "
@@ -275,5 +293,5 @@ def accompany(folder: Folder) -> Owner:
     if not is_remote(folder):
         with contextlib.suppress(OSError):
             if (handle := _try_lock(Path(folder) / OTHERS, fcntl.LOCK_SH)) is not None:
-                return _Accompanying(handle)
+                return _Accompanying(Path(folder), handle)
     return Nobody()

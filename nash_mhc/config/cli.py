@@ -24,7 +24,7 @@ import yaml
 
 from nash_mhc.config import presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
-from nash_mhc.config.schema import ConfigError, RunConfig, accepted_types, check_field, weighted_parts
+from nash_mhc.config.schema import ConfigError, RunConfig, accepted_types, at_home, check_field, weighted_parts
 
 SMALL = "--use-small-model"
 TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
@@ -112,7 +112,7 @@ def _convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
     word = text.strip().lower()
     if not word:
         raise ConfigError(f"{name} needs a value")
-    value: Any = text
+    value: Any = at_home(text) if key.metadata["path"] else text
     # Quotes in YAML keep the literal text, and "none" is an ordinary word where the key cannot be None (--remat none).
     choices = key.metadata["choices"] or ()
     is_none = not quoted and not choices and (word in ("null", "~") or (word == "none" and type(None) in key.kinds))

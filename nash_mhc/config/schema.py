@@ -91,7 +91,7 @@ class _Section:
                 value = float(value)
                 object.__setattr__(self, f.name, value)
             if f.metadata["path"] and isinstance(value, str):
-                value = _at_home(value)
+                value = at_home(value)
                 object.__setattr__(self, f.name, value)
             check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
 
@@ -102,7 +102,7 @@ def weighted_parts(text: str) -> list[tuple[str, str]]:
     return parts if ",".join(":".join(part) for part in parts) == text else []
 
 
-def _at_home(path: str) -> str:
+def at_home(path: str) -> str:
     """With ~ written out, as a shell does it for some of the ways to say a path and not for others."""
     if parts := weighted_parts(path):
         return ",".join(f"{os.path.expanduser(name)}:{weight}" for name, weight in parts)

@@ -9,10 +9,10 @@ def counted(number: int, word: str) -> str:
 
 
 def short(number: int | float) -> str:
-    """`812`, `41.0k`, `1.25M`, `3.10B`"""
+    """`812`, `41k`, `1.25M`, `3.1B`"""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
+        if float(f"{number:.3g}") >= size:
+            return f"{float(f'{number / size:.3g}'):g}{unit}"
     return f"{number:g}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -25,7 +24,8 @@ from nash_mhc.data.tokens import Tokenizer
 
 _SMALLEST, _LARGEST = 4 << 20, 32 << 20  # bytes of text in a chunk: enough to pack well, few enough for memory
 _AT_ONCE = 1 << 20  # bytes of text given to the tokenizer in one call
-_LOOKED_AT, _TRIFLE = 256, 0.02  # documents that tell how long they are; share of the rows that may go into alignment
+_LOOKED_AT, _LOOKED_AT_BYTES = 256, 2 << 20  # documents, or bytes of them, that tell how long they are
+_TRIFLE = 0.02  # share of the rows that may go into alignment
 
 
 class Chunk(NamedTuple):
@@ -63,6 +63,8 @@ def document_of(raw: Raw, names: tuple[str, ...], recipe: dict[str, Any]) -> Doc
 
 def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: int) -> dict[str, Any]:
     """Everything that the rows follow from; equal recipes give equal bytes."""
+    if cfg.split == cfg.eval_split:
+        raise ConfigError(f"--eval-split {cfg.eval_split}: is what is trained on (--split); choose another name")
     return {
         "content": corpus.content,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
@@ -170,10 +172,15 @@ def _check_ids(ids: np.ndarray, job: Job, raw: Raw) -> None:
 def wastes_alignment(job: Job, documents: Iterator[Document]) -> bool:
     """Whether so many documents are short that room for each to start at a multiple would be more than a trifle of the rows.
 
-    By the first few hundred: what they show decides for all, whoever prepares the rest.
+    By the first few hundred, or the first few MB of them: what they show decides for all, whoever prepares the rest.
     """
     stride, seq_len = job.recipe["align"], job.recipe["seq_len"]
-    pieces, _ = pieces_of(list(itertools.islice(documents, _LOOKED_AT)), job)
+    looked_at: list[Document] = []
+    for document in documents:
+        looked_at.append(document)
+        if len(looked_at) >= _LOOKED_AT or sum(seen.size for seen in looked_at) >= _LOOKED_AT_BYTES:
+            break
+    pieces, _ = pieces_of(looked_at, job)
     gaps = sum(-len(piece.counts) % stride for piece in pieces if len(piece.counts) < seq_len)
     return gaps > _TRIFLE * max(1, sum(len(piece.counts) for piece in pieces))
 

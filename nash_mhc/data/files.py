@@ -64,17 +64,16 @@ def _in_folder(folder: Path) -> Iterable[Path]:
 
 def find_files(dataset: str, extensions: str | None = None) -> Found:
     """The files that a file name, a folder or a glob stands for, sorted by name; ConfigError when there is none."""
-    wanted = _TEXT | frozenset(_KINDS) if extensions is None else parsed_endings(extensions)
+    wanted = _TEXT | (frozenset(_KINDS) - {".json"}) if extensions is None else parsed_endings(extensions)
     path, left_out = Path(dataset), Counter[str]()
     if path.is_file():
         return Found([path], {})
     if path.is_dir():
-        found = []
-        for file in _in_folder(path):
-            if ending_of(file) in wanted:
-                found.append(file)
-            else:
-                left_out[ending_of(file)] += 1
+        there_are = list(_in_folder(path))
+        found = [file for file in there_are if ending_of(file) in wanted]
+        if not found and extensions is None:  # beside other files, a .json is rarely text: settings of a program, most likely
+            found = [file for file in there_are if ending_of(file) == ".json"]
+        left_out.update(ending_of(file) for file in {*there_are} - {*found})
         if not found:
             there = f"; there are {counted_endings(_most_first(left_out))}" if left_out else ""
             remedy = "name the endings of its text files with --extensions" if left_out else "is it the right one?"

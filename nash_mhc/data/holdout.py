@@ -36,9 +36,6 @@ class HeldOut:
     def __contains__(self, key: int) -> bool:
         return key < self.below or key in self.chosen
 
-    def at_least(self, key: int) -> HeldOut:
-        return dataclasses.replace(self, chosen=self.chosen | {key})
-
 
 def by_share(fraction: float) -> HeldOut:
     return HeldOut(below=int(fraction * _KEYS))

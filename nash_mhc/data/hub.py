@@ -35,13 +35,15 @@ class Hub:
         self._saved: Any = None
         try:
             self._open(cfg)
+            if self.splits and cfg.split not in self.splits:
+                there = ", ".join(self.splits)
+                raise ConfigError(f"--dataset {name}: no split {cfg.split!r}, there are {there}; choose --split")
+            columns = self._stream(cfg.split).column_names if cfg.format == "auto" else None
         except ConfigError:
             raise
         except Exception as error:  # the library raises whatever its many readers raise
             raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({_first_line(error)})") from error
-        if self.splits and cfg.split not in self.splits:
-            raise ConfigError(f"--dataset {name}: no split {cfg.split!r}, there are {', '.join(self.splits)}; choose --split")
-        self.format = format_of(cfg, self._stream(cfg.split).column_names if cfg.format == "auto" else None)
+        self.format = format_of(cfg, columns)
         self._fields = fields_of(cfg, self.format)
 
     def _open(self, cfg: DataConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -84,15 +85,16 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     return "\n".join(shown)
 
 
-def _furthest(folder: Folder, cfg: RunConfig) -> int | None:
-    """The last step that a run may have taken, by what it has left; None where it has left nothing that tells.
+def _furthest(folder: Folder, cfg: RunConfig) -> int:
+    """The last step that a run may have taken, by what it has left.
 
     Rows of metrics come at intervals: up to one of these the run may have gone on before it was stopped.
     """
-    try:
-        rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()[-1:]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    rows: list[int] = []
+    with contextlib.suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text().splitlines()[-2:]:  # the last one may be cut
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                rows.append(int(json.loads(line)["step"]))
     saved = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()]
     return min(max(0, *rows, *saved, 0) + cfg.train.log_interval - 1, cfg.train.total_steps)
 
@@ -112,7 +114,7 @@ def of_run(folder: Folder, step: int | None, row: int | None) -> str:
     if step is None:
         read = passes(source.epochs(cfg.train.total_steps * rows))
         return f"{cfg.data.dataset}: {rows} rows of {cfg.data.seq_len} a step; {read or 'it never ends'}"
-    if (last := _furthest(folder, cfg)) is not None and step > last:
+    if step > (last := _furthest(folder, cfg)):
         raise ConfigError(f"--step {step}: this run has not come so far; by its metrics and checkpoints {last} is the most")
     return of_step(source, tokenizer, step, row, rows, seed)
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
+from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
 from nash_mhc.config.words import counted
 from nash_mhc.data.files import counted_endings
 
 FILE = "manifest.json"
+_ALIGN = ModelConfig().coarsest_stride  # of documents in their rows, where nothing else is said
 VERSION = 3  # of the files' form; another one cannot be read
 
 
@@ -26,7 +27,7 @@ class OlderForm(ConfigError):
     """Prepared by an earlier version; `recipe` is what it was made by."""
 
     def __init__(self, folder: Path, values: dict[str, Any]) -> None:
-        self.recipe = values.get("recipe") or {}
+        self.recipe, self.files = values.get("recipe") or {}, values.get("files") or []
         super().__init__(
             f"{folder}: was prepared by an earlier version (form {values['version']}, this one reads {VERSION}), which held "
             f"out parts of documents that it also trained on; make it anew: {again_command(folder, values)}"
@@ -138,6 +139,8 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
     for name in (name for name in recipe if name in defaults and recipe[name] != defaults[name] and name != "tokenizer"):
         value = str(recipe[name]).replace("\n", "\\n").replace("\t", "\\t")
         words += [f"--{name.replace('_', '-')}", value]
+    if (align := recipe.get("align", _ALIGN)) != _ALIGN:
+        words += ["--model-scales", "1"] if align == 1 else ["--model-scales", "2", "--model-ratio", str(align)]
     if (folder / "tokenizer").exists():
         words += ["--tokenizer", str(folder / "tokenizer")]
     return shlex.join([*words, "--out", str(folder)])

@@ -92,6 +92,11 @@ class Mixture:
         finite = [(s, part) for s, part in zip(self._sources, self._parts, strict=True) if not s.endless]
         return min((int(len(source) / part) for source, part in finite), default=sys.maxsize)
 
+    def is_new(self, positions: np.ndarray) -> np.ndarray:
+        """Whether each position is the first one of its row: no source has come to its end before."""
+        owners, inner = dealt(positions, self._parts, seed=self._seed)
+        return inner < np.array([sys.maxsize if source.endless else len(source) for source in self._sources])[owners]
+
     def __getitem__(self, index: int) -> Rows:
         return Rows(*(a[0] for a in self.take([index])))
 

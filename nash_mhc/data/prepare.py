@@ -191,7 +191,8 @@ def prepare(
                 try:
                     before = Manifest.read(out)
                 except OlderForm as older:
-                    if older.recipe.get("content") != recipe["content"]:
+                    # What counts as text in a folder has grown since: all that it was made of must be there.
+                    if older.recipe.get("content") != recipe["content"] and not {*older.files} < {*corpus.files}:
                         raise ConfigError(f"{out}: holds other data; choose another --out, or remove it first") from None
                 else:
                     if before.recipe != recipe:

@@ -188,7 +188,13 @@ def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> R
 
 
 def fixed_sample(source: RowSource, count: int) -> np.ndarray:
-    """Numbers of rows that stand for the whole source, the same for everyone; a larger sample begins with the smaller one."""
+    """Numbers of rows that stand for the whole source, the same for everyone; a larger sample begins with the smaller one.
+
+    Of a mixture, each part has its share of them, or all that it has.
+    """
+    if isinstance(source, Mixture):
+        positions = np.arange(count)
+        return positions[source.is_new(positions)]
     count = min(count, len(source))
     return np.arange(count) if source.endless else permuted(np.arange(count), len(source), _SAMPLE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -25,6 +26,7 @@ from nash_mhc.model.lm import LM, count_parameters
 from nash_mhc.train.saving import write_files
 from nash_mhc.train.telemetry import Telemetry
 
+_LEFT_BEHIND_S = 3600.0  # who has written nothing to a part of a file for so long is dead
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -108,8 +110,12 @@ def write_programs_whole() -> None:
             in_place(self, key, value)
         elif not os.path.exists(target):
             part = f"{self.path}/.{key}.{os.getpid()}.{threading.get_ident()}.part"
-            Path(part).write_bytes(value)
-            os.replace(part, target)
+            try:
+                Path(part).write_bytes(value)
+                os.replace(part, target)
+            except OSError:
+                Path(part).unlink(missing_ok=True)
+                raise
 
     put.is_whole = True  # type: ignore[attr-defined]
     lru_cache.LRUCache.put = put  # type: ignore[method-assign]
@@ -123,4 +129,9 @@ def use_compilation_cache(folder: Folder) -> None:
     write_programs_whole()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
         beside = Path("runs") if is_remote(folder) else folder.parent
-        jax.config.update("jax_compilation_cache_dir", str((beside / ".jax_cache").absolute()))
+        cache = (beside / ".jax_cache").absolute()
+        for part in cache.glob(".*.part"):  # of processes that were killed while they wrote it
+            with contextlib.suppress(OSError):
+                if time.time() - part.stat().st_mtime > _LEFT_BEHIND_S:
+                    part.unlink()
+        jax.config.update("jax_compilation_cache_dir", str(cache))

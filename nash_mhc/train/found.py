@@ -44,11 +44,11 @@ def of_run(flag: str, folder: str) -> Settings:
 
 def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
-    found: Settings = {}
+    found, own = of_prepared(values["data.dataset"]), values["train.checkpoint_dir"]
     for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
         if values[path] is not None:
-            found |= of_run(flag, values[path])
-    found |= of_prepared(values["data.dataset"])
+            # A run that has begun knows by itself what it took from there, and goes on where that is gone.
+            found |= (of_run("--checkpoint-dir", own) if own is not None else {}) or of_run(flag, values[path])
     if "model.vocab_size" not in {**given, **found}:
         found |= _vocabulary({**values, **{path: value for path, (value, _) in found.items()}, **given})
     return found

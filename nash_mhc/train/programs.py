@@ -6,6 +6,7 @@ A notebook that trains again, with another rate, seed, text or folder, does not 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -30,11 +31,16 @@ def make_objective(cfg: RunConfig, source: RowSource | None = None, *, most_docu
 
     `most_documents`: what a row holds at most, where that is known: attention need not find out then.
     """
-    return _objective(shaping(cfg), most_documents, _room(source))
+    return _objective(shaping(cfg), most_documents, _room(cfg, source))
 
 
-def _room(source: RowSource | None) -> int | None:
-    return None if source is None or source.room is None else -(-source.room // _PLACES) * _PLACES
+def _room(cfg: RunConfig, source: RowSource | None) -> int | None:
+    """Places of a row of attention, where documents begin anywhere: whole blocks of the coarsest scale, and few lengths."""
+    if source is None or source.room is None:
+        return None
+    stride = cfg.model.coarsest_stride
+    unit = math.lcm(_PLACES, stride) if _PLACES % stride == 0 or stride % _PLACES == 0 else stride
+    return -(-source.room // unit) * unit
 
 
 def _objective(cfg: RunConfig, most_documents: int | None, room: int | None) -> Objective:
@@ -53,7 +59,7 @@ def compile_train_step(
 ) -> CompiledStep:
     """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
     most_documents = source.most_documents if source is not None else most_documents
-    return _train_step(shaping(cfg), mesh, most_documents, _room(source)).again([Hyperparameters.of(cfg)], warn)
+    return _train_step(shaping(cfg), mesh, most_documents, _room(cfg, source)).again([Hyperparameters.of(cfg)], warn)
 
 
 @functools.lru_cache(_KEPT)
@@ -65,7 +71,7 @@ def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: in
 
 def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = None) -> CompiledStep:
     """(model, batch) -> sums over the batch."""
-    return _evaluation(shaping(cfg), mesh, _room(held_out)).again()
+    return _evaluation(shaping(cfg), mesh, _room(cfg, held_out)).again()
 
 
 @functools.lru_cache(_KEPT)

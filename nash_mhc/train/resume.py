@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -135,8 +136,23 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
             _check_same_run(_other("--resume-from", cfg.train.resume_from), cfg, rows=None)
         if cfg.train.init_from is not None:
             _checkpoint_of(_other("--init-from", cfg.train.init_from), cfg.train.init_step)
+    elif named and cfg.train.init_from is not None:
+        _check_began_with(place(named), cfg.train.init_from)
     if named:
         _check_same_run(place(named), cfg, rows=rows)
+
+
+def _check_began_with(folder: Folder, init_from: str) -> None:
+    """The same command goes on with its run; another one shall not be taken for it."""
+    if (told := told_by(folder)) is None:
+        return
+    began = (told.init_from or {}).get("folder") or told.config.get("train.init_from")
+    whole = lambda name: name if is_remote(name) else str(Path(name).expanduser().absolute())
+    if began is None or whole(began) != whole(init_from):
+        raise ConfigError(
+            f"--init-from {init_from}: {folder} holds a run already, which began with {began or 'fresh weights'}; choose "
+            f"another --checkpoint-dir, or leave --init-from out to go on with that run"
+        )
 
 
 def _set_aside(folder: Folder) -> list[str]:
@@ -220,6 +236,9 @@ def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, newest: Callable[[Store
         step = newest(other) if cfg.train.init_step is None else cfg.train.init_step
         if step is None:
             raise ConfigError(f"--init-from {name}: its checkpoints folder holds no finished checkpoint")
+        if wrong := from_leader(lambda: manifest.problem(other.folder / str(step))):
+            raise ConfigError(f"--init-from {name}: its checkpoint {step} is damaged, {wrong}; choose another --init-step")
+        other.trust(step)
         averaged = any(entry.startswith("ema.") for entry in arrays_of(other.folder / str(step)))
         like = sharded_abstract_state(cfg, mesh).model
         model = other.restore_part(step, like, "ema" if averaged else "model")

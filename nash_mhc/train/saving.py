@@ -125,7 +125,8 @@ class Saver:
         self._failed += 1
         why = f"{reason(fault) if fault else 'another process could not write its part'}, {self._store.folder}"
         if self._failed >= self._attempts:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ConfigError):
+                self._owner.check()
                 self._store.reopen()  # what the last attempt left goes, too
             raise ConfigError(
                 f"checkpoint {step} could not be written ({why}), {self._failed} attempts in a row have failed; the run stops "
@@ -164,8 +165,9 @@ class Saver:
     def _make_again(self, missing: list[str]) -> None:
         run = self._store.folder.parent
         with as_os_errors():
+            folders.make(run)
+            self._owner.retake()  # before anything is cleared away: by now it may be another run's
             self._store.reopen()
-            self._owner.retake()
             if jax.process_index() == 0:
                 write_files(run, self._files)
         lost = ", without those it held" if "checkpoints" in missing else ""
