@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m nash_mhc.train $(ARGS)
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
