@@ -165,7 +165,7 @@ class Saver:
     def _make_again(self, missing: list[str]) -> None:
         run = self._store.folder.parent
         with as_os_errors():
-            folders.make(run)
+            folders.make(self._store.folder)
             self._owner.retake()  # before anything is cleared away: by now it may be another run's
             self._store.reopen()
             if jax.process_index() == 0:
