@@ -27,12 +27,12 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir --no-compile -e '.$(if $(EXTRA),[$(EXTRA)])'
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.$(if $(EXTRA),[$(EXTRA)])'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir --no-compile -e '.[dev$(addprefix $(comma),$(EXTRA))]'
+	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[dev$(addprefix $(comma),$(EXTRA))]'
 	touch $@ $(VENV)/.installed
 
 clean:
