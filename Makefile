@@ -7,8 +7,6 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Empty is off: the tests start Python a hundred times, and each start would compile the package again.
-export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test lint clean
 

@@ -164,12 +164,12 @@ def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_
         folder.rename(tmp_path / "moved")
         folder.mkdir()
         other = hold(folder)
-        saving = folder / "checkpoints" / "5.saving"
+        saving = folder / "checkpoints" / "5"  # as a save under way looks
         saving.mkdir(parents=True)
+        saving.with_name("5.saving").write_text("")
         with pytest.raises(ConfigError, match="another run holds it"):
             saver.save({"a": np.ones(3)}, 2, {}, wait=True)
-        assert saving.exists()
-        assert [path.name for path in saving.parent.iterdir()] == ["5.saving"]
+        assert sorted(path.name for path in saving.parent.iterdir()) == ["5", "5.saving"]
         other.release()
         owner.release()
 

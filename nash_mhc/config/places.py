@@ -1,4 +1,4 @@
-"""Where a run lies: a folder of this machine, or of an object store (gs://bucket/run). Names; nothing is read here."""
+"""Where a run lies: a folder of this machine, or of an object store (gs://bucket/run). No content is read here."""
 
 from __future__ import annotations
 

@@ -236,9 +236,10 @@ def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, newest: Callable[[Store
         step = newest(other) if cfg.train.init_step is None else cfg.train.init_step
         if step is None:
             raise ConfigError(f"--init-from {name}: its checkpoints folder holds no finished checkpoint")
-        if wrong := from_leader(lambda: manifest.problem(other.folder / str(step))):
-            raise ConfigError(f"--init-from {name}: its checkpoint {step} is damaged, {wrong}; choose another --init-step")
-        other.trust(step)
+        if cfg.train.init_step is not None:  # the newest whole one has been verified when it was found
+            if wrong := from_leader(lambda: manifest.problem(other.folder / str(step))):
+                raise ConfigError(f"--init-from {name}: its checkpoint {step} is damaged, {wrong}; choose another --init-step")
+            other.trust(step)
         averaged = any(entry.startswith("ema.") for entry in arrays_of(other.folder / str(step)))
         like = sharded_abstract_state(cfg, mesh).model
         model = other.restore_part(step, like, "ema" if averaged else "model")
