@@ -7,6 +7,9 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python keeps what it has compiled of its modules: of those that are used, not of all that is installed.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := -m pip install --quiet --no-cache-dir --no-compile -e
 
 .PHONY: train test lint clean
 
@@ -14,7 +17,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m nash_mhc.train $(ARGS)
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -27,12 +30,12 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.$(if $(EXTRA),[$(EXTRA)])'
+	$(BIN)/python $(INSTALL) '.$(if $(EXTRA),[$(EXTRA)])'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python -m pip install --quiet --no-cache-dir -e '.[dev$(addprefix $(comma),$(EXTRA))]'
+	$(BIN)/python $(INSTALL) '.[dev$(addprefix $(comma),$(EXTRA))]'
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -7,6 +7,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+gc.disable()  # until all is imported: of modules nothing can be freed
+
 CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(__file__).parent.parent / ".cache" / "jax")
 # For the subprocesses that some tests start, too: what one of them has compiled is there for all.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
@@ -37,15 +39,27 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Files whose tests mostly wait for other processes begin first, beside each other; of the rest the longest.
-_FIRST = (
-    "processes kills start_signals ownership moved verify first_hour bench signals object_store invariants step hlo spread"
-).split()
+# These files use each other's compiled steps, and so one process runs them.
+_TOGETHER = "invariants health hlo step".split()
+# They begin first, and beside them the files whose tests mostly wait for other processes; of the rest the longest.
+_FIRST = _TOGETHER + "processes kills start_signals ownership moved verify first_hour bench signals object_store spread".split()
 
 
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.hookimpl(optionalhook=True)  # there is no such hook without xdist
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            path = super()._split_scope(nodeid)
+            return "together" if Path(path).stem.removeprefix("test_") in _TOGETHER else path
+
+    return ByFileOrTogether(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -64,4 +78,5 @@ def pytest_sessionstart():
 def pytest_collection_finish():
     # Tracing makes many small objects, most of them for good: looking through them again and again is a tenth of the time.
     gc.freeze()
+    gc.enable()
     gc.set_threshold(100_000, 20, 20)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from nash_mhc.ops.platform import on_platform
+
 # Largest block of zeros and ones of one chunk, in elements.
 _CHUNK_ELEMENTS = 2**26
 
@@ -47,7 +49,7 @@ def added_rows_by_matmul(rows_V0: Array, index_BT: Array, d_BTD: Array) -> Array
 
 
 def _backward(saved: tuple[Array, Array], d_BTD: Array) -> tuple[Array, None]:
-    return lax.platform_dependent(*saved, d_BTD, cuda=added_rows_by_matmul, default=added_rows), None
+    return on_platform(*saved, d_BTD, cuda=added_rows_by_matmul, default=added_rows), None
 
 
 rows_of.defvjp(_forward, _backward)

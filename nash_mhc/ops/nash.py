@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from nash_mhc.ops import nash_gpu
+from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.pyramid import upsample, upsample_transposed
 
 GRAM = "gram"  # checkpoint name of the Gram matrix: C x C numbers a token and head, a pass over all scales to get
@@ -194,7 +194,7 @@ def _aggregate(outs, prior_BTCN, tau_N, present_BTC, rules):  # type: ignore[no-
     forms: dict[str, Any] = {"default": functools.partial(_aggregate_in_xla, rules)}
     if nash_gpu.fits(outs):
         forms["cuda"] = functools.partial(_aggregate_in_kernel, rules)
-    y, w, residual, half = lax.platform_dependent(outs, prior_BTCN, tau_N, present_BTC, **forms)
+    y, w, residual, half = on_platform(outs, prior_BTCN, tau_N, present_BTC, **forms)
     return _kept(y), w, residual, [checkpoint_name(g, GRAM) for g in half]
 
 
@@ -221,7 +221,7 @@ def _aggregate_bwd(rules, saved, cotangents):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": functools.partial(_backward_in_xla, rules)}
     if nash_gpu.fits(saved[0]):
         forms["cuda"] = functools.partial(_backward_in_kernel, rules)
-    douts, dprior, dtau = lax.platform_dependent(*saved, dy_BTNH, dw_BTCN, **forms)
+    douts, dprior, dtau = on_platform(*saved, dy_BTNH, dw_BTCN, **forms)
     return _kept(tuple(douts)), dprior, jnp.sum(dtau, axis=(0, 1)), None
 
 

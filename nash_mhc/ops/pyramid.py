@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops import pyramid_gpu
+from nash_mhc.ops.platform import on_platform
 
 
 def _wide(x: Array) -> Array:
@@ -71,7 +72,7 @@ def pool(
     forms: dict[str, Any] = {"default": _pool_in_xla}
     if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
         forms["cuda"] = _pool_in_kernel
-    return z_BTNH, _kept(lax.platform_dependent(z_BTNH, kernel_JNH, continues_BI, **forms))
+    return z_BTNH, _kept(on_platform(z_BTNH, kernel_JNH, continues_BI, **forms))
 
 
 def _pool_in_xla(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array) -> Array:
@@ -108,7 +109,7 @@ def _pool_bwd(saved, cotangents):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": _backward_in_xla}
     if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
         forms["cuda"] = _backward_in_kernel
-    return *_kept(lax.platform_dependent(*saved, *cotangents, **forms)), None
+    return *_kept(on_platform(*saved, *cotangents, **forms)), None
 
 
 def _backward_in_xla(

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from nash_mhc.ops import sinkhorn_gpu, streams_gpu
+from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.sinkhorn import Matrix, Vector, balance, balanced, iterate, reverse, reverse_in_kernel, sinkhorn_reference
 
 Streams = tuple[Float[Array, "B T D"], ...]
@@ -90,7 +91,7 @@ def write(xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T
     forms: dict[str, Any] = {"default": _write_in_xla}
     if streams_gpu.fits(y_BTD.shape):
         forms["cuda"] = _write_in_kernel
-    return _kept(lax.platform_dependent(xs, y_BTD, maps_BTM, **forms))
+    return _kept(on_platform(xs, y_BTD, maps_BTM, **forms))
 
 
 def _write_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array) -> tuple[Streams, Array]:
@@ -125,7 +126,7 @@ def _write_bwd(saved, cotangents):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": _write_sums_in_xla}
     if streams_gpu.fits(y_BTD.shape):
         forms["cuda"] = _write_sums_in_kernel
-    return dxs, *lax.platform_dependent(xs, y_BTD, maps_BTM, douts, **forms)
+    return dxs, *on_platform(xs, y_BTD, maps_BTM, douts, **forms)
 
 
 def _write_sums_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array, douts: Streams) -> tuple[Array, Array]:
@@ -202,7 +203,7 @@ def maps(logits_BTM: Float[Array, "B T M"], iterations: int) -> tuple[Float[Arra
     forms: dict[str, Any] = {"default": functools.partial(_maps_in_xla, iterations)}
     if sinkhorn_gpu.fits(logits_BTM.shape[:2]):
         forms["cuda"] = functools.partial(_maps_in_kernel, iterations)
-    return lax.platform_dependent(logits_BTM, **forms)
+    return on_platform(logits_BTM, **forms)
 
 
 def _columns_of(logits_BTM: Array) -> list[Array]:
@@ -239,7 +240,7 @@ def _maps_bwd(iterations, logits_BTM, cotangents):  # type: ignore[no-untyped-de
     forms: dict[str, Any] = {"default": functools.partial(_maps_backward_in_xla, iterations)}
     if sinkhorn_gpu.fits(logits_BTM.shape[:2]):
         forms["cuda"] = functools.partial(_maps_backward_in_kernel, iterations)
-    return (lax.platform_dependent(logits_BTM, dmaps_BTM, **forms),)
+    return (on_platform(logits_BTM, dmaps_BTM, **forms),)
 
 
 def _maps_backward(

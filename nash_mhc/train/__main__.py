@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import shlex
 import sys
@@ -112,6 +113,8 @@ def main() -> int:
 
 def command() -> int:
     """`main`, with an exit code for whatever becomes of it."""
+    gc.freeze()  # what was imported stays, and need not be looked through again
+    gc.enable()
     try:
         code = one_line_errors(main)
     except Exception:
