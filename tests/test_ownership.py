@@ -239,13 +239,36 @@ def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(be
     frozen._thread.join()
     owner = hold(beating, say=heard.append)
     assert heard[-1].endswith("has given no sign of life for 1 s; this run takes it over")
-    frozen._ended.clear()
-    frozen._beat()  # it wakes up, finds another one, and returns
+    frozen._give_sign()  # it wakes up, and finds another one
     with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) has taken it over"):
         frozen.check()
     owner.check()
     frozen.release()
     assert owner_of(beating)["machine"] == ["host-1"]
+    owner.release()
+
+
+def test_what_another_owner_has_half_written_is_not_written_over(beating, monkeypatch):
+    """It has come while this one was asleep: the first sign of life must not take the folder away from it again."""
+    frozen = hold(beating)
+    frozen._ended.set()
+    frozen._thread.join()
+    (beating / OBJECT).write_text('{"id": "anoth')
+    frozen._give_sign()
+    assert (beating / OBJECT).read_text() == '{"id": "anoth'
+    (beating / OBJECT).write_text('{"id": "another"}')
+    frozen._give_sign()
+    with pytest.raises(ConfigError, match="has taken it over"):
+        frozen.check()
+
+
+@pytest.mark.parametrize("beating", ["disk without locks"], indirect=True)  # a bucket's client asks for the size first
+def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
+    monkeypatch.setattr(ownership, "BEAT_S", 0.0005)
+    owner = hold(beating)
+    began, read = owner_of(beating)["beat"], 0
+    while owner_of(beating)["beat"] < began + 50 or read < 200:
+        read += 1
     owner.release()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from nash_mhc.checkpoint.faults import as_os_errors
-from nash_mhc.checkpoint.folders import create_whole
+from nash_mhc.checkpoint.folders import create_whole, write_whole
 from nash_mhc.config.places import Folder, is_remote, still_names
 from nash_mhc.config.schema import ConfigError
 
@@ -231,16 +231,21 @@ class _Beating:
                 self._path.unlink()
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
+        while self._lost is None and not self._ended.wait(BEAT_S):
             with contextlib.suppress(Exception):  # a store that does not answer, in whatever way, says nothing about the owner
-                found = _read_json(self._path)
-                if found.get("id", self._about["id"]) != self._about["id"]:
-                    self._lost = _who(found)
-                    return
-                later = self._about | {"beat": self._about["beat"] + 1}
-                with as_os_errors():
-                    self._path.write_text(json.dumps(later))
-                self._about, self._last_beat = later, time.monotonic()
+                self._give_sign()
+
+    def _give_sign(self) -> None:
+        """Once more that this owner is alive, unless another one has come."""
+        found, me = _read_json(self._path), self._about["id"]
+        if found.get("id", me) != me:
+            self._lost = _who(found)
+        elif found or not self._path.exists():  # else someone is writing it just now, and that is not this owner
+            later = self._about | {"beat": self._about["beat"] + 1}
+            with as_os_errors():
+                # In one piece: who reads half of it would take it for nobody's.
+                write_whole(self._path, json.dumps(later), part=self._folder / f".{OBJECT}.{me}.part")
+            self._about, self._last_beat = later, time.monotonic()
 
     def check(self) -> None:
         if self._lost is None and time.monotonic() - self._last_beat > DEAD_S:  # for others this run may be dead by now
