@@ -16,8 +16,11 @@ INSTALL := -m pip install --quiet --no-cache-dir --no-compile -e
 train: $(VENV)/.installed
 	$(BIN)/python -m nash_mhc.train $(ARGS)
 
-test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder $(ARGS)
+# The checkers have one core to themselves while the tests start, and their say at the end.
+test: $(VENV)/.installed-dev
+	@mkdir -p .cache; $(MAKE) --no-print-directory lint >.cache/lint.log 2>&1 & lint=$$!; \
+	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder $(ARGS); tested=$$?; \
+	wait $$lint; linted=$$?; cat .cache/lint.log; exit $$((tested ? tested : linted))
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

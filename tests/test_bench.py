@@ -5,8 +5,10 @@ import dataclasses
 import functools
 import io
 import json
+import re
 import statistics
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -15,8 +17,9 @@ import small
 from jax.experimental import topologies
 
 from nash_mhc.bench import __main__ as command
-from nash_mhc.bench import quality
+from nash_mhc.bench import findings, quality, variants
 from nash_mhc.bench.aot import bench_compile
+from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_step
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
@@ -91,6 +94,7 @@ MINUTE = ModelConfig(
 )  # fmt: skip
 # Stories are longer than 32 tokens: only the last rows of each 64 hold several, and all batches together reach them.
 STEPS, SEEDS, B, EVAL_BATCHES = 3, 2, 24, 4  # the last is four times what the configuration says
+RATES = [1e-3, 4e-3, 1e-2]
 
 
 def minute(**changes):
@@ -100,43 +104,78 @@ def minute(**changes):
 
 @pytest.fixture(scope="module")
 def compared():
-    """One comparison of all variants, with what went to the devices, the steps that were compiled and what was said."""
-    seen = SimpleNamespace(trained=[], held_out=[], steps=[], started=[], said=io.StringIO())
+    """One comparison of all variants: what went to the devices in each run, the steps that were compiled, what was said."""
+    seen = SimpleNamespace(runs=[], trained=[], held_out=[], steps=[], said=io.StringIO())
 
-    def spy(patch, module, rows_seen):
+    def begin(cfg, mesh):
+        seen.runs.append((cfg, []))
+        return created(cfg, mesh)
+
+    def spy(patch, module, note):
         real = module.to_device
-        patch.setattr(module, "to_device", lambda rows, mesh: rows_seen.append(rows) or real(rows, mesh))
+        patch.setattr(module, "to_device", lambda rows, mesh: note(rows) or real(rows, mesh))
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(seen.said):
-        spy(patch, feed, seen.trained)
-        spy(patch, evaluate, seen.held_out)
+        spy(patch, feed, lambda rows: seen.trained.append(rows) or seen.runs[-1][1].append(rows))
+        spy(patch, evaluate, seen.held_out.append)
         compiled, created = quality.compile_train_step, quality.create_state
         patch.setattr(quality, "compile_train_step", lambda *a, **k: seen.steps.append(compiled(*a, **k)) or seen.steps[-1])
-        patch.setattr(quality, "create_state", lambda cfg, mesh: seen.started.append(cfg) or created(cfg, mesh))
-        seen.figures = quality.bench_quality(minute(), variants=",".join(quality.VARIANTS), seeds=SEEDS)
+        patch.setattr(quality, "create_state", begin)
+        names, rates = ",".join(variants.VARIANTS), ",".join(map(str, reversed(RATES)))
+        seen.figures = quality.bench_quality(minute(), variants=names, seeds=SEEDS, learning_rates=rates)
     return seen
 
 
-def by_variant(rows, batches):
-    """[variant, seed, batch, field, ...] of the rows in the order in which they were taken."""
-    flat = np.stack([np.stack([a.astype(np.float32) for a in r]) for r in rows])
-    return flat.reshape(len(quality.VARIANTS), SEEDS, batches, *flat.shape[1:])
+def test_all_runs_of_a_seed_learn_from_the_same_rows_in_the_same_order(compared):
+    first = {}
+    for cfg, rows in compared.runs:
+        assert len(rows) == cfg.train.total_steps
+        want = first.setdefault(cfg.train.seed, rows)
+        for got, other in zip(rows, want, strict=False):  # a run of fewer steps reads the first of them
+            jax.tree.map(np.testing.assert_array_equal, got, other)
+    assert set(first) == {0, 1}
+    assert not np.array_equal(first[0][0].inputs, first[1][0].inputs)  # each seed has its own
+    assert not np.array_equal(first[0][0].inputs, first[0][1].inputs)  # and so has each step
 
 
-def test_all_variants_learn_from_the_same_rows_in_the_same_order(compared):
-    rows = by_variant(compared.trained, STEPS)
-    for other in rows[1:]:
-        np.testing.assert_array_equal(other, rows[0])
-    assert not np.array_equal(rows[0, 0], rows[0, 1])  # each seed has its own
-    assert not np.array_equal(rows[0, 0, 0], rows[0, 0, 1])  # and so has each step
+def test_every_rate_is_tried_with_the_first_seed_and_the_best_with_the_others(compared):
+    per_variant = len(RATES) + SEEDS - 1
+    for i, figures in enumerate(compared.figures["variants"].values()):
+        tried = [(cfg.optim.learning_rate, cfg.train.seed) for cfg, _ in compared.runs[i * per_variant :][:per_variant]]
+        assert tried == [(rate, 0) for rate in RATES] + [(figures["learning_rate"], 1)]
+        losses = figures["rates"]
+        assert list(losses) == [f"{rate:g}" for rate in RATES]
+        assert losses[f"{figures['learning_rate']:g}"] == min(losses.values()) == figures["held_out"][0]
+        assert len(set(losses.values())) == len(RATES)
+        assert figures["at_edge"] == (figures["learning_rate"] != RATES[1])
 
 
-def test_all_variants_are_scored_on_the_same_rows(compared):
-    rows = by_variant(compared.held_out, EVAL_BATCHES)
-    for variant in rows:
-        for seed in variant:
-            np.testing.assert_array_equal(seed, rows[0, 0])
+def test_at_equal_seconds_each_makes_as_many_steps_as_it_can(compared):
+    fastest = max(v["tokens_per_s"] for v in compared.figures["variants"].values())
+    for v in compared.figures["variants"].values():
+        raced = v["equal_seconds"]
+        assert raced["steps"] == max(1, round(STEPS * v["tokens_per_s"] / fastest))
+        assert raced["held_out"] == pytest.approx(v["held_out"][0], abs=2.0)
+        if raced["steps"] == STEPS:
+            assert raced["held_out"] == v["held_out"][0]
+
+
+def test_all_variants_are_scored_on_the_same_rows_and_places_add_up_to_them(compared):
+    found = compared.held_out
+    for i, rows in enumerate(found):
+        np.testing.assert_array_equal(rows.inputs, found[i % EVAL_BATCHES].inputs)
     assert compared.figures["eval_rows"] == EVAL_BATCHES * B
+    # After the rates come the places, one after the other: [0, 16) and [16, 32).
+    passes = [found[i : i + EVAL_BATCHES] for i in range(0, len(found), EVAL_BATCHES)]
+    first, second = passes[len(RATES) : len(RATES) + 2]
+    for whole, a, b in zip(passes[0], first, second, strict=True):
+        np.testing.assert_array_equal(whole.weights, a.weights + b.weights)
+        assert not a.weights[..., 16:].any() and not b.weights[..., :16].any()
+    weight = [sum(float(rows.weights.sum()) for rows in each) for each in (first, second)]
+    for v in compared.figures["variants"].values():
+        assert list(v["loss_by_position"]) == ["0 to 15", "16 to 31"]
+        mean = np.average(list(v["loss_by_position"].values()), weights=weight)
+        assert v["held_out"][0] == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["trained", "held_out"])
@@ -148,31 +187,48 @@ def test_rows_are_aligned_for_the_coarsest_model(compared, kind):
 
 
 def test_variants_differ_in_architecture_and_hardly_in_parameters(compared):
-    variants = compared.figures["variants"]
-    shapes = {name: (v["scales"], v["window"], v["residual"]) for name, v in variants.items()}
+    found = compared.figures["variants"]
+    shapes = {name: (v["scales"], v["window"], v["residual"]) for name, v in found.items()}
     assert shapes == {
         "nash-mhc": (2, 8, "mhc"),
         "dense": (1, None, "plain"),
         "dense-mhc": (1, None, "mhc"),
         "multiscale-plain": (2, 8, "plain"),
     }
-    assert variants["nash-mhc"]["ffn"] == MINUTE.ffn
-    for v in variants.values():
+    assert found["nash-mhc"]["ffn"] == MINUTE.ffn
+    for v in found.values():
         model = dataclasses.replace(MINUTE, **{key: v[key] for key in ("scales", "window", "residual", "ffn")})
         assert v["parameters"] == count_parameters(model)
         assert v["parameters"] == pytest.approx(count_parameters(MINUTE), rel=0.03)
         assert v["ffn"] % 8 == 0
 
 
-def test_a_variant_is_compiled_once_and_starts_anew_for_each_seed(compared):
-    assert max(step.traces for step in compared.steps) <= 1  # for all seeds
-    assert [cfg.train.seed for cfg in compared.started] == [0, 1] * len(quality.VARIANTS)
+def test_a_variant_is_compiled_once_for_all_rates_seeds_and_lengths(compared):
+    assert max(step.traces for step in compared.steps) <= 1
+
+
+def test_the_scales_of_those_that_have_some_are_in_the_figures(compared):
+    for v in compared.figures["variants"].values():
+        if v["scales"] == 1:
+            assert "scale_weight" not in v
+        else:
+            np.testing.assert_allclose(np.sum(v["scale_weight"], axis=1), 1.0, atol=1e-5)
+            assert np.shape(v["scale_entropy"]) == (MINUTE.layers,)
+
+
+def test_curves_hold_every_step(compared):
+    for v in compared.figures["variants"].values():
+        tokens, seconds, losses = zip(*v["curve"], strict=True)
+        assert tokens == tuple(n * B * 32 for n in (1, 2, 3))
+        assert list(seconds) == sorted(seconds)
+        assert all(3 < loss < 8 for loss in losses)
 
 
 def test_a_seed_gives_the_same_loss_again_by_itself(compared):
     """Also shows that the seed is not part of the step, which here is compiled for another one; 73 rows are four batches."""
     first = compared.figures["variants"]["dense"]["held_out"]
-    again = quality.bench_quality(minute(train__seed=1), variants="dense", seeds=1, eval_rows=73)
+    rate = compared.figures["variants"]["dense"]["learning_rate"]
+    again = quality.bench_quality(minute(train__seed=1, optim__learning_rate=rate), variants="dense", seeds=1, eval_rows=73)
     assert again["variants"]["dense"]["held_out"] == first[1:]
     assert again["seeds"] == compared.figures["seeds"][1:] == [1]
     assert first[0] != first[1]
@@ -189,33 +245,36 @@ def test_figures_of_the_comparison_follow_from_the_losses(compared):
         assert v["tokens_per_s"] > 0
         assert v["compile_s"] > 0
         assert all(3 < loss < 8 for loss in losses)  # three steps from ln 257 = 5.5
-    assert figures["nash_below_dense"] == (max(figures["variants"]["nash-mhc"]["held_out"]) < min(dense))
+    edges = [figures["variants"][name]["at_edge"] for name in ("nash-mhc", "dense")]
+    below = max(figures["variants"]["nash-mhc"]["held_out"]) < min(dense)
+    assert figures["nash_below_dense"] == (None if any(edges) else below)
     assert figures["floor_nats_per_token"] == pytest.approx(0.53, abs=0.01)
     said = compared.said.getvalue()
-    for name in quality.VARIANTS:
+    for name in variants.VARIANTS:
         assert f"\n{name}: " in f"\n{said}"
-        assert f"{name}, seed 1: held-out loss {figures['variants'][name]['held_out'][1]:.4f} after 3 steps" in said
-    assert said.count("compiling ...") == len(quality.VARIANTS)
+        v = figures["variants"][name]
+        assert f"{name}, rate {v['learning_rate']:g}, seed 1: held-out loss {v['held_out'][1]:.4f} after 3 steps" in said
+    assert said.count("compiling ...") == len(variants.VARIANTS)
 
 
 @pytest.mark.parametrize("name", ["dense", "dense-mhc"])
 def test_the_ffn_width_is_the_closest_of_all(name, monkeypatch):
     count = functools.cache(count_parameters)  # tracing takes its time
-    monkeypatch.setattr(quality, "count_parameters", count)
-    model = dataclasses.replace(MINUTE, **quality.VARIANTS[name])
+    monkeypatch.setattr(variants, "count_parameters", count)
+    model = dataclasses.replace(MINUTE, **variants.VARIANTS[name])
     counts = {ffn: count(dataclasses.replace(model, ffn=ffn)) for ffn in range(8, 201, 8)}
     for unit in (8, 24):
         for target in (0, counts[8] + 1, count(MINUTE), counts[104] + 300, counts[104] + 500, counts[120] + 1300):
             best = min(range(unit, 201, unit), key=lambda ffn: abs(counts[ffn] - target))
-            assert quality.matched(model, target, unit).ffn == best, (unit, target)
+            assert variants.matched(model, target, unit).ffn == best, (unit, target)
 
 
 def test_the_ffn_width_divides_over_the_mesh():
     model = dataclasses.replace(MINUTE, width=48, layers=3, heads=6, kv_heads=6, ffn=480)
     cfg = small.mesh_config(dataclasses.replace(minute(data__seq_len=48), model=model), tp=3)
     base, mesh = resolve(cfg)
-    assert quality.relative("nash-mhc", cfg, base, mesh) == base
-    assert [quality.relative(name, cfg, base, mesh).model.ffn % 24 for name in quality.VARIANTS] == [0] * 4
+    assert variants.relative("nash-mhc", cfg, base, mesh) == base
+    assert [variants.relative(name, cfg, base, mesh).model.ffn % 24 for name in variants.VARIANTS] == [0] * 4
 
 
 def test_a_model_without_an_equal_relative_is_refused():
@@ -224,7 +283,7 @@ def test_a_model_without_an_equal_relative_is_refused():
     with pytest.raises(
         ConfigError, match=r"^variant dense-mhc: no FFN width brings it within 3% of [\d,]+ parameters \(the nearest"
     ):
-        quality.relative("dense-mhc", cfg, *resolve(cfg))
+        variants.relative("dense-mhc", cfg, *resolve(cfg))
 
 
 @pytest.mark.parametrize(
@@ -237,15 +296,15 @@ def test_a_model_without_an_equal_relative_is_refused():
     ],
 )
 def test_the_verdict_says_what_the_seeds_say(nash, dense, below, words):
-    variants = {"nash-mhc": {"held_out": nash}, "dense": {"held_out": dense}}
-    quality.compare(variants)
-    answer, text = quality.verdict(variants, 0.5)
+    found = {"nash-mhc": {"held_out": nash}, "dense": {"held_out": dense}}
+    findings.compare(found)
+    answer, text = findings.verdict(found, 0.5)
     assert answer is below
     for word in words:
         assert word in text
     assert below is None or "floor of the stories is 0.5000, the means are 1.4" in text
-    assert (variants["nash-mhc"]["mean"] is None) == (None in nash)
-    assert variants["dense"]["spread"] == max(dense) - min(dense)
+    assert (found["nash-mhc"]["mean"] is None) == (None in nash)
+    assert found["dense"]["spread"] == max(dense) - min(dense)
 
 
 def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
@@ -271,18 +330,90 @@ def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tm
     assert run_command(monkeypatch, "quality", "--variants", "dense", "--json", str(file)) == 0
     assert json.loads(file.read_text()) == compared.figures
     assert [(cfg.train.total_steps, own["seeds"], own["eval_rows"]) for cfg, own in asked] == [(7, 5, 6), (300, 3, None)]
-    assert asked[0][1]["variants"].split(",") == list(quality.VARIANTS)
+    assert asked[0][1]["variants"].split(",") == list(variants.VARIANTS)
     assert asked[1][1]["variants"] == "dense"
     table = capsys.readouterr().out
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
-    variants = compared.figures["variants"].values()
-    assert ["parameters", *(f"{v['parameters']:,}" for v in variants)] in cells
-    assert ["held_out, seed 1", *(f"{v['held_out'][1]:.4f}" for v in variants)] in cells
-    assert ["minus_dense, seed 0", *(f"{v['minus_dense'][0]:+.4f}" for v in variants)] in cells
-    assert [row[0] for row in cells if ", seed" not in row[0]] == [
-        "parameters", "ffn", "mean", "spread", "tokens_per_s", "compile_s",
+    columns = compared.figures["variants"].values()
+    assert ["parameters", *(f"{v['parameters']:,}" for v in columns)] in cells
+    assert ["held_out, seed 1", *(f"{v['held_out'][1]:.4f}" for v in columns)] in cells
+    assert ["minus_dense, seed 0", *(f"{v['minus_dense'][0]:+.4f}" for v in columns)] in cells
+    assert ["held_out, rate 0.004", *(f"{v['rates']['0.004']:.4f}" for v in columns)] in cells
+    assert ["at equal seconds", *(f"{v['equal_seconds']['held_out']:.4f}" for v in columns)] in cells
+    assert ["loss at 16 to 31", *(f"{v['loss_by_position']['16 to 31']:.4f}" for v in columns)] in cells
+    labels = [row[0] for row in cells if not row[0].startswith(("held_out", "minus_dense", "loss at", "steps in"))]
+    assert labels == [
+        "parameters", "ffn", "best rate", "mean", "spread", "at equal seconds", "entropy of scales", "tokens_per_s",
+        "compile_s",
     ]  # fmt: skip
     assert compared.figures["verdict"] in table
+    edges = [v["at_edge"] for v in columns]
+    assert ("(edge): the best rate is the lowest or the highest of those tried" in table) == any(edges)
+    assert [row[1:] for row in cells if row[0] == "best rate"] == [
+        [f"{v['learning_rate']:g}" + " (edge)" * v["at_edge"] for v in columns]
+    ]
+
+
+def test_the_picture_has_a_line_a_variant_in_both_panels(compared, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(quality, "bench_quality", lambda cfg, **own: compared.figures)
+    file = tmp_path / "picture.svg"
+    assert run_command(monkeypatch, "quality", "--picture", str(file)) == 0
+    drawn = ElementTree.parse(file).getroot()
+    lines = [path for path in drawn.iter("{http://www.w3.org/2000/svg}path") if path.get("fill") == "none"]
+    assert len(lines) == 2 * len(variants.VARIANTS)
+    numbers = [float(n) for line in lines for n in re.findall(r"[\d.]+", line.get("d"))]
+    assert min(numbers[::2]) >= 0 and max(numbers[::2]) <= float(drawn.get("width"))
+    assert min(numbers[1::2]) >= 0 and max(numbers[1::2]) <= float(drawn.get("height"))
+    words = "".join(drawn.itertext())
+    for name, v in compared.figures["variants"].items():
+        assert f"{name} ({v['learning_rate']:g})" in words
+
+
+def test_the_best_rate_at_the_edge_is_no_verdict():
+    found = {"nash-mhc": {"held_out": [0.7], "at_edge": False}, "dense": {"held_out": [0.8], "at_edge": True}}
+    assert findings.verdict(found, None) == (
+        None, "No verdict: the best rate of dense may lie beyond those that were tried.",
+    )  # fmt: skip
+
+
+# --- recall ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seq_len", "vocab"), [(64, 40), (97, 257), (256, 257), (1024, 4096)])
+def test_what_is_asked_for_was_said_and_nothing_else_counts(seq_len, vocab):
+    rows = RecallRows(seq_len, vocab, seed=3).take(list(range(6)))
+    away = distances(rows.inputs)
+    asked = rows.weights > 0
+    assert rows.inputs.shape == rows.targets.shape == (6, seq_len)
+    assert (rows.inputs[:, 1:] == rows.targets[:, :-1]).all()
+    assert (rows.segments == 1).all()
+    assert 0.1 < asked.mean() < 0.4
+    for b, t in zip(*np.nonzero(asked), strict=True):
+        assert away[b, t] >= 10
+        assert rows.targets[b, t] == rows.inputs[b, t - away[b, t] + 1]
+    # A key that comes for the first time is not asked for; no value is.
+    keys = np.arange(seq_len) % 2 == 0
+    assert not asked[:, ~keys].any()
+    assert not asked[away == 0].any()
+    # Every octave is asked for.
+    edges = [10, *(16 << i for i in range(12) if 16 << i < seq_len), seq_len]
+    assert (np.histogram(away[asked], edges)[0] > 0).all()
+
+
+def test_rows_to_be_asked_are_not_those_to_learn_from():
+    learned, asked = (RecallRows(64, 257, seed=0, is_held_out=held_out) for held_out in (False, True))
+    assert not np.array_equal(learned[0].inputs, asked[0].inputs)
+    np.testing.assert_array_equal(learned[5].inputs, RecallRows(64, 257, seed=0)[5].inputs)
+    assert not np.array_equal(learned[0].inputs, RecallRows(64, 257, seed=1)[0].inputs)
+    assert learned.identity != asked.identity
+
+
+def test_recall_is_scored_by_distance(compared):
+    figures = quality.bench_quality(minute(data__seq_len=64), variants="dense", seeds=1, task="recall")
+    found = figures["variants"]["dense"]["accuracy_by_distance"]
+    assert list(found) == ["0 to 15", "16 to 31", "32 to 63"]
+    assert all(0 <= value < 0.2 for value in found.values())  # three steps have taught it nothing
+    assert figures["floor_nats_per_token"] is None
 
 
 @pytest.mark.parametrize(
@@ -294,6 +425,17 @@ def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tm
         ("quality --seed 4294967295 --seeds 2", "train.seed must be at most 4294967295, not 4294967296"),
         ("quality --variants nash-mhc,dens", "--variants: unknown variant 'dens'; did you mean dense?"),
         ("quality --variants ,", "--variants: unknown variant ''; there are nash-mhc, dense, dense-mhc, multiscale-plain"),
+        (
+            "quality --learning-rates 1e-3,fast",
+            "--learning-rates 1e-3,fast: numbers with commas between them, such as 1e-3,2e-3",
+        ),
+        ("quality --learning-rates 1e-3,0", "--learning-rates 1e-3,0: every rate must be a number above 0"),
+        ("quality --task recal", "--task: invalid choice: 'recal'"),
+        (
+            "quality --task recall --seq-len 4096",
+            "--task recall: rows of 4096 tokens need 1024 keys, and half of 257 tokens are",
+        ),
+        ("quality --picture /nowhere/p.svg --seeds 0", "--picture /nowhere/p.svg: cannot be written"),
         ("quality --model-scales 1", "the run's model must be the full one: --model-scales above 1"),
         ("quality --model-residual plain", "the run's model must be the full one: --model-scales above 1"),
         ("quality --model-vocab-size 100", "--tokenizer bytes: set --model-vocab-size 257 or more"),

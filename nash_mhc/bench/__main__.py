@@ -40,6 +40,11 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--seeds", type=int, default=3, help="runs of each variant, counted from --seed on [3]")
         group.add_argument("--variants", metavar="A,B,...", default=every, help=f"what to compare [{every}]")
         group.add_argument("--eval-rows", type=int, metavar="ROWS", help="held-out rows [4 x eval-batches x batch-size]")
+        rates = "rates to try with the first seed; each variant takes its own best one [the run's --learning-rate alone]"
+        group.add_argument("--learning-rates", metavar="A,B,...", help=rates)
+        tasks = "what is learned: the run's dataset, or to recall what a row said before [text]"
+        group.add_argument("--task", choices=["text", "recall"], default="text", help=tasks)
+        group.add_argument("--picture", metavar="FILE", help="draw loss against tokens and against seconds here, as SVG")
     group.add_argument("--json", metavar="FILE", default=None, help="write the figures here, too ('-': only JSON, to stdout)")
 
 
@@ -47,7 +52,10 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
     if command == "quality":
         from nash_mhc.bench.quality import bench_quality
 
-        return bench_quality(cfg, variants=own.variants, seeds=own.seeds, eval_rows=own.eval_rows)
+        return bench_quality(
+            cfg, variants=own.variants, seeds=own.seeds, eval_rows=own.eval_rows, learning_rates=own.learning_rates,
+            task=own.task,
+        )  # fmt: skip
     if command == "data":
         from nash_mhc.bench.data import bench_data
 
@@ -66,7 +74,7 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
 
 def _show(command: str, figures: dict[str, Any]) -> None:
     if command == "quality":
-        from nash_mhc.bench.quality import show
+        from nash_mhc.bench.findings import show
 
         return show(figures)
     table = Table(show_header=False)
@@ -81,6 +89,14 @@ def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     return found_settings(given, values)
 
 
+def _writable(flag: str, name: str | None) -> Path | None:
+    """Asked before the work, which may take an hour."""
+    file = Path(name).expanduser() if name else None
+    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"{flag} {file}: cannot be written; name a file in a folder that is there")
+    return file
+
+
 def main() -> int:
     if (chosen := chosen_command(ABOUT, USAGE, "benchmark")) is None:
         return 0
@@ -88,11 +104,13 @@ def main() -> int:
     own = lambda group: _own_flags(command, group)
     options: dict[str, Any] = {"found": _found} if command == "quality" else {}  # the only one that reads the user's data
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
-    file = Path(parsed.own.json).expanduser() if parsed.own.json not in (None, "-") else None
-    # Asked before the work, which may take an hour.
-    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        raise ConfigError(f"--json {file}: cannot be written; name a file in a folder that is there")
+    file = _writable("--json", parsed.own.json) if parsed.own.json != "-" else None
+    drawn = _writable("--picture", getattr(parsed.own, "picture", None))
     figures = _run(command, parsed.config, parsed.own)
+    if drawn:
+        from nash_mhc.bench.picture import picture
+
+        drawn.write_text(picture(figures))
     if parsed.own.json == "-":
         print(json.dumps(figures, indent=2))
         return 0

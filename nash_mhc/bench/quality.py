@@ -1,43 +1,40 @@
-"""`bench quality`: the run's model and its relatives, trained alike on the same rows with as many parameters, and scored."""
+"""`bench quality`: the run's model and its relatives, each at its own best learning rate, on the same rows, and scored."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.table import Table
 
-from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.bench.findings import Figures, compare, verdict
+from nash_mhc.bench.recall import RecallRows, distances
+from nash_mhc.bench.variants import chosen, relative
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import Tokenizer, load_tokenizer
 from nash_mhc.model.lm import LM, count_parameters
 from nash_mhc.parallel.mesh import describe
-from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.run import for_platform, resolve
+from nash_mhc.train.run import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 
-# What each variant changes in the run's model. Plain attention gets no window: it sees the whole row, its best form.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "nash-mhc": {},
-    "dense": {"scales": 1, "window": None, "residual": "plain"},
-    "dense-mhc": {"scales": 1, "window": None},
-    "multiscale-plain": {"residual": "plain"},
-}
-_TOLERANCE = 0.03  # of the parameters
-_NOTE = "Same rows, steps and seeds for all; the FFN is as wide as equal parameters ask; plain attention has no window."
-
-Figures = dict[str, Any]
+TASKS = ("text", "recall")
+_NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide
+_CURVE = 60  # points of a run's curve
 
 
 class _Progress:
@@ -58,138 +55,206 @@ class _Progress:
             self.say(text)
 
 
-def chosen(names: str) -> list[str]:
-    """`dense,nash-mhc` -> the variants of that name, each once; ConfigError for a name that is none."""
-    found = list(dict.fromkeys(name.strip().lower() for name in names.split(",")))
-    for name in found:
-        if name not in VARIANTS:
-            hint = did_you_mean(name, VARIANTS) or f"; there are {', '.join(VARIANTS)}"
-            raise ConfigError(f"--variants: unknown variant {name!r}{hint}")
-    return found
+@dataclass
+class Setting:
+    """What is the same for all variants: the data, how they are read, where it runs, and who is told."""
+
+    tokenizer: Tokenizer
+    mesh: Mesh
+    align: int  # of documents, for the coarsest model
+    task: str
+    held_out: RowSource
+    progress: _Progress
+
+    def source(self, cfg: RunConfig) -> RowSource:
+        if self.task == "recall":
+            return RecallRows(cfg.data.seq_len, self.tokenizer.vocab_size, seed=cfg.train.seed)
+        return open_source(cfg.data, self.tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=self.align)
 
 
-def matched(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
-    """`model` with the FFN width, a multiple of `unit`, that brings it closest to so many parameters."""
-    at = lambda ffn: count_parameters(dataclasses.replace(model, ffn=ffn))
-    slope = at(2 * unit) - at(unit)  # every unit of width adds the same
-    return dataclasses.replace(model, ffn=unit * max(1, 1 + round((parameters - at(unit)) / slope)))
+@dataclass
+class Trained:
+    model: LM
+    tokens_per_s: float
+    curve: list[list[int | float]]  # [tokens, seconds, training loss since the last point], ...
+    health: dict[str, Any]  # of the last step
 
 
-def relative(name: str, cfg: RunConfig, base: RunConfig, mesh: Mesh) -> RunConfig:
-    """The run of one variant. `cfg` is the run as asked for, `base` the same with the devices' own choices filled in."""
-    if not VARIANTS[name]:
-        return base
-    target = count_parameters(cfg.model)
-    model = matched(dataclasses.replace(cfg.model, **VARIANTS[name]), target, math.lcm(8, mesh.shape["tp"]))
-    if abs((count := count_parameters(model)) / target - 1) > _TOLERANCE:
-        raise ConfigError(
-            f"variant {name}: no FFN width brings it within {_TOLERANCE:.0%} of {target:,} parameters (the nearest, "
-            f"{model.ffn}, has {count:,}); take a larger model or a smaller --mesh-tp"
-        )
-    # The kernel is chosen anew: one that suits a window need not be the best without.
-    run = dataclasses.replace(base, model=model, train=dataclasses.replace(base.train, attention=cfg.train.attention))
-    return for_platform(run, base.mesh.platform)
-
-
-def train(
-    cfg: RunConfig, step_fn: CompiledStep, tokenizer: Tokenizer, mesh: Mesh, align: int, watch: Callable[[int, float], None]
-) -> tuple[LM, float]:
-    """(the trained model, tokens a second): a run from fresh weights to its last step; seed and `align` fix its rows."""
-    total, seed = cfg.train.total_steps, cfg.train.seed
+def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None]) -> Trained:
+    """A run from fresh weights to its last step; seed and alignment fix its rows."""
+    total, seed, mesh = cfg.train.total_steps, cfg.train.seed, setting.mesh
+    source = setting.source(cfg)
+    # Rate, schedule and seed are no part of the program: all runs of a variant share one.
+    step_fn = compile_train_step(cfg, mesh, source, warn=setting.progress.say)
     state = create_state(cfg, mesh)
-    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=align)
     rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=seed)
+    tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
+    losses: list[float] = []
+    seconds: list[float] = []
     began, metrics = time.perf_counter(), None
     try:
         for step, batch in enumerate(prefetched(itertools.islice(rows, total), mesh), start=1):
             before = metrics
             state, metrics = step_fn(state, batch)
             if before is not None:  # read one step late: the host never waits for the newest
-                watch(step - 1, float(before["loss"]))
+                losses.append(float(before["loss"]))
+                seconds.append(time.perf_counter())
+                watch(step - 1, losses[-1])
             if step == 2:  # the first step also waited for the first rows
                 began = time.perf_counter()
-        watch(total, float(metrics["loss"]))  # type: ignore[index]  # there is at least one step
+        assert metrics is not None  # there is at least one step
+        losses.append(float(metrics["loss"]))
+        seconds.append(time.perf_counter())
+        watch(total, losses[-1])
     finally:
         rows.close()  # type: ignore[attr-defined]
-    tokens = max(total - 1, 1) * cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
-    return state.model, tokens / (time.perf_counter() - began)
-
-
-def measure(
-    name: str,
-    runs: list[RunConfig],
-    held_out: RowSource,
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-    align: int,
-    progress: _Progress,
-) -> Figures:
-    """One variant: compiled once, trained and scored for each seed in turn."""
-    cfg, total = runs[0], runs[0].train.total_steps
-    progress.say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {cfg.model.ffn}; compiling ...")
-    progress.status.update(f"{name}: compiling ...")
-    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align)
-    step_fn = compile_train_step(cfg, mesh, source, warn=progress.say)  # the seed is in the state and the rows, not in the step
-    step_fn.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
-    evaluator = Evaluator(cfg, held_out, tokenizer, mesh)
-    losses, rates = [], []
-    for run in runs:
-        where = f"{name}, seed {run.train.seed}"
-        watch = lambda step, loss, where=where: progress.now(f"{where}: step {step}/{total}, loss {loss:.4f}")
-        model, rate = train(run, step_fn, tokenizer, mesh, align, watch)
-        progress.status.update(f"{where}: evaluating ...")
-        losses.append(evaluator.evaluate(model)["eval/loss"])
-        rates.append(rate)
-        del model  # before the next run makes its own
-        progress.say(f"{where}: held-out loss {losses[-1]:.4f} after {total} steps, {rate:,.0f} tok/s")
-    return {
-        "parameters": count_parameters(cfg.model),
-        **{key: getattr(cfg.model, key) for key in ("ffn", "scales", "window", "residual")},
-        "attention": cfg.train.attention,
-        # JSON has no NaN: the loss of a run that diverged is none.
-        "held_out": [loss if math.isfinite(loss) else None for loss in losses],
-        "tokens_per_s": statistics.median(rates),
-        "compile_s": step_fn.seconds,
-    }
-
-
-def compare(variants: dict[str, Figures]) -> None:
-    """Adds mean, spread (max - min) and, seed by seed, the difference to dense; None where a run diverged."""
-    dense = variants.get("dense", {}).get("held_out")
-    for figures in variants.values():
-        losses = figures["held_out"]
-        whole = None not in losses
-        figures["mean"] = statistics.fmean(losses) if whole else None
-        figures["spread"] = max(losses) - min(losses) if whole else None
-        if dense:
-            figures["minus_dense"] = [None if None in pair else pair[0] - pair[1] for pair in zip(losses, dense, strict=True)]
-
-
-def verdict(variants: dict[str, Figures], floor: float | None) -> tuple[bool | None, str]:
-    """(is every seed of nash-mhc below every seed of dense, the sentence that says so with its numbers)."""
-    if not {"nash-mhc", "dense"} <= variants.keys():
-        return None, "No verdict: it needs both nash-mhc and dense."
-    nash, dense = variants["nash-mhc"]["held_out"], variants["dense"]["held_out"]
-    if None in nash + dense:
-        return None, "No verdict: a run diverged."
-    span = lambda losses: f"{min(losses):.4f} to {max(losses):.4f}" if len(losses) > 1 else f"{losses[0]:.4f}"
-    margin, difference = min(dense) - max(nash), statistics.fmean(nash) - statistics.fmean(dense)
-    text = (
-        f"{'Every' if margin > 0 else 'Not every'} seed of nash-mhc is below every seed of dense: {span(nash)} against "
-        f"{span(dense)} nats a token, margin {margin:+.4f} (best of dense - worst of nash-mhc); seed by seed it is below in "
-        f"{sum(a < b for a, b in zip(nash, dense, strict=True))} of {len(nash)}, the means differ by {difference:+.4f}"
+    each = -(-total // _CURVE)
+    curve = [
+        [min(at + each, total) * tokens, seconds[min(at + each, total) - 1] - began, statistics.fmean(losses[at : at + each])]
+        for at in range(0, total, each)
+    ]
+    health = {k.removeprefix("health/"): v for k, v in jax.device_get(metrics).items() if k.startswith("health/scale")}
+    return Trained(
+        state.model, max(total - 1, 1) * tokens / (seconds[-1] - began), curve, {k: v.tolist() for k, v in health.items()}
     )
-    if floor is not None:
-        means = " and ".join(f"{statistics.fmean(losses) / floor:.3f}x" for losses in (nash, dense))
-        text += f"; the floor of the stories is {floor:.4f}, the means are {means} of it"
-    return margin > 0, text + ("." if len(nash) > 1 else "; one seed says nothing about the spread.")
 
 
-def bench_quality(cfg: RunConfig, *, variants: str, seeds: int, eval_rows: int | None = None) -> Figures:
+def _octaves(seq_len: int) -> list[tuple[int, int]]:
+    """[0, 16), [16, 32), [32, 64) ... up to the whole row."""
+    edges = [0, *itertools.takewhile(lambda e: e < seq_len, (_NEAREST << i for i in itertools.count())), seq_len]
+    return list(itertools.pairwise(edges))
+
+
+def _within(low: int, high: int, place: Callable[[Rows], np.ndarray], rows: Rows) -> np.ndarray:
+    at = place(rows)
+    return (at >= low) & (at < high)
+
+
+def by_place(model: LM, evaluator: Evaluator, seq_len: int, task: str) -> dict[str, Any]:
+    """Loss by position in the row; of the recall task, accuracy by the distance to the fact that is asked for."""
+    recall = task == "recall"
+    distance = lambda rows: distances(rows.inputs)
+    position = lambda rows: np.broadcast_to(np.arange(seq_len), rows.inputs.shape)
+    place = distance if recall else position
+    found = {}
+    for low, high in _octaves(seq_len):
+        scored = evaluator.evaluate(model, only=functools.partial(_within, low, high, place))
+        value = scored["eval/accuracy" if recall else "eval/loss"]
+        if math.isfinite(value):
+            found[f"{low} to {high - 1}"] = value
+    return {"accuracy_by_distance" if recall else "loss_by_position": found}
+
+
+def _with(cfg: RunConfig, *, rate: float | None = None, seed: int | None = None, steps: int | None = None) -> RunConfig:
+    optim = cfg.optim if rate is None else dataclasses.replace(cfg.optim, learning_rate=rate)
+    changes: dict[str, Any] = {"seed": seed, "total_steps": steps}
+    run = dataclasses.replace(cfg.train, **{k: v for k, v in changes.items() if v is not None})
+    if steps is not None and optim.warmup_steps >= steps:
+        optim = dataclasses.replace(optim, warmup_steps=steps - 1)
+    return dataclasses.replace(cfg, optim=optim, train=run)
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None  # JSON has no NaN: the loss of a run that diverged is none
+
+
+class Contestant:
+    """One variant: compiled once, trained with every rate, and with its best one for every seed."""
+
+    def __init__(self, name: str, cfg: RunConfig, setting: Setting) -> None:
+        self.name, self.cfg, self._setting = name, cfg, setting
+        say = setting.progress.say
+        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {cfg.model.ffn}; compiling ...")
+        setting.progress.status.update(f"{name}: compiling ...")
+        step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg), warn=say)
+        step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
+        self._evaluator = Evaluator(cfg, setting.held_out, setting.tokenizer, setting.mesh)
+        self.figures: Figures = {
+            "parameters": count_parameters(cfg.model),
+            **{key: getattr(cfg.model, key) for key in ("ffn", "scales", "window", "residual")},
+            "attention": cfg.train.attention,
+            "compile_s": step_fn.seconds,
+        }
+
+    def run(self, cfg: RunConfig) -> tuple[float | None, Trained]:
+        """(held-out loss, the run)."""
+        total, progress = cfg.train.total_steps, self._setting.progress
+        where = f"{self.name}, rate {cfg.optim.learning_rate:g}, seed {cfg.train.seed}"
+        watch = lambda step, loss: progress.now(f"{where}: step {step}/{total}, loss {loss:.4f}")
+        trained = train(cfg, self._setting, watch)
+        progress.status.update(f"{where}: evaluating ...")
+        loss = self._evaluator.evaluate(trained.model)["eval/loss"]
+        progress.say(f"{where}: held-out loss {loss:.4f} after {total} steps, {trained.tokens_per_s:,.0f} tok/s")
+        return _finite(loss), trained
+
+    def compete(self, rates: list[float], seeds: list[int]) -> None:
+        """Every rate with the first seed, then the best one with the others."""
+        tried: dict[float, float | None] = {}
+        best: Trained | None = None
+        speeds = []
+        for rate in rates:
+            loss, trained = self.run(_with(self.cfg, rate=rate, seed=seeds[0]))
+            known = [v for v in tried.values() if v is not None]
+            tried[rate] = loss
+            speeds.append(trained.tokens_per_s)
+            if best is None or (loss is not None and loss < min(known, default=math.inf)):
+                best = trained
+            del trained  # one run's weights beside the best one's are enough
+        assert best is not None
+        rate = min(rates, key=lambda r: math.inf if (loss := tried[r]) is None else loss)
+        places = by_place(best.model, self._evaluator, self.cfg.data.seq_len, self._setting.task)
+        self.cfg = _with(self.cfg, rate=rate)
+        curve, health = best.curve, best.health
+        del best
+        losses = [tried[rate], *(self.run(_with(self.cfg, seed=seed))[0] for seed in seeds[1:])]
+        inside = len(rates) > 2 and rate not in (min(rates), max(rates))
+        self.figures |= {
+            "rates": {f"{r:g}": loss for r, loss in tried.items()},
+            "learning_rate": rate,
+            "at_edge": None if len(rates) == 1 else not inside,
+            "held_out": losses,
+            "tokens_per_s": statistics.median(speeds),
+            **places,
+            **health,
+            "curve": curve,
+        }
+
+    def race(self, seconds: float, seed: int) -> None:
+        """As many steps as it makes in that time, with a schedule of their length."""
+        tokens = self.cfg.train.grad_accum * self.cfg.data.batch_size * self.cfg.data.seq_len
+        steps = max(1, min(self.cfg.train.total_steps, round(seconds * self.figures["tokens_per_s"] / tokens)))
+        whole = steps == self.cfg.train.total_steps
+        loss = self.figures["held_out"][0] if whole else self.run(_with(self.cfg, seed=seed, steps=steps))[0]
+        self.figures["equal_seconds"] = {"seconds": seconds, "steps": steps, "held_out": loss}
+
+
+def rates_of(text: str | None, cfg: RunConfig) -> list[float]:
+    """`1e-3,2e-3` -> the rates to try, from low to high; the run's own one where none are named."""
+    if text is None:
+        return [cfg.optim.learning_rate]
+    try:
+        rates = sorted({float(rate) for rate in text.split(",")})
+    except ValueError:
+        raise ConfigError(f"--learning-rates {text}: numbers with commas between them, such as 1e-3,2e-3,4e-3") from None
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ConfigError(f"--learning-rates {text}: every rate must be a number above 0")
+    return rates
+
+
+def bench_quality(
+    cfg: RunConfig,
+    *,
+    variants: str,
+    seeds: int,
+    eval_rows: int | None = None,
+    learning_rates: str | None = None,
+    task: str = "text",
+) -> Figures:
     """Everything is checked before the first step is compiled; one run's state is in memory at a time."""
     names, model, B = chosen(variants), cfg.model, cfg.data.batch_size
     if seeds < 1 or (eval_rows is not None and eval_rows < 1):
         raise ConfigError("--seeds and --eval-rows must be at least 1")
+    rates = rates_of(learning_rates, cfg)
     if model.scales == 1 or model.residual == "plain":
         raise ConfigError("the run's model must be the full one: --model-scales above 1 and --model-residual mhc")
     base, mesh = resolve(cfg)
@@ -199,40 +264,37 @@ def bench_quality(cfg: RunConfig, *, variants: str, seeds: int, eval_rows: int |
     align, numbers = model.coarsest_stride, [cfg.train.seed + i for i in range(seeds)]
     # Four times what a run takes: the figure shall be good to half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
-    if (held_out := open_held_out(cfg.data, tokenizer, align=align)) is None:
+    held_out: RowSource | None
+    if task == "recall":
+        held_out = RecallRows(cfg.data.seq_len, tokenizer.vocab_size, seed=0, is_held_out=True)
+    else:
+        held_out = open_held_out(cfg.data, tokenizer, align=align)
+    if held_out is None:
         raise ConfigError("nothing is held out to compare the models on; raise --validation-fraction")
-    runs: dict[str, list[RunConfig]] = {}
+    runs: dict[str, RunConfig] = {}
     for name in names:
         run = relative(name, cfg, base, mesh)
-        trains = [dataclasses.replace(run.train, seed=seed, eval_batches=batches) for seed in numbers]
-        runs[name] = [dataclasses.replace(run, train=train) for train in trains]
+        runs[name] = dataclasses.replace(run, train=dataclasses.replace(run.train, eval_batches=batches))
+        [_with(runs[name], seed=seed) for seed in numbers]  # one that is too large is refused here
     progress = _Progress()
+    setting = Setting(tokenizer, mesh, align, task, held_out, progress)
+    contestants = []
     with progress.status:
-        measured = {name: measure(name, runs[name], held_out, tokenizer, mesh, align, progress) for name in names}
+        for name in names:
+            contestants.append(Contestant(name, runs[name], setting))
+            contestants[-1].compete(rates, numbers)
+        tokens = cfg.train.total_steps * cfg.train.grad_accum * B * cfg.data.seq_len
+        seconds = tokens / max(c.figures["tokens_per_s"] for c in contestants)
+        for contestant in contestants if len(contestants) > 1 else []:
+            contestant.race(seconds, numbers[0])
+    measured = {c.name: c.figures for c in contestants}
     compare(measured)
-    floor = floors[0] if (floors := loss_floor(cfg.data, tokenizer)) else None
+    floor = floors[0] if task == "text" and (floors := loss_floor(cfg.data, tokenizer)) else None
     below, text = verdict(measured, floor)
     return {
         "devices": describe(mesh), "model_size": cfg.model_size, "dtype": base.train.dtype, "steps": cfg.train.total_steps,
+        "task": task, "dataset": cfg.data.dataset if task == "text" else task,
         "batch": f"{cfg.train.grad_accum} x {B} x {cfg.data.seq_len}", "align": align, "seeds": numbers,
         "eval_rows": min(batches * B, len(held_out)), "floor_nats_per_token": floor,
         "variants": measured, "nash_below_dense": below, "verdict": text,
     }  # fmt: skip
-
-
-def show(figures: Figures) -> None:
-    """A column a variant, so that any number of seeds fits a narrow terminal; the verdict below."""
-    variants = figures["variants"]
-    table = Table("", *variants, title=f"{figures['steps']} steps of {figures['batch']}, {figures['eval_rows']} held-out rows")
-    formats = {
-        "parameters": ",", "ffn": ",", "held_out": ".4f", "mean": ".4f", "spread": ".4f", "minus_dense": "+.4f",
-        "tokens_per_s": ",.0f", "compile_s": ".1f",
-    }  # fmt: skip
-    for key, form in formats.items():
-        columns = [v[key] if isinstance(v[key], list) else [v[key]] for v in variants.values() if key in v]
-        for i, values in enumerate(zip(*columns, strict=True)):
-            label = f"{key}, seed {figures['seeds'][i]}" if key in ("held_out", "minus_dense") else key
-            table.add_row(label, *("diverged" if value is None else format(value, form) for value in values))
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"{_NOTE}\n{figures['verdict']}", markup=False, soft_wrap=True)

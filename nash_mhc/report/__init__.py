@@ -110,7 +110,7 @@ def facts(run: Run) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _ticks(low: float, high: float, count: int) -> list[float]:
+def ticks(low: float, high: float, count: int) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) within the range, about `count` of them."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
@@ -127,7 +127,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [y for y in every if low <= math.log10(y) <= high]
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size <= abs(value) < 1e13:
             return f"{value / (1e3 if suffix == 'k' else size):g}{suffix}"
@@ -186,11 +186,11 @@ def chart(title: str, line: Points, dots: Points | None = None, floor: float | N
         return f'<text x="{x}" y="{y:.1f}" class="{anchor}">{words}</text>'
 
     parts = [f'<svg viewBox="0 0 {W} {H}" role="img" aria-label="{html.escape(title)}">']
-    for y in _log_ticks(y0, y1) if log else _ticks(y0, y1, 6 if big else 4):
-        parts += [level(y, "grid"), text(left - 6, float(at(x0, y)[1]) + 4, "y", _short(y))]
-    for x in _ticks(x0, x1, 8 if big else 4):
+    for y in _log_ticks(y0, y1) if log else ticks(y0, y1, 6 if big else 4):
+        parts += [level(y, "grid"), text(left - 6, float(at(x0, y)[1]) + 4, "y", short(y))]
+    for x in ticks(x0, x1, 8 if big else 4):
         if x == int(x):
-            parts.append(text(at(x, known[0][1])[0], H - bottom + 16, "x", _short(x)))
+            parts.append(text(at(x, known[0][1])[0], H - bottom + 16, "x", short(x)))
     if big:
         middle, name = (top + H - bottom) / 2, f"loss, nats a token{' (log scale)' if log else ''}"
         parts.append(text((left + W - right) / 2, H - 6, "x", "step"))

@@ -45,8 +45,16 @@ class Evaluator:
         """Ahead of the first evaluation."""
         self.step.compile(model, to_device(own_rows(self._rows[0], self._mesh), self._mesh))
 
-    def evaluate(self, model: LM, should_stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """BrokenOff as soon as `should_stop`, which is asked before every batch, says so."""
+    def evaluate(
+        self,
+        model: LM,
+        should_stop: Callable[[], bool] = lambda: False,
+        only: Callable[[Rows], np.ndarray] | None = None,
+    ) -> dict[str, float]:
+        """BrokenOff as soon as `should_stop`, which is asked before every batch, says so; `only` says which targets count.
+
+        Where none does, all is NaN.
+        """
         # Added up on the host in double precision: the sums of many batches outgrow float32.
         total = dict.fromkeys(("ce", "correct", "weight"), 0.0)
         running: deque[Sums] = deque()
@@ -54,14 +62,15 @@ class Evaluator:
             if should_stop():
                 raise BrokenOff
             if rows is not None:
-                running.append(self.step(model, to_device(own_rows(rows, self._mesh), self._mesh)))
+                scored = rows if only is None else rows._replace(weights=rows.weights * only(rows))
+                running.append(self.step(model, to_device(own_rows(scored, self._mesh), self._mesh)))
             if len(running) > (rows is not None):  # while one batch runs, the one before it is read
                 done = jax.device_get(running.popleft())
                 total = {name: value + float(getattr(done, name)) for name, value in total.items()}
-        nats = total["ce"] / total["weight"]
+        nats, accuracy = (total[name] / total["weight"] if total["weight"] else math.nan for name in ("ce", "correct"))
         return {
             "eval/loss": nats,
             "eval/perplexity": math.exp(min(nats, 700.0)),
             "eval/bits_per_byte": total["ce"] / math.log(2) / max(self._bytes, 1),
-            "eval/accuracy": total["correct"] / total["weight"],
+            "eval/accuracy": accuracy,
         }
