@@ -16,7 +16,7 @@ INSTALL := -m pip install --quiet --no-cache-dir --no-compile -e
 train: $(VENV)/.installed
 	$(BIN)/python -m nash_mhc.train $(ARGS)
 
-# The checkers have one core to themselves while the tests start, and their say at the end.
+# The checkers have their say at the end, and run beside the tests.
 test: $(VENV)/.installed-dev
 	@mkdir -p .cache; $(MAKE) --no-print-directory lint >.cache/lint.log 2>&1 & lint=$$!; \
 	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder $(ARGS); tested=$$?; \
