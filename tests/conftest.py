@@ -33,8 +33,16 @@ for number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of so
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
+import equinox  # noqa: E402, F401
+import grain  # noqa: E402, F401
 import jax  # noqa: E402  (after the environment that it reads)
+import optax  # noqa: E402, F401
+import orbax.checkpoint  # noqa: E402, F401
 import pytest  # noqa: E402
+
+# What was imported so far is compiled once for all. Our own modules have type checks here that other processes do not know:
+# where two threads import at once, jaxtyping can write those under the name of the ordinary bytecode.
+sys.dont_write_bytecode = True
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

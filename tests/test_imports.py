@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nash_mhc"
 
-ORDER = ("config", "parallel", "ops", "model", "data", "checkpoint", "train", "generate", "plan", "bench", "report")
+ORDER = ("config", "parallel", "ops", "model", "data", "checkpoint", "train", "generate", "plan", "report", "bench")
 
 # What each folder may use beside itself. A new need is a new entry here, made on purpose.
 ALLOWED: dict[str, set[str]] = {
@@ -22,8 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "train": {"config", "parallel", "ops", "model", "data", "checkpoint"},
     "generate": {"config", "parallel", "ops", "model", "data", "checkpoint", "train"},
     "plan": {"config", "parallel", "ops", "model", "data", "train"},
-    "bench": {"config", "parallel", "ops", "model", "data", "train", "plan"},
     "report": {"config", "data", "checkpoint", "train", "plan"},
+    "bench": {"config", "parallel", "ops", "model", "data", "train", "plan", "report"},
 }
 
 # Outside libraries that would betray the purpose of a folder.
