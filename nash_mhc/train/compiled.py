@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from nash_mhc.parallel.sharding import named
+
+_CPU_EFFORT = "xla_backend_optimization_level"
 
 
 def signature(tree: Any) -> tuple[str, ...]:
@@ -55,8 +58,13 @@ class CompiledStep:
         self._latest: tuple[str, ...] | None = None  # shape of this one's last batch
         # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is told otherwise.
         # Everywhere else the same program gives the same bits.
-        exact = deterministic and mesh.devices.flat[0].platform == "gpu"
-        self._compiler_options: dict[str, str | bool] = {"xla_gpu_deterministic_ops": True} if exact else {}
+        platform = mesh.devices.flat[0].platform
+        self._compiler_options: dict[str, str | bool] = {}
+        if platform == "gpu" and deterministic:
+            self._compiler_options["xla_gpu_deterministic_ops"] = True
+        if platform == "cpu" and _CPU_EFFORT not in os.environ.get("XLA_FLAGS", ""):
+            # Matrix products are in a library; of all else, LLVM's higher levels make nothing faster (docs/log.md).
+            self._compiler_options[_CPU_EFFORT] = "1"
 
     @property
     def traces(self) -> int:
