@@ -16,6 +16,7 @@ import test_run
 from test_run import RUN, assert_equal_states, at, rows
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.faults import one_line
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
@@ -168,6 +169,22 @@ def test_at_the_end_the_pauses_are_waited_for(store, heard, clock):
     saver.save(tree(3), 3, {}, wait=True)  # is whole when it returns, and was written once
     assert store.finished() == [1, 3]
     assert len(heard) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "UNKNOWN: Gloo AllGather failed: [external/gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4743",
+        "INTERNAL: The NCCL operation ncclGroupEnd() failed: remote process exited",
+        "UNAVAILABLE: Failed to send RPC to coordination service",
+    ],
+)
+def test_a_peer_that_is_lost_during_a_restore_is_no_fault_of_the_storage(words):
+    """Orbax hands it on as an error of another kind; as a ConfigError, the command would not be started again."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"peer|process|RPC"), one_line("a/checkpoints/53"):
+        raise ValueError(words)
+    with pytest.raises(ConfigError, match=r"gloo/1: cannot be reached \(NOT_FOUND: Error opening"), one_line("gloo/1"):
+        raise ValueError('NOT_FOUND: Error opening "zarr" driver: /runs/gloo failed/collective/coordination/1')
 
 
 def test_an_old_checkpoint_is_never_deleted_because_of_a_failure(tmp_path, heard):

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 from nash_mhc.config.schema import ConfigError
 
+# What processes say of each other, and not of the storage, although they may meet in the middle of a restore.
+_OF_OTHER_PROCESSES = re.compile(r"[A-Z_]+: (Gloo \w+ failed|.*NCCL operation |.*[Cc]oordination service)")
+
 # Not all of what these raise is an OSError.
 _OF_OBJECT_STORES = ("gcsfs", "google", "aiohttp", "fsspec", "requests")
 
@@ -31,9 +34,14 @@ def _as_os_error(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def as_os_errors() -> Iterator[None]:
+    """A lost peer, in whatever form Orbax hands it on, is JAX's error: train/watch.py finds out who it was."""
     try:
         yield
     except Exception as error:
+        if type(error).__name__ != "JaxRuntimeError" and _OF_OTHER_PROCESSES.match(str(error)):
+            import jax  # listing checkpoints must not wait for it
+
+            raise jax.errors.JaxRuntimeError(str(error)) from error
         if (fault := _as_os_error(error)) is None:
             raise
         raise fault from None
