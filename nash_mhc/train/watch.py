@@ -27,6 +27,7 @@ from nash_mhc.parallel.processes import Board, coordinator_answers
 from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, leave
 
 _SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
+_BEGIN_S = 120.0  # and for this long, one that has connected and given none yet
 _runs = 0
 _kept: list[Any] = []  # C calls these until the process ends
 
@@ -56,6 +57,7 @@ class Watch:
         self._board = Board(f"nash_mhc/run{_runs}") if self._count > 1 else None
         self._name = f"process {self._index} ({socket.gethostname()}, pid {os.getpid()})" if self._board else "this process"
         self._peers: dict[str, _Peer] = {}
+        self._watched, self._missing = 0.0, list[int]()  # seconds so far, and who has given no sign of life in all of them
         self._thread = threading.Thread(target=self._look_after, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -69,6 +71,8 @@ class Watch:
         if self._board is not None and isinstance(error, Exception):
             if isinstance(error, jax.errors.JaxRuntimeError):
                 time.sleep(_SILENCE_S + 5 * self._tick)  # of a lost peer, most likely: the thread finds out whose, and leaves
+                if self._missing:
+                    self._judge(self._never_came())
             self._ended.set()
             reason = (str(error).splitlines() or [kind.__name__ if kind else ""])[0][:300]
             self._post(f"{self._name} has ended: {reason}", code=2 if isinstance(error, ConfigError) else TRY_AGAIN)
@@ -120,6 +124,10 @@ class Watch:
             return  # process 0, which holds the board, is gone: see _catch_aborts
         if "verdict" in notes:
             self._end(*notes["verdict"])
+        self._watched += self._tick
+        self._missing = [index for index in range(self._count) if str(index) not in signs]
+        if self._missing and self._watched >= _BEGIN_S:
+            self._judge(self._never_came())
         running = {index: sign for index, sign in signs.items() if not sign["ended"]}
         for index, sign in running.items():
             peer = self._peers.setdefault(index, _Peer(sign))
@@ -129,6 +137,11 @@ class Watch:
                 self._judge(f"{sign['name']} is gone or frozen, {silence}; the last that is known of it: {sign['phase']}")
         if (SIGNALS.caught or "stop" in notes) and self._stop_at is None and len(running) == len(signs):
             self._agree(board, notes.get("stop") or f"{self._name} was sent {SIGNALS.caught}")
+
+    def _never_came(self) -> str:
+        """Killed after the processes had found each other, before it had begun to watch over the others."""
+        names = " and ".join(f"process {index}" for index in self._missing)
+        return f"{names} connected and has given no sign of life since: gone, most likely"
 
     def _agree(self, board: Board, why: str) -> None:
         """Finds the first point that no process has passed yet; nobody passes another one meanwhile.

@@ -1,0 +1,66 @@
+"""Who never came: a process that was killed after all had found each other, and before it could say that it lives."""
+
+import threading
+
+import jax
+import pytest
+
+from nash_mhc.parallel.processes import Board
+from nash_mhc.train import watch
+from nash_mhc.train.signals import TRY_AGAIN
+
+
+class Notes(Board):
+    """A board with one process at it."""
+
+    def __init__(self, _name):
+        self.notes = {}
+
+    def write(self, key, note):
+        self.notes[key] = note
+
+    def read(self, folder):
+        return {key.rpartition("/")[2]: note for key, note in self.notes.items() if key.startswith(f"{folder}/")}
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Set when the process leaves, with its exit code; nothing of it is left running."""
+    gone = threading.Event()
+
+    def leave(code=TRY_AGAIN):
+        gone.code = code
+        gone.set()
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watch, "Board", Notes)
+    monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(watch.Watch, "_catch_aborts", lambda _: None)
+    monkeypatch.setattr(watch, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # SystemExit there ends the thread, as `leave` the process
+    return gone
+
+
+def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
+    with pytest.raises(SystemExit), watch.Watch(stall_timeout=0.5):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED")
+    assert left.code == TRY_AGAIN
+    assert "error: process 1 connected and has given no sign of life since" in capsys.readouterr().err
+
+
+def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch):
+    monkeypatch.setattr(watch, "_BEGIN_S", 0.3)
+    with watch.Watch(stall_timeout=0.5):
+        assert left.wait(60)
+    assert left.code == TRY_AGAIN
+    assert "process 1 connected and has given no sign of life since" in capsys.readouterr().err
+
+
+def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch):
+    monkeypatch.setattr(watch, "_SILENCE_S", 60.0)
+    monkeypatch.setattr(watch.time, "sleep", lambda _: None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watch.Watch(stall_timeout=0.5) as watched:
+        watched._board.write("life/1", watched._sign() | {"name": "process 1"})
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    assert not left.is_set()
