@@ -43,8 +43,11 @@ def left(monkeypatch):
 
 
 def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
-    with pytest.raises(SystemExit), watch.Watch(stall_timeout=0.5):
+    watching = watch.Watch(stall_timeout=0.5)
+    with pytest.raises(SystemExit), watching:
         raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED")
+    watching._ended.set()  # its thread would have ended with the process
+    watching._thread.join()
     assert left.code == TRY_AGAIN
     assert "error: process 1 connected and has given no sign of life since" in capsys.readouterr().err
 
