@@ -60,9 +60,9 @@ class Soaked:
         for life in hit:
             if life.alive:
                 life.send(kind)
-        if kind == signal.SIGKILL and len(hit) < len(lives) and " in 2 processes" not in lives[0].said:
+        if len(hit) < len(lives) and " in 2 processes" not in lives[0].said:
             # They had not found each other yet, and the one that is left would wait for minutes for the other to come. A
-            # scheduler that sees a task die ends the job.
+            # scheduler that sees a task end ends the job.
             for life in lives:
                 if life not in hit and life.until_listening().alive:
                     life.send(signal.SIGTERM)
