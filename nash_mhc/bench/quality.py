@@ -32,7 +32,6 @@ from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.run import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 
-TASKS = ("text", "recall")
 _NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide
 _CURVE = 60  # points of a run's curve
 
