@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -36,7 +37,7 @@ _server.set_forkserver_preload(["nash_mhc.train.__main__"])
 
 
 def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
-    """What `python -m nash_mhc.train` does, from its first line on, in the forked process."""
+    """What `python -m nash_mhc.train` does, from its first line to its last, in the forked process."""
     from nash_mhc.train.__main__ import command
     from nash_mhc.train.signals import SIGNALS
 
@@ -54,12 +55,16 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
         sys.modules["nash_mhc.train.run"].open_held_out = lambda *_, **__: None  # type: ignore[attr-defined]
     if "TELL_OF_THE_COMPILER" in env:
         _tell_of_the_compiler()
+    if "NEVER_LEAVES" in env:
+        atexit.register(lambda: (print("on its way out", flush=True), time.sleep(1e6)))  # before JAX takes leave of the others
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)  # as in conftest.py
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the next life begins with what this one compiled
     sys.argv = ["nash_mhc.train", *argv]
     SIGNALS.listen()
-    sys.exit(command())
+    code = command()
+    atexit._run_exitfuncs()  # a forked process leaves without: processes of one run would not wait for each other at its end
+    sys.exit(code)
 
 
 def _stall_at(stalled: int) -> None:

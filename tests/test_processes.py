@@ -87,6 +87,14 @@ def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
     assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
 
 
+def test_a_process_that_has_done_its_work_ends_well_even_if_process_0_is_gone_first(tmp_path):
+    both = pair(tmp_path / "run", *FLAGS, "--total-steps", "4", second={"NEVER_LEAVES": "1"})
+    both[1].until("on its way out")
+    both[0].send(signal.SIGKILL)
+    assert both[1].end() == 0, both[1].said
+    assert "process 0 is gone" not in both[1].said
+
+
 def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_path):
     both = pair(tmp_path / "run", *FLAGS, "--stall-timeout", "10", second={"STALL_AT_STEP": "9"})
     assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said

@@ -22,7 +22,7 @@ from nash_mhc.model.lm import count_parameters
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.train.found import found_settings
 from nash_mhc.train.run import Result, for_platform, resolve, run
-from nash_mhc.train.signals import TRY_AGAIN, Interrupted, leave
+from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.train.verify import STEPS, verify_resume
 
 _SAMPLE_TOKENS, _TEMPERATURE = 300, 0.8
@@ -122,6 +122,7 @@ def command() -> int:
         code = 1
     if code not in (0, TRY_AGAIN):
         leave(code)  # an ordinary end would wait for what still compiles, and JAX for the other processes
+    SIGNALS.ending = code
     return code
 
 

@@ -48,6 +48,7 @@ class Signals:
         self.before_leaving: Callable[[str], None] = lambda _: None  # told when there is nothing to wait for
         self._work = False  # whether there is something to save
         self.listening = False  # from the process's start to its end
+        self.ending: int | None = None  # the exit code of a command that has done its work and is on its way out
 
     def listen(self) -> None:
         """For a process that is a training run from its start to its end.

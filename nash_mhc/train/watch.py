@@ -197,10 +197,13 @@ class Watch:
     def _catch_aborts(self) -> None:
         """JAX aborts a process that cannot reach process 0 any more. That shall be a word and a clean end.
 
-        A handler in Python would not run: abort() waits for nobody. This one is called inside of it.
+        A handler in Python would not run: abort() waits for nobody. This one is called inside of it. At the end, process 0
+        may be gone a moment before JAX has taken leave of it here: then everything is done, and that is what counts.
         """
 
         def handle(_: int) -> None:
+            if SIGNALS.ending is not None:
+                leave(SIGNALS.ending)
             if not coordinator_answers():
                 print("error: process 0 is gone; start again to go on from the last checkpoint", file=sys.stderr)
                 leave()
