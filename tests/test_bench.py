@@ -1,6 +1,7 @@
 """The benchmarks run the real step and report consistent figures; the comparison of models is a fair one."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -17,7 +18,7 @@ import small
 from jax.experimental import topologies
 
 from nash_mhc.bench import __main__ as command
-from nash_mhc.bench import findings, quality, variants
+from nash_mhc.bench import findings, picture, quality, variants
 from nash_mhc.bench.aot import bench_compile
 from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_step
@@ -367,6 +368,17 @@ def test_the_picture_has_a_line_a_variant_in_both_panels(compared, monkeypatch, 
     words = "".join(drawn.itertext())
     for name, v in compared.figures["variants"].items():
         assert f"{name} ({v['learning_rate']:g})" in words
+
+
+def test_the_line_of_a_run_that_diverged_ends_there(compared):
+    figures = copy.deepcopy(compared.figures)
+    for curve in (v["curve"] for v in figures["variants"].values()):
+        curve[-1][2] = None
+    assert picture.picture(figures).count(" L") < picture.picture(compared.figures).count(" L")
+    for curve in (v["curve"] for v in figures["variants"].values()):
+        for point in curve:
+            point[2] = None
+    ElementTree.fromstring(picture.picture(figures))
 
 
 def test_the_best_rate_at_the_edge_is_no_verdict():

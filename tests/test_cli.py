@@ -137,8 +137,7 @@ def test_no_jax_is_imported():
         (["--use-small-model"], "model_size", "small"),
         (["--dataset", "a:0.7", "--dataset=b/*.txt:.3"], "data.dataset", "a:0.7,b/*.txt:.3"),
         (["--dataset", "a:0.7", "--dataset", "b:1", "--dataset", "hf:x/y:2"], "data.dataset", "a:0.7,b:1,hf:x/y:2"),
-        (["--dataset", "a:0.7", "--dataset", "b"], "data.dataset", "b"),
-        (["--dataset", "b", "--dataset", "a:0.7"], "data.dataset", "a:0.7"),
+        (["--dataset", "a", "--dataset", "a"], "data.dataset", "a"),
         (["--dataset", "a:0.7", "dataset=b:0.3"], "data.dataset", "b:0.3"),
     ],
 )
@@ -288,6 +287,11 @@ def test_render_is_plain_yaml_with_aligned_origins():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--dataset", "a:0.7", "--dataset", "b"], "--dataset was given twice; a mixture's have weights: --dataset b:0.5"),
+        (
+            ["--dataset", "hf:x", "--dataset", "a:0.7"],
+            "--dataset was given twice; a mixture's have weights: --dataset hf:x:0.5",
+        ),
         (["--batchsize", "8"], "unknown flag --batchsize; did you mean --batch-size?"),
         (["--batch_sise=8"], "unknown flag --batch_sise; did you mean --batch-size?"),
         (["--data.batch_size=8"], "unknown flag --data.batch_size; did you mean --batch-size?"),

@@ -232,6 +232,19 @@ def test_a_tokenizer_can_be_trained(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "bpe"]
 
 
+def test_a_tokenizer_of_a_mixture_knows_the_words_of_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = []
+    for name, word in (("a.txt", "Rhabarber"), ("b.txt", "Zwiebel")):
+        (tmp_path / name).write_text(f" {word}" * 50)
+        mixture += ["--dataset", f"{tmp_path / name}:0.5"]
+    command.train_bpe_command([*mixture, "--vocab-size", "400", "--out", str(tmp_path / "bpe")])
+    tokenizer = load_tokenizer(str(tmp_path / "bpe"))
+    assert [len(tokenizer.encode(word)) for word in (" Rhabarber", " Zwiebel")] == [1, 1]
+    assert " ".join(mixture) in capsys.readouterr().out  # the run that is proposed reads both
+    with pytest.raises(ConfigError, match=r"is a mixture; prepare its parts, each by itself"):
+        command.prepare_command([*mixture, "--out", str(tmp_path / "prepared")])
+
+
 def test_large_vocabularies_get_wide_tokens() -> None:
     forms = [RowFormat(64, size, 0) for size in (257, 1 << 16, (1 << 16) + 1)]
     assert [f.dtype.itemsize for f in forms] == [2, 2, 4]

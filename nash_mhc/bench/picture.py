@@ -15,8 +15,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 16, 58, 46
 def _panel(at: int, what: str, lines: dict[str, list[tuple[float, float]]]) -> str:
     """Axes and a line a variant; the first tenth of the runs is higher than all the rest and is cut off."""
     xs = [x for line in lines.values() for x, _ in line]
-    late = [y for line in lines.values() for x, y in line if x >= 0.1 * line[-1][0]]
-    x1, y0, y1 = max(xs) or 1.0, min(late), max(late)
+    late = [y for line in lines.values() for x, y in line if x >= 0.1 * line[-1][0]] or [0.0]
+    x1, y0, y1 = max(xs, default=0.0) or 1.0, min(late), max(late)
     pad = 0.06 * ((y1 - y0) or 1.0)
     y0, y1 = y0 - pad, y1 + pad
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
@@ -39,7 +39,8 @@ def _panel(at: int, what: str, lines: dict[str, list[tuple[float, float]]]) -> s
 
 def picture(figures: dict[str, Any]) -> str:
     """An SVG of its own, on white: it is read in papers and on pages alike."""
-    curves = {name: v["curve"] for name, v in figures["variants"].items()}
+    # Where a run has diverged, its line ends.
+    curves = {name: [point for point in v["curve"] if point[2] is not None] for name, v in figures["variants"].items()}
     tokens = {name: [(float(t), loss) for t, _, loss in curve] for name, curve in curves.items()}
     seconds = {name: [(max(s, 0.0), loss) for _, s, loss in curve] for name, curve in curves.items()}
     title = f"{figures['dataset']}: training loss, nats a token, each at its own rate"

@@ -75,8 +75,12 @@ class Setting:
 class Trained:
     model: LM
     tokens_per_s: float
-    curve: list[list[int | float]]  # [tokens, seconds, training loss since the last point], ...
+    curve: list[list[int | float | None]]  # [tokens, seconds, training loss since the last point], ...
     health: dict[str, Any]  # of the last step
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None  # JSON has no NaN: the loss of a run that diverged is none
 
 
 def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None]) -> Trained:
@@ -108,14 +112,13 @@ def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None])
     finally:
         rows.close()  # type: ignore[attr-defined]
     each = -(-total // _CURVE)
-    curve = [
-        [min(at + each, total) * tokens, seconds[min(at + each, total) - 1] - began, statistics.fmean(losses[at : at + each])]
-        for at in range(0, total, each)
-    ]
-    health = {k.removeprefix("health/"): v for k, v in jax.device_get(metrics).items() if k.startswith("health/scale")}
-    return Trained(
-        state.model, max(total - 1, 1) * tokens / (seconds[-1] - began), curve, {k: v.tolist() for k, v in health.items()}
-    )
+    curve: list[list[int | float | None]] = []
+    for at in range(0, total, each):
+        end = min(at + each, total)
+        curve.append([end * tokens, seconds[end - 1] - began, _finite(statistics.fmean(losses[at:end]))])
+    last = {k.removeprefix("health/"): v for k, v in jax.device_get(metrics).items() if k.startswith("health/scale")}
+    health = {name: value.tolist() for name, value in last.items() if np.isfinite(value).all()}
+    return Trained(state.model, max(total - 1, 1) * tokens / (seconds[-1] - began), curve, health)
 
 
 def _octaves(seq_len: int) -> list[tuple[int, int]]:
@@ -151,10 +154,6 @@ def _with(cfg: RunConfig, *, rate: float | None = None, seed: int | None = None,
     if steps is not None and optim.warmup_steps >= steps:
         optim = dataclasses.replace(optim, warmup_steps=steps - 1)
     return dataclasses.replace(cfg, optim=optim, train=run)
-
-
-def _finite(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None  # JSON has no NaN: the loss of a run that diverged is none
 
 
 class Contestant:

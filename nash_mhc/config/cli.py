@@ -236,10 +236,12 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
                 text = rest.pop(0) if takes else "true" if is_bool else ""
             if key is not None:
                 value = _convert(key, text, flag)
-                if key.metadata["weighted"] and weighted_parts(value):
-                    before, origin = settings.get(key.path, ("", ""))
-                    # Weights add up to a mixture; a value without one starts anew, as everywhere.
-                    value = f"{before},{value}" if origin == f"flag {flag}" and weighted_parts(before) else value
+                before, origin = settings.get(key.path, ("", ""))
+                if key.metadata["weighted"] and origin == f"flag {flag}" and before != value:
+                    # As everywhere, the last one would win: but who names two datasets wants both.
+                    if bare := [part for part in (before, value) if not weighted_parts(part)]:
+                        raise ConfigError(f"{flag} was given twice; a mixture's have weights: {flag} {bare[0]}:0.5")
+                    value = f"{before},{value}"
                 settings[key.path] = (value, f"flag {flag}")
             elif text:
                 _read_yaml(text, settings)

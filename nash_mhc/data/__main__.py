@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
 import time
@@ -111,10 +112,11 @@ def train_bpe_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
     cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "tokenizers/notes")
     from nash_mhc.data.bpe import corpus_texts, train_bpe
-    from nash_mhc.data.sources import open_corpus
+    from nash_mhc.data.sources import open_corpus, parts_of
 
-    corpus = open_corpus(cfg.data)
-    count = train_bpe(corpus_texts(cfg.data, corpus), own.vocab_size, out, progress=sys.stderr.isatty())
+    parts = [part for part, _ in parts_of(cfg.data)] or [cfg.data]  # of a mixture, all text of every part
+    texts = [corpus_texts(part, open_corpus(part)) for part in parts]
+    count = train_bpe(itertools.chain.from_iterable(texts), own.vocab_size, out, progress=sys.stderr.isatty())
     print(f"a tokenizer of {count:,} tokens is in {out}. Next:")
     print(f"  {_train_command(parsed.given, dataset=cfg.data.dataset, tokenizer=str(out))}")
     return 0

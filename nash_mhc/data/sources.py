@@ -97,8 +97,17 @@ def _is_hub(dataset: str) -> bool:
     return dataset.startswith("hf:") or is_saved(Path(dataset)) or not (Path(dataset).exists() or hub_name(dataset) is None)
 
 
+def parts_of(cfg: DataConfig) -> list[tuple[DataConfig, str]]:
+    """The parts of a mixture, each as a dataset of its own, with their weights; empty where it is none."""
+    if Path(cfg.dataset).exists():
+        return []
+    return [(dataclasses.replace(cfg, dataset=name), weight) for name, weight in weighted_parts(cfg.dataset)]
+
+
 def open_corpus(cfg: DataConfig) -> Corpus:
     """The documents behind --dataset; ConfigError when there is nothing of that name."""
+    if parts_of(cfg):
+        raise ConfigError(f"--dataset {cfg.dataset}: is a mixture; prepare its parts, each by itself, and mix the folders")
     if cfg.dataset == "stories":
         return Stories(cfg)
     if _is_hub(cfg.dataset):
@@ -152,10 +161,9 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
 
 def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1) -> RowSource:
     """The rows of one split, documents starting at multiples of `align`; ConfigError when there is no such dataset or split."""
-    if (parts := weighted_parts(cfg.dataset)) and not Path(cfg.dataset).exists():
-        single = lambda name: dataclasses.replace(cfg, dataset=name)
-        sources = [open_source(single(name), tokenizer, split=split, seed=seed, align=align) for name, _ in parts]
-        return Mixture([name for name, _ in parts], sources, [weight for _, weight in parts], seed=seed)
+    if parts := parts_of(cfg):
+        sources = [open_source(part, tokenizer, split=split, seed=seed, align=align) for part, _ in parts]
+        return Mixture([part.dataset for part, _ in parts], sources, [weight for _, weight in parts], seed=seed)
     if cfg.dataset == "stories":
         if split not in SPLITS:
             raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
@@ -177,8 +185,8 @@ def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> R
 
     Of a mixture, they are those of its parts that have some.
     """
-    if (parts := weighted_parts(cfg.dataset)) and not Path(cfg.dataset).exists():
-        found = [(n, w, open_held_out(dataclasses.replace(cfg, dataset=n), tokenizer, align=align)) for n, w in parts]
+    if parts := parts_of(cfg):
+        found = [(part.dataset, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts]
         held = [(name, weight, source) for name, weight, source in found if source is not None]
         return Mixture([n for n, _, _ in held], [s for _, _, s in held], [w for _, w, _ in held], seed=0) if held else None
     try:
