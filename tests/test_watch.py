@@ -1,11 +1,15 @@
-"""Who never came: a process that was killed after all had found each other, and before it could say that it lives."""
+"""How a process that has lost another one finds out whose fault it is."""
 
+import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from nash_mhc.parallel.processes import Board
+from nash_mhc.parallel import processes
+from nash_mhc.parallel.processes import Board, coordinator_answers
 from nash_mhc.train import watch
 from nash_mhc.train.signals import TRY_AGAIN
 
@@ -67,3 +71,37 @@ def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch)
         watched._board.write("life/1", watched._sign() | {"name": "process 1"})
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     assert not left.is_set()
+
+
+def test_a_process_that_is_aborted_for_the_loss_of_another_one_names_it_first(left, capsys, monkeypatch):
+    monkeypatch.setattr(watch, "coordinator_answers", lambda: True)
+    with watch.Watch(stall_timeout=0.5) as watching:
+        watching._board.write("life/1", {"name": "process 1", "phase": "step 7", "moves": 3, "at": 0.0, "ended": False})
+        watching._aborted()
+        assert left.is_set()
+    assert left.code == TRY_AGAIN
+    assert "process 1 is gone or frozen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_coordinator_that_dies_while_it_is_asked_is_gone(dies, monkeypatch):
+    """The kernel takes a dead process's sockets away one by one: the one that listens may be the last."""
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        monkeypatch.setattr(processes, "_joined", lambda: SimpleNamespace(coordinator_address=address))
+        asked = threading.Event()
+
+        def die():
+            server.accept()[0].close()
+            asked.set()
+            server.close()
+
+        dying = threading.Thread(target=die)
+        if dies:
+            dying.start()
+        began = time.monotonic()
+        assert coordinator_answers(seconds=60.0 if dies else 0.3) is not dies
+        assert asked.is_set() is dies
+        assert time.monotonic() - began < 60.0
+        if dies:
+            dying.join()

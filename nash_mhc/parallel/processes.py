@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -184,13 +185,18 @@ class Board:
 
 
 def coordinator_answers(seconds: float = 2.0) -> bool:
-    """Whether process 0 is still there."""
+    """Whether process 0 is still there, and there all the time: one that dies loses its sockets one after another."""
     host, _, port = str(_joined().coordinator_address).rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
+                pass
+        except OSError:
+            return False
+        if time.monotonic() >= end:
             return True
-    except OSError:
-        return False
+        time.sleep(0.1)
 
 
 _shared = 0

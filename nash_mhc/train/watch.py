@@ -197,19 +197,21 @@ class Watch:
     def _catch_aborts(self) -> None:
         """JAX aborts a process that cannot reach process 0 any more. That shall be a word and a clean end.
 
-        A handler in Python would not run: abort() waits for nobody. This one is called inside of it. At the end, process 0
-        may be gone a moment before JAX has taken leave of it here: then everything is done, and that is what counts.
+        A handler in Python would not run: abort() waits for nobody. This one is called inside of it.
         """
-
-        def handle(_: int) -> None:
-            if SIGNALS.ending is not None:
-                leave(SIGNALS.ending)
-            if not coordinator_answers():
-                print("error: process 0 is gone; start again to go on from the last checkpoint", file=sys.stderr)
-                leave()
-
-        _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(handle))
+        _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._aborted()))
         ctypes.CDLL(None).signal(signal.SIGABRT, _kept[-1])
+
+    def _aborted(self) -> None:
+        """What else the abort means; returns where it is one."""
+        if SIGNALS.ending is not None:
+            # Process 0 may be gone a moment before JAX has taken leave of it here: everything is done, and that is what counts.
+            leave(SIGNALS.ending)
+        if not coordinator_answers():
+            print("error: process 0 is gone; start again to go on from the last checkpoint", file=sys.stderr)
+            leave()
+        # Gloo, too, may end a process that has lost another one. Who that is the thread finds out, which goes on meanwhile.
+        time.sleep(_SILENCE_S + 5 * self._tick)
 
 
 def _stack() -> str:
