@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ import small
 from nash_mhc.checkpoint.store import arrays_of
 from nash_mhc.data.pack import Rows
 from nash_mhc.train.saving import Saver
+from nash_mhc.train.watch import Watch
 
 # Small and dense: what is tested with it does not depend on the architecture.
 MODEL = (
@@ -49,6 +51,8 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
     sys.modules["nash_mhc.train.__main__"]._LARGEST_SAMPLED = 0  # type: ignore[attr-defined]  # nor is the sample
     if at := env.get("STALL_AT_STEP"):
         _stall_at(int(at))
+    if file := env.get("SHORT_STALL_ONCE"):
+        _shorten_the_stall_once(Path(file))
     if "IMPATIENT" in env:
         _save_again_at_once()
     if "NO_EVALUATION" in env:  # another program less to trace, where what is tested is not about it
@@ -72,10 +76,29 @@ def _stall_at(stalled: int) -> None:
 
     def never_comes(step: int, rows: Rows) -> Rows:
         if step == stalled:
+            print("stalled", flush=True)
             time.sleep(1e6)
         return rows
 
     small.change_batches(never_comes)
+
+
+def _shorten_the_stall_once(file: Path) -> None:
+    """As soon as the file is there, a few seconds without progress are too many. A busy machine's first steps take as long."""
+    module = sys.modules["nash_mhc.train.run"]
+
+    class Shortened(Watch):
+        def _look_after(self) -> None:
+            threading.Thread(target=self._shorten, daemon=True).start()
+            super()._look_after()
+
+        def _shorten(self) -> None:
+            while not file.exists():
+                time.sleep(0.05)
+            print(f"patient for {self._timeout:g} s so far", flush=True)
+            self._timeout = 5.0
+
+    module.Watch = Shortened  # type: ignore[attr-defined]
 
 
 def _save_again_at_once() -> None:
@@ -185,13 +208,16 @@ def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
         return jax.device_get(reader.restore(checkpoint / "state", like))
 
 
-def pair(folder: Path, *flags: str, second: dict[str, str] | None = None) -> tuple[Life, Life]:
+def pair(folder: Path, *flags: str, second: dict[str, str] | None = None, **env: str) -> tuple[Life, Life]:
     """A run in two processes, which share its devices; `second` is added to the environment of the second one."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     where = ("--coordinator-address", address, "--num-processes", "2", "--process-id")
-    return Life(folder, *flags, *where, "0", log="log0"), Life(folder, *flags, *where, "1", log="log1", **(second or {}))
+    return (
+        Life(folder, *flags, *where, "0", log="log0", **env),
+        Life(folder, *flags, *where, "1", log="log1", **env, **(second or {})),
+    )
 
 
 def slurm_pair(folder: Path, *flags: str) -> tuple[Life, Life]:

@@ -96,21 +96,27 @@ def test_a_process_that_has_done_its_work_ends_well_even_if_process_0_is_gone_fi
 
 
 def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_path):
-    both = pair(tmp_path / "run", *FLAGS, "--stall-timeout", "10", second={"STALL_AT_STEP": "9"})
+    flags = [*FLAGS, "--stall-timeout", "500"]
+    both = pair(tmp_path / "run", *flags, second={"STALL_AT_STEP": "9"}, SHORT_STALL_ONCE=str(tmp_path / "now"))
+    both[1].until("stalled")
+    (tmp_path / "now").touch()
     assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said
     for life in both:
         named = r"error: no progress for \d+ s \(--stall-timeout\): held up by process 1 \(.*, pid \d+\), in the phase: reading"
         assert re.search(named, life.said), life.said
+        assert "patient for 500 s so far" in life.said
     assert "stack of process 1:" in both[0].said  # the one log that people read tells it all
     assert "in never_comes" in both[0].said
     assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
 
 
 def test_one_process_that_stalls_says_where(tmp_path):
-    life = Life(tmp_path / "run", "--total-steps", "9", "--stall-timeout", "10", STALL_AT_STEP="5")
+    life = Life(tmp_path / "run", "--total-steps", "9", STALL_AT_STEP="5", SHORT_STALL_ONCE=str(tmp_path / "now"))
+    life.until("stalled")
+    (tmp_path / "now").touch()
     assert life.end() == TRY_AGAIN
     assert re.search(
-        r"error: no progress for 10 s \(--stall-timeout\): held up by this process, in the phase: reading", life.said
+        r"error: no progress for \d+ s \(--stall-timeout\): held up by this process, in the phase: reading", life.said
     )
     assert "in never_comes" in life.said
 
