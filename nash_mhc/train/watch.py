@@ -28,6 +28,7 @@ from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, leave
 
 _SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
 _BEGIN_S = 120.0  # and for this long, one that has connected and given none yet
+_PATIENCE_S = 300.0  # that nobody waits longer than, whatever becomes of the board
 _runs = 0
 _kept: list[Any] = []  # C calls these until the process ends
 
@@ -57,7 +58,11 @@ class Watch:
         self._board = Board(f"nash_mhc/run{_runs}") if self._count > 1 else None
         self._name = f"process {self._index} ({socket.gethostname()}, pid {os.getpid()})" if self._board else "this process"
         self._peers: dict[str, _Peer] = {}
-        self._watched, self._missing = 0.0, list[int]()  # seconds so far, and who has given no sign of life in all of them
+        self._looked = 0.0  # seconds so far, counted in looks
+        self._watched, self._missing = (
+            0.0,
+            list[int](),
+        )  # those with an answer, and who has given no sign of life in all of them
         self._thread = threading.Thread(target=self._look_after, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -70,7 +75,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._board is not None and isinstance(error, Exception):
             if isinstance(error, jax.errors.JaxRuntimeError):
-                time.sleep(_SILENCE_S + 5 * self._tick)  # of a lost peer, most likely: the thread finds out whose, and leaves
+                self._let_the_thread_find_out()  # a lost peer's doing, most likely
                 if self._missing:
                     self._judge(self._never_came())
             self._ended.set()
@@ -100,6 +105,7 @@ class Watch:
     def _look_after(self) -> None:
         moves = -1
         while not self._ended.wait(self._tick):
+            self._looked += self._tick
             # Counted in looks, not by the clock: a machine that was asleep has not stalled.
             self._idle, moves = (self._idle + self._tick if self._moves == moves else 0.0), self._moves
             if SIGNALS.listening and self._timeout < float("inf"):
@@ -210,8 +216,17 @@ class Watch:
         if not coordinator_answers():
             print("error: process 0 is gone; start again to go on from the last checkpoint", file=sys.stderr)
             leave()
-        # Gloo, too, may end a process that has lost another one. Who that is the thread finds out, which goes on meanwhile.
-        time.sleep(_SILENCE_S + 5 * self._tick)
+        # Gloo, too, may end a process that has lost another one.
+        self._let_the_thread_find_out()
+
+    def _let_the_thread_find_out(self) -> None:
+        """Waits for as many looks as it takes to miss a process. The thread then says whose fault it is, and leaves.
+
+        Not by the clock, which runs on where a busy machine lets nobody look; only without end it does not wait.
+        """
+        enough, end = self._looked + _SILENCE_S + 5 * self._tick, time.monotonic() + _PATIENCE_S
+        while self._looked < enough and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(self._tick / 2)
 
 
 def _stack() -> str:
