@@ -59,10 +59,8 @@ class Watch:
         self._name = f"process {self._index} ({socket.gethostname()}, pid {os.getpid()})" if self._board else "this process"
         self._peers: dict[str, _Peer] = {}
         self._looked = 0.0  # seconds so far, counted in looks
-        self._watched, self._missing = (
-            0.0,
-            list[int](),
-        )  # those with an answer, and who has given no sign of life in all of them
+        self._watched = 0.0  # those with an answer
+        self._missing: list[int] = []  # who has given no sign of life in all of them
         self._thread = threading.Thread(target=self._look_after, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
