@@ -124,6 +124,21 @@ def test_during_an_evaluation(unbroken, calls, tmp_path, capsys):
     assert_goes_on_as_unbroken(tmp_path / "run", unbroken)  # what was broken off is made up for
 
 
+def test_an_evaluation_that_two_runs_have_made_up_for_has_one_row(unbroken, calls, monkeypatch, tmp_path):
+    calls(4, signal.SIGTERM)  # in the evaluation at step 3
+    assert interrupted(tmp_path / "run") == 3
+    calls(0, 0)
+
+    def killed(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):  # behind the evaluation, before another checkpoint
+        patched.setattr(sys.modules["nash_mhc.train.run"], "train_loop", killed)
+        at(tmp_path / "run", grad_accum=2)
+    assert [row["step"] for row in rows(tmp_path / "run", "eval.jsonl")] == [3]
+    assert_goes_on_as_unbroken(tmp_path / "run", unbroken)
+
+
 @pytest.mark.parametrize("moment", ["writing", "hashing"])
 def test_during_a_save(unbroken, monkeypatch, tmp_path, moment):
     save, finish = Store.save, Store._finish

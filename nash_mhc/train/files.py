@@ -86,10 +86,13 @@ def run_files(
     return {"run.json": told, "parameters.txt": _parameter_table(model)}
 
 
-def begin_files(folder: Folder, files: dict[str, str], start_step: int, say: Callable[[str], None], owner: Owner) -> Telemetry:
+def begin_files(
+    folder: Folder, files: dict[str, str], start_step: int, made_up: bool, say: Callable[[str], None], owner: Owner
+) -> Telemetry:
+    """`made_up`: the evaluation of the step that it starts from comes now."""
     try:
         write_files(folder, files)
-        return Telemetry(folder, start_step=start_step, say=say, owner=owner)
+        return Telemetry(folder, start_step=start_step, made_up=made_up, say=say, owner=owner)
     except OSError as error:
         remedy = "make room there or choose another folder"
         raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error

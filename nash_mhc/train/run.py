@@ -39,7 +39,7 @@ from nash_mhc.train.resume import check_resume, checkpoint_values, starting_stat
 from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import SIGNALS, Interrupted
 from nash_mhc.train.state import TrainState, sharded_abstract_state
-from nash_mhc.train.telemetry import Nowhere, Reporter
+from nash_mhc.train.telemetry import Nowhere, Reporter, Telemetry
 from nash_mhc.train.watch import Watch
 
 
@@ -154,7 +154,11 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
         changed = history.changes(start.before.config, cfg) if start.before is not None else {}
         known = {"init_from": start.init_from, "history": history.added_to(start.history, changed, start_step)}
         files = run_files(cfg, mesh, floor, source.identity, state.model, known)
-        telemetry = begin_files(folder, files, start_step, reporter.say, owner) if jax.process_index() == 0 else Nowhere()
+        done = start_step >= cfg.train.total_steps
+        made_up = evaluator is not None and start.evaluation_missing(1 if done else cfg.train.eval_interval)
+        telemetry: Telemetry = Nowhere()
+        if jax.process_index() == 0:
+            telemetry = begin_files(folder, files, start_step, made_up, reporter.say, owner)
         saver = Saver(store, files, say=reporter.say, owner=owner, last=start_step if start.own else None)
         if evaluator is not None:
             evaluator.compile(state.model)
@@ -216,8 +220,8 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
         step = start_step
         try:
             with SIGNALS.at_work():
-                if start_step < cfg.train.total_steps:
-                    if evaluator is not None and start.evaluation_missing(cfg.train.eval_interval):
+                if not done:
+                    if made_up:
                         evaluate(state, start_step)
                     state, step = train_loop(
                         cfg, state, step_fn, feed, start_step=start_step, meter=meter, telemetry=telemetry, watch=watch,
@@ -225,7 +229,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
                     )  # fmt: skip
                 else:
                     reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
-                    evaluate(state, start_step, told_before=start.own and not start.evaluation_missing(1))
+                    evaluate(state, start_step, told_before=start.own and not made_up)
                 if step > start_step or not store.steps():  # what was restored from another folder shall stand in this one, too
                     save(state, step, wait=True)
                 if SIGNALS.caught is not None or step < cfg.train.total_steps:

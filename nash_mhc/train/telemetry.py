@@ -61,7 +61,8 @@ def _record(event: Event) -> bytes:
 
 
 class Telemetry:
-    """Rows by step, to files under `folder`. A resumed run first drops the rows of steps it is about to take again.
+    """Rows by step, to files under `folder`. A resumed run first drops the rows of steps it is about to take again, and of
+    the evaluation that is about to be `made_up` for: an earlier process may have done so, and have left no checkpoint of it.
 
     What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
     """
@@ -71,13 +72,14 @@ class Telemetry:
         folder: Folder,
         *,
         start_step: int = 0,
+        made_up: bool = False,
         say: Callable[[str], None] = lambda text: None,
         owner: Owner = Nobody(),
     ) -> None:
         self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
         with as_os_errors():
             for name in _ROWS:
-                _keep_until(folder / name, start_step)
+                _keep_until(folder / name, start_step - (made_up and name == "eval.jsonl"))
         # TensorBoard's own writer has a thread that dies of the first fault; its records are simple enough to append.
         self._name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         first = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
