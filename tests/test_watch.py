@@ -65,9 +65,12 @@ def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch)
 
 
 def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch):
+    monkeypatch.setattr(watch, "_SILENCE_S", 60.0)
     monkeypatch.setattr(watch.Watch, "_let_the_thread_find_out", lambda _: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watch.Watch(stall_timeout=0.5) as watched:
         watched._board.write("life/1", watched._sign() | {"name": "process 1"})
+        while not watched._watched:  # until it has looked who is there
+            time.sleep(0.01)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     assert not left.is_set()
 
