@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -36,6 +37,9 @@ _HANGS_S = 900.0  # on no machine, however busy, does anything here take so long
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["nash_mhc.train.__main__"])
+# `multiprocessing` asks after all processes whenever one is started, and an exit code can be read once: of two threads that
+# ask at the same time, one would be told 255.
+_asking = threading.Lock()
 
 
 def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
@@ -130,7 +134,8 @@ class Life:
         self.log.write_text("")
         argv = [*model, "--checkpoint-dir", str(folder), *flags]
         self._process = _server.Process(target=_train, args=(argv, str(self.log), env))
-        self._process.start()
+        with _asking:
+            self._process.start()
         Life._left.append(self)
 
     @staticmethod
@@ -150,7 +155,7 @@ class Life:
         """Waits for a text in what it says."""
         end = time.monotonic() + _HANGS_S
         while text not in self.said:
-            assert self._process.is_alive() or text in self.said, f"ended without saying {text!r}:\n{self.said}"
+            assert self.alive or text in self.said, f"ended without saying {text!r}:\n{self.said}"
             assert time.monotonic() < end, f"did not say {text!r}:\n{self.said}"
             time.sleep(0.01)
         return self
@@ -171,15 +176,17 @@ class Life:
 
     def end(self) -> int:
         """Its exit code; negative for the signal that killed it."""
-        self._process.join(_HANGS_S)
-        assert self._process.exitcode is not None, f"still there after {_HANGS_S} s:\n{self.said}"
+        multiprocessing.connection.wait([self._process.sentinel], _HANGS_S)
+        assert not self.alive, f"still there after {_HANGS_S} s:\n{self.said}"
         if self in Life._left:
             Life._left.remove(self)
+        assert self._process.exitcode is not None
         return self._process.exitcode
 
     @property
     def alive(self) -> bool:
-        return self._process.is_alive()
+        with _asking:
+            return self._process.is_alive()
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
