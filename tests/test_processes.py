@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -28,6 +29,13 @@ def losses(folder):
 
 def steps(folder):
     return manifest.numbered(folder / "checkpoints")
+
+
+def until_whole(checkpoint, lives):
+    """A checkpoint is written while training goes on; where both cores are busy, for many steps."""
+    while manifest.problem(checkpoint) is not None:
+        assert all(life.alive for life in lives), [life.said for life in lives]
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +85,9 @@ def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on
 
 @pytest.mark.parametrize(("killed", "start"), [(0, pair), (1, slurm_pair)])
 def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
-    both = start(tmp_path / "run", *FLAGS, "--total-steps", "100000")
+    both = start(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--keep-last", "1000")
     both[0].until("step      5/")
+    until_whole(tmp_path / "run" / "checkpoints" / "4", both)
     both[killed].send(signal.SIGKILL)
     assert both[1 - killed].end() == TRY_AGAIN, both[1 - killed].said
     last = both[1 - killed].said.splitlines()[-1]
@@ -99,6 +108,7 @@ def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_pat
     flags = [*FLAGS, "--stall-timeout", "500"]
     both = pair(tmp_path / "run", *flags, second={"STALL_AT_STEP": "9"}, SHORT_STALL_ONCE=str(tmp_path / "now"))
     both[1].until("stalled")
+    until_whole(tmp_path / "run" / "checkpoints" / "4", both)
     (tmp_path / "now").touch()
     assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said
     for life in both:
