@@ -21,6 +21,7 @@ ABOUT = {
     "step": "times the real train step on the devices at hand",
     "compile": "compiles it for a TPU topology that is not here, with its memory figures",
     "quality": "trains the model and its relatives on the same rows and compares their held-out losses",
+    "corpus": "builds two kinds of real text to compare models on, the same for everyone",
     "data": "prepares and reads rows: tokens a second, memory, and what a run waits for them",
 }
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
@@ -36,7 +37,7 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--megabytes", type=int, default=32, help="text to make and prepare [32]")
         group.add_argument("--steps", type=int, default=40, help="steps of the training run [40]")
     else:
-        every = "nash-mhc,dense,dense-mhc,multiscale-plain"
+        every = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of bench/variants.py, which imports JAX
         group.add_argument("--seeds", type=int, default=3, help="runs of each variant, counted from --seed on [3]")
         group.add_argument("--variants", metavar="A,B,...", default=every, help=f"what to compare [{every}]")
         group.add_argument("--eval-rows", type=int, metavar="ROWS", help="held-out rows [4 x eval-batches x batch-size]")
@@ -101,6 +102,10 @@ def main() -> int:
     if (chosen := chosen_command(ABOUT, USAGE, "benchmark")) is None:
         return 0
     command, argv = chosen
+    if command == "corpus":
+        from nash_mhc.bench.corpus import command as corpus_command
+
+        return corpus_command(argv)
     own = lambda group: _own_flags(command, group)
     options: dict[str, Any] = {"found": _found} if command == "quality" else {}  # the only one that reads the user's data
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)

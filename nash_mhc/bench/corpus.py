@@ -1,0 +1,208 @@
+"""Real text to compare models on: two kinds, from the source archives of well-known packages, the same bytes for everyone.
+
+`python -m nash_mhc.bench corpus --out DIR` fetches the archives from the package index that pip uses here, each of one fixed
+version, and writes DIR/code.jsonl (their Python) and DIR/english.jsonl (their documentation), a document a line. What comes out
+is told by its digest: figures that were measured on the same digest can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import html
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from nash_mhc.config.commands import OneLineParser
+from nash_mhc.config.schema import ConfigError
+
+# Large manuals, and code by many hands. Versions are never changed: another list is another corpus.
+ARCHIVES = (
+    "ansible-core==2.18.1", "ansible==9.9.0", "astropy==7.0.0", "botocore==1.44.0", "buildbot==4.2.0", "celery==5.4.0",
+    "cinder==29.0.0", "cython==3.3.1", "dask==2024.12.0", "django-cms==5.1.3", "django==5.1.4", "docutils==0.21.2",
+    "google-api-python-client==2.202.0", "glance==33.0.0", "h5py==3.12.1", "ipython==8.30.0", "ironic==9.1.7",
+    "keystone==30.0.0", "manila==9.1.5", "matplotlib==3.9.3", "mercurial==6.9", "networkx==3.4.2", "neutron==29.0.0",
+    "nikola==8.3.3", "nltk==3.9.1", "nova==34.0.0", "numpy==2.1.3", "octavia==9.1.0", "pandas==2.2.3", "pygame==2.6.1",
+    "pyramid==2.0.2", "pytest==8.3.4", "roundup==2.6.0", "salt==3007.1", "scikit-image==0.24.0", "scikit-learn==1.5.2",
+    "scipy==1.14.1", "scrapy==2.12.0", "setuptools==75.6.0", "sphinx==8.1.3", "sqlalchemy==2.0.36", "statsmodels==0.14.4",
+    "swift==2.38.3", "sympy==1.13.3", "tornado==6.4.2", "trio==0.27.0", "twisted==24.11.0", "xarray==2024.11.0",
+)  # fmt: skip
+DIGESTS = {
+    "code": "d83ce16f9dfd14b07c230159509732dfebc5fc5b9b7e9be05737104afeebf554",
+    "english": "6847c4c9fd2ab98722b0197767afd960f270c21754806e205dcebfe61a32f173",
+}
+
+_ENDINGS = {".py": "code", ".rst": "english", ".md": "english", ".txt": "english"}
+_LEAST, _MOST = 1_000, 1_000_000  # bytes of a document: neither a stub nor a table of numbers
+# Descriptions of interfaces: the folder of their JSON, and the key that holds prose.
+_TOLD_IN = {
+    "botocore": ("/botocore/data/", "documentation"),
+    "google-api-python-client": ("/discovery_cache/documents/", "description"),
+}
+_CODE_OF_ONE = 8_000_000  # bytes of one archive's code at most, so that none of them sets the tone
+
+
+def _index() -> str:
+    """The address that pip would ask."""
+    for source in (os.environ.get("PIP_INDEX_URL"), _said(["config", "get", "global.index-url"])):
+        if source:
+            return source.rstrip("/")
+    from pip._internal.models.index import PyPI
+
+    return PyPI.simple_url
+
+
+def _said(argv: Sequence[str]) -> str:
+    done = subprocess.run([sys.executable, "-m", "pip", *argv], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if tag == "a" and name == "href" and value]
+
+
+def _fetched(archive: str, index: str, cache: Path) -> Path:
+    """The source archive, once; its hash is the index's own."""
+    name, _, version = archive.partition("==")
+    page = f"{index}/{name}/"
+    try:
+        with urllib.request.urlopen(page, timeout=60) as answer:
+            links, base = _Links(), answer.url
+            links.feed(answer.read().decode())
+        wanted = re.compile(rf"/{re.sub('[-_.]', '[-_.]', name)}-{re.escape(version)}\.tar\.gz(#|$)", re.IGNORECASE)
+        found = [urllib.parse.urljoin(base, link) for link in links.found if wanted.search("/" + link)]
+        if not found:
+            raise ConfigError(f"{archive}: {page} has no source archive of that version")
+        address, _, digest = found[0].partition("#sha256=")
+        file = cache / f"{name}-{version}.tar.gz"
+        if not file.exists():
+            with urllib.request.urlopen(address, timeout=300) as answer:
+                content = answer.read()
+            if digest and hashlib.sha256(content).hexdigest() != digest:
+                raise ConfigError(f"{archive}: what came is not what the index says it is; try again")
+            part = file.with_name(file.name + ".partial")
+            part.write_bytes(content)
+            part.rename(file)
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        raise ConfigError(f"{archive}: cannot be fetched from {page} ({error}); pip's --index-url is asked") from None
+    return file
+
+
+def _texts(file: Path) -> Iterator[tuple[str, str]]:
+    """(kind, text) of an archive's files, in the order of their names."""
+    place, key = next((told for name, told in _TOLD_IN.items() if file.name.startswith(f"{name}-")), ("", ""))
+    with tarfile.open(fileobj=io.BytesIO(file.read_bytes())) as archive:
+        members = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
+        code = 0
+        for member in members:
+            if place and place in member.name and member.name.endswith(".json"):
+                if told := _told(json.loads(_read(archive, member)), key):
+                    yield "english", told
+                continue
+            kind = _ENDINGS.get(Path(member.name).suffix)
+            if kind is None or not _LEAST <= member.size <= _MOST:
+                continue
+            if kind == "code":
+                if (code := code + member.size) > _CODE_OF_ONE:
+                    continue
+            elif not _is_prose(member.name):
+                continue
+            with contextlib.suppress(UnicodeDecodeError):
+                text = _read(archive, member).decode()
+                if kind == "code" or sum(c.isalpha() or c == " " for c in text) > 0.7 * len(text):
+                    yield kind, text
+
+
+def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    content = archive.extractfile(member)
+    assert content is not None  # it is a file
+    return content.read()
+
+
+def _told(value: Any, key: str) -> str:
+    """What a description of an interface says in sentences, each of them once; empty where that is little."""
+    found: dict[str, None] = {}
+
+    def look(value: Any) -> None:
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if name == key and isinstance(inner, str):
+                found[html.unescape(re.sub(r"<[^>]*>", "", inner)).strip()] = None
+            elif isinstance(inner, dict | list):
+                look(inner)
+
+    look(value)
+    text = "\n\n".join(sentence for sentence in found if " " in sentence)
+    return text if len(text.encode()) >= _LEAST else ""
+
+
+def _is_prose(name: str) -> bool:
+    return not re.search(
+        r"licen[cs]e|requirements|/tests?/|top_level|SOURCES|\.egg-info|authors|changelog", name, re.IGNORECASE
+    )
+
+
+def build(out: Path, archives: Sequence[str] = ARCHIVES) -> dict[str, tuple[int, int, str]]:
+    """Leaves code.jsonl and english.jsonl in `out`; (documents, bytes, digest) of each."""
+    cache = out / "archives"
+    cache.mkdir(parents=True, exist_ok=True)
+    index, seen = _index(), set[str]()
+    parts = {kind: out / f"{kind}.jsonl.partial" for kind in DIGESTS}
+    figures = {kind: [0, 0] for kind in DIGESTS}
+    digests = {kind: hashlib.sha256() for kind in DIGESTS}
+    with contextlib.ExitStack() as stack:
+        for part in parts.values():  # whatever happens; those that are finished have another name by then
+            stack.callback(part.unlink, missing_ok=True)
+        files = {kind: stack.enter_context(part.open("w", encoding="utf-8")) for kind, part in parts.items()}
+        for number, archive in enumerate(archives, 1):
+            print(f"{number}/{len(archives)} {archive}", file=sys.stderr, flush=True)
+            for kind, text in _texts(_fetched(archive, index, cache)):
+                if (known := hashlib.sha256(text.encode()).hexdigest()) in seen:
+                    continue
+                seen.add(known)
+                digests[kind].update(text.encode())
+                figures[kind][0] += 1
+                figures[kind][1] += len(text.encode())
+                files[kind].write(json.dumps({"text": text}) + "\n")
+        for kind, part in parts.items():
+            files[kind].close()
+            part.rename(out / f"{kind}.jsonl")
+    return {kind: (figures[kind][0], figures[kind][1], digests[kind].hexdigest()) for kind in parts}
+
+
+def command(argv: Sequence[str]) -> int:
+    parser = OneLineParser(
+        prog="python -m nash_mhc.bench corpus", allow_abbrev=False,
+        description="Builds two kinds of real text from the source archives of known packages, the same for everyone.",
+        formatter_class=argparse.HelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="DIR", help="folder to write code.jsonl and english.jsonl to (required)")
+    args = parser.parse_strictly(argv, "name the folder with --out")
+    if not args.out:
+        raise ConfigError("--out is missing; name the folder to make, such as --out data/real")
+    out = Path(args.out).expanduser()
+    try:
+        made = build(out)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
+    for kind, (documents, size, digest) in made.items():
+        same = "the one that docs/log.md measured" if digest == DIGESTS[kind] else "not the one that docs/log.md measured"
+        print(f"{out / kind}.jsonl: {documents:,} documents, {size / 1e6:.1f} MB, digest {digest[:16]}: {same}")
+    return 0
