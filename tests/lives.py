@@ -30,7 +30,8 @@ from nash_mhc.train.watch import Watch
 # Small and dense: what is tested with it does not depend on the architecture.
 MODEL = (
     "--model-width 32 --model-layers 2 --model-heads 8 --model-kv-heads 8 --model-head-dim 4 --model-ffn 64 --model-scales 1 "
-    "--model-window none --model-residual plain --seq-len 32 --batch-size 8 --eval-batches 2 --eval-interval 0"
+    "--model-window none --model-conv-taps 0 --model-residual plain --seq-len 32 --batch-size 8 --learning-rate 3e-4 "
+    "--eval-batches 2 --eval-interval 0"
 ).split()
 
 _HANGS_S = 900.0  # on no machine, however busy, does anything here take so long: only what would never end

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops.attend import attend, best_kernel, documents_of, why_not
+from nash_mhc.ops.attend import attend, best_kernel, why_not
+from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.rope import positions_in_segments, rope
 
 
@@ -117,10 +118,11 @@ def test_documents_are_found_where_the_segments_change(most):
     segments_BT = np.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 0, 0, 0]])
     found = documents_of(jnp.asarray(segments_BT), most)
     room = {3: 4, 5: 8}.get(most, 32)
-    assert found.lengths_BM.shape == (3, room) and found.offsets_BM.shape == (3, room + 1)
+    assert found.lengths_BM.shape == found.starts_BM.shape == (3, room)
     assert found.count_B is None if most in (3, 5) else found.count_B.tolist() == [4, 1, 3]
     for row, segments in enumerate(segments_BT):
         starts = [0, *(np.flatnonzero(np.diff(segments)) + 1)][:room]
-        missing = [-1] * (room - len(starts))
-        assert found.offsets_BM[row].tolist() == [*starts, *missing, -1]
+        missing = [0] * (room - len(starts))
+        assert found.starts_BM[row].tolist()[: len(starts)] == starts
         assert found.lengths_BM[row].tolist() == [*np.diff([*starts, 8]).tolist(), *missing]
+        assert found.number_BT[row].tolist() == (np.cumsum(np.isin(np.arange(8), starts)) - 1).tolist()

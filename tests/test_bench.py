@@ -91,11 +91,12 @@ def test_peaks_are_those_of_the_named_chip():
 # The full architecture, as quick to compile as it gets.
 MINUTE = ModelConfig(
     width=32, layers=1, heads=4, kv_heads=4, head_dim=8, ffn=64, scales=2, ratio=4, window=8, nash_iterations=1, streams=2,
-    sinkhorn_iterations=2,
+    sinkhorn_iterations=2, conv_taps=2,
 )  # fmt: skip
 # Stories are longer than 32 tokens: only the last rows of each 64 hold several, and all batches together reach them.
 STEPS, SEEDS, B, EVAL_BATCHES = 3, 2, 24, 4  # the last is four times what the configuration says
 RATES = [1e-3, 4e-3, 1e-2]
+COMPARED = ["nash-mhc", "dense", "dense-mhc", "dense-conv-mhc"]
 
 
 def minute(**changes):
@@ -122,7 +123,7 @@ def compared():
         compiled, created = quality.compile_train_step, quality.create_state
         patch.setattr(quality, "compile_train_step", lambda *a, **k: seen.steps.append(compiled(*a, **k)) or seen.steps[-1])
         patch.setattr(quality, "create_state", begin)
-        names, rates = ",".join(variants.VARIANTS), ",".join(map(str, reversed(RATES)))
+        names, rates = ",".join(COMPARED), ",".join(map(str, reversed(RATES)))
         seen.figures = quality.bench_quality(minute(), variants=names, seeds=SEEDS, learning_rates=rates)
     return seen
 
@@ -189,16 +190,16 @@ def test_rows_are_aligned_for_the_coarsest_model(compared, kind):
 
 def test_variants_differ_in_architecture_and_hardly_in_parameters(compared):
     found = compared.figures["variants"]
-    shapes = {name: (v["scales"], v["window"], v["residual"]) for name, v in found.items()}
-    assert shapes == {
-        "nash-mhc": (2, 8, "mhc"),
-        "dense": (1, None, "plain"),
-        "dense-mhc": (1, None, "mhc"),
-        "multiscale-plain": (2, 8, "plain"),
+    parts = ("scales", "window", "conv_taps", "residual")
+    assert {name: tuple(v[part] for part in parts) for name, v in found.items()} == {
+        "nash-mhc": (2, 8, 2, "mhc"),
+        "dense": (1, None, 0, "plain"),
+        "dense-mhc": (1, None, 0, "mhc"),
+        "dense-conv-mhc": (1, None, 2, "mhc"),
     }
     assert found["nash-mhc"]["ffn"] == MINUTE.ffn
     for v in found.values():
-        model = dataclasses.replace(MINUTE, **{key: v[key] for key in ("scales", "window", "residual", "ffn")})
+        model = dataclasses.replace(MINUTE, **{key: v[key] for key in (*parts, "ffn")})
         assert v["parameters"] == count_parameters(model)
         assert v["parameters"] == pytest.approx(count_parameters(MINUTE), rel=0.03)
         assert v["ffn"] % 8 == 0
@@ -251,11 +252,11 @@ def test_figures_of_the_comparison_follow_from_the_losses(compared):
     assert figures["nash_below_dense"] == (None if any(edges) else below)
     assert figures["floor_nats_per_token"] == pytest.approx(0.53, abs=0.01)
     said = compared.said.getvalue()
-    for name in variants.VARIANTS:
+    for name in COMPARED:
         assert f"\n{name}: " in f"\n{said}"
         v = figures["variants"][name]
         assert f"{name}, rate {v['learning_rate']:g}, seed 1: held-out loss {v['held_out'][1]:.4f} after 3 steps" in said
-    assert said.count("compiling ...") == len(variants.VARIANTS)
+    assert said.count("compiling ...") == len(COMPARED)
 
 
 @pytest.mark.parametrize("name", ["dense", "dense-mhc"])
@@ -275,7 +276,9 @@ def test_the_ffn_width_divides_over_the_mesh():
     cfg = small.mesh_config(dataclasses.replace(minute(data__seq_len=48), model=model), tp=3)
     base, mesh = resolve(cfg)
     assert variants.relative("nash-mhc", cfg, base, mesh) == base
-    assert [variants.relative(name, cfg, base, mesh).model.ffn % 24 for name in variants.VARIANTS] == [0] * 4
+    assert [variants.relative(name, cfg, base, mesh).model.ffn % 24 for name in variants.VARIANTS] == [0] * len(
+        variants.VARIANTS
+    )
 
 
 def test_a_model_without_an_equal_relative_is_refused():
@@ -331,7 +334,7 @@ def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tm
     assert run_command(monkeypatch, "quality", "--variants", "dense", "--json", str(file)) == 0
     assert json.loads(file.read_text()) == compared.figures
     assert [(cfg.train.total_steps, own["seeds"], own["eval_rows"]) for cfg, own in asked] == [(7, 5, 6), (300, 3, None)]
-    assert asked[0][1]["variants"].split(",") == list(variants.VARIANTS)
+    assert asked[0][1]["variants"].split(",") == COMPARED
     assert asked[1][1]["variants"] == "dense"
     table = capsys.readouterr().out
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
@@ -361,7 +364,7 @@ def test_the_picture_has_a_line_a_variant_in_both_panels(compared, monkeypatch, 
     assert run_command(monkeypatch, "quality", "--picture", str(file)) == 0
     drawn = ElementTree.parse(file).getroot()
     lines = [path for path in drawn.iter("{http://www.w3.org/2000/svg}path") if path.get("fill") == "none"]
-    assert len(lines) == 2 * len(variants.VARIANTS)
+    assert len(lines) == 2 * len(COMPARED)
     numbers = [float(n) for line in lines for n in re.findall(r"[\d.]+", line.get("d"))]
     assert min(numbers[::2]) >= 0 and max(numbers[::2]) <= float(drawn.get("width"))
     assert min(numbers[1::2]) >= 0 and max(numbers[1::2]) <= float(drawn.get("height"))
@@ -436,7 +439,7 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --eval-rows 0", "--seeds and --eval-rows must be at least 1"),
         ("quality --seed 4294967295 --seeds 2", "train.seed must be at most 4294967295, not 4294967296"),
         ("quality --variants nash-mhc,dens", "--variants: unknown variant 'dens'; did you mean dense?"),
-        ("quality --variants ,", "--variants: unknown variant ''; there are nash-mhc, dense, dense-mhc, multiscale-plain"),
+        ("quality --variants ,", "--variants: unknown variant ''; there are nash-mhc, dense, dense-mhc, dense-conv-mhc, "),
         (
             "quality --learning-rates 1e-3,fast",
             "--learning-rates 1e-3,fast: numbers with commas between them, such as 1e-3,2e-3",
@@ -456,7 +459,10 @@ def test_recall_is_scored_by_distance(compared):
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | compile |"),
-        ("", "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | data [flags of train]"),
+        (
+            "",
+            "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | corpus | data [flags of",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(argv, message, monkeypatch, capsys):

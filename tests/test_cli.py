@@ -70,7 +70,7 @@ def a_value(key: cli.Key) -> tuple[str, object]:
         # Divisors, even numbers and multiples of the coarsest stride keep the rules between keys; other keys just take it.
         special = {"model.heads": 96, "model.kv_heads": 1, "model.head_dim": 34, "optim.warmup_steps": 3}
         special |= {"model.scales": 2, "model.ratio": 2, "model.window": 320, "data.seq_len": 320}
-        special |= {"model.nash_iterations": 7, "model.streams": 7}
+        special |= {"model.nash_iterations": 7, "model.streams": 7, "model.conv_taps": 7, "model.full_every": 2}
         number = special.get(key.path, 97)
         return str(number), number
     return "some text", "some text"
@@ -363,6 +363,13 @@ def test_a_check_of_a_whole_section_names_the_origin():
     message = error("--mesh-data", "0")
     assert message.startswith("mesh.data must be a positive number of devices or -1 for the rest, not 0")
     assert message.endswith(" (mesh.data from flag --mesh-data)")
+
+
+def test_groups_of_layers_divide_them():
+    assert error("--model-full-every", "3", "--model-layers", "8").startswith(
+        "model.full_every 3 does not divide model.layers 8; the nearest that does is 2"
+    )
+    assert "set model.window, or leave it at 0" in error("--model-full-every", "2", "--model-window", "none")
 
 
 def test_keys_that_do_not_fit_together_name_both_origins(write):

@@ -66,7 +66,7 @@ def loaded(folder: Path) -> Loaded:
 def lively(loaded: Loaded) -> Loaded:
     """Two steps of training leave a model to which what came before hardly matters; to this one it does."""
     rng = np.random.default_rng(3)
-    noisy = jax.tree.map(lambda a: jnp.asarray(a + 0.5 * rng.standard_normal(a.shape), a.dtype), jax.device_get(loaded.model))
+    noisy = jax.tree.map(lambda a: jnp.asarray(a + 0.25 * rng.standard_normal(a.shape), a.dtype), jax.device_get(loaded.model))
     return dataclasses.replace(loaded, model=noisy)
 
 

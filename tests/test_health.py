@@ -1,6 +1,7 @@
 """What a step reports of its architecture, layer by layer, and the entropy of the scales' weights as a part of the loss."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -12,12 +13,13 @@ import small
 from nash_mhc.model.attention import Layout
 from nash_mhc.model.health import LayerReport, summary
 from nash_mhc.model.multiscale import Multiscale, report
+from nash_mhc.train.meter import Interval
 
 CFG = small.nash_config()
 L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams
 SHAPES = {
     "scale_weight": (L, C), "scale_entropy": (L,), "nash_residual": (L,), "res_deviation": (L,), "sinkhorn_deviation": (L,),
-    "gain_forward": (L,), "gain_backward": (L,), "stream_rms": (L, R),
+    "gain_forward": (L,), "gain_backward": (L,), "stream_rms": (L, R), "scales_unused": (L,),
 }  # fmt: skip
 
 
@@ -55,13 +57,30 @@ def test_a_plain_model_has_nothing_to_report():
 
 def test_only_real_tokens_count():
     """One token plays scale 0 alone, one plays both alike, and a third, which would tip the balance, is padding."""
-    w_BTCN = jnp.array([[[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]])[..., None]
+    w_CBTN = jnp.array([[1.0, 0.5, 0.0], [0.0, 0.5, 1.0]])[:, None, :, None]
     residual_BTN = jnp.array([[[0.1], [0.3], [2.0]]])
-    game = jax.tree.map(lambda a: a[None], jax.jit(report)(w_BTCN, residual_BTN, jnp.array([[True, True, False]])))
+    game = jax.tree.map(lambda a: a[None], jax.jit(report)(tuple(w_CBTN), residual_BTN, jnp.array([[True, True, False]])))
     found = jax.jit(summary)(LayerReport(game, None))
     np.testing.assert_allclose(found["scale_weight"], [[0.75, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(found["scale_entropy"], [0.5], rtol=1e-6)
     np.testing.assert_allclose(found["nash_residual"], [0.2], rtol=1e-6)
+    assert found["scales_unused"].tolist() == [0.0]
+
+
+def test_a_scale_without_weight_is_counted_for_every_head_that_does_without_it():
+    w_CBTN = jnp.array([[[1.0, 0.5], [0.9999, 1.0]], [[0.0, 0.5], [0.0001, 0.0]]])[:, None]  # of two heads, the first one never
+    game = jax.jit(report)(tuple(w_CBTN), jnp.zeros((1, 2, 2)), jnp.ones((1, 2), bool))
+    found = jax.jit(summary)(LayerReport(jax.tree.map(lambda a: a[None], game), None))
+    assert found["scales_unused"].tolist() == [1.0]
+
+
+def test_a_row_counts_the_scales_that_no_step_of_its_interval_has_used():
+    interval = Interval()
+    for unused in ([2.0, 0.0], [1.0, 3.0], [5.0, 1.0]):
+        last = {"empty": 0.0, "tokens": 8.0, "health/scales_unused": np.array(unused)}
+        interval.add(last)
+    interval = Interval(json.loads(json.dumps(interval.to_json())))  # as it is saved
+    assert interval.means(last)["health/scales_unused"] == [1.0, 0.0]
 
 
 def test_scales_without_a_finished_block_have_no_weight_at_all():
@@ -70,7 +89,7 @@ def test_scales_without_a_finished_block_have_no_weight_at_all():
     mixer = jax.jit(lambda: Multiscale.init(cfg, key=jax.random.key(0)))()
     x_BTD = jax.random.normal(jax.random.key(1), (3, 8, cfg.width))
     positions_BT = jnp.arange(8)[None] % jnp.array([1, 3, 8])[:, None]
-    game = jax.jit(lambda m, x: m(x, Layout(None, positions_BT), kernel="xla")[1])(mixer, x_BTD)
+    game = jax.jit(lambda m, x: m(x, Layout(None, positions_BT), window=cfg.window, kernel="xla")[1])(mixer, x_BTD)
     weight_BCN = np.asarray(game.weight_BCN)
     np.testing.assert_allclose(weight_BCN.sum(axis=1), 8.0, rtol=1e-6)
     assert (weight_BCN > 0.0).any(axis=2).tolist() == [[True, False, False], [True, True, False], [True, True, True]]

@@ -15,7 +15,7 @@ import small
 
 from nash_mhc.config.schema import MeshConfig, ModelConfig
 from nash_mhc.model import LM
-from nash_mhc.model.attention import Attention, Layout
+from nash_mhc.model.attention import Attention, lay_out
 from nash_mhc.model.lm import Execution
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.parallel.mesh import make_mesh
@@ -23,15 +23,15 @@ from nash_mhc.parallel.sharding import named, shardings
 
 BASE = ModelConfig(
     vocab_size=2, width=64, layers=2, heads=8, kv_heads=8, head_dim=8, ffn=32, tied_embeddings=False,
-    scales=3, ratio=2, window=8, aggregation="nash", residual="mhc", streams=2,
+    scales=3, ratio=2, window=8, aggregation="nash", residual="mhc", streams=2, conv_taps=3,
 )  # fmt: skip
 MIXERS = {
-    "dense": {"scales": 1, "window": None, "residual": "plain"},
+    "dense": {"scales": 1, "window": None, "residual": "plain", "conv_taps": 0},
     "dense, window, mHC": {"scales": 1, "window": 5},
-    "two scales, convex": {"scales": 2, "aggregation": "convex", "window": None, "residual": "plain"},
+    "two scales, one softmax": {"scales": 2, "aggregation": "convex", "window": None, "kv_heads": 4, "residual": "plain"},
     "three scales": {},
     "four scales, shared keys": {"scales": 4, "window": None, "kv_heads": 4, "streams": 4},
-    "ratio 3": {"ratio": 3, "window": 9, "residual": "plain"},
+    "ratio 3, every second layer without a window": {"ratio": 3, "window": 9, "full_every": 2, "residual": "plain"},
     "ratio 3, two scales, mean": {"scales": 2, "ratio": 3, "window": None, "aggregation": "mean"},
 }
 F32, BF16 = Execution(attention="xla"), Execution("bfloat16", attention="xla")
@@ -119,7 +119,7 @@ def test_logits_depend_on_their_past_and_on_nothing_else(name):
     t_B1, u_1T = asked_B[:, None], np.arange(T)[None]
     seen_BT = (u_1T <= t_B1) & (segments_BT == segments_BT[np.arange(m.B), asked_B][:, None])
     if m.cfg.scales == 1 and m.cfg.window is not None:
-        seen_BT &= t_B1 - u_1T <= m.cfg.layers * (m.cfg.window - 1)
+        seen_BT &= t_B1 - u_1T <= m.cfg.layers * (m.cfg.window - 1 + m.cfg.conv_taps - 1)
     assert np.isfinite(grads_VD).all()
     assert (found_BT[~seen_BT] == 0.0).all()
     # And what may be seen is seen, all of it: coarse scales reach back to the start of the document.
@@ -151,7 +151,7 @@ def test_a_packed_document_has_the_logits_it_has_alone(name):
 
 def test_alone_may_be_any_length():
     """A document that ends within a block, by itself: as the same tokens in a longer row."""
-    m = case("ratio 3")
+    m = case("ratio 3, every second layer without a window")
     tokens_1T = np.random.default_rng(3).integers(0, m.cfg.vocab_size, (1, m.T))
     forward = jax.jit(lambda model, tokens: model(tokens, None, F32))
     whole = forward(m.model, tokens_1T)
@@ -159,23 +159,22 @@ def test_alone_may_be_any_length():
         np.testing.assert_allclose(forward(m.model, tokens_1T[:, :length]), whole[:, :length], atol=2e-4)
 
 
-def test_one_scale_is_plain_attention_bit_for_bit():
-    cfg = dataclasses.replace(BASE, scales=1, window=None)
-    plain = generic_model(cfg).layers.attention
-    plain = jax.tree.map(lambda a: jnp.asarray(a[0]), plain)
+def test_summaries_without_a_score_leave_plain_attention_bit_for_bit():
+    plain = jax.tree.map(lambda a: jnp.asarray(a[0]), generic_model(dataclasses.replace(BASE, scales=1)).layers.attention)
     assert isinstance(plain, Attention)
-    one = dataclasses.replace(jax.jit(lambda: Multiscale.init(cfg, key=jax.random.key(0)))(), base=plain)
-    x_BTD, probe_BTD = jax.random.normal(jax.random.key(1), (2, 2, 16, cfg.width))
+    mixer = jax.jit(lambda: Multiscale.init(BASE, key=jax.random.key(0)))()
+    mixer = dataclasses.replace(mixer, base=plain, offset_CN=jnp.full_like(mixer.offset_CN, -jnp.inf))
+    x_BTD, probe_BTD = jax.random.normal(jax.random.key(1), (2, 2, 16, BASE.width))
     segments_BT = jnp.repeat(jnp.array([[1, 1, 2, 2], [1, 2, 3, 0]]), 4, axis=1)
-    positions_BT = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    layout = lay_out(segments_BT.shape, segments_BT, BASE.strides)
 
     def loss(mixer, x_BTD):
-        out_BTD, _ = mixer(x_BTD, Layout(segments_BT, positions_BT), kernel="xla")
+        out_BTD, _ = mixer(x_BTD, layout, window=BASE.window, kernel="xla")
         return jnp.sum(out_BTD * probe_BTD), out_BTD
 
     run = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
     (want_mixer, want_x), want = run(plain, x_BTD)
-    (got_mixer, got_x), got = run(one, x_BTD)
+    (got_mixer, got_x), got = run(mixer, x_BTD)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(got_x, want_x)
     jax.tree.map(np.testing.assert_array_equal, got_mixer.base, want_mixer)

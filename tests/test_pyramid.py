@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nash_mhc.ops import pyramid
-from nash_mhc.ops.pyramid import continues, pool, pool_reference, upsample, upsample_transposed
+from nash_mhc.ops.pyramid import continues, pool, pool_reference
 
 B, T, N, H = 2, 24, 2, 4
 
@@ -89,18 +89,3 @@ def test_bfloat16_is_summed_in_float32():
 
 def test_a_row_continues_only_its_own_document():
     assert continues(jnp.array([[1, 1, 2, 2, 2, 3]])).tolist() == [[False, True, False, True, True, False]]
-
-
-@pytest.mark.parametrize("stride", [1, 2, 4, 8])
-def test_a_token_gets_the_last_row_that_has_ended(stride):
-    rows = 1.0 + jnp.arange(T // stride, dtype=jnp.float32)
-    up = upsample(jnp.broadcast_to(rows[None, :, None, None], (B, T // stride, N, H)), stride)
-    assert up[0, :, 0, 0].tolist() == [(t + 1) // stride for t in range(T)]  # row numbers from 1; 0 is none
-
-
-@pytest.mark.parametrize("stride", [1, 2, 4])
-def test_the_transposed_upsample_is_its_adjoint(stride):
-    rows = jax.random.normal(jax.random.key(3), (B, T // stride, N, H))
-    tokens = jax.random.normal(jax.random.key(4), (B, T, N, H))
-    _, adjoint = jax.vjp(lambda x: upsample(x, stride), rows)
-    np.testing.assert_allclose(upsample_transposed(tokens, stride), adjoint(tokens)[0], atol=1e-5)

@@ -108,7 +108,7 @@ def test_page_is_whole_and_needs_nothing_else(
     assert "stroke-dasharray" in text
     assert text.count('class="floor"') == 1
     assert "held out at step 4: 2.0000" in text
-    assert "<td>optim.learning_rate</td><td>0.006</td>" in text
+    assert "<td>optim.learning_rate</td><td>0.0012</td>" in text
     assert "<td>model.window</td><td>none</td>" in text
     assert sorted(p.name for p in folder.iterdir()) == ["eval.jsonl", "metrics.jsonl", "report.html", "run.json"]
 

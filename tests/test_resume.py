@@ -54,7 +54,7 @@ KEPT = {
 }  # fmt: skip
 NAMED = {"data__batch_size": "batch-size x grad-accum", "train__grad_accum": "batch-size x grad-accum"}
 FREE = {
-    "optim__learning_rate": 1e-3, "optim__schedule": "cosine", "optim__weight_decay": 0.0, "optim__max_grad_norm": 0.0,
+    "optim__learning_rate": 1e-4, "optim__schedule": "cosine", "optim__weight_decay": 0.0, "optim__max_grad_norm": 0.0,
     "optim__b2": 0.99, "optim__z_loss": 1e-4, "train__total_steps": 7, "train__log_interval": 1, "train__eval_interval": 0,
     "train__checkpoint_interval": 3, "train__keep_last": 1, "train__dtype": "bfloat16", "train__remat": "full",
     "data__num_workers": 1, "data__worker_buffer_size": 2, "data__eval_split": "validation", "mesh__data": 2,
@@ -276,14 +276,14 @@ def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys):
     at(tmp_path / "run", total_steps=2)
     run(changed(tmp_path / "run", train__total_steps=2))
     assert "settings changed" not in capsys.readouterr().out
-    run(changed(tmp_path / "run", train__total_steps=4, optim__learning_rate=1e-3, optim__schedule="cosine", mesh__data=2))
+    run(changed(tmp_path / "run", train__total_steps=4, optim__learning_rate=1e-4, optim__schedule="cosine", mesh__data=2))
     out = capsys.readouterr().out
-    told = "settings changed: optim.learning_rate 0.003 -> 0.001, optim.schedule constant -> cosine, "
+    told = "settings changed: optim.learning_rate 0.00015 -> 0.0001, optim.schedule constant -> cosine, "
     assert told + "train.total_steps 2 -> 4, mesh.data 1 -> 2\n" in out
-    # 3/4 of a cosine from 1e-3 to 5% of it; the constant of before would have gone on.
-    line = "the learning rate of the next step is 1.89e-04, with the settings before it would be 3.00e-03; "
-    assert line + "cosine now ends at step 4 with 5.00e-05\n" in out
-    assert rows(tmp_path / "run")[-1]["lr"] == pytest.approx(5e-5)
+    # 3/4 of a cosine from 1e-4 to 5% of it; the constant of before would have gone on.
+    line = "the learning rate of the next step is 1.89e-05, with the settings before it would be 1.50e-04; "
+    assert line + "cosine now ends at step 4 with 5.00e-06\n" in out
+    assert rows(tmp_path / "run")[-1]["lr"] == pytest.approx(5e-6)
     at(tmp_path / "run", total_steps=5, log_interval=1)
     history = json.loads((tmp_path / "run" / "run.json").read_text())["history"]
     assert [(entry["step"], entry["changed"].get("train.total_steps")) for entry in history] == [(2, [2, 4]), (4, [4, 5])]

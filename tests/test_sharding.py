@@ -33,7 +33,16 @@ from nash_mhc.train.state import TrainState, create_state, state_shardings
 
 CFG = RunConfig(
     model=ModelConfig(
-        vocab_size=200, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=24, qkv_bias=True, tied_embeddings=False
+        vocab_size=200,
+        width=16,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        ffn=24,
+        conv_taps=2,
+        qkv_bias=True,
+        tied_embeddings=False,
     ),
     data=DataConfig(batch_size=4, seq_len=16),
     optim=OptimConfig(ema_decay=0.9),
@@ -144,7 +153,7 @@ def test_decay_is_for_matrices_only(model: LM) -> None:
     marks = by_path(decays(model))
     assert set(marks) == set(by_path(model))
     # Nor for pooling kernels, whose rest is a mean, not zero.
-    spared = ("norm", "bias", "alpha", "tau", "pool")
+    spared = ("norm", "bias", "alpha", "tau", "pool", "conv", "offset")
     for path, mark in marks.items():
         assert mark is not any(name in path for name in spared), path
     for name in spared:
@@ -172,8 +181,8 @@ def test_nothing_with_a_rule_is_replicated(state: TrainState) -> None:
             assert len(shards) == 8
             assert {shard.data.size for shard in shards} == {leaf.size // ways}, path
             assert len({str(shard.index) for shard in shards}) == ways, path
-            # What has two dimensions of its own, beside that of the layers, is never whole anywhere.
-            if len([name for name in axes[path] if name != "layers"]) >= 2:
+            # What has two dimensions of its own, beside that of the layers and a few taps, is never whole anywhere.
+            if len([name for name in axes[path] if name not in ("layers", "taps")]) >= 2:
                 assert ways >= 2, path
                 split += 1
     assert split > 4 * 8

@@ -22,7 +22,8 @@ from nash_mhc.train.verify import SAVED, STEPS, different_losses, different_stat
 
 FLAGS = [
     "--model-width", "32", "--model-heads", "4", "--model-kv-heads", "4", "--model-head-dim", "8", "--model-ffn", "64",
-    "--model-layers", "1", "--model-scales", "1", "--model-residual", "plain", "--seq-len", "32", "--total-steps", "5000",
+    "--model-layers", "1", "--model-scales", "1", "--model-residual", "plain", "--model-conv-taps", "0",
+    "--learning-rate", "3e-4", "--seq-len", "32", "--total-steps", "5000",
     "--warmup-steps", "400",
 ]  # fmt: skip
 

@@ -169,7 +169,7 @@ class Contestant:
         self._evaluator = Evaluator(cfg, setting.held_out, setting.tokenizer, setting.mesh)
         self.figures: Figures = {
             "parameters": count_parameters(cfg.model),
-            **{key: getattr(cfg.model, key) for key in ("ffn", "scales", "window", "residual")},
+            **{key: getattr(cfg.model, key) for key in ("ffn", "scales", "window", "full_every", "conv_taps", "residual")},
             "attention": cfg.train.attention,
             "compile_s": step_fn.seconds,
         }

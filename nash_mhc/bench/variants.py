@@ -14,10 +14,13 @@ from nash_mhc.model.lm import count_parameters
 from nash_mhc.train.run import for_platform
 
 # What each variant changes in the run's model. Plain attention gets no window: it sees the whole row, its best form.
+_DENSE: dict[str, Any] = {"scales": 1, "window": None, "full_every": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "nash-mhc": {},
-    "dense": {"scales": 1, "window": None, "residual": "plain"},
-    "dense-mhc": {"scales": 1, "window": None},
+    "dense": {**_DENSE, "conv_taps": 0, "residual": "plain"},
+    "dense-mhc": {**_DENSE, "conv_taps": 0},
+    "dense-conv-mhc": _DENSE,
+    "dense-conv": {**_DENSE, "residual": "plain"},
     "multiscale-plain": {"residual": "plain"},
 }
 _TOLERANCE = 0.03  # of the parameters

@@ -130,6 +130,8 @@ class ModelConfig(_Section):
     scales: int = key(3, "resolutions that attention looks at (C); 1 is plain attention", low=1, high=8)
     ratio: int = key(4, "how much coarser each scale is than the one before (r)", low=2, high=64)
     window: int | None = key(None, "tokens that the finest scale looks back, itself included (none: all)", low=1)
+    full_every: int = key(0, "one layer in so many has no window (0: none of them)", low=0)
+    conv_taps: int = key(4, "tokens that a convolution in front of attention mixes, itself included (0: none)", low=0, high=16)
     aggregation: str = key("nash", "how the scales find their weights", choices=("nash", "convex", "mean"))
     nash_iterations: int = key(3, "best responses that the scales play", low=1, high=64)
     residual: str = key("mhc", "residual: several mixed streams, or one that is added to", choices=("mhc", "plain"))
@@ -157,6 +159,21 @@ class ModelConfig(_Section):
                 f"(model.ratio {self.ratio}, model.scales {self.scales}); "
                 f"the nearest is {nearest_multiple(self.window, self.coarsest_stride)}"
             )
+
+        if self.full_every and self.window is None:
+            raise ConfigError("model.full_every leaves a window out, and there is none; set model.window, or leave it at 0")
+        if self.full_every and self.layers % self.full_every:
+            divisors = [g for g in range(1, self.layers + 1) if self.layers % g == 0]
+            best = min(divisors, key=lambda g: abs(g - self.full_every))
+            raise ConfigError(
+                f"model.full_every {self.full_every} does not divide model.layers {self.layers}; "
+                f"the nearest that does is {best}"
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers of one group, of which the model is a stack; in each, the last one may see everything."""
+        return (*(self.window,) * (self.full_every - 1), None) if self.full_every else (self.window,)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -247,7 +264,7 @@ class MeshConfig(_Section):
 class OptimConfig(_Section):
     section = "optim"
 
-    learning_rate: float = key(6e-3, "peak learning rate", above=0)
+    learning_rate: float = key(1.2e-3, "peak learning rate of matrices at width 640; others follow by role and width", above=0)
     min_lr_ratio: float = key(0.05, "learning rate at the end, as a share of the peak", low=0, high=1)
     warmup_steps: int = key(25, "steps of linear warm-up", low=0)
     schedule: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))

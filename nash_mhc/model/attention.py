@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
-from nash_mhc.ops.attend import PLAIN_KERNELS, Documents, Rows, attend_each, documents_of, fitting_kernel
+from nash_mhc.ops.attend import PLAIN_KERNELS, attend_each, fitting_kernel
+from nash_mhc.ops.attend_cudnn import documents_of
+from nash_mhc.ops.attend_rows import Documents, Rows
 from nash_mhc.ops.norm import norm_and_rope
 from nash_mhc.ops.rope import positions_in_segments, rope
 from nash_mhc.ops.spread import Spread, plan
@@ -28,7 +30,8 @@ class Layout(NamedTuple):
     segments_BT: Int[Array, "B T"] | None  # which document a token belongs to; None: every row is one
     positions_BT: Int[Array, "B T"]  # in its document
     documents: tuple[Documents, ...] = ()  # of each scale, for the kernels that ask for them
-    spread: Spread | None = None  # of rows whose documents begin anywhere: all else here is of the places they are spread to
+    spread: Spread | None = None  # of rows whose documents begin anywhere: all above is of the places they are spread to
+    slots_BT: Int[Array, "B T"] | None = None  # segments of the rows themselves, before they are spread
 
     def at(self, c: int, stride: int) -> tuple[Array | None, Array, Documents | None]:
         """(segments, positions, documents) of scale c; documents start at multiples of every stride."""
@@ -51,10 +54,20 @@ def lay_out(
     if segments_BT is None:
         return Layout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
     if room is not None and strides[-1] > 1:
-        by, segments_BT = plan(segments_BT, strides[-1], room)
-        return lay_out((shape[0], room), segments_BT, strides, kernel, most_documents)._replace(spread=by)
+        by, places_BU = plan(segments_BT, strides[-1], room)
+        return lay_out((shape[0], room), places_BU, strides, kernel, most_documents)._replace(spread=by, slots_BT=segments_BT)
     documents = tuple(documents_of(segments_BT[:, ::stride], most_documents) for stride in strides) if kernel == "cudnn" else ()
-    return Layout(segments_BT, positions_in_segments(segments_BT), documents)
+    return Layout(segments_BT, positions_in_segments(segments_BT), documents, slots_BT=segments_BT)
+
+
+def on_rows(run: Callable[..., Any], each: Sequence[Rows], kernels: Sequence[str], out_axes: Any) -> Callable[..., Any]:
+    """`run` over rows of several resolutions, on each device's own ones where a kernel cannot be split by the partitioner."""
+    if set(kernels) <= set(PLAIN_KERNELS):
+        return run
+    of_batch = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
+    of_rows: Any = lambda rows: (of_batch(rows.segments_BT, "time"), of_batch(rows.documents, "documents"))
+    axes = tuple(Rows._make((PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, *of_rows(rows))) for rows in each)
+    return on_shards(run, [axes], (out_axes,) * len(each))
 
 
 class Attention(eqx.Module):
@@ -68,7 +81,6 @@ class Attention(eqx.Module):
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     rope_theta: float = eqx.field(static=True)
-    window: int | None = eqx.field(static=True)
 
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Attention:
@@ -80,7 +92,7 @@ class Attention(eqx.Module):
             q_DNH=init_matrix(q, (D, N, H), D), k_DKH=init_matrix(k, (D, K, H), D), v_DKH=init_matrix(v, (D, K, H), D),
             out_NHD=init_matrix(out, (N, H, D), N * H, (2 * cfg.layers) ** -0.5),
             q_bias_NH=bias(N), k_bias_KH=bias(K), v_bias_KH=bias(K), q_norm=norm(), k_norm=norm(),
-            rope_theta=cfg.rope_theta, window=cfg.window,
+            rope_theta=cfg.rope_theta,
         )  # fmt: skip
 
     def project(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
@@ -98,10 +110,15 @@ class Attention(eqx.Module):
         self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
     ) -> tuple[Array, Array]:
         """Queries and keys normalised per head and turned to their positions: what scores are made of."""
-        if self.q_norm is None or self.k_norm is None:
-            return rope(q_BTNH, positions_BT, self.rope_theta), rope(k_BTKH, positions_BT, self.rope_theta)
-        turn = lambda x, norm: norm_and_rope(x, norm.scale_D, positions_BT, norm.eps, self.rope_theta)
-        return turn(q_BTNH, self.q_norm), turn(k_BTKH, self.k_norm)
+        return self._turned(q_BTNH, self.q_norm, positions_BT), self.placed_keys(k_BTKH, positions_BT)
+
+    def placed_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
+        return self._turned(k_BTKH, self.k_norm, positions_BT)
+
+    def _turned(self, x_BTNH: Array, norm: RMSNorm | None, positions_BT: Array) -> Array:
+        if norm is None:
+            return rope(x_BTNH, positions_BT, self.rope_theta)
+        return norm_and_rope(x_BTNH, norm.scale_D, positions_BT, norm.eps, self.rope_theta)
 
     def mix(
         self, each: Sequence[Rows], positions: Sequence[Int[Array, "B _"]], *, windows: Sequence[int | None], kernel: str
@@ -121,21 +138,19 @@ class Attention(eqx.Module):
                 v_BTKH = constrain(v_BTKH, *PER_KV_HEAD)
             placed.append(rows._replace(q_BTNH=q_BTNH, k_BTKH=k_BTKH, v_BTKH=v_BTKH))
         run: Callable[..., tuple[Array, ...]] = functools.partial(attend_each, windows=tuple(windows), kernels=kernels)
-        if not set(kernels) <= set(PLAIN_KERNELS):
-            of_batch = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
-            documents = of_batch(each[0].documents, "documents")
-            axes: Any = Rows._make([PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, of_batch(each[0].segments_BT, "time"), documents])
-            run = on_shards(run, [(axes,) * len(each)], (PER_HEAD,) * len(each))
+        run = on_rows(run, placed, kernels, PER_HEAD)
         with jax.named_scope("attention"):
             return tuple(constrain(out, *PER_HEAD) for out in run(tuple(placed)))
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], layout: Layout, *, kernel: str) -> tuple[Float[Array, "B T D"], None]:
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], layout: Layout, *, window: int | None, kernel: str
+    ) -> tuple[Float[Array, "B T D"], None]:
         """The mixed tokens, and nothing to report: see `Multiscale`, which has the same interface."""
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
         rows = Rows(*self.project(x_BTD), segments_BT, documents)
-        (mixed_BTNH,) = self.mix([rows], [positions_BT], windows=[self.window], kernel=kernel)
+        (mixed_BTNH,) = self.mix([rows], [positions_BT], windows=[window], kernel=kernel)
         return constrain(self.output(mixed_BTNH), "batch", "time_split", "width"), None

@@ -18,6 +18,8 @@ from nash_mhc.model.multiscale import GameReport
 from nash_mhc.model.residual import Maps, State
 from nash_mhc.ops.sinkhorn import Matrix
 
+UNUSED = 1e-3  # mean weight of a scale in a head, below which the head does without it
+
 
 class StreamReport(NamedTuple):
     """The residual streams of one layer, for each token."""
@@ -74,6 +76,8 @@ def summary(reports: LayerReport) -> dict[str, Array]:
         mean = lambda total_L: total_L / jnp.maximum(count_L, 1.0)
         out["scale_weight"] = jnp.sum(game.weight_BCN, axis=(1, 3)) / jnp.maximum(count_L, 1.0)[:, None]
         out["scale_entropy"] = mean(jnp.sum(game.entropy_BN, axis=(1, 2)))
+        use_LCN = jnp.sum(game.weight_BCN, axis=1) / jnp.maximum(jnp.sum(game.tokens_B, axis=1), 1.0)[:, None, None]
+        out["scales_unused"] = jnp.sum(use_LCN < UNUSED, axis=(1, 2), dtype=jnp.float32)
         out["nash_residual"] = mean(jnp.sum(game.residual_BN, axis=(1, 2)))
     if reports.streams is not None:
         streams = reports.streams

@@ -3,10 +3,10 @@
 Tokens are fed one by one; `step` gives the same logits as a pass of the whole model over all of them (a test holds it to
 that). The residual streams belong to a token alone and leave nothing behind, so the cache is attention's:
 
+- the convolution in front of it keeps the few tokens that it mixes with the next one;
 - the finest scale keeps keys and values of as many tokens as its window sees;
-- a coarser one keeps those of all its rows, the last two blocks of the scale below, from which its next row is pooled, and
-  the output of its last finished row, which every token uses until the next one ends. A row is computed by the token that
-  ends its block; the others do not pay for it.
+- a coarser one keeps those of all its rows and the last two blocks of the scale below, from which its next row is pooled.
+  A row is computed by the token that ends its block; the others do not pay for it.
 
 All rows of a batch are at the same position, and everything runs on one device.
 """
@@ -14,7 +14,7 @@ All rows of a batch are at the same position, and everything runs on one device.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,10 +24,11 @@ from jaxtyping import Array, Float, Int
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention
-from nash_mhc.model.lm import LM, Layer
-from nash_mhc.model.multiscale import Multiscale, Projected
-from nash_mhc.model.parts import embed
+from nash_mhc.model.lm import LM, Layer, by_place
+from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.parts import ShortConv, embed
 from nash_mhc.model.residual import State, residual_class
+from nash_mhc.ops.attend_rows import Found
 from nash_mhc.parallel.sharding import for_compute
 
 
@@ -41,36 +42,45 @@ class KeyValues(eqx.Module):
 class Coarse(eqx.Module):
     """A scale above the finest."""
 
-    q_LBJNH: Float[Array, "L B J N H"]  # the last J = 2r rows of the scale below as projected; row j lies at place j % J
-    k_LBJKH: Float[Array, "L B J K H"]
+    k_LBJKH: Float[Array, "L B J K H"]  # the last J = 2r rows of the scale below as projected; row j lies at place j % J
     v_LBJKH: Float[Array, "L B J K H"]
     rows: KeyValues
-    out_LBNH: Float[Array, "L B N H"]  # of the last row that has ended
 
 
 class Cache(eqx.Module):
     position: Int[Array, ""]  # of the token that comes next: how many have been read
-    fine: KeyValues
+    conv_LBJD: Float[Array, "L B J D"] | None  # what the convolution mixes with the next token, the latest last
+    fine: tuple[KeyValues, ...]  # of each layer of a group, since their windows differ
     coarse: tuple[Coarse, ...]
     seq_len: int = eqx.field(static=True)  # tokens that it has room for
 
     @property
     def dtype(self) -> Any:
-        return self.fine.k_LBKSH.dtype
+        return self.fine[0].k_LBKSH.dtype
 
 
 def empty_cache(cfg: ModelConfig, batch: int, seq_len: int, dtype: Any = "float32") -> Cache:
     """Room for `seq_len` tokens, none of them read; `dtype` is the one that `step` computes in."""
-    L, B, N, K, H = cfg.layers, batch, cfg.heads, cfg.kv_heads, cfg.head_dim
+    L, B, K, H = cfg.layers, batch, cfg.kv_heads, cfg.head_dim
     zeros = lambda *shape: jnp.zeros((L, B, *shape), dtype)
-    rows = lambda count: KeyValues(zeros(K, count, H), zeros(K, count, H))
+    rows = lambda count, layers=L: KeyValues(*(jnp.zeros((layers, B, K, count, H), dtype) for _ in "kv"))
     J = 2 * cfg.ratio
     coarse = [
         # Rounded up: also the row that cannot end any more has a place.
-        Coarse(zeros(J, N, H), zeros(J, K, H), zeros(J, K, H), rows(-(-seq_len // stride)), zeros(N, H))
+        Coarse(zeros(J, K, H), zeros(J, K, H), rows(-(-seq_len // stride)))
         for stride in cfg.strides[1:]
     ]
-    return Cache(jnp.zeros((), jnp.int32), rows(min(cfg.window or seq_len, seq_len)), tuple(coarse), seq_len)
+    conv = zeros(cfg.conv_taps - 1, cfg.width) if cfg.conv_taps else None
+    fine = tuple(rows(min(window or seq_len, seq_len), L // len(cfg.windows)) for window in cfg.windows)
+    return Cache(jnp.zeros((), jnp.int32), conv, fine, tuple(coarse), seq_len)
+
+
+class _Where(NamedTuple):
+    """Of a layer: in the stack; its group, and its place there."""
+
+    layer: Int[Array, ""]
+    group: Int[Array, ""]
+    i: int
 
 
 def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:
@@ -80,18 +90,28 @@ def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Arra
 
     # The cache is carried, not mapped over: each layer then writes its one row in place. As scanned inputs and outputs, all of
     # it would be copied for every token.
-    def body(carry: tuple[State, Cache], at: tuple[Layer, Array]) -> tuple[tuple[State, Cache], None]:
-        (state, cache), (layer, index) = carry, at
+    def one(carry: tuple[State, Cache], layer: Layer, at: _Where) -> tuple[State, Cache]:
+        state, cache = carry
         layer = for_compute(layer, cache.dtype)
         x_BTD, maps = layer.attention_residual.read(state)
-        y_BTD, cache = _attend(layer.attention, layer.attention_norm(x_BTD), cache, index)
+        x_BTD = layer.attention_norm(x_BTD)
+        if layer.attention_conv is not None:
+            x_BTD, cache = _convolve(layer.attention_conv, x_BTD, cache, at.layer)
+        y_BTD, cache = _attend(layer.attention, x_BTD, cache, at)
         state = layer.attention_residual.write(state, y_BTD, maps)
         x_BTD, maps = layer.ffn_residual.read(state)
-        state = layer.ffn_residual.write(state, layer.ffn(layer.ffn_norm(x_BTD)), maps)
-        return (state, cache), None
+        return layer.ffn_residual.write(state, layer.ffn(layer.ffn_norm(x_BTD)), maps), cache
+
+    size = len(cache.fine)
+
+    def body(carry: tuple[State, Cache], at: tuple[tuple[Layer, ...], Array]) -> tuple[tuple[State, Cache], None]:
+        group, number = at
+        for i, layer in enumerate(group):
+            carry = one(carry, layer, _Where(number * size + i, number, i))
+        return carry, None
 
     start = (residual.enter(model.cfg, x_BTD), cache)
-    (state, cache), _ = lax.scan(body, start, (model.layers, jnp.arange(model.cfg.layers)))
+    (state, cache), _ = lax.scan(body, start, (by_place(model.layers, size), jnp.arange(model.cfg.layers // size)))
     x_BD = model.norm(residual.leave(state))[:, 0]
     w_VD = model.unembed_VD[: model.cfg.vocab_size].astype(x_BD.dtype)
     logits_BV = jnp.einsum("bd,vd->bv", x_BD, w_VD, preferred_element_type=jnp.float32)
@@ -129,41 +149,75 @@ def _kept(rows: KeyValues, index: Array, i: Array, k_BTKH: Array, v_BTKH: Array)
     return KeyValues(put(rows.k_LBKSH, k_BTKH), put(rows.v_LBKSH, v_BTKH))
 
 
-def _look(q_BTNH: Float[Array, "B 1 N H"], rows: KeyValues, index: Array, i: Array) -> Float[Array, "B 1 N H"]:
-    """What row i finds among the rows up to itself, which must be in its place: `attend` for one query."""
+def _look(q_BTNH: Float[Array, "B 1 N H"], rows: KeyValues, index: Array, i: Array, *, null: bool = False) -> Found:
+    """What row i finds among the rows up to itself, which must be in its place: `attend` for one query.
+
+    `null`: and beside them a key of zeros, which has nothing to say.
+    """
     k_BKSH, v_BKSH = _layer(rows.k_LBKSH, index), _layer(rows.v_LBKSH, index)
     (B, _, N, H), (_, K, S, _) = q_BTNH.shape, k_BKSH.shape
     q_BKGH = (q_BTNH * jnp.asarray(H**-0.5, q_BTNH.dtype)).reshape(B, K, N // K, H)
     scores_BKGS = jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32)
     # Once every place is taken, all are seen: a ring of the window's size has room for nothing outside it.
     scores_BKGS = jnp.where((jnp.arange(S) <= i)[None, None, None], scores_BKGS, -jnp.inf)
-    weights_BKGS = jax.nn.softmax(scores_BKGS, axis=-1).astype(v_BKSH.dtype)
-    return jnp.einsum("bkgs,bksh->bkgh", weights_BKGS, v_BKSH).reshape(B, 1, N, H)
+    evidence_BKG = jax.nn.logsumexp(scores_BKGS, axis=-1)
+    evidence_BKG = jnp.logaddexp(evidence_BKG, 0.0) if null else evidence_BKG
+    weights_BKGS = jnp.exp(scores_BKGS - evidence_BKG[..., None]).astype(v_BKSH.dtype)
+    out_BKGH = jnp.einsum("bkgs,bksh->bkgh", weights_BKGS, v_BKSH)
+    return Found(out_BKGH.reshape(B, 1, N, H), evidence_BKG.reshape(B, 1, N))
+
+
+def _convolve(conv: ShortConv, x_BTD: Float[Array, "B 1 D"], cache: Cache, index: Array) -> tuple[Float[Array, "B 1 D"], Cache]:
+    """The convolution of one layer at one token. Before the first one there are zeros, as before a document."""
+    assert cache.conv_LBJD is not None
+    recent_BTD = jnp.concatenate([_layer(cache.conv_LBJD, index), x_BTD], axis=1)
+    kept = lax.dynamic_update_index_in_dim(cache.conv_LBJD, recent_BTD[:, 1:], index, axis=0)
+    return conv(recent_BTD, None)[:, -1:], dataclasses.replace(cache, conv_LBJD=kept)
 
 
 def _attend(
-    mixer: Attention | Multiscale, x_BTD: Float[Array, "B 1 D"], cache: Cache, index: Array
+    mixer: Attention | Multiscale, x_BTD: Float[Array, "B 1 D"], cache: Cache, at: _Where
 ) -> tuple[Float[Array, "B 1 D"], Cache]:
     """The attention of one layer for one token: (its result, the cache with what this token adds to that layer)."""
-    base = mixer.base if isinstance(mixer, Multiscale) else mixer
+    base = mixer if isinstance(mixer, Attention) else mixer.base
     t = cache.position
     positions_BT = jnp.broadcast_to(t, x_BTD.shape[:2])
     q_BTNH, k_BTKH, v_BTKH = base.project(x_BTD)
     turned_BTNH, key_BTKH = base.placed(q_BTNH, k_BTKH, positions_BT)
-    fine = _kept(cache.fine, index, t, key_BTKH, v_BTKH)
-    outs, coarse = [_look(turned_BTNH, fine, index, t)], []
-    if not isinstance(mixer, Multiscale):
-        return base.output(outs[0]), dataclasses.replace(cache, fine=fine)
-    row = q_BTNH, k_BTKH, v_BTKH
+    rows, index = _kept(cache.fine[at.i], at.group, t, key_BTKH, v_BTKH), at.layer
+    fine = (*cache.fine[: at.i], rows, *cache.fine[at.i + 1 :])
+    found, coarse = [_look(turned_BTNH, rows, at.group, t)], []
+    if isinstance(mixer, Attention):
+        return base.output(found[0].out_BTNH), dataclasses.replace(cache, fine=fine)
+    summary = k_BTKH, v_BTKH
     for c, before in enumerate(cache.coarse, 1):
-        scale, row = _grow(mixer, c, before, row, index, t)
+        scale, summary = _summarize(mixer, c, before, summary, index, t)
         coarse.append(scale)
-        outs.append(_layer(scale.out_LBNH, index)[:, None])
-    mixed_BTNH, _, _ = mixer.settle(mixer.prior(x_BTD), tuple(outs), positions_BT)
+        # Of the blocks before its own one; before the first of them it finds nothing, and `settle` knows that.
+        found.append(_look(turned_BTNH, scale.rows, index, t // mixer.strides[c] - 1, null=True))
+    mixed_BTNH, _, _ = mixer.settle(tuple(found), positions_BT)
     return base.output(mixed_BTNH), dataclasses.replace(cache, fine=fine, coarse=tuple(coarse))
 
 
-def _grow(mixer: Multiscale, c: int, scale: Coarse, finer: Projected, index: Array, t: Array) -> tuple[Coarse, Projected]:
+def _put_recent(stack: Array, row: Array, index: Array, t: Array, below: int) -> Array:
+    """The ring of recent rows of the scale below, with token t's in its place."""
+    return _place(stack, index, row, 2, (t // below) % stack.shape[2])
+
+
+def _last_two_blocks(stack: Array, index: Array, i: Array) -> Array:
+    """Of one layer, the block before row i's own one first: of an even row it lies in the second half of the ring."""
+    J = stack.shape[2]
+    return jnp.roll(_layer(stack, index), jnp.where(i % 2 == 0, J // 2, 0), axis=1)
+
+
+def _goes_on(i: Array, batch: int) -> Array:
+    """Of the two blocks that a row is pooled from: nothing comes before the first, and before the second whatever is there."""
+    return jnp.broadcast_to(jnp.stack([jnp.zeros_like(i, bool), i > 0]), (batch, 2))
+
+
+def _summarize(
+    mixer: Multiscale, c: int, scale: Coarse, finer: tuple[Array, Array], index: Array, t: Array
+) -> tuple[Coarse, tuple[Array, Array]]:
     """Scale c after token t, whose row of the scale below is `finer`; and its own row, if t ends one, for the scale above.
 
     Row t // stride is under way until its last token comes. Until then zeros stand in its place, where nobody looks: writing
@@ -171,21 +225,15 @@ def _grow(mixer: Multiscale, c: int, scale: Coarse, finer: Projected, index: Arr
     """
     stride, below = mixer.strides[c], mixer.strides[c - 1]
     i, ended = t // stride, (t + 1) % stride == 0
-    J = scale.q_LBJNH.shape[2]
-    put = lambda stack, row: _place(stack, index, row, 2, (t // below) % J)
-    recent = put(scale.q_LBJNH, finer[0]), put(scale.k_LBJKH, finer[1]), put(scale.v_LBJKH, finer[2])
+    k_LBJKH, v_LBJKH = (
+        _put_recent(stack, row, index, t, below) for stack, row in zip((scale.k_LBJKH, scale.v_LBJKH), finer, strict=True)
+    )
 
-    def pooled() -> tuple[Projected, tuple[Array, Array]]:
-        # The block before comes first: an odd row's lies in the first half, an even row's in the second.
-        q, k, v = (jnp.roll(_layer(stack, index), jnp.where(i % 2 == 0, J // 2, 0), axis=1) for stack in recent)
-        goes_on_BI = jnp.broadcast_to(jnp.stack([jnp.zeros_like(i, bool), i > 0]), (q.shape[0], 2))
-        q, k, v = (pair[:, 1:] for pair in mixer.coarser(c, q, k, v, goes_on_BI)[1])
-        return (q, k, v), mixer.base.placed(q, k, jnp.broadcast_to(i * stride, q.shape[:2]))
+    def summary() -> tuple[tuple[Array, Array], Array]:
+        k, v = (_last_two_blocks(stack, index, i) for stack in (k_LBJKH, v_LBJKH))
+        k, v = (pair[:, 1:] for pair in mixer.coarser(c, k, v, _goes_on(i, k.shape[0]))[1])
+        return (k, v), mixer.base.placed_keys(k, jnp.broadcast_to(i * stride + stride - 1, k.shape[:2]))
 
     nothing = jax.tree.map(jnp.zeros_like, finer)
-    row, (turned_BTNH, key_BTKH) = lax.cond(ended, pooled, lambda: (nothing, nothing[:2]))
-    rows = _kept(scale.rows, index, i, key_BTKH, row[2])
-    look = lambda: _look(turned_BTNH, rows, index, i)[:, 0]
-    out_BNH = lax.cond(ended, look, lambda: _layer(scale.out_LBNH, index))
-    out_LBNH = lax.dynamic_update_index_in_dim(scale.out_LBNH, out_BNH, index, axis=0)
-    return Coarse(*recent, rows, out_LBNH), row
+    row, key_BTKH = lax.cond(ended, summary, lambda: (nothing, nothing[0]))
+    return Coarse(k_LBJKH, v_LBJKH, _kept(scale.rows, index, i, key_BTKH, row[1])), row

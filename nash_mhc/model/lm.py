@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,9 @@ from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention, Layout, lay_out
 from nash_mhc.model.health import LayerReport, unmixed, watch_streams
 from nash_mhc.model.multiscale import MIXED, Multiscale
-from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
+from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix
 from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.ops.attend import best_kernel
-from nash_mhc.ops.nash import GRAM
 from nash_mhc.ops.streams import COEFFICIENTS
 from nash_mhc.parallel.sharding import for_compute, is_gathered_weight, param, stacked
 
@@ -47,7 +47,7 @@ def remat_policy(name: str) -> Any:
     return {
         "none": lambda primitive, *_, **params: not is_gathered_weight(primitive, params),
         "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, READ, GRAM, MIXED)
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, READ, MIXED)
         ),
         "full": policies.nothing_saveable,
     }[name]
@@ -58,6 +58,7 @@ class Layer(eqx.Module):
 
     attention_residual: PlainResidual | HyperConnection
     attention_norm: RMSNorm
+    attention_conv: ShortConv | None
     attention: Attention | Multiscale
     ffn_residual: PlainResidual | HyperConnection
     ffn_norm: RMSNorm
@@ -66,19 +67,25 @@ class Layer(eqx.Module):
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer:
         attention, ffn, first, second = jax.random.split(key, 4)
+        conv = ShortConv.init(cfg, key=jax.random.fold_in(attention, 1)) if cfg.conv_taps else None
         norm = functools.partial(RMSNorm.init, cfg.width, cfg.norm_eps)
         residual = residual_class(cfg)
         mixer = Attention if cfg.scales == 1 else Multiscale
         return Layer(
-            residual.init(cfg, key=first), norm(), mixer.init(cfg, key=attention),
+            residual.init(cfg, key=first), norm(), conv, mixer.init(cfg, key=attention),
             residual.init(cfg, key=second), norm(), SwiGLU.init(cfg, key=ffn),
         )  # fmt: skip
 
-    def __call__(self, state: State, composite: Any, layout: Layout, *, kernel: str) -> tuple[State, Any, LayerReport]:
+    def __call__(
+        self, state: State, composite: Any, layout: Layout, *, window: int | None, kernel: str
+    ) -> tuple[State, Any, LayerReport]:
         """(residual state, product of the H_res so far, what happened): the product is followed only to be watched."""
         entered = state
         x_BTD, attention_maps = self.attention_residual.read(state)
-        y_BTD, game = self.attention(self.attention_norm(x_BTD), layout, kernel=kernel)
+        x_BTD = self.attention_norm(x_BTD)
+        if self.attention_conv is not None:
+            x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
+        y_BTD, game = self.attention(x_BTD, layout, window=window, kernel=kernel)
         state = self.attention_residual.write(state, y_BTD, attention_maps)
         x_BTD, ffn_maps = self.ffn_residual.read(state)
         state = self.ffn_residual.write(state, self.ffn(self.ffn_norm(x_BTD)), ffn_maps)
@@ -87,6 +94,15 @@ class Layer(eqx.Module):
         with jax.named_scope("health"):
             composite, watched = watch_streams(entered, composite, [attention_maps, ffn_maps])
         return state, composite, LayerReport(game, watched)
+
+
+def by_place(stack: Any, size: int) -> tuple[Any, ...]:
+    """A stack of layers, which are groups of `size` one after the other: the first ones of all groups, the second ones ...
+
+    Each is a stack that a scan takes apart by itself. A layer cut out of its group inside the scan would be one more thing that
+    is kept for the way back, and kept as it is used: gathered.
+    """
+    return tuple(jax.tree.map(operator.itemgetter(slice(i, None, size)), stack) for i in range(size))
 
 
 class LM(eqx.Module):
@@ -145,14 +161,23 @@ class LM(eqx.Module):
         residual = residual_class(self.cfg)
         composite = unmixed(self.cfg, tokens_BT.shape)
 
-        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
-        def body(carry: tuple[State, Any], layer: Layer) -> tuple[tuple[State, Any], LayerReport]:
+        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat), static_argnums=0)
+        def one(window: int | None, carry: tuple[State, Any], layer: Layer) -> tuple[tuple[State, Any], LayerReport]:
             layer = for_compute(layer, x_BTD.dtype)
-            state, composite, report = layer(*carry, layout, kernel=kernel)
+            state, composite, report = layer(*carry, layout, window=window, kernel=kernel)
             return (state, composite), report
 
-        (state, _), reports = jax.lax.scan(body, (residual.enter(self.cfg, x_BTD), composite), self.layers)
-        return self.norm(residual.leave(state))[:, :T], reports
+        def body(carry: tuple[State, Any], group: tuple[Layer, ...]) -> tuple[tuple[State, Any], LayerReport]:
+            reports = []
+            for window, layer in zip(self.cfg.windows, group, strict=True):
+                carry, report = one(window, carry, layer)
+                reports.append(report)
+            return carry, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+
+        start = (residual.enter(self.cfg, x_BTD), composite)
+        (state, _), reports = jax.lax.scan(body, start, by_place(self.layers, len(self.cfg.windows)))
+        in_a_row = lambda x_GL: x_GL.reshape(self.cfg.layers, *x_GL.shape[2:])
+        return self.norm(residual.leave(state))[:, :T], jax.tree.map(in_a_row, reports)
 
     def __call__(
         self,
@@ -176,14 +201,14 @@ def count_parameters(cfg: ModelConfig) -> int:
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
     """Floating-point operations of one training token: 6 a matmul weight, and causal attention counted once.
 
-    Lookups, norms, softmaxes, pooling, the game and the mixing of streams are left out, and so is whatever remat computes
-    again: this is useful matrix work.
+    Lookups, norms, softmaxes, convolutions, pooling, the game and the mixing of streams are left out, and so is whatever
+    remat computes again: this is useful matrix work.
     """
     attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
-    prior = cfg.width * cfg.heads * cfg.scales if cfg.scales > 1 else 0
     maps = 2 * cfg.streams * cfg.width * (cfg.streams**2 + 2 * cfg.streams) if cfg.residual == "mhc" else 0
-    weights = cfg.layers * (attention + prior + maps + 3 * cfg.width * cfg.ffn) + cfg.vocab_size * cfg.width
-    # Keys that a query sees, on average over the row: T/2, or less within a window; a coarse row is shared by its tokens.
-    w = min(cfg.window or seq_len, seq_len)
-    keys = w * (1 - w / (2 * seq_len)) + sum(seq_len / 2 / stride**2 for stride in cfg.strides[1:])
+    weights = cfg.layers * (attention + maps + 3 * cfg.width * cfg.ffn) + cfg.vocab_size * cfg.width
+    # Keys that a query sees, on average over the row: T/2, or less within a window, and so many times fewer of a coarse scale.
+    each = [min(window or seq_len, seq_len) for window in cfg.windows]
+    keys = sum(w * (1 - w / (2 * seq_len)) for w in each) / len(each)
+    keys += sum(seq_len / 2 / stride for stride in cfg.strides[1:])
     return 6.0 * weights + 12.0 * cfg.layers * cfg.heads * cfg.head_dim * keys

@@ -1,10 +1,21 @@
-"""Causal multiscale attention: one projection, many resolutions, and a game that weighs what they found."""
+"""Causal multiscale attention in which every token asks every scale: the tokens near by, and summaries of what lies before.
+
+Keys and values are pooled, queries are not. A token of some block sees the last `window` tokens as they are,
+and of each coarser scale the blocks that ended before its own one began. How much a scale has found, the log of the sum that
+its softmax divides by, is its bid; the weights that follow from the bids alone are exactly those of one softmax over all keys
+of all scales. So plain attention over the window is the special case in which the summaries score low, nothing competes for a
+share that it would not have had, and nothing can collapse. The game, where it is played, starts from these weights.
+
+For stride s, the s queries of a block all see the same keys: they are s heads of one row, and the coarse scale is ordinary
+causal attention with s times as many queries to a key. Its keys are one row late, and where a document begins there is none:
+a key of zeros, whose score is 0 and whose value is nothing, stands there.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -14,17 +25,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Layout
-from nash_mhc.model.parts import init_matrix, init_small
-from nash_mhc.ops.attend import Rows
+from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Layout, on_rows
+from nash_mhc.model.parts import init_small
+from nash_mhc.ops.attend import EVIDENT_KERNELS, attend_with_evidence, fitting_kernel
+from nash_mhc.ops.attend_rows import Found, Rows
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
 from nash_mhc.ops.spread import Spread, gather, spread
 from nash_mhc.parallel.sharding import constrain, on_shards, param
 
 MIXED = "mixed_scales"  # checkpoint name of what leaves the game: one [B, T, D] array instead of a pass over all scales
-Projected = tuple[Array, Array, Array]  # q, k, v of one scale, before norm and rotation
-_PER_SCALE = ("batch", "time", "scales", "heads")
+
+_COARSE_OFFSET = -1.0  # of a summary's score at the start: it stands for many tokens, and for none of them exactly
+_CALM = math.log(math.expm1(0.05))  # before softplus: the game has hardly begun
 
 
 class GameReport(NamedTuple):
@@ -37,127 +50,152 @@ class GameReport(NamedTuple):
 
 
 class Multiscale(eqx.Module):
-    """Scale 0 is the attention it holds, over the last `window` tokens; each further scale is `ratio` times coarser."""
-
     base: Attention
-    pool_q_CJNH: Float[Array, "coarse J N H"] = param("scales", "taps", "heads", "head_dim", decay=False, cast=False)
     pool_k_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
     pool_v_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
-    prior_DCN: Float[Array, "D C N"] = param("embed", "scales", "heads")
-    prior_bias_CN: Float[Array, "C N"] = param("scales", "heads", decay=False, cast=False)
+    offset_CN: Float[Array, "coarse N"] = param("scales", "heads", decay=False, cast=False)
     tau_N: Float[Array, "N"] = param("heads")  # before softplus
     strides: tuple[int, ...] = eqx.field(static=True)
     rules: Rules = eqx.field(static=True)
 
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Multiscale:
-        base, prior, *pools = jax.random.split(key, 5)
-        C, r, H = cfg.scales, cfg.ratio, cfg.head_dim
-        # The mean of the row's own block, and nothing yet of the block before it.
-        mean_J = jnp.concatenate([jnp.zeros(r), jnp.full(r, 1.0 / r)])
-
-        def taps(key: PRNGKeyArray, heads: int) -> Array:
-            return mean_J[None, :, None, None] + init_small(key, (C - 1, 2 * r, heads, H), 0.02)
-
+        base, keys, values = jax.random.split(key, 3)
         return Multiscale(
             base=Attention.init(cfg, key=base),
-            pool_q_CJNH=taps(pools[0], cfg.heads),
-            pool_k_CJKH=taps(pools[1], cfg.kv_heads), pool_v_CJKH=taps(pools[2], cfg.kv_heads),
-            prior_DCN=init_matrix(prior, (cfg.width, C, cfg.heads), cfg.width, 0.1),
-            prior_bias_CN=jnp.zeros((C, cfg.heads)), tau_N=jnp.full(cfg.heads, math.log(math.e - 1.0)),
+            pool_k_CJKH=pooling_taps(cfg, cfg.kv_heads, key=keys), pool_v_CJKH=pooling_taps(cfg, cfg.kv_heads, key=values),
+            offset_CN=jnp.full((cfg.scales - 1, cfg.heads), _COARSE_OFFSET), tau_N=jnp.full(cfg.heads, _CALM),
             strides=cfg.strides, rules=Rules(cfg.aggregation, cfg.nash_iterations),
         )  # fmt: skip
 
-    def prior(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T C N"]:
-        """What each head expects of each scale, from the token itself."""
-        from_token = jnp.einsum("btd,dcn->btcn", x_BTD, self.prior_DCN, preferred_element_type=jnp.float32)
-        return from_token + self.prior_bias_CN[None, None]
-
     def coarser(
-        self,
-        c: int,
-        q_BTNH: Float[Array, "B T N H"],
-        k_BTKH: Float[Array, "B T K H"],
-        v_BTKH: Float[Array, "B T K H"],
-        goes_on_BI: Bool[Array, "B I"],
-    ) -> tuple[Projected, Projected]:
-        """(those of the scale below, for further use; queries, keys and values of scale c, pooled from them)."""
-
-        def pooled(z: Array, taps_CJNH: Array, axes: tuple[str, ...]) -> tuple[Array, Array]:
-            run = on_shards(pool, [axes, ("taps", *axes[2:]), ("batch", "time")], (axes, axes))
-            return run(z, taps_CJNH[c - 1], goes_on_BI)
-
+        self, c: int, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"], goes_on_BI: Bool[Array, "B I"]
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """((keys, values) of the scale below, for further use; those of scale c, pooled from them)."""
         with jax.named_scope("pooling"):
-            below, above = zip(
-                pooled(q_BTNH, self.pool_q_CJNH, PER_HEAD),
-                pooled(k_BTKH, self.pool_k_CJKH, PER_KV_HEAD),
-                pooled(v_BTKH, self.pool_v_CJKH, PER_KV_HEAD),
-                strict=True,
-            )
-        return below, above
+            below_k, k = pooled(k_BTKH, self.pool_k_CJKH[c - 1], goes_on_BI, PER_KV_HEAD)
+            below_v, v = pooled(v_BTKH, self.pool_v_CJKH[c - 1], goes_on_BI, PER_KV_HEAD)
+        return (below_k, below_v), (k, v)
 
     def settle(
-        self, prior_BTCN: Float[Array, "B T C N"], outs: tuple[Array, ...], positions_BT: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T C N"], Float[Array, "B T N"]]:
-        """The game: (what the scales found, weighed, the weights, the residual). A scale is there once a block has ended."""
+        self, found: tuple[Found, ...], positions_BT: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B T N"], ...], Float[Array, "B T N"]]:
+        """(what the scales found, weighed by how much it is, the weights, the residual of the game)."""
         with jax.named_scope("nash"):
-            present_BTC = jnp.stack([positions_BT + 1 >= stride for stride in self.strides], axis=-1)
-            of_scales = _PER_SCALE
+            bids = [found[0].evidence_BTN]
+            for offset_N, stride, f in zip(self.offset_CN, self.strides[1:], found[1:], strict=True):
+                # A scale is there once a block before the token's own one has ended; the tokens near by always are.
+                there_BT1 = positions_BT[..., None] >= stride
+                bids.append(jnp.where(there_BT1, f.evidence_BTN + offset_N[None, None], -jnp.inf))
+            C, numbers = len(found), PER_HEAD[:3]
             run = on_shards(
                 functools.partial(aggregate, rules=self.rules),
-                [(PER_HEAD,) * len(outs), of_scales, ("heads",), of_scales[:3]],
-                (PER_HEAD, of_scales, ("batch", "time", "heads")),
+                [(PER_HEAD,) * C, (numbers,) * C, ("heads",)],
+                (PER_HEAD, (numbers,) * C, numbers),
             )
-            return run(outs, prior_BTCN, jax.nn.softplus(self.tau_N), present_BTC)
+            return run(tuple(f.out_BTNH for f in found), tuple(bids), jax.nn.softplus(self.tau_N))
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], layout: Layout, *, kernel: str
+        self, x_BTD: Float[Array, "B T D"], layout: Layout, *, window: int | None, kernel: str
     ) -> tuple[Float[Array, "B T D"], GameReport]:
-        x_BTD = constrain(x_BTD, "batch", "time", "width")
-        q, k, v = self.base.project(x_BTD)
-        with jax.named_scope("nash"):
-            prior = self.prior(x_BTD)
+        q, k, v = self.base.project(constrain(x_BTD, "batch", "time", "width"))
         if layout.spread is not None:
-            kinds = zip((q, k, v, prior), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, _PER_SCALE), strict=True)
-            q, k, v, prior = (_on_rows(spread, z, layout.spread, axes) for z, axes in kinds)
+            kinds = zip((q, k, v), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD), strict=True)
+            q, k, v = (moved(spread, z, layout.spread, axes) for z, axes in kinds)
+        segments_BT, positions_BT, documents = layout.at(0, 1)
+        turned, _ = self.base.placed(q, k, positions_BT)
         each: list[Rows] = []
-        positions = []
         for c, stride in enumerate(self.strides):
-            segments_BI, positions_BI, documents = layout.at(c, stride)
+            segments_BI, positions_BI, coarse_documents = layout.at(c, stride)
             if c:
-                one_text_BI = jnp.ones_like(positions_BI) if segments_BI is None else segments_BI
-                below, (q, k, v) = self.coarser(c, q, k, v, continues(one_text_BI))
-                each[-1] = Rows(*below, *each[-1][3:])
-            each.append(Rows(q, k, v, segments_BI, documents))
-            positions.append(positions_BI)
-        windows = [self.base.window, *[None] * (len(each) - 1)]
-        outs = self.base.mix(each, positions, windows=windows, kernel=kernel)
-        mixed_BTNH, w_BTCN, residual_BTN = self.settle(prior, outs, layout.positions_BT)
+                goes_on_BI = continues(jnp.ones_like(positions_BI) if segments_BI is None else segments_BI)
+                below, (k, v) = self.coarser(c, k, v, goes_on_BI)
+                if c == 1:
+                    each = [Rows(turned, self.base.placed_keys(below[0], positions_BT), below[1], segments_BT, documents)]
+                # A summary lies where its last token does.
+                keys = self.base.placed_keys(k, positions_BI + stride - 1)
+                late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
+                each.append(Rows(by_block(turned, stride, k.shape[2]), late(keys), late(v), segments_BI, coarse_documents))
+        each = [
+            rows._replace(
+                q_BTNH=constrain(rows.q_BTNH, *PER_HEAD), k_BTKH=constrain(rows.k_BTKH, *PER_KV_HEAD),
+                v_BTKH=constrain(rows.v_BTKH, *PER_KV_HEAD),
+            )
+            for rows in each
+        ]  # fmt: skip
+        windows = (window, *(None,) * (len(each) - 1))
+        wanted, dtype = kernel if kernel in EVIDENT_KERNELS else "xla", str(v.dtype)
+        kernels = tuple(
+            fitting_kernel(wanted, dtype, rows.q_BTNH.shape[1], v.shape[-1], window)
+            for rows, window in zip(each, windows, strict=True)
+        )
+        run = functools.partial(attend_with_evidence, windows=windows, kernels=kernels)
+        with jax.named_scope("attention"):
+            found = on_rows(run, each, kernels, Found._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
+        K = v.shape[2]
+        found = tuple(
+            Found(constrain(by_token(f.out_BTNH, s, K), *PER_HEAD), by_token(f.evidence_BTN[..., None], s, K)[..., 0])
+            for f, s in zip(found, self.strides, strict=True)
+        )
+        mixed_BTNH, weights, residual_BTN = self.settle(found, positions_BT)
         with jax.named_scope("nash"):
-            real_BT = jnp.ones_like(positions[0], bool) if layout.segments_BT is None else layout.segments_BT > 0
+            real_BT = jnp.ones_like(positions_BT, bool) if segments_BT is None else segments_BT > 0
             if layout.spread is not None:
-                mixed_BTNH = _on_rows(gather, mixed_BTNH, layout.spread, PER_HEAD)
+                mixed_BTNH = moved(gather, mixed_BTNH, layout.spread, PER_HEAD)
                 real_BT = real_BT & layout.spread.is_slot_BU
-            game = report(w_BTCN, residual_BTN, real_BT)
+            game = report(weights, residual_BTN, real_BT)
         out_BTD = self.base.output(checkpoint_name(constrain(mixed_BTNH, *PER_HEAD), MIXED))
         return constrain(out_BTD, "batch", "time_split", "width"), game
 
 
-def _on_rows(move: Callable[[Array, Spread], Array], x: Array, by: Spread, axes: tuple[str, ...]) -> Array:
+def by_block(q_BTNH: Float[Array, "B T N H"], stride: int, kv_heads: int) -> Float[Array, "B I M H"]:
+    """The queries of a block as heads of one row, those that share keys side by side; M = stride * N."""
+    B, T, N, H = q_BTNH.shape
+    q = q_BTNH.reshape(B, T // stride, stride, kv_heads, N // kv_heads, H)
+    return q.transpose(0, 1, 3, 2, 4, 5).reshape(B, T // stride, stride * N, H)
+
+
+def by_token(rows_BIMH: Float[Array, "B I M H"], stride: int, kv_heads: int) -> Float[Array, "B T N H"]:
+    """The other way."""
+    B, count, M, H = rows_BIMH.shape
+    rows = rows_BIMH.reshape(B, count, kv_heads, stride, M // (stride * kv_heads), H)
+    return rows.transpose(0, 1, 3, 2, 4, 5).reshape(B, count * stride, M // stride, H)
+
+
+def _one_row_late(x_BIKH: Array) -> Array:
+    return jnp.pad(x_BIKH, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
+
+
+def pooling_taps(cfg: ModelConfig, heads: int, *, key: PRNGKeyArray) -> Float[Array, "coarse J heads H"]:
+    """The mean of the row's own block, and nothing yet of the block before it."""
+    r = cfg.ratio
+    mean_J = jnp.concatenate([jnp.zeros(r), jnp.full(r, 1.0 / r)])
+    return mean_J[None, :, None, None] + init_small(key, (cfg.scales - 1, 2 * r, heads, cfg.head_dim), 0.02)
+
+
+def pooled(z: Array, taps_JNH: Array, goes_on_BI: Array, axes: tuple[str, ...]) -> tuple[Array, Array]:
+    """(z, for further use; the next coarser scale of it), on the devices that have its rows and heads."""
+    run = on_shards(pool, [axes, ("taps", *axes[2:]), ("batch", "time")], (axes, axes))
+    return run(z, taps_JNH, goes_on_BI)
+
+
+def moved(move: Callable[[Array, Spread], Array], x: Array, by: Spread, axes: tuple[str, ...]) -> Array:
     """Rows and heads are independent: each device moves what it has."""
     of_rows = Spread(*(("batch", "time"),) * 3)  # type: ignore[arg-type]
     return on_shards(move, [axes, of_rows], axes)(x, by)
 
 
-def report(w_BTCN: Float[Array, "B T C N"], residual_BTN: Float[Array, "B T N"], real_BT: Bool[Array, "B T"]) -> GameReport:
-    real_BT = real_BT.astype(w_BTCN.dtype)
+def report(
+    weights: Sequence[Float[Array, "B T N"]], residual_BTN: Float[Array, "B T N"], real_BT: Bool[Array, "B T"]
+) -> GameReport:
+    real_BT = real_BT.astype(residual_BTN.dtype)
     # w ln w goes to 0 with w; the inner max keeps the gradient there finite.
-    entropy_BTN = -jnp.sum(w_BTCN * jnp.log(jnp.maximum(w_BTCN, 1e-30)), axis=2) / math.log(max(w_BTCN.shape[2], 2))
+    entropy_BTN = -sum(w * jnp.log(jnp.maximum(w, 1e-30)) for w in weights) / math.log(max(len(weights), 2))
     # As products with a row of ones: a reduction over T with so short an axis behind it would be slow on a GPU.
-    over_time = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    over_time = lambda x_BTN: jnp.einsum("bt,btn->bn", real_BT, x_BTN, precision=jax.lax.Precision.HIGHEST)
     return GameReport(
-        weight_BCN=over_time("bt,btcn->bcn", real_BT, jax.lax.stop_gradient(w_BTCN)),
-        entropy_BN=over_time("bt,btn->bn", real_BT, entropy_BTN),
-        residual_BN=over_time("bt,btn->bn", real_BT, jax.lax.stop_gradient(residual_BTN)),
+        weight_BCN=jnp.stack([over_time(jax.lax.stop_gradient(w)) for w in weights], axis=1),
+        entropy_BN=over_time(entropy_BTN),
+        residual_BN=over_time(jax.lax.stop_gradient(residual_BTN)),
         tokens_B=jnp.sum(real_BT, axis=1),
     )

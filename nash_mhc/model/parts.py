@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
+from nash_mhc.ops.conv import short_conv
 from nash_mhc.ops.lookup import rows_of
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards, param
@@ -42,6 +43,24 @@ class RMSNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return rms_norm(x, self.scale_D, self.eps)
+
+
+class ShortConv(eqx.Module):
+    """What a token and the few before it say together, before any of them is compared with another.
+
+    Attention by itself needs a layer to find the token before, and another to do something with it.
+    """
+
+    taps_JD: Float[Array, "J D"] = param("taps", "vector", decay=False, cast=False)
+
+    @staticmethod
+    def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> ShortConv:
+        alone_J = jnp.zeros(cfg.conv_taps).at[0].set(1.0)
+        return ShortConv(alone_J[:, None] + init_small(key, (cfg.conv_taps, cfg.width), 0.02))
+
+    def __call__(self, x_BTD: Float[Array, "B T D"], segments_BT: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
+        with jax.named_scope("conv"):
+            return short_conv(constrain(x_BTD, "batch", "time", "width"), self.taps_JD, segments_BT)
 
 
 def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:

@@ -81,9 +81,9 @@ class PlainResidual(eqx.Module):
 class HyperConnection(eqx.Module):
     """Manifold-constrained hyper-connection: y = f(H_pre X), X' = H_res X + H_post^T y, with H_res doubly stochastic."""
 
-    phi_RDM: Float[Array, "R D M"] = param("streams", "embed", "maps")
-    bias_M: Float[Array, "M"] = param("maps")
-    alpha_3: Float[Array, "3"] = param("maps")  # of pre, post and res
+    phi_RDM: Float[Array, "R D M"] = param("streams", "embed", "maps", gate=True)
+    bias_M: Float[Array, "M"] = param("maps", gate=True)
+    alpha_3: Float[Array, "3"] = param("maps", gate=True)  # of pre, post and res
     iterations: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
 
@@ -92,7 +92,8 @@ class HyperConnection(eqx.Module):
         R = cfg.streams
         # At the start every stream is read alike and written alike, and each keeps to itself.
         bias = [jnp.full(R, -math.log(R - 1.0)), jnp.zeros(R), 6.0 * jnp.eye(R).ravel()]
-        phi = init_small(key, (R, cfg.width, R * R + 2 * R), 0.02)
+        # What it makes of a normalised token is of size 1 at every width, and so is what alpha, as it learns, makes of that.
+        phi = init_small(key, (R, cfg.width, R * R + 2 * R), (R * cfg.width) ** -0.5)
         return HyperConnection(phi, jnp.concatenate(bias), jnp.full(3, 0.01), cfg.sinkhorn_iterations, cfg.norm_eps)
 
     @staticmethod

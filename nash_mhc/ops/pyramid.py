@@ -1,7 +1,6 @@
-"""Coarser and coarser views of a sequence, strictly causal: `pool` makes one, `upsample` brings what was computed on it back.
+"""Coarser and coarser views of a sequence, strictly causal: row i of a scale has read tokens up to (i + 1) s - 1, s its stride.
 
-Row i of a scale with stride s has read tokens up to (i + 1) s - 1, and `upsample` hands it to tokens from there on, never
-earlier. Everything is local to a head and a document.
+Everything is local to a head and a document.
 """
 
 from __future__ import annotations
@@ -140,21 +139,3 @@ def _backward_in_kernel(
 
 
 pool.defvjp(_pool_fwd, _pool_bwd)
-
-
-def upsample(rows_BINH: Float[Array, "B I N H"], stride: int) -> Float[Array, "B T N H"]:
-    """Token t gets the last row that has ended by then, (t + 1) // stride - 1; zeros where none has."""
-    if stride == 1:
-        return rows_BINH
-    B, count, N, H = rows_BINH.shape
-    repeated = jnp.broadcast_to(rows_BINH[:, :, None], (B, count, stride, N, H)).reshape(B, count * stride, N, H)
-    return jnp.pad(repeated, ((0, 0), (stride - 1, 0), (0, 0), (0, 0)))[:, : count * stride]
-
-
-def upsample_transposed(tokens_BTNH: Float[Array, "B T N H"], stride: int) -> Float[Array, "B I N H"]:
-    """The adjoint of `upsample`: each row gets the sum over the tokens that it was handed to."""
-    if stride == 1:
-        return tokens_BTNH
-    B, T, N, H = tokens_BTNH.shape
-    moved = jnp.pad(tokens_BTNH[:, stride - 1 :], ((0, 0), (0, stride - 1), (0, 0), (0, 0)))
-    return jnp.sum(moved.reshape(B, T // stride, stride, N, H), axis=2)

@@ -46,16 +46,20 @@ RULES: dict[str, tuple[str, ...]] = {
 GATHERED = "fsdp"
 GATHERED_WEIGHT = "gathered_weight"  # checkpoint name of a layer's weights, cast and gathered
 
+_REFERENCE_WIDTH = 640  # of the model on which rates were measured: its matrices learn at the rate that a run is given
+_GATES = 4.0  # docs/log.md has what came of 0.1, 1 and 16
+
 Axes = tuple[str, ...]
 
 
-def param(*axes: str, decay: bool = True, cast: bool = True) -> Any:
+def param(*axes: str, decay: bool = True, cast: bool = True, gate: bool = False) -> Any:
     """Declares a parameter field: one logical axis name a dimension, whether weight decay applies, and whether it is cast.
 
     Vectors neither decay nor leave float32: a norm scale near 1 has no bits left for its updates in bfloat16.
+    `gate`: it makes few numbers of a whole token, such as logits of weights, and learns faster than what it weighs (`rates`).
     """
     matrix = len(axes) > 1
-    return eqx.field(metadata={"axes": axes, "decay": decay and matrix, "cast": cast and matrix})
+    return eqx.field(metadata={"axes": axes, "decay": decay and matrix, "cast": cast and matrix, "gate": gate})
 
 
 def stacked() -> Any:
@@ -114,6 +118,24 @@ def logical_axes(module: PyTree) -> PyTree:
 def decays(module: PyTree) -> PyTree:
     """The module's tree with True where weight decay applies: matrices, not norms or biases."""
     return _walk(module, lambda _, declared: declared["decay"], (), type(module).__name__)
+
+
+def rates(module: PyTree) -> PyTree:
+    """The module's tree with the factor of each array's learning rate, by its role.
+
+    Adam moves every entry of a matrix by about the rate, all in directions that agree with its input: what comes out moves by
+    the rate times the width. So what has the width among its axes learns at a rate of one over it, and the same number suits
+    every width (tests/test_rates.py watches how far activations move). Scales, biases and taps move what comes out by the rate
+    itself. What a gate says is squashed, and much hangs on it: it may go faster (docs/log.md).
+    """
+
+    def factor(array: Any, declared: tuple[Axes, bool]) -> float:
+        axes, gate = declared
+        by_width = _REFERENCE_WIDTH / array.shape[axes.index("embed")] if "embed" in axes else 1.0
+        return by_width * (_GATES if gate else 1.0)
+
+    declared = _walk(module, lambda axes, declared: (axes, declared["gate"]), (), type(module).__name__)
+    return jax.tree.map(factor, module, declared)
 
 
 def shardings(module: PyTree, mesh: Mesh) -> PyTree:

@@ -12,6 +12,7 @@ from nash_mhc.config.schema import RunConfig
 
 _OF_TOKENS = ("loss", "loss/ce", "loss/z", "loss/sparsity", "accuracy")  # means over tokens, which steps have more or fewer of
 _NEWEST = ("lr", "param_norm", "spikes")  # a mean of these would say less than the last
+_LEAST = ("health/scales_unused",)  # those of every step of the interval
 _OF_A_STEP = ("tokens", "spike", "skipped", "empty")
 
 
@@ -24,6 +25,7 @@ class Interval:
         self.steps: int = saved.get("steps", 0)
         self._sums = {name: (np.array(total), weight) for name, (total, weight) in saved.get("sums", {}).items()}
         self._most: dict[str, float] = dict(saved.get("most", {}))
+        self._least = {name: np.array(value) for name, value in saved.get("least", {}).items()}
         self._newest: dict[str, float] = dict(saved.get("newest", {}))
 
     def add(self, metrics: dict[str, Any]) -> None:
@@ -35,6 +37,9 @@ class Interval:
                 self._newest[name] = float(value)
             elif name.startswith("spike_score/"):
                 self._most[name] = max(float(value), self._most.get(name, 0.0))
+            elif name in _LEAST:
+                before = self._least.get(name)
+                self._least[name] = np.asarray(value) if before is None else np.minimum(before, value)
             elif np.isfinite(value).all():
                 weight = float(metrics["tokens"]) if name in _OF_TOKENS else 1.0
                 total, weights = self._sums.get(name, (np.zeros(np.shape(value)), 0.0))
@@ -48,6 +53,8 @@ class Interval:
                 row[name] = self._newest.get(name, math.nan)
             elif name.startswith("spike_score/"):
                 row[name] = self._most.get(name, 0.0)
+            elif name in _LEAST:
+                row[name] = np.asarray(self._least.get(name, np.zeros_like(value))).tolist()
             elif name not in _OF_A_STEP:
                 total, weight = self._sums.get(name, (np.full(np.shape(value), math.nan), 1.0))
                 row[name] = (total / weight).tolist()
@@ -55,7 +62,8 @@ class Interval:
 
     def to_json(self) -> dict[str, Any]:
         sums = {name: [total.tolist(), weight] for name, (total, weight) in self._sums.items()}
-        return {"steps": self.steps, "sums": sums, "most": self._most, "newest": self._newest}
+        least = {name: value.tolist() for name, value in self._least.items()}
+        return {"steps": self.steps, "sums": sums, "most": self._most, "least": least, "newest": self._newest}
 
 
 class Meter:

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.parallel.sharding import decays
+from nash_mhc.parallel.sharding import decays, rates
 
 _SCHEDULES = ("cosine", "wsd", "constant")
 Number = Float[Array, ""] | np.float32
@@ -69,10 +69,16 @@ def learning_rate(h: Hyperparameters, count: Int[Array, ""] | int) -> Float[Arra
 
 
 def make_optimizer(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
-    """Clip by global norm, AdamW with float32 moments, decay on matrices only."""
+    """Clip by global norm, AdamW with float32 moments and rates by role, decay on matrices only, alike for all of them."""
+    adam = optax.scale_by_adam(h.b1, h.b2, h.eps)
+
+    def update(gradients: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
+        updates, state = adam.update(gradients, state, params)
+        return jax.tree.map(lambda u, factor: factor * u, updates, rates(model)), state
+
     return optax.chain(
         optax.clip_by_global_norm(h.max_grad_norm),
-        optax.scale_by_adam(h.b1, h.b2, h.eps),
+        optax.GradientTransformation(adam.init, update),
         optax.add_decayed_weights(h.weight_decay, mask=decays(model)),
         optax.scale_by_learning_rate(lambda count: learning_rate(h, count)),
     )

@@ -1,0 +1,117 @@
+"""What is handed to cuDNN and made of its answers. cuDNN itself is not here: its contract is acted out on flat memory."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from nash_mhc.ops import attend_cudnn
+from nash_mhc.ops.attend import attend_each, attend_with_evidence
+from nash_mhc.ops.attend_rows import Rows
+
+T = 24
+# More documents in one row than in another, and a row that is one.
+SEGMENTS = np.array([[1] * 5 + [2] * 9 + [3] * 10, [1] * 24, [4] * 16 + [0] * 8])
+
+
+class Lists:
+    """Documents by offset and length; without any, each row is one."""
+
+    def __init__(self, q, k, v, q_lengths, k_lengths, q_offsets, k_offsets, *, mask_type, sliding_window_length, scale, **_):
+        if mask_type == fused.MaskType.CAUSAL:
+            assert sliding_window_length is None or q.shape[1] <= k.shape[1]  # cuDNN refuses it
+            q_lengths, k_lengths = (jnp.full((len(x), 1), x.shape[1]) for x in (q, k))
+            q_offsets, k_offsets = (jnp.arange(len(x)) * math.prod(x.shape[1:]) for x in (q, k))
+        self.q_lengths, self.k_lengths = (lengths.reshape(-1) for lengths in (q_lengths, k_lengths))
+        count = len(self.q_lengths)
+        self.q_offsets, self.k_offsets = (offsets.reshape(-1)[:count] for offsets in (q_offsets, k_offsets))
+        self.q, self.k, self.v = self.taken(q, self.q_offsets), self.taken(k, self.k_offsets), self.taken(v, self.k_offsets)
+        self.group = q.shape[2] // k.shape[2]
+        t, s = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
+        seen = (s <= t) & (t - s < (sliding_window_length or q.shape[1]))
+        seen = seen[None] & (s[None] < self.k_lengths[:, None, None]) & (t[None] < self.q_lengths[:, None, None])
+        scores = jnp.einsum("xtnh,xsnh->xnts", self.q, jnp.repeat(self.k, self.group, axis=2)) * scale
+        self.scores, self.scale = jnp.where(seen[:, None], scores, -math.inf), scale
+
+    @staticmethod
+    def taken(x, offsets):
+        """[documents, T, N, H]: as many tokens from the place in memory that each offset names, whatever is there."""
+        size = math.prod(x.shape[1:])
+        flat = jnp.pad(x.reshape(-1), (0, size))
+        return flat[offsets[:, None] + jnp.arange(size)[None]].reshape(len(offsets), *x.shape[1:])
+
+    @staticmethod
+    def put(documents, like, offsets, lengths):
+        """Only what is inside of a document is written; elsewhere is what lay there before."""
+        _, length, N, H = documents.shape
+        there = jnp.arange(length)[None] < lengths[:, None]
+        places = offsets[:, None, None] + N * H * jnp.arange(length)[None, :, None] + jnp.arange(N * H)[None, None]
+        places = jnp.where(there[..., None], places, like.size)
+        flat = jnp.full(like.size, 1e6).at[places.reshape(-1)].set(documents.reshape(-1), mode="drop")
+        return flat.reshape(like.shape)
+
+
+def forward(q, k, v, _, *rest, is_training, **settings):
+    lists = Lists(q, k, v, *rest[:4], **settings)
+    weights = jnp.nan_to_num(jax.nn.softmax(lists.scores, axis=-1))
+    out = jnp.einsum("xnts,xsnh->xtnh", weights, jnp.repeat(lists.v, lists.group, axis=2))
+    return lists.put(out, q, lists.q_offsets, lists.q_lengths), jax.nn.logsumexp(lists.scores, axis=-1)
+
+
+def backward(q, k, v, _, *rest, **settings):
+    lists = Lists(q, k, v, *rest[:4], **settings)
+    sums, out, dout = rest[6:]
+    out, dout = lists.taken(out, lists.q_offsets), lists.taken(dout, lists.q_offsets)
+    weights = jnp.where(jnp.isfinite(lists.scores), jnp.exp(lists.scores - sums[..., None]), 0.0)
+    dweights = jnp.einsum("xtnh,xsnh->xnts", dout, jnp.repeat(lists.v, lists.group, axis=2))
+    dscores = lists.scale * weights * (dweights - jnp.sum(out * dout, axis=-1).transpose(0, 2, 1)[..., None])
+    dq = jnp.einsum("xnts,xsnh->xtnh", dscores, jnp.repeat(lists.k, lists.group, axis=2))
+    shared = lambda x: x.reshape(*x.shape[:2], k.shape[2], lists.group, -1).sum(axis=3)
+    dk, dv = (shared(jnp.einsum("xnts,xtnh->xsnh", a, b)) for a, b in ((dscores, lists.q), (weights, dout)))
+    keys = lists.k_offsets, lists.k_lengths
+    return lists.put(dq, q, lists.q_offsets, lists.q_lengths), lists.put(dk, k, *keys), lists.put(dv, v, *keys)
+
+
+@pytest.fixture(autouse=True)
+def acted_out(monkeypatch):
+    primitive = lambda call: SimpleNamespace(bind=call)
+    acted = SimpleNamespace(
+        _dot_product_attention_fwd_p=primitive(forward), _dot_product_attention_bwd_p=primitive(backward),
+        MaskType=fused.MaskType, AttentionLayout=fused.AttentionLayout,
+    )  # fmt: skip
+    monkeypatch.setattr(attend_cudnn, "_fused", lambda: acted)
+    monkeypatch.setattr(attend_cudnn, "walks_documents", lambda: True)
+    # The branch for rows of too many documents is traced and not taken.
+    monkeypatch.setattr(attend_cudnn, "_masked", lambda rows, window: rows.q_BTNH)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("most", "at_once"), [(None, T), (3, T), (3, 10)])
+def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, window, most, at_once, monkeypatch):
+    monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", at_once)
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, dout = (jax.random.normal(key, (3, T, 6, 4)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (3, T, 2, 4)) for key in keys[2:4])
+    devidence = jax.random.normal(keys[4], (3, T, 6))
+    segments = jnp.asarray(SEGMENTS) if packed else None
+    rows = lambda q, k, v, kernel: Rows(
+        q, k, v, segments, attend_cudnn.documents_of(segments, most) if packed and kernel == "cudnn" else None
+    )
+
+    def plainly(q, k, v, kernel):
+        (out,) = attend_each((rows(q, k, v, kernel),), windows=(window,), kernels=(kernel,))
+        return jnp.sum(out * dout), out
+
+    def with_evidence(q, k, v, kernel):
+        (found,) = attend_with_evidence((rows(q, k, v, kernel),), windows=(window,), kernels=(kernel,))
+        return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.evidence_BTN * devidence), found
+
+    for loss in (plainly, with_evidence):
+        run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
+        for a, b in zip(*(jax.tree.leaves(run(q, k, v, kernel)) for kernel in ("cudnn", "reference")), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)

@@ -1,0 +1,149 @@
+"""Attention in which every token asks every scale: without the game it is one softmax over all keys of all scales."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.model.attention import lay_out
+from nash_mhc.model.multiscale import Multiscale, by_block, by_token
+from nash_mhc.ops.attend import attend_with_evidence
+from nash_mhc.ops.attend_rows import Rows
+
+CFG = dataclasses.replace(small.NASH, aggregation="convex", kv_heads=4)
+T = 32
+
+
+def mixer_of(cfg):
+    """With noise on every parameter: what starts at 0 or 1 would not be missed if it were left out."""
+    leaves, tree = jax.tree.flatten(Multiscale.init(cfg, key=jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return jax.tree.unflatten(tree, [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+
+
+def pooled_by_hand(z_BTKH, taps_JKH, segments_BT):
+    """Row i: its own block and the one before, where that is of the same document."""
+    r = taps_JKH.shape[0] // 2
+    rows = []
+    for i in range(z_BTKH.shape[1] // r):
+        total = jnp.einsum("bjkh,jkh->bkh", z_BTKH[:, i * r : (i + 1) * r], taps_JKH[r:])
+        if i:
+            same_B = segments_BT[:, i * r] == segments_BT[:, i * r - 1]
+            before = jnp.einsum("bjkh,jkh->bkh", z_BTKH[:, (i - 1) * r : i * r], taps_JKH[:r])
+            total = total + jnp.where(same_B[:, None, None], before, 0.0)
+        rows.append(total)
+    return jnp.stack(rows, axis=1)
+
+
+def one_softmax(mixer, x_BTD, segments_BT, window):
+    """All keys of all scales in one list, and beside those of a coarse scale one that scores 0 and has nothing to say."""
+    base = mixer.base
+    layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
+    positions_BT = layout.positions_BT
+    q, k, v = base.project(x_BTD)
+    _, T, N, H = q.shape
+    group = N // k.shape[2]
+    turned, keys = base.placed(q, k, positions_BT)
+    wide = lambda z: jnp.repeat(z, group, axis=2)
+    t = jnp.arange(T)
+    near = (t[None] <= t[:, None]) & (t[:, None] - t[None] < (window or T))
+    mask = [near[None] & (segments_BT[:, :, None] == segments_BT[:, None])]
+    scores = [jnp.einsum("btnh,bsnh->bnts", turned, wide(keys)) / H**0.5]
+    values = [wide(v)]
+    of_rows = segments_BT
+    for c, stride in enumerate(mixer.strides[1:]):
+        k, v = pooled_by_hand(k, mixer.pool_k_CJKH[c], of_rows), pooled_by_hand(v, mixer.pool_v_CJKH[c], of_rows)
+        of_rows = segments_BT[:, ::stride]
+        keys = base.placed_keys(k, positions_BT[:, ::stride] + stride - 1)
+        keys, said = (jnp.pad(wide(z), ((0, 0), (0, 1), (0, 0), (0, 0))) for z in (keys, v))
+        offset = mixer.offset_CN[c][None, :, None, None]
+        scores.append(jnp.einsum("btnh,bsnh->bnts", turned, keys) / H**0.5 + offset)
+        values.append(said)
+        i = jnp.arange(T // stride)
+        blocks = (i[None] < t[:, None] // stride)[None] & (segments_BT[:, :, None] == of_rows[:, None])
+        nothing = (positions_BT >= stride)[..., None]
+        mask.append(jnp.concatenate([blocks, nothing], axis=-1))
+    every = jnp.where(jnp.concatenate(mask, axis=-1)[:, None], jnp.concatenate(scores, axis=-1), -jnp.inf)
+    weights = jax.nn.softmax(every, axis=-1)
+    return base.output(jnp.einsum("bnts,bsnh->btnh", weights, jnp.concatenate(values, axis=1)))
+
+
+@pytest.mark.parametrize("window", [8, None])
+@pytest.mark.parametrize("kernel", ["xla", "reference"])
+def test_without_the_game_it_is_one_softmax_over_all_keys_of_all_scales(kernel, window):
+    mixer = mixer_of(dataclasses.replace(CFG, window=window))
+    x_BTD, probe_BTD = jax.random.normal(jax.random.key(2), (2, 2, T, CFG.width))
+    segments_BT = jnp.repeat(jnp.array([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8]), 4, axis=1)
+
+    def loss(run, mixer, x_BTD):
+        out_BTD = run(mixer, x_BTD)
+        return jnp.sum(out_BTD * probe_BTD), out_BTD
+
+    layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
+    fast = jax.jit(
+        jax.grad(lambda m, x: loss(lambda m, x: m(x, layout, window=window, kernel=kernel)[0], m, x), (0, 1), has_aux=True)
+    )
+    plain = jax.jit(
+        jax.grad(lambda m, x: loss(lambda m, x: one_softmax(m, x, segments_BT, window), m, x), (0, 1), has_aux=True)
+    )
+    (got_mixer, got_x), got = fast(mixer, x_BTD)
+    (want_mixer, want_x), want = plain(mixer, x_BTD)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    np.testing.assert_allclose(got_x, want_x, atol=1e-4)
+    for a, b in zip(jax.tree.leaves(got_mixer), jax.tree.leaves(want_mixer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-3)
+    assert float(jnp.abs(want_mixer.offset_CN).min()) > 0
+
+
+def test_queries_of_a_block_share_a_row_and_come_back():
+    q = jax.random.normal(jax.random.key(0), (2, 12, 6, 4))
+    rows = by_block(q, 4, 3)
+    assert rows.shape == (2, 3, 24, 4)
+    np.testing.assert_array_equal(by_token(rows, 4, 3), q)
+    # Key head 1 serves query heads 2 and 3 of all four tokens of the block.
+    np.testing.assert_array_equal(rows[0, 1, 8:16].reshape(4, 2, 4), q[0, 4:8, 2:4])
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_evidence_of_blocks_is_that_of_the_plain_form_and_so_are_its_gradients(window):
+    evidence_equals_the_plain_form("xla", window, T=130)
+
+
+def evidence_equals_the_plain_form(kernel, window, T):
+    q, k, v, dout = (0.5 * x for x in jax.random.normal(jax.random.key(3), (4, 2, T, 4, 8)))
+    k, v = k[:, :, :2], v[:, :, :2]
+    dlse = jax.random.normal(jax.random.key(4), (2, T, 4))
+    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, T)), axis=1))
+
+    def loss(q, k, v, kernel):
+        (found,) = attend_with_evidence((Rows(q, k, v, segments),), windows=(window,), kernels=(kernel,))
+        return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.evidence_BTN * dlse), found
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
+    (got, found), (want, plain) = run(q, k, v, kernel), run(q, k, v, "reference")
+    for a, b in zip((*got, *found), (*want, *plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_evidence_of_splash_is_that_of_the_plain_form_and_so_are_its_gradients(window, monkeypatch):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    make = splash.make_splash_mqa_single_device
+    monkeypatch.setattr(splash, "make_splash_mqa_single_device", lambda **options: make(**options, interpret=True))
+    evidence_equals_the_plain_form("splash", window, T=128)
+
+
+def test_a_token_in_the_first_block_of_its_document_finds_only_what_is_near():
+    cfg = dataclasses.replace(CFG, aggregation="nash")
+    mixer = mixer_of(cfg)
+    x_BTD = jax.random.normal(jax.random.key(5), (1, 16, cfg.width))
+    layout = lay_out((1, 16), 1 + jnp.arange(16)[None] // 4, cfg.strides)
+    _, game = jax.jit(lambda x: mixer(x, layout, window=cfg.window, kernel="xla"))(x_BTD)
+    weights = np.asarray(game.weight_BCN)[0] / 16  # documents of 4 tokens: two of each see one block of 2, none a block of 4
+    np.testing.assert_allclose(weights.sum(axis=0), 1.0, rtol=1e-6)
+    assert (weights[2] == 0.0).all()
+    assert (weights[1] > 0.0).all() and (weights[1] < 0.5).all()

@@ -1,0 +1,95 @@
+"""Rates by role: one learning rate moves what a model computes as far, whatever its width; gates learn faster."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from nash_mhc.config.schema import ModelConfig, OptimConfig, RunConfig
+from nash_mhc.model.attention import lay_out
+from nash_mhc.model.health import unmixed
+from nash_mhc.model.lm import LM
+from nash_mhc.model.residual import residual_class
+from nash_mhc.parallel import sharding
+from nash_mhc.train.optim import Hyperparameters, make_optimizer
+
+WIDTHS = (64, 256, 1024)
+T, STEPS = 16, 4
+
+
+def model_of_width(width: int) -> ModelConfig:
+    """The whole architecture; heads become more with the width, as they do from one preset to the next."""
+    heads = width // 32
+    return ModelConfig(
+        vocab_size=64, width=width, layers=2, heads=heads, kv_heads=heads, head_dim=32, ffn=2 * width,
+        scales=2, ratio=4, window=8, nash_iterations=1, conv_taps=3, streams=2, sinkhorn_iterations=3,
+    )  # fmt: skip
+
+
+def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
+    """The stream after each layer, the logits of the streams' maps, and those of the next token."""
+    cfg, residual = model.cfg, residual_class(model.cfg)
+    layout = lay_out(tokens_BT.shape, None, cfg.strides)
+    state = residual.enter(cfg, model.embed_VD[tokens_BT] * cfg.width**0.5)
+    seen: dict[str, jax.Array] = {}
+    for i in range(cfg.layers):
+        layer = jax.tree.map(operator.itemgetter(i), model.layers)
+        seen[f"maps of layer {i}"] = jnp.log(layer.attention_residual.maps(state).all_BTM)
+        state, _, _ = layer(state, unmixed(cfg, tokens_BT.shape), layout, window=cfg.window, kernel="xla")
+        seen[f"stream after layer {i}"] = residual.leave(state)
+    return seen | {"logits": model.norm(residual.leave(state)) @ model.unembed_VD.T}
+
+
+def moved(width: int, learning_rate: float = 5e-4) -> dict[str, float]:
+    """By how much a few steps change each, as the root of the mean square over tokens and channels."""
+    optim = OptimConfig(learning_rate=learning_rate, warmup_steps=0, schedule="constant", weight_decay=0.0)
+    h = Hyperparameters.of(RunConfig(optim=optim))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, T + 1)))
+
+    def loss(model: LM) -> tuple[jax.Array, dict[str, jax.Array]]:
+        seen = what_it_computes(model, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(seen["logits"], tokens[:, 1:]).mean(), seen
+
+    @jax.jit
+    def step(model: LM, state: Any) -> tuple[LM, Any, dict[str, jax.Array]]:
+        gradients, seen = jax.grad(loss, has_aux=True)(model)
+        updates, state = make_optimizer(h, model).update(gradients, state, model)
+        return optax.apply_updates(model, updates), state, seen
+
+    model = LM.init(model_of_width(width), key=jax.random.key(0))
+    model = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), model)  # not weakly typed, as after a step: one compilation
+    state, each = make_optimizer(h, model).init(model), []
+    for _ in range(STEPS + 1):  # a step tells what it found before it moved anything
+        model, state, seen = step(model, state)
+        each.append(seen)
+    return {name: float(jnp.sqrt(jnp.mean((each[-1][name] - each[0][name]) ** 2))) for name in each[0]}
+
+
+@functools.cache
+def slopes() -> dict[str, float]:
+    """The power of the width by which each change grows."""
+    each = [moved(width) for width in WIDTHS]
+    return {name: float(np.polyfit(np.log(WIDTHS), np.log([m[name] for m in each]), 1)[0]) for name in each[0]}
+
+
+def test_a_step_moves_wide_models_as_far_as_narrow_ones() -> None:
+    found = slopes()
+    # These see nothing but the table. A token's row is looked up, not summed over, so it moves by the rate itself, and the rate
+    # is the one that suits the table as output: a model that shares it learns its input more slowly the wider it is.
+    assert -0.6 < found.pop("maps of layer 0") < 0.25
+    assert all(abs(slope) < 0.25 for slope in found.values()), found
+
+
+def test_a_gate_learns_faster_than_a_matrix_of_the_same_width() -> None:
+    model = jax.eval_shape(lambda: LM.init(model_of_width(64), key=jax.random.key(0)))
+    factors = sharding.rates(model)
+    matrix, gate = factors.layers.ffn.gate_DF, factors.layers.ffn_residual.phi_RDM
+    assert matrix == pytest.approx(10.0)  # 640 / 64
+    assert gate == pytest.approx(40.0)
+    assert factors.layers.ffn_residual.bias_M == pytest.approx(4.0)
+    assert factors.layers.ffn_norm.scale_D == factors.layers.attention_conv.taps_JD == 1.0
