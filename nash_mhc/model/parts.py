@@ -15,6 +15,7 @@ from nash_mhc.config.schema import ModelConfig
 from nash_mhc.ops.conv import short_conv
 from nash_mhc.ops.lookup import rows_of
 from nash_mhc.ops.norm import rms_norm
+from nash_mhc.ops.project import project
 from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards, param
 
 
@@ -101,6 +102,6 @@ class SwiGLU(eqx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
-        gate_BTF = constrain(x_BTD @ self.gate_DF, "batch", "time", "ffn")
-        up_BTF = constrain(x_BTD @ self.up_DF, "batch", "time", "ffn")
+        gate_BTF = constrain(project(x_BTD, self.gate_DF), "batch", "time", "ffn")
+        up_BTF = constrain(project(x_BTD, self.up_DF), "batch", "time", "ffn")
         return constrain((jax.nn.silu(gate_BTF) * up_BTF) @ self.down_FD, "batch", "time_split", "width")
