@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from nash_mhc.ops import nash
 from nash_mhc.ops.nash import Rules, aggregate, aggregate_reference
@@ -79,6 +80,17 @@ def test_the_gpu_kernels_compute_what_xla_does(aggregation, dtype):
     got = jax.jit(functools.partial(nash._backward_in_kernel, rules, interpret=True))(*args)
     for a, b in zip(wide(got), wide(want), strict=True):
         compare(a, b, atol=2e-5 if dtype == jnp.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_the_gpu_kernels_are_lowered_for_a_gpu(dtype):
+    """As far as that goes without one: Triton's dialect takes every operation of theirs."""
+    outs, bids, tau = inputs(dtype)
+    check = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+    lower = lambda f, *args: export.export(jax.jit(f), platforms=["cuda"], disabled_checks=[check])(*args).mlir_module()
+    forward, backward = (functools.partial(f, Rules()) for f in (nash._aggregate_in_kernel, nash._backward_in_kernel))
+    assert 'name = "nash_forward"' in lower(forward, outs, bids, tau)
+    assert 'name = "nash_backward"' in lower(backward, outs, bids, tau, outs[0], bids)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
