@@ -10,7 +10,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from nash_mhc.ops import attend_cudnn
-from nash_mhc.ops.attend import attend_each, attend_with_evidence
+from nash_mhc.ops.attend import attend, attend_with_evidence
 from nash_mhc.ops.attend_rows import Rows
 
 T = 24
@@ -104,7 +104,7 @@ def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, win
     )
 
     def plainly(q, k, v, kernel):
-        (out,) = attend_each((rows(q, k, v, kernel),), windows=(window,), kernels=(kernel,))
+        out = attend(*rows(q, k, v, kernel), window=window, kernel=kernel)
         return jnp.sum(out * dout), out
 
     def with_evidence(q, k, v, kernel):

@@ -276,9 +276,11 @@ def test_the_ffn_width_divides_over_the_mesh():
     cfg = small.mesh_config(dataclasses.replace(minute(data__seq_len=48), model=model), tp=3)
     base, mesh = resolve(cfg)
     assert variants.relative("nash-mhc", cfg, base, mesh) == base
-    assert [variants.relative(name, cfg, base, mesh).model.ffn % 24 for name in variants.VARIANTS] == [0] * len(
-        variants.VARIANTS
-    )
+    models = {name: variants.relative(name, cfg, base, mesh).model for name in variants.VARIANTS}
+    assert all(model.ffn % 24 == 0 for model in models.values())
+    parts = {name: (m.scales, m.window, m.conv_taps, m.residual) for name, m in models.items()}
+    assert parts["multiscale-plain"] == (2, 8, 2, "plain")
+    assert parts["dense-conv"] == (1, None, 2, "plain")
 
 
 def test_a_model_without_an_equal_relative_is_refused():
@@ -461,7 +463,8 @@ def test_recall_is_scored_by_distance(compared):
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | compile |"),
         (
             "",
-            "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | corpus | data [flags of",
+            "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | corpus | data "
+            "[flags of train]",
         ),
     ],
 )

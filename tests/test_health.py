@@ -14,6 +14,7 @@ from nash_mhc.model.attention import Layout
 from nash_mhc.model.health import LayerReport, summary
 from nash_mhc.model.multiscale import Multiscale, report
 from nash_mhc.train.meter import Interval
+from nash_mhc.train.telemetry import Reporter
 
 CFG = small.nash_config()
 L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams
@@ -81,6 +82,18 @@ def test_a_row_counts_the_scales_that_no_step_of_its_interval_has_used():
         interval.add(last)
     interval = Interval(json.loads(json.dumps(interval.to_json())))  # as it is saved
     assert interval.means(last)["health/scales_unused"] == [1.0, 0.0]
+
+
+def test_the_run_says_when_more_scales_go_without_weight(capsys):
+    reporter = Reporter(9, None)
+    row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.0, "tokens_seen": 1}
+    for step, unused in enumerate([[0.0, 0.0], [0.0, 2.0], [0.0, 2.0], [1.0, 2.0]], 1):
+        reporter.row(step, row | {"health/scales_unused": unused})
+    said = [line for line in capsys.readouterr().out.splitlines() if "had no weight" in line]
+    assert said == [
+        "step 2: 2 scales of heads had no weight since the last row, in layers 1 (health/scales_unused)",
+        "step 4: 3 scales of heads had no weight since the last row, in layers 0, 1 (health/scales_unused)",
+    ]
 
 
 def test_scales_without_a_finished_block_have_no_weight_at_all():

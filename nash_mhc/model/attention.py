@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
-from nash_mhc.ops.attend import PLAIN_KERNELS, attend_each, fitting_kernel
+from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
 from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Documents, Rows
 from nash_mhc.ops.norm import norm_and_rope
@@ -70,6 +69,14 @@ def on_rows(run: Callable[..., Any], each: Sequence[Rows], kernels: Sequence[str
     return on_shards(run, [axes], (out_axes,) * len(each))
 
 
+def per_head(rows: Rows) -> Rows:
+    """Heads apart, each device all of the time."""
+    return rows._replace(
+        q_BTNH=constrain(rows.q_BTNH, *PER_HEAD), k_BTKH=constrain(rows.k_BTKH, *PER_KV_HEAD),
+        v_BTKH=constrain(rows.v_BTKH, *PER_KV_HEAD),
+    )  # fmt: skip
+
+
 class Attention(eqx.Module):
     q_DNH: Float[Array, "D N H"] = param("embed", "heads", "head_dim")
     k_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
@@ -110,7 +117,10 @@ class Attention(eqx.Module):
         self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
     ) -> tuple[Array, Array]:
         """Queries and keys normalised per head and turned to their positions: what scores are made of."""
-        return self._turned(q_BTNH, self.q_norm, positions_BT), self.placed_keys(k_BTKH, positions_BT)
+        return self.placed_queries(q_BTNH, positions_BT), self.placed_keys(k_BTKH, positions_BT)
+
+    def placed_queries(self, q_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"]) -> Array:
+        return self._turned(q_BTNH, self.q_norm, positions_BT)
 
     def placed_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
         return self._turned(k_BTKH, self.k_norm, positions_BT)
@@ -119,28 +129,6 @@ class Attention(eqx.Module):
         if norm is None:
             return rope(x_BTNH, positions_BT, self.rope_theta)
         return norm_and_rope(x_BTNH, norm.scale_D, positions_BT, norm.eps, self.rope_theta)
-
-    def mix(
-        self, each: Sequence[Rows], positions: Sequence[Int[Array, "B _"]], *, windows: Sequence[int | None], kernel: str
-    ) -> tuple[Float[Array, "B _ N H"], ...]:
-        """Attention over rows of one or several resolutions. Rows and heads are independent: nothing crosses devices."""
-        H, dtype = self.q_DNH.shape[-1], str(each[0].v_BTKH.dtype)
-        sizes = [(rows.q_BTNH.shape[1], window) for rows, window in zip(each, windows, strict=True)]
-        kernels = tuple(fitting_kernel(kernel, dtype, T, H, window) for T, window in sizes)
-        placed = []
-        for rows, positions_BT, kind in zip(each, positions, kernels, strict=True):
-            q_BTNH, k_BTKH = self.placed(rows.q_BTNH, rows.k_BTKH, positions_BT)
-            v_BTKH = rows.v_BTKH
-            if kind in PLAIN_KERNELS:
-                # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it
-                # crashes the CPU compiler of jax 0.11.2.)
-                q_BTNH, k_BTKH = constrain(q_BTNH, *PER_HEAD), constrain(k_BTKH, *PER_KV_HEAD)
-                v_BTKH = constrain(v_BTKH, *PER_KV_HEAD)
-            placed.append(rows._replace(q_BTNH=q_BTNH, k_BTKH=k_BTKH, v_BTKH=v_BTKH))
-        run: Callable[..., tuple[Array, ...]] = functools.partial(attend_each, windows=tuple(windows), kernels=kernels)
-        run = on_rows(run, placed, kernels, PER_HEAD)
-        with jax.named_scope("attention"):
-            return tuple(constrain(out, *PER_HEAD) for out in run(tuple(placed)))
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD)
@@ -151,6 +139,14 @@ class Attention(eqx.Module):
         """The mixed tokens, and nothing to report: see `Multiscale`, which has the same interface."""
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
-        rows = Rows(*self.project(x_BTD), segments_BT, documents)
-        (mixed_BTNH,) = self.mix([rows], [positions_BT], windows=[window], kernel=kernel)
-        return constrain(self.output(mixed_BTNH), "batch", "time_split", "width"), None
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
+        kernel = fitting_kernel(kernel, str(v_BTKH.dtype), q_BTNH.shape[1], q_BTNH.shape[-1], window)
+        rows = Rows(*self.placed(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
+        if kernel in PLAIN_KERNELS:
+            # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it crashes
+            # the CPU compiler of jax 0.11.2.)
+            rows = per_head(rows)
+        run = on_rows(lambda each: (attend(*each[0], window=window, kernel=kernel),), [rows], [kernel], PER_HEAD)
+        with jax.named_scope("attention"):
+            (mixed_BTNH,) = run((rows,))
+        return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width"), None

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Layout, on_rows
+from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Layout, on_rows, per_head
 from nash_mhc.model.parts import init_small
 from nash_mhc.ops.attend import EVIDENT_KERNELS, attend_with_evidence, fitting_kernel
 from nash_mhc.ops.attend_rows import Found, Rows
@@ -103,7 +103,7 @@ class Multiscale(eqx.Module):
             kinds = zip((q, k, v), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD), strict=True)
             q, k, v = (moved(spread, z, layout.spread, axes) for z, axes in kinds)
         segments_BT, positions_BT, documents = layout.at(0, 1)
-        turned, _ = self.base.placed(q, k, positions_BT)
+        turned = self.base.placed_queries(q, positions_BT)
         each: list[Rows] = []
         for c, stride in enumerate(self.strides):
             segments_BI, positions_BI, coarse_documents = layout.at(c, stride)
@@ -116,13 +116,7 @@ class Multiscale(eqx.Module):
                 keys = self.base.placed_keys(k, positions_BI + stride - 1)
                 late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
                 each.append(Rows(by_block(turned, stride, k.shape[2]), late(keys), late(v), segments_BI, coarse_documents))
-        each = [
-            rows._replace(
-                q_BTNH=constrain(rows.q_BTNH, *PER_HEAD), k_BTKH=constrain(rows.k_BTKH, *PER_KV_HEAD),
-                v_BTKH=constrain(rows.v_BTKH, *PER_KV_HEAD),
-            )
-            for rows in each
-        ]  # fmt: skip
+        each = [per_head(rows) for rows in each]
         windows = (window, *(None,) * (len(each) - 1))
         wanted, dtype = kernel if kernel in EVIDENT_KERNELS else "xla", str(v.dtype)
         kernels = tuple(

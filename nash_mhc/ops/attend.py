@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops.attend_cudnn import attend_cudnn, found_by_cudnn
-from nash_mhc.ops.attend_rows import Found, Rows
+from nash_mhc.ops.attend_rows import Documents, Found, Rows
 from nash_mhc.ops.attend_splash import attend_splash, found_by_splash
 
 PLAIN_KERNELS = ("reference", "xla")  # array code, which any partitioner can split; the others are opaque to it
@@ -70,38 +70,34 @@ def attend(
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
     segments_BT: Int[Array, "B T"] | None = None,
+    documents: Documents | None = None,
     *,
     window: int | None = None,
     kernel: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v, causal, within a document, over the last `window` tokens. N is a multiple of K."""
-    return attend_each((Rows(q_BTNH, k_BTKH, v_BTKH, segments_BT),), windows=(window,), kernels=(kernel,))[0]
+    if kernel == "cudnn":
+        return attend_cudnn(Rows(q_BTNH, k_BTKH, v_BTKH, segments_BT, documents), window)
+    plain = {"reference": _found_by_reference, "xla": _found_by_blocks}
+    if kernel in plain:
+        return plain[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window).out_BTNH
+    if kernel not in KERNELS:
+        raise ValueError(f"unknown attention kernel {kernel!r}; there are {', '.join(KERNELS)}")
+    return {"pallas": _attend_pallas, "splash": attend_splash}[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window)
 
 
 def attend_with_evidence(
     each: tuple[Rows, ...], *, windows: tuple[int | None, ...], kernels: tuple[str, ...]
 ) -> tuple[Found, ...]:
-    """`attend_each` with the evidence, through which gradients flow as well. For `EVIDENT_KERNELS`."""
+    """`attend` for several resolutions of the same documents, with the evidence, through which gradients flow as well.
+
+    For `EVIDENT_KERNELS`.
+    """
     forms = {"reference": _found_by_reference, "xla": _found_by_blocks, "splash": found_by_splash}
     with_cudnn = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
     by_blocks = lambda rows, window: _found_by_blocks(rows.q_BTNH, rows.k_BTKH, rows.v_BTKH, rows.segments_BT, window)
     found = found_by_cudnn([each[i] for i in with_cudnn], [windows[i] for i in with_cudnn], by_blocks)
     done = dict(zip(with_cudnn, found, strict=True))
-    return tuple(done[i] if i in done else forms[kernels[i]](*rows[:4], windows[i]) for i, rows in enumerate(each))
-
-
-def attend_each(
-    each: tuple[Rows, ...], *, windows: tuple[int | None, ...], kernels: tuple[str, ...]
-) -> tuple[Float[Array, "B _ N H"], ...]:
-    """`attend` for several resolutions of the same documents."""
-    plain = {"reference": _found_by_reference, "xla": _found_by_blocks}
-    forms = {"pallas": _attend_pallas, "splash": attend_splash}
-    forms |= {name: lambda *rows, form=form: form(*rows).out_BTNH for name, form in plain.items()}
-    unknown = [k for k in kernels if k not in KERNELS]
-    if unknown:
-        raise ValueError(f"unknown attention kernel {unknown[0]!r}; there are {', '.join(KERNELS)}")
-    with_cudnn = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
-    done = dict(zip(with_cudnn, attend_cudnn([each[i] for i in with_cudnn], [windows[i] for i in with_cudnn]), strict=True))
     return tuple(done[i] if i in done else forms[kernels[i]](*rows[:4], windows[i]) for i, rows in enumerate(each))
 
 

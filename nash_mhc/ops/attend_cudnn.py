@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops.attend_rows import Documents, Found, Rows
+from nash_mhc.ops.attend_rows import Documents, Found, Rows, with_gradient_of_evidence
 
 # Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so where their
 # number is not known ahead there are two sizes; rows of more documents take another way. Figures in docs/log.md.
@@ -155,11 +155,7 @@ def _attend_bwd(form, saved, cotangents):  # type: ignore[no-untyped-def]
     q, k, v, documents, out, sums_BTN = saved
     dout, devidence_BTN = cotangents
     if form.evident:
-        # d score = weight * (dO . v - dO . O + dL). The kernel forms dO . O by itself, so O is moved along dO by what takes dL
-        # from that product.
-        wide = dout.astype(jnp.float32)
-        length = jnp.maximum(jnp.sum(wide * wide, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        out = (out.astype(jnp.float32) - devidence_BTN[..., None] * (wide / length)).astype(out.dtype)
+        out = with_gradient_of_evidence(out, dout, devidence_BTN).astype(out.dtype)
     parts = _parts(q.shape[1], form.window)
     if documents is None and form.window is not None and len(parts) > 1:
         # A part has more queries than keys, and with a window cuDNN takes that of documents only: each row is one.
@@ -227,12 +223,13 @@ def _each(each: Sequence[Rows], windows: Sequence[int | None], evident: bool, ot
     return jax.lax.switch(smallest, [*(functools.partial(by_document, room) for room in _ROOMS), another_way])
 
 
-def attend_cudnn(each: Sequence[Rows], windows: Sequence[int | None]) -> Sequence[Float[Array, "B _ N H"]]:
-    """All resolutions share one branch on the number of documents, at which the device waits for the host."""
-    return _each(each, windows, False, _masked)
+def attend_cudnn(rows: Rows, window: int | None) -> Float[Array, "B T N H"]:
+    (out_BTNH,) = _each([rows], [window], False, _masked)
+    return out_BTNH
 
 
 def found_by_cudnn(each: Sequence[Rows], windows: Sequence[int | None], otherwise: Otherwise) -> Sequence[Found]:
+    """All resolutions share one branch on the number of documents, at which the device waits for the host."""
     return _each(each, windows, True, otherwise)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
@@ -31,3 +32,16 @@ class Found(NamedTuple):
 
     out_BTNH: Float[Array, "B T N H"]
     evidence_BTN: Float[Array, "B T N"]
+
+
+def with_gradient_of_evidence(
+    out: Float[Array, "*B H"], dout: Float[Array, "*B H"], devidence: Float[Array, "*B"]
+) -> Float[Array, "*B H"]:
+    """What a flash kernel's backward pass, which knows of no gradient of the evidence, is given for `out`, in float32.
+
+    d score = weight * (dO . v - dO . O + dL). The kernel forms dO . O by itself, so O is moved along dO by what takes dL from
+    that product.
+    """
+    wide = dout.astype(jnp.float32)
+    length = jnp.maximum(jnp.sum(wide * wide, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return out.astype(jnp.float32) - devidence[..., None] * (wide / length)

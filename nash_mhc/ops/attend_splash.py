@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from nash_mhc.ops.attend_rows import Found
+from nash_mhc.ops.attend_rows import Found, with_gradient_of_evidence
 
 
 def _kernel(group: int, T: int, window: int | None) -> Any:
@@ -40,11 +40,7 @@ def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
     def backward(saved: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
         q, k, v, ids, out, sums = saved
         dout, devidence = cotangents
-        # d score = weight * (dO . v - dO . O + dL). The kernel forms dO . O by itself, so O is moved along dO by what takes dL
-        # from that product.
-        wide = dout.astype(jnp.float32)
-        length = jnp.maximum(jnp.sum(wide * wide, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        out = out.astype(jnp.float32) - devidence[..., None] * (wide / length)
+        out = with_gradient_of_evidence(out, dout, devidence)
         names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap")
         settings = (False, *(options[name] for name in names), options["interpret"])
         state = (q, k, v, ids, None, out, sums, kernel.dq_mask_info, kernel.dkv_mask_info)

@@ -49,11 +49,10 @@ def train_loop(
     """
     total = cfg.train.total_steps
     pending: tuple[int, Any] | None = None
-    most_unused = 0.0
 
     def settle() -> None:
         """Reads the metrics of the step before the newest one, which is still running."""
-        nonlocal pending, most_unused
+        nonlocal pending
         if pending is None:
             return
         step, device_metrics = pending
@@ -70,14 +69,6 @@ def train_loop(
             row = meter.row() | besides(step)
             telemetry.write(step, row)
             reporter.row(step, row)
-            unused = row.get("health/scales_unused", [])
-            if sum(unused) > most_unused:
-                most_unused = sum(unused)
-                layers = ", ".join(str(layer) for layer, count in enumerate(unused) if count)
-                reporter.say(
-                    f"step {step}: {most_unused:.0f} scales of heads had no weight since the last row, in layers {layers} "
-                    f"(health/scales_unused)"
-                )
 
     def due(step: int, interval: int) -> bool:
         return step == total or (interval > 0 and step % interval == 0)

@@ -140,6 +140,7 @@ class Reporter:
         each_step: Callable[[int], None] | None = None,
     ) -> None:
         self._total, self.floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
+        self._most_unused = 0.0  # of all rows so far: the same is not said again in every one
         self._began, self._first = time.monotonic(), 0  # when and at which step this process began to train
         self._console = Console(file=sys.stdout, highlight=False)
         self._bar: Progress | None = None
@@ -174,6 +175,17 @@ class Reporter:
             self._each_step(step)
 
     def row(self, step: int, row: dict[str, Any]) -> None:
+        self._line(step, row)
+        unused = row.get("health/scales_unused", [])
+        if sum(unused) > self._most_unused:
+            self._most_unused = sum(unused)
+            layers = ", ".join(str(layer) for layer, count in enumerate(unused) if count)
+            self.say(
+                f"step {step}: {self._most_unused:.0f} scales of heads had no weight since the last row, in layers {layers} "
+                "(health/scales_unused)"
+            )
+
+    def _line(self, step: int, row: dict[str, Any]) -> None:
         against = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
         read = [f"{share:.0%}" for name, share in row.items() if name.startswith("epochs/")]  # of the data, 250%: 2.5 passes
         data = f"  data {', '.join(read[:3])}{', ...' * (len(read) > 3)}" if read else ""
