@@ -1,5 +1,6 @@
 """What is handed to cuDNN and made of its answers. cuDNN itself is not here: its contract is acted out on flat memory."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -115,3 +116,39 @@ def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, win
         run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
         for a, b in zip(*(jax.tree.leaves(run(q, k, v, kernel)) for kernel in ("cudnn", "reference")), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_no_two_backward_passes_of_a_program_are_alike(monkeypatch):
+    """A function that is called twice, once of them by another: XLA makes four calls of it."""
+    monkeypatch.setattr(attend_cudnn, "_fused", lambda: fused)
+    x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
+
+    @jax.jit
+    def layer(x):
+        return attend_cudnn._attend(attend_cudnn._Form(None, False), x, x, x, None)[0]
+
+    twice = jax.jit(lambda x: layer(layer(x)))
+    loss = lambda x: jnp.sum(twice(twice(x)).astype(jnp.float32))
+    lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
+    module = lowered.compiler_ir("stablehlo")
+    before = _seeds_by_call(module)
+    assert len(before) == 4
+    assert len(set(before)) == 1
+    attend_cudnn.tell_apart(module)
+    after = _seeds_by_call(module)
+    assert len(after) == len(set(after)) == 4
+    assert module.operation.verify()
+
+
+def _seeds_by_call(module):
+    """Of the backward passes that are reached from the program's start, one for each way there."""
+    functions = {op.attributes["sym_name"].value: op for op in module.body.operations}
+
+    def seeds(name):
+        for op in attend_cudnn._operations(functions[name]):
+            if attend_cudnn._is_backward(op):
+                yield json.loads(op.attributes["backend_config"].value)["cudnn_fmha_backend_config"]["seed"]
+            elif callee := attend_cudnn._callee(op):
+                yield from seeds(callee)
+
+    return list(seeds("main"))

@@ -59,6 +59,17 @@ def test_remat_changes_memory_not_numbers(remat, config):
     )
 
 
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_unrolled_layers_are_the_same_layers(config):
+    batches = [small.random_rows(config(), seed) for seed in range(3)]
+    run, plain = small.train(config(train__unroll="yes"), batches), small.train(config(), batches)
+    small.assert_same_run(run, plain, rtol=1e-5)
+    stacked = f"[{config().model.layers},8,{config().data.seq_len},"  # what a loop keeps of each layer for the way back
+    text = lambda step: next(iter(step._compiled.values())).as_text()
+    assert stacked in text(plain[2])
+    assert stacked not in text(run[2])
+
+
 def test_the_step_is_traced_once_and_a_new_shape_is_reported():
     heard: list[str] = []
     cfg = small.config(data__seq_len=16)

@@ -296,6 +296,11 @@ class TrainConfig(_Section):
     deterministic: bool = key(
         True, "the same bits in every run, which a GPU has to be told; costs it 1% of the speed and some memory"
     )
+    unroll: str = key(
+        "auto",
+        "layers one after the other, not in a loop: slower to compile, faster on a GPU (auto: on one)",
+        choices=("auto", "yes", "no"),
+    )
     log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
     eval_interval: int = key(150, "steps between evaluations (0: only at the end)", low=0)
     eval_batches: int = key(16, "batches of one evaluation", low=1)

@@ -34,6 +34,7 @@ class Execution:
     attention: str = "auto"
     most_documents: int | None = None  # that a row holds, where the data knows it
     room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the coarsest stride
+    unroll: bool = False  # the layers: a loop stacks whatever it keeps for the way back, which a GPU copies in and out
 
     def kernel(self, cfg: ModelConfig, seq_len: int) -> str:
         if self.attention != "auto":
@@ -174,8 +175,8 @@ class LM(eqx.Module):
                 reports.append(report)
             return carry, jax.tree.map(lambda *each: jnp.stack(each), *reports)
 
-        start = (residual.enter(self.cfg, x_BTD), composite)
-        (state, _), reports = jax.lax.scan(body, start, by_place(self.layers, len(self.cfg.windows)))
+        start, groups = (residual.enter(self.cfg, x_BTD), composite), by_place(self.layers, len(self.cfg.windows))
+        (state, _), reports = jax.lax.scan(body, start, groups, unroll=execution.unroll)
         in_a_row = lambda x_GL: x_GL.reshape(self.cfg.layers, *x_GL.shape[2:])
         return self.norm(residual.leave(state))[:, :T], jax.tree.map(in_a_row, reports)
 

@@ -8,11 +8,14 @@ that other tokens' keys are read; 0.11.2 has it right), and its backward pass ta
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src.lib.mlir import ir
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops.attend_rows import Documents, Found, Rows, with_gradient_of_evidence
@@ -195,6 +198,51 @@ def _asked(documents: Documents, part: _Part) -> Bool[Array, "B T"]:
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def tell_apart(module: Any) -> None:
+    """Gives each backward pass in a lowered program a seed of its own, of which nothing is drawn.
+
+    Of several equal ones, XLA (with jax 0.11.2) tells the first alone to be deterministic, then looks for the others under a
+    name that they do not have: `IndexError: raw_hash_map::at` in the first step. What calls them is copied for each call.
+    """
+    with module.context:
+        symbols = ir.SymbolTable(module.operation)
+        numbers = itertools.count(1)
+
+        @functools.cache
+        def has_some(name: str) -> bool:
+            return any(_is_backward(op) or ((callee := _callee(op)) and has_some(callee)) for op in _operations(symbols[name]))
+
+        def number(function: Any) -> None:
+            for op in _operations(function):
+                if _is_backward(op):
+                    config = json.loads(op.attributes["backend_config"].value)
+                    config["cudnn_fmha_backend_config"]["seed"] = next(numbers)
+                    op.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+                elif (callee := _callee(op)) and has_some(callee):
+                    own = symbols[callee].operation.clone(ir.InsertionPoint(module.body))
+                    op.attributes["callee"] = ir.FlatSymbolRefAttr.get(symbols.insert(own).value)
+                    number(own)
+
+        number(symbols["main"])
+
+
+def _operations(op: Any) -> list[Any]:
+    """All within an operation, at any depth."""
+    found = []
+    for inner in (one for region in op.operation.regions for block in region for one in block.operations):
+        found += [inner.operation, *_operations(inner)]
+    return found
+
+
+def _is_backward(op: Any) -> bool:
+    return op.name == "stablehlo.custom_call" and "fmhaSoftmaxBackward" in op.attributes["call_target_name"].value
+
+
+def _callee(op: Any) -> str | None:
+    return op.attributes["callee"].value if op.name == "func.call" else None
+
 
 Otherwise = Callable[[Rows, int | None], Any]
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from nash_mhc.ops.attend_cudnn import tell_apart
 from nash_mhc.parallel.sharding import named
 
 _CPU_EFFORT = "xla_backend_optimization_level"
@@ -60,7 +61,8 @@ class CompiledStep:
         # Everywhere else the same program gives the same bits.
         platform = mesh.devices.flat[0].platform
         self._compiler_options: dict[str, str | bool] = {}
-        if platform == "gpu" and deterministic:
+        self._deterministic_gpu = platform == "gpu" and deterministic
+        if self._deterministic_gpu:
             self._compiler_options["xla_gpu_deterministic_ops"] = True
         if platform == "cpu" and _CPU_EFFORT not in os.environ.get("XLA_FLAGS", ""):
             # Matrix products are in a library; of all else, LLVM's higher levels make nothing faster (docs/log.md).
@@ -82,6 +84,8 @@ class CompiledStep:
             constants = jax.tree.map(scalar, self._constants)
             with jax.set_mesh(self._mesh):
                 lowered = self._jit.lower(state, batch, *constants)
+                if self._deterministic_gpu:
+                    tell_apart(lowered.compiler_ir("stablehlo"))
                 self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
             self.seconds += time.perf_counter() - start
         self._latest = key

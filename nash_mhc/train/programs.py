@@ -43,8 +43,8 @@ def _room(cfg: RunConfig, source: RowSource | None) -> int | None:
     return -(-source.room // unit) * unit
 
 
-def _objective(cfg: RunConfig, most_documents: int | None, room: int | None) -> Objective:
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room)
+def _objective(cfg: RunConfig, most_documents: int | None, room: int | None, unroll: bool = False) -> Objective:
+    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room, unroll)
     z, sparsity = cfg.optim.z_loss, cfg.optim.sparsity
     return functools.partial(next_token, execution=execution, z_weight=z, sparsity_weight=sparsity)
 
@@ -65,7 +65,7 @@ def compile_train_step(
 @functools.lru_cache(_KEPT)
 def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: int | None) -> CompiledStep:
     out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
-    step = make_train_step(_objective(cfg, most_documents, room))
+    step = make_train_step(_objective(cfg, most_documents, room, unroll=cfg.train.unroll == "yes"))
     return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic)
 
 

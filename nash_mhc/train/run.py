@@ -42,6 +42,8 @@ from nash_mhc.train.state import TrainState, sharded_abstract_state
 from nash_mhc.train.telemetry import Nowhere, Reporter, Telemetry
 from nash_mhc.train.watch import Watch
 
+_MOST_UNROLLED = 16  # layers that are unrolled without being asked to
+
 
 @dataclass(frozen=True)
 class Result:
@@ -54,10 +56,14 @@ class Result:
 
 
 def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
-    """Fills in what depends on the kind of device, dtype and attention kernel; refuses a kernel that cannot run there."""
+    """Fills in what depends on the kind of device: dtype, attention kernel, unrolling; refuses a kernel that cannot run there."""
     dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     attention = _attention_kernel(cfg, platform, dtype)
-    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention))
+    unroll = cfg.train.unroll
+    if unroll == "auto":  # gathered weights of several devices: not measured; many layers: a compiler that takes minutes
+        one_gpu = platform == "gpu" and cfg.mesh.data == cfg.mesh.fsdp == cfg.mesh.tp == 1
+        unroll = "yes" if one_gpu and cfg.model.layers <= _MOST_UNROLLED else "no"
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, unroll=unroll))
 
 
 def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:

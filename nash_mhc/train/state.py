@@ -36,7 +36,7 @@ def shaping(cfg: RunConfig) -> RunConfig:
     The rest comes as arguments: the optimizer's numbers, the seed, rows of whatever size.
     """
     optim = OptimConfig(z_loss=cfg.optim.z_loss, sparsity=cfg.optim.sparsity, ema_decay=0.5 * bool(cfg.optim.ema_decay))
-    names = ("dtype", "remat", "attention", "deterministic")
+    names = ("dtype", "remat", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
     any_rows = DataConfig(seq_len=64 * cfg.model.coarsest_stride)  # of a length that every model of these scales takes
     return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train)
