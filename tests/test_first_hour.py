@@ -36,7 +36,9 @@ SMALL = [*MODEL[: MODEL.index("--seq-len")], "--batch-size", "8", "--eval-batche
 
 def typed(line: str, folder: Path) -> str:
     """What a shell makes of the line, in that folder; it must end well, without a word of complaint."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    # Where an environment is activated, commands are told with a plain `python`; here they are told in full.
+    elsewhere = [folder for folder in os.environ["PATH"].split(os.pathsep) if Path(folder) != Path(sys.executable).parent]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": os.pathsep.join(elsewhere)}
     done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert not re.search("warning|error", done.stderr, re.IGNORECASE), done.stderr

@@ -294,7 +294,7 @@ class TrainConfig(_Section):
         "auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash")
     )
     deterministic: bool = key(
-        True, "the same bits in every run, which a GPU has to be told; costs it 1% of the speed and some memory"
+        True, "the same bits in every run, which a GPU has to be told; costs it memory, and speed where rows are long"
     )
     unroll: str = key(
         "auto",

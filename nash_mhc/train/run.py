@@ -56,7 +56,7 @@ class Result:
 
 
 def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
-    """Fills in what depends on the kind of device: dtype, attention kernel, unrolling; refuses a kernel that cannot run there."""
+    """Fills in what depends on the kind of device (dtype, kernel, unrolling); refuses a kernel that cannot run there."""
     dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     attention = _attention_kernel(cfg, platform, dtype)
     unroll = cfg.train.unroll
