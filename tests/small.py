@@ -17,7 +17,7 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.feed import abstract_batch, to_device
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state, state_shardings
+from nash_mhc.train.state import TrainState, create_state, shaping, sharded_abstract_state, state_shardings
 
 _SIZES = {"vocab_size": 257, "width": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn": 64}
 MODEL = ModelConfig(
@@ -87,14 +87,14 @@ def change_batches(change: Callable[[int, Rows], Rows], setattr: Callable[[Any, 
 
 
 @functools.cache
-def _start(model: ModelConfig, ema_decay: float, seed: int) -> TrainState:
-    cfg = RunConfig(model=model, optim=OptimConfig(ema_decay=ema_decay), train=TrainConfig(seed=seed))
+def _start(model: ModelConfig, optim: OptimConfig, seed: int) -> TrainState:
+    cfg = RunConfig(model=model, optim=optim, train=TrainConfig(seed=seed))
     return jax.device_get(create_state(cfg, make_mesh(cfg.mesh)))
 
 
 def start(cfg: RunConfig, mesh: Any) -> TrainState:
     """`create_state`, drawn once for all meshes: that they draw the same values is a test of its own."""
-    state = _start(cfg.model, cfg.optim.ema_decay, cfg.train.seed)
+    state = _start(cfg.model, shaping(cfg).optim, cfg.train.seed)
     # Copies: the step is given these buffers to overwrite.
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
 
@@ -134,7 +134,7 @@ def assert_same_run(got: Any, want: Any, *, rtol: float = 1e-4, health: bool = T
                     np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=3e-6, err_msg=name)
             else:
                 np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=1e-7, err_msg=name)
-    moments = [(s.opt_state[1].mu, s.opt_state[1].nu) for s in (state, want_state)]
+    moments = [s.opt_state[1] for s in (state, want_state)]
     largest = max(np.linalg.norm(b) for b in jax.tree.leaves(moments[1]))
     # A gradient that is nothing but rounding is as large as the others make it.
     for trees, share, rest in (((state.model, want_state.model), 2e-5, 0.0), (moments, 1e-4, 1e-6 * largest)):

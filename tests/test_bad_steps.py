@@ -10,8 +10,8 @@ import small
 from test_run import RUN, assert_equal_states, at, rows
 
 from nash_mhc.config import ConfigError
+from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.train import run
-from nash_mhc.train.optim import Hyperparameters
 from nash_mhc.train.programs import make_objective
 from nash_mhc.train.step import make_train_step
 

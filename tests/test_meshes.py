@@ -9,7 +9,7 @@ import small
 from lives import arrays
 from test_run import RUN, at, rows
 
-from nash_mhc.checkpoint.store import named_leaves
+from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.state import TrainState
 

@@ -11,10 +11,11 @@ import optax
 import pytest
 
 from nash_mhc.config.schema import OptimConfig, RunConfig, TrainConfig
-from nash_mhc.parallel import sharding
-from nash_mhc.parallel.sharding import param
-from nash_mhc.train import optim as module
-from nash_mhc.train.optim import Hyperparameters, averaged, make_optimizer
+from nash_mhc.optim import roles
+from nash_mhc.optim import schedule as module
+from nash_mhc.optim.optimizers import averaged, make_optimizer
+from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.parallel.params import VECTOR, param
 
 PEAK = 0.5
 
@@ -104,7 +105,7 @@ def test_rate_is_the_same_traced() -> None:
 
 class Net(eqx.Module):
     matrix: jax.Array = param("embed", "ffn")
-    bias: jax.Array = param("heads", "head_dim", decay=False)
+    bias: jax.Array = param("heads", "head_dim", role=VECTOR)
     scale: jax.Array = param("vector")
 
 
@@ -163,7 +164,7 @@ def test_clipping_keeps_the_direction_and_the_ratio_between_arrays() -> None:
     net, grad = make_net(), gradients(10.0)[0]
     optimizer = make_optimizer(Hyperparameters.of(cfg), net)
     updates, _ = optimizer.update(grad, optimizer.init(net), net)
-    clipped = jax.tree.map(lambda u, role: -u * 1e6 / PEAK / role, updates, sharding.rates(net))
+    clipped = jax.tree.map(lambda u, role: -u * 1e6 / PEAK / role, updates, roles.rates(net))
     assert float(optax.tree.norm(clipped)) == pytest.approx(2.0, rel=1e-3)
     factor = 2.0 / float(optax.tree.norm(grad))
     for name in ("matrix", "bias", "scale"):

@@ -15,8 +15,9 @@ from nash_mhc.model.attention import lay_out
 from nash_mhc.model.health import unmixed
 from nash_mhc.model.lm import LM
 from nash_mhc.model.residual import residual_class
-from nash_mhc.parallel import sharding
-from nash_mhc.train.optim import Hyperparameters, make_optimizer
+from nash_mhc.optim.optimizers import make_optimizer
+from nash_mhc.optim.roles import rates
+from nash_mhc.optim.schedule import Hyperparameters
 
 WIDTHS = (64, 256, 1024)
 T, STEPS = 16, 4
@@ -87,7 +88,7 @@ def test_a_step_moves_wide_models_as_far_as_narrow_ones() -> None:
 
 def test_a_gate_learns_faster_than_a_matrix_of_the_same_width() -> None:
     model = jax.eval_shape(lambda: LM.init(model_of_width(64), key=jax.random.key(0)))
-    factors = sharding.rates(model)
+    factors = rates(model)
     matrix, gate = factors.layers.ffn.gate_DF, factors.layers.ffn_residual.phi_RDM
     assert matrix == pytest.approx(10.0)  # 640 / 64
     assert gate == pytest.approx(40.0)

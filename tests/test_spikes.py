@@ -13,8 +13,8 @@ import small
 from test_run import RUN, assert_equal_states, at, rows
 
 from nash_mhc.config import ConfigError
+from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.train import run, spikes
-from nash_mhc.train.optim import Hyperparameters
 from nash_mhc.train.spikes import KEPT, Recent, remember, scores
 
 

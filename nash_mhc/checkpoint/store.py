@@ -16,14 +16,9 @@ from nash_mhc.checkpoint import folders, manifest
 from nash_mhc.checkpoint.faults import as_os_errors, one_line
 from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.parallel.params import named_leaves
 
 _BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
-
-
-def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by their readable path (`model.layers.ffn.up_DF`): the file does not depend on how Python nests them."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 
 
 class Store:
@@ -245,11 +240,14 @@ class Store:
             items = self._manager.restore(step, args=parts)
         return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted]), items["values"]
 
-    def restore_part(self, step: int, like: PyTree, prefix: str) -> PyTree:
-        """Only the leaves under `prefix`, such as `model`, with the structure and shardings of `like`."""
-        wanted = {f"{prefix}.{name}": leaf for name, leaf in named_leaves(like).items()}
-        mine = {name for name in self._checked(step, wanted) if name.startswith(f"{prefix}.")}
-        if extra := sorted(mine - set(wanted)):
+    def restore_part(self, step: int, like: PyTree, *prefixes: str) -> PyTree:
+        """Only the leaves under these prefixes, each under the first that has it, laid out as `like`."""
+        there, leaves = arrays_of(self.folder / str(step)), named_leaves(like)
+        first = lambda name: next((p for p in prefixes if f"{p}.{name}" in there), prefixes[-1])
+        wanted = {f"{first(name)}.{name}": leaf for name, leaf in leaves.items()}
+        self._checked(step, wanted)
+        known = {f"{prefix}.{name}" for prefix in prefixes for name in leaves}
+        if extra := sorted(name for name in there if name.startswith(tuple(f"{p}." for p in prefixes)) and name not in known):
             raise ConfigError(f"{self.folder}/{step}: holds {extra[0]}, which this model has no place for (see run.json)")
         arguments = ocp.args.PyTreeRestore(
             item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True

@@ -267,6 +267,11 @@ class OptimConfig(_Section):
     learning_rate: float = key(1.2e-3, "peak learning rate of matrices at width 640; others follow by role and width", above=0)
     min_lr_ratio: float = key(0.05, "learning rate at the end, as a share of the peak", low=0, high=1)
     warmup_steps: int = key(25, "steps of linear warm-up", low=0)
+    optimizer: str = key("adamw", "muon: matrices by Muon, all else by AdamW", choices=("adamw", "muon"))
+    freeze: str | None = key(
+        None, "parameters that stay as they are: names as in parameters.txt or the first words of them, * for any, with commas"
+    )
+    train_only: str | None = key(None, "parameters that are trained, named likewise; all others stay as they are")
     schedule: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))
     decay_fraction: float = key(0.2, "share of the steps that wsd spends decaying at the end", low=0, high=1)
     weight_decay: float = key(0.1, "AdamW weight decay, on matrices only", low=0)

@@ -80,6 +80,6 @@ def load(folder: str | Folder, step: int | None = None, *, say: Callable[[str], 
         say(f"reading step {chosen} of {folder} ...")
         state, _ = store.restore(chosen, like)
     device = jax.devices()[0]
-    model = jax.device_put(state.model if state.ema is None else state.ema, device)
+    model = jax.device_put(state.best_model, device)
     # A CPU is slow at bfloat16, which an accelerator's run may have used.
     return Loaded(cfg, tokenizer, model, chosen, "float32" if device.platform == "cpu" else cfg.train.dtype)

@@ -18,7 +18,8 @@ from nash_mhc.ops.attend_rows import Documents, Rows
 from nash_mhc.ops.norm import norm_and_rope
 from nash_mhc.ops.rope import positions_in_segments, rope
 from nash_mhc.ops.spread import Spread, plan
-from nash_mhc.parallel.sharding import constrain, on_shards, param
+from nash_mhc.parallel.params import VECTOR, param
+from nash_mhc.parallel.sharding import constrain, on_shards
 
 PER_HEAD, PER_KV_HEAD = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
 
@@ -81,10 +82,10 @@ class Attention(eqx.Module):
     q_DNH: Float[Array, "D N H"] = param("embed", "heads", "head_dim")
     k_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
     v_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
-    out_NHD: Float[Array, "N H D"] = param("heads", "head_dim", "embed")
-    q_bias_NH: Float[Array, "N H"] | None = param("heads", "head_dim", decay=False)
-    k_bias_KH: Float[Array, "K H"] | None = param("kv_heads", "head_dim", decay=False)
-    v_bias_KH: Float[Array, "K H"] | None = param("kv_heads", "head_dim", decay=False)
+    out_NHD: Float[Array, "N H D"] = param("heads", "head_dim", "embed", inputs=2)
+    q_bias_NH: Float[Array, "N H"] | None = param("heads", "head_dim", role=VECTOR)
+    k_bias_KH: Float[Array, "K H"] | None = param("kv_heads", "head_dim", role=VECTOR)
+    v_bias_KH: Float[Array, "K H"] | None = param("kv_heads", "head_dim", role=VECTOR)
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     rope_theta: float = eqx.field(static=True)

@@ -20,7 +20,8 @@ from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix
 from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.streams import COEFFICIENTS
-from nash_mhc.parallel.sharding import for_compute, is_gathered_weight, param, stacked
+from nash_mhc.parallel.params import TABLE, param, stacked
+from nash_mhc.parallel.sharding import for_compute, is_gathered_weight
 
 _TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
 
@@ -109,10 +110,10 @@ def by_place(stack: Any, size: int) -> tuple[Any, ...]:
 class LM(eqx.Module):
     """A decoder. `LM.init(cfg, key=key)` makes one; `model(tokens_BT)` gives logits for the next tokens."""
 
-    embed_VD: Float[Array, "V D"] = param("vocab", "embed")
+    embed_VD: Float[Array, "V D"] = param("vocab", "embed", role=TABLE)
     layers: Layer = stacked()
     norm: RMSNorm
-    output_VD: Float[Array, "V D"] | None = param("vocab", "embed")
+    output_VD: Float[Array, "V D"] | None = param("vocab", "embed", role=TABLE)
     cfg: ModelConfig = eqx.field(static=True)
 
     @staticmethod

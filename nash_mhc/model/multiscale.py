@@ -32,7 +32,8 @@ from nash_mhc.ops.attend_rows import Found, Rows
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
 from nash_mhc.ops.spread import Spread, gather, spread
-from nash_mhc.parallel.sharding import constrain, on_shards, param
+from nash_mhc.parallel.params import VECTOR, param
+from nash_mhc.parallel.sharding import constrain, on_shards
 
 MIXED = "mixed_scales"  # checkpoint name of what leaves the game: one [B, T, D] array instead of a pass over all scales
 
@@ -51,9 +52,9 @@ class GameReport(NamedTuple):
 
 class Multiscale(eqx.Module):
     base: Attention
-    pool_k_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
-    pool_v_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", decay=False, cast=False)
-    offset_CN: Float[Array, "coarse N"] = param("scales", "heads", decay=False, cast=False)
+    pool_k_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", role=VECTOR, cast=False)
+    pool_v_CJKH: Float[Array, "coarse J K H"] = param("scales", "taps", "kv_heads", "head_dim", role=VECTOR, cast=False)
+    offset_CN: Float[Array, "coarse N"] = param("scales", "heads", role=VECTOR, cast=False)
     tau_N: Float[Array, "N"] = param("heads")  # before softplus
     strides: tuple[int, ...] = eqx.field(static=True)
     rules: Rules = eqx.field(static=True)

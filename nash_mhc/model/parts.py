@@ -16,7 +16,8 @@ from nash_mhc.ops.conv import short_conv
 from nash_mhc.ops.lookup import rows_of
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.ops.project import project
-from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards, param
+from nash_mhc.parallel.params import VECTOR, param
+from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards
 
 
 def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> Float[Array, "..."]:
@@ -52,7 +53,7 @@ class ShortConv(eqx.Module):
     Attention by itself needs a layer to find the token before, and another to do something with it.
     """
 
-    taps_JD: Float[Array, "J D"] = param("taps", "vector", decay=False, cast=False)
+    taps_JD: Float[Array, "J D"] = param("taps", "vector", role=VECTOR, cast=False)
 
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> ShortConv:

@@ -18,7 +18,8 @@ from nash_mhc.model.parts import init_small
 from nash_mhc.ops import streams
 from nash_mhc.ops.sinkhorn import Matrix, Vector
 from nash_mhc.ops.streams import Streams
-from nash_mhc.parallel.sharding import constrain, on_shards, param
+from nash_mhc.parallel.params import GATE, param
+from nash_mhc.parallel.sharding import constrain, on_shards
 
 # Logical axes: every token's streams and coefficients are its own, so each device works on its tokens alone.
 _TOKENS = ("batch", "time_split", "width")
@@ -81,9 +82,9 @@ class PlainResidual(eqx.Module):
 class HyperConnection(eqx.Module):
     """Manifold-constrained hyper-connection: y = f(H_pre X), X' = H_res X + H_post^T y, with H_res doubly stochastic."""
 
-    phi_RDM: Float[Array, "R D M"] = param("streams", "embed", "maps", gate=True)
-    bias_M: Float[Array, "M"] = param("maps", gate=True)
-    alpha_3: Float[Array, "3"] = param("maps", gate=True)  # of pre, post and res
+    phi_RDM: Float[Array, "R D M"] = param("streams", "embed", "maps", role=GATE)
+    bias_M: Float[Array, "M"] = param("maps", role=GATE)
+    alpha_3: Float[Array, "3"] = param("maps", role=GATE)  # of pre, post and res
     iterations: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
 

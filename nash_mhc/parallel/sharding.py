@@ -1,22 +1,22 @@
 """Logical axis names -> PartitionSpec: the only file that builds one.
 
-A parameter names its axes where it is declared (`gate_DF = param("embed", "ffn")`), an activation where it is used
+A parameter names its axes where it is declared (`param`, in `params.py`), an activation where it is used
 (`constrain(x_BTD, "batch", "time_split", "width")`). The table below says which mesh axis carries which name, and the
 same walk shards parameters, gradients, optimizer moments and the averaged weights.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
+
+from nash_mhc.parallel.params import Axes, Declared, map_declared
 
 MESH_AXES = ("data", "fsdp", "tp")
 
@@ -46,26 +46,6 @@ RULES: dict[str, tuple[str, ...]] = {
 GATHERED = "fsdp"
 GATHERED_WEIGHT = "gathered_weight"  # checkpoint name of a layer's weights, cast and gathered
 
-_REFERENCE_WIDTH = 640  # of the model on which rates were measured: its matrices learn at the rate that a run is given
-_GATES = 4.0  # docs/log.md has what came of 0.1, 1 and 16
-
-Axes = tuple[str, ...]
-
-
-def param(*axes: str, decay: bool = True, cast: bool = True, gate: bool = False) -> Any:
-    """Declares a parameter field: one logical axis name a dimension, whether weight decay applies, and whether it is cast.
-
-    Vectors neither decay nor leave float32: a norm scale near 1 has no bits left for its updates in bfloat16.
-    `gate`: it makes few numbers of a whole token, such as logits of weights, and learns faster than what it weighs (`rates`).
-    """
-    matrix = len(axes) > 1
-    return eqx.field(metadata={"axes": axes, "decay": decay and matrix, "cast": cast and matrix, "gate": gate})
-
-
-def stacked() -> Any:
-    """Declares a field that holds a module whose arrays all have a leading layer axis."""
-    return eqx.field(metadata={"stacked": True})
-
 
 def spec(axes: Axes, *, without: str | None = None) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes (leaving the mesh axis `without` out)."""
@@ -83,64 +63,14 @@ def spec(axes: Axes, *, without: str | None = None) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _fields(module: eqx.Module) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(module) if not f.metadata.get("static", False)]
-
-
-def _walk(module: Any, leaf: Callable[[Axes, Mapping[str, Any]], Any], prefix: Axes, path: str) -> Any:
-    """The same module with each array replaced by leaf(its axes, how it was declared)."""
-    replaced: dict[str, Any] = {}
-    for f in _fields(module):
-        value, here = getattr(module, f.name), f"{path}.{f.name}"
-        if value is None:
-            replaced[f.name] = None
-        elif isinstance(value, eqx.Module):
-            replaced[f.name] = _walk(value, leaf, ("layers", *prefix) if f.metadata.get("stacked") else prefix, here)
-        elif "axes" in f.metadata:
-            axes = prefix + f.metadata["axes"]
-            if len(axes) != len(value.shape):
-                raise ValueError(f"{here} has shape {value.shape} but declares the axes {axes}")
-            replaced[f.name] = leaf(axes, f.metadata)
-        else:
-            raise ValueError(f"{here} is an array without logical axes; declare it with param(...)")
-    # Rebuilt around the constructor: these leaves are specs and masks, not the arrays that the fields are typed for.
-    twin = object.__new__(type(module))
-    for f in dataclasses.fields(module):
-        object.__setattr__(twin, f.name, replaced.get(f.name, getattr(module, f.name)))
-    return twin
-
-
 def logical_axes(module: PyTree) -> PyTree:
     """The module's tree with a tuple of logical axis names in place of each array."""
-    return _walk(module, lambda axes, _: axes, (), type(module).__name__)
-
-
-def decays(module: PyTree) -> PyTree:
-    """The module's tree with True where weight decay applies: matrices, not norms or biases."""
-    return _walk(module, lambda _, declared: declared["decay"], (), type(module).__name__)
-
-
-def rates(module: PyTree) -> PyTree:
-    """The module's tree with the factor of each array's learning rate, by its role.
-
-    Adam moves every entry of a matrix by about the rate, all in directions that agree with its input: what comes out moves by
-    the rate times the width. So what has the width among its axes learns at a rate of one over it, and the same number suits
-    every width (tests/test_rates.py watches how far activations move). Scales, biases and taps move what comes out by the rate
-    itself. What a gate says is squashed, and much hangs on it: it may go faster (docs/log.md).
-    """
-
-    def factor(array: Any, declared: tuple[Axes, bool]) -> float:
-        axes, gate = declared
-        by_width = _REFERENCE_WIDTH / array.shape[axes.index("embed")] if "embed" in axes else 1.0
-        return by_width * (_GATES if gate else 1.0)
-
-    declared = _walk(module, lambda axes, declared: (axes, declared["gate"]), (), type(module).__name__)
-    return jax.tree.map(factor, module, declared)
+    return map_declared(module, lambda declared, _: declared.axes)
 
 
 def shardings(module: PyTree, mesh: Mesh) -> PyTree:
     """The module's tree with a NamedSharding in place of each array."""
-    return _walk(module, lambda axes, _: NamedSharding(mesh, spec(axes)), (), type(module).__name__)
+    return map_declared(module, lambda declared, _: NamedSharding(mesh, spec(declared.axes)))
 
 
 def named(mesh: Mesh, *axes: str) -> NamedSharding:
@@ -178,18 +108,14 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 def for_compute(module: PyTree, dtype: Any) -> PyTree:
     """One layer's parameters as its operations want them: in the compute dtype unless declared otherwise, whole along fsdp."""
 
-    def prepare(w: Array, declared: tuple[Axes, bool]) -> Array:
-        axes, cast = declared
-        if cast:
+    def prepare(declared: Declared, w: Array) -> Array:
+        if declared.cast:
             w = w.astype(dtype)
-        if len(axes) < 2:
+        if len(declared.axes) < 2:
             return w
-        return checkpoint_name(_gathered(w, axes) if _ambient() else w, GATHERED_WEIGHT)
+        return checkpoint_name(_gathered(w, declared.axes) if _ambient() else w, GATHERED_WEIGHT)
 
-    declared = _walk(module, lambda axes, declared: (axes, declared["cast"]), (), type(module).__name__)
-    leaves, tree = jax.tree.flatten(module)
-    pairs = jax.tree.leaves(declared, is_leaf=lambda a: isinstance(a, tuple))
-    return jax.tree.unflatten(tree, [prepare(w, pair) for w, pair in zip(leaves, pairs, strict=True)])
+    return map_declared(module, prepare)
 
 
 def is_gathered_weight(primitive: Any, params: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ _LARGEST_SAMPLED = 200_000_000  # parameters: a larger model may not fit on one 
 
 def _sample(result: Result, cfg: RunConfig) -> Iterator[str]:
     """Text in pieces, from a copy of the trained weights on one device of the mesh."""
-    model = result.state.model if result.state.ema is None else result.state.ema
+    model = result.state.best_model
     device = min(model.embed_VD.devices(), key=lambda d: d.id)
     dtype = "float32" if device.platform == "cpu" else for_platform(cfg, device.platform).train.dtype
     tokenizer = load_tokenizer(cfg.data.tokenizer)

@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 from nash_mhc import __version__
 from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.ownership import Owner
-from nash_mhc.checkpoint.store import named_leaves
 from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.lm import LM, count_parameters
+from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.saving import write_files
 from nash_mhc.train.telemetry import Telemetry
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.train.optim import Hyperparameters, learning_rate
+from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
 # Where a run lies and how it was started are no settings of it.
 _NO_SETTINGS = {

@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.mixture import RowSource
 from nash_mhc.model.lm import LM, Execution
+from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.objective import Batch, Sums, next_token
-from nash_mhc.train.optim import Hyperparameters
 from nash_mhc.train.state import shaping, state_shardings
 from nash_mhc.train.step import Objective, make_train_step
 
@@ -65,7 +66,7 @@ def compile_train_step(
 @functools.lru_cache(_KEPT)
 def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: int | None) -> CompiledStep:
     out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
-    step = make_train_step(_objective(cfg, most_documents, room, unroll=cfg.train.unroll == "yes"))
+    step = make_train_step(_objective(cfg, most_documents, room, unroll=cfg.train.unroll == "yes"), Training.of(cfg.optim))
     return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic)
 
 

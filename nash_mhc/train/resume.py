@@ -92,6 +92,9 @@ def _check_same_run(folder: Folder, cfg: RunConfig, *, rows: str | None) -> None
     kept = [k for k in now if k.startswith("model.")]
     if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # averaged weights are there, or they are not
         kept.append("optim.ema_decay")
+    # Moments are kept of what is trained, and each optimizer has its own. (Runs of before did not say.)
+    before = {"optim.optimizer": "adamw"} | before
+    kept += ["optim.optimizer", "optim.freeze", "optim.train_only"]
     if rows is not None:
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
@@ -242,7 +245,7 @@ def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, newest: Callable[[Store
             other.trust(step)
         averaged = any(entry.startswith("ema.") for entry in arrays_of(other.folder / str(step)))
         like = sharded_abstract_state(cfg, mesh).model
-        model = other.restore_part(step, like, "ema" if averaged else "model")
+        model = other.restore_part(step, like, "ema", "model")
         identity = manifest.identity(other.folder / str(step))
     origin = f"the {'averaged ' * averaged}weights of step {step} of {name}; optimizer, schedule, data and step count are fresh"
     init_from = {"folder": name, "step": step, "averaged": averaged, "manifest": identity}

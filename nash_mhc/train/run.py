@@ -38,7 +38,7 @@ from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
 from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import SIGNALS, Interrupted
-from nash_mhc.train.state import TrainState, sharded_abstract_state
+from nash_mhc.train.state import TrainState, abstract_state, sharded_abstract_state
 from nash_mhc.train.telemetry import Nowhere, Reporter, Telemetry
 from nash_mhc.train.watch import Watch
 
@@ -73,7 +73,10 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     platform = mesh.devices.flat[0].platform
     shape = {axis: mesh.shape[axis] for axis in ("data", "fsdp", "tp")}
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **shape))
-    return for_platform(cfg, platform), mesh
+    cfg = for_platform(cfg, platform)
+    if cfg.optim.freeze is not None or cfg.optim.train_only is not None:
+        abstract_state(cfg)  # whether there are such parameters
+    return cfg, mesh
 
 
 def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
@@ -184,7 +187,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
             try:
                 found = evaluator.evaluate(state.model, should_stop)
                 if state.ema is not None:
-                    found["eval/loss_ema"] = evaluator.evaluate(state.ema, should_stop)["eval/loss"]
+                    found["eval/loss_ema"] = evaluator.evaluate(state.best_model, should_stop)["eval/loss"]
             except BrokenOff:
                 reporter.say(f"the evaluation at step {step} is broken off; the run that goes on from here begins with it")
                 return

@@ -15,8 +15,9 @@ from jaxtyping import Array, Int, PyTree
 
 from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.model.lm import LM
+from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named, shardings
-from nash_mhc.train.optim import Hyperparameters, make_optimizer
 from nash_mhc.train.spikes import Recent
 
 _KEPT = 16  # shapes and programs, for later runs of the same process
@@ -26,8 +27,13 @@ class TrainState(eqx.Module):
     step: Int[Array, ""]  # updates made: the run's step, less those that were skipped
     model: LM  # float32
     opt_state: PyTree
-    ema: LM | None  # averaged weights, when ema_decay asks for them
+    ema: LM | None  # averaged weights of what is trained, when ema_decay asks for them
     recent: Recent  # losses and gradient norms of the last steps, skipped ones included: what a spike is judged by
+
+    @property
+    def best_model(self) -> LM:
+        """With the averaged weights, where they are kept."""
+        return self.model if self.ema is None else eqx.combine(self.ema, self.model)
 
 
 def shaping(cfg: RunConfig) -> RunConfig:
@@ -35,7 +41,8 @@ def shaping(cfg: RunConfig) -> RunConfig:
 
     The rest comes as arguments: the optimizer's numbers, the seed, rows of whatever size.
     """
-    optim = OptimConfig(z_loss=cfg.optim.z_loss, sparsity=cfg.optim.sparsity, ema_decay=0.5 * bool(cfg.optim.ema_decay))
+    names: tuple[str, ...] = ("z_loss", "sparsity", "optimizer", "freeze", "train_only")
+    optim = OptimConfig(**{name: getattr(cfg.optim, name) for name in names}, ema_decay=0.5 * bool(cfg.optim.ema_decay))
     names = ("dtype", "remat", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
     any_rows = DataConfig(seq_len=64 * cfg.model.coarsest_stride)  # of a length that every model of these scales takes
@@ -44,10 +51,12 @@ def shaping(cfg: RunConfig) -> RunConfig:
 
 def initial_state(cfg: RunConfig, model: LM) -> TrainState:
     """The state before the first step of a model; pure, so it can be traced for shapes alone or made in place on a mesh."""
-    optimizer = make_optimizer(Hyperparameters.of(cfg), model)
+    training = Training.of(cfg.optim)
+    trained, _ = training.split(model)
+    optimizer = training.make_optimizer(Hyperparameters.of(cfg), trained)
     # A copy: a state whose leaves share a buffer could not be donated.
-    ema = jax.tree.map(jnp.copy, model) if cfg.optim.ema_decay else None
-    return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(model), ema, Recent.empty())
+    ema = jax.tree.map(jnp.copy, trained) if cfg.optim.ema_decay else None
+    return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(trained), ema, Recent.empty())
 
 
 def abstract_state(cfg: RunConfig) -> TrainState:
@@ -66,15 +75,17 @@ def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
 
 @functools.lru_cache(_KEPT)
 def _state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
-    shape = abstract_state(cfg)
-    model = shardings(shape.model, mesh)
+    shape, training = abstract_state(cfg), Training.of(cfg.optim)
+    trained_shape, _ = training.split(shape.model)
+    model, trained = shardings(shape.model, mesh), shardings(trained_shape, mesh)
     replicated = named(mesh)
+    is_gone = lambda x: isinstance(x, optax.MaskedNode)  # what another part of the optimizer takes care of
     opt_state = optax.tree_utils.tree_map_params(
-        make_optimizer(Hyperparameters.of(cfg), shape.model), lambda _, s: s, shape.opt_state, model,
-        transform_non_params=lambda _: replicated,
+        training.make_optimizer(Hyperparameters.of(cfg), trained_shape), lambda x, s: x if is_gone(x) else s,
+        shape.opt_state, trained, transform_non_params=lambda _: replicated, is_leaf=is_gone,
     )  # fmt: skip
     recent = jax.tree.map(lambda _: replicated, shape.recent)
-    trees = (replicated, model, opt_state, None if shape.ema is None else model, recent)
+    trees = (replicated, model, opt_state, None if shape.ema is None else trained, recent)
     parts = lambda s: (s.step, s.model, s.opt_state, s.ema, s.recent)
     return eqx.tree_at(parts, shape, trees, is_leaf=lambda x: x is None)
 

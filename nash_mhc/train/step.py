@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from nash_mhc.optim.optimizers import averaged
+from nash_mhc.optim.schedule import Hyperparameters, learning_rate
+from nash_mhc.optim.trained import Training
 from nash_mhc.train import spikes
 from nash_mhc.train.objective import Aux, Batch, Sums
-from nash_mhc.train.optim import Hyperparameters, averaged, learning_rate, make_optimizer
 from nash_mhc.train.state import TrainState
 
 Metrics = dict[str, Float[Array, "..."]]
@@ -33,34 +35,38 @@ def means(sums: Sums) -> Metrics:
     }
 
 
-def summed_gradients(objective: Objective, model: Any, batch: Batch) -> tuple[Any, Aux]:
+def summed_gradients(objective: Objective, trained: Any, frozen: Any, batch: Batch) -> tuple[Any, Aux]:
     """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one."""
-    grad = jax.grad(objective, has_aux=True)
+    of_trained = lambda trained, part: objective(eqx.combine(trained, frozen), part)
+    grad = jax.grad(of_trained, has_aux=True)
     if batch.inputs.shape[0] == 1:
-        return grad(model, jax.tree.map(lambda a: a[0], batch))
+        return grad(trained, jax.tree.map(lambda a: a[0], batch))
 
     def add(carry: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, carry, grad(model, part)), None
+        return jax.tree.map(jnp.add, carry, grad(trained, part)), None
 
     first = jax.tree.map(lambda a: a[0], batch)
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: objective(model, first)[1]))
-    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, model), zero), batch)[0]
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: of_trained(trained, first)[1]))
+    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), zero), batch)[0]
 
 
-def make_train_step(objective: Objective) -> Callable[[TrainState, Batch, Hyperparameters], tuple[TrainState, Metrics]]:
+def make_train_step(
+    objective: Objective, training: Training = Training()
+) -> Callable[[TrainState, Batch, Hyperparameters], tuple[TrainState, Metrics]]:
     def train_step(state: TrainState, batch: Batch, h: Hyperparameters) -> tuple[TrainState, Metrics]:
-        grads, (sums, health) = summed_gradients(objective, state.model, batch)
+        trained, frozen = training.split(state.model)
+        grads, (sums, health) = summed_gradients(objective, trained, frozen, batch)
         # One division at the end: every token weighs the same, whichever part of the batch it came in.
         grads = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), grads)
-        updates, opt_state = make_optimizer(h, state.model).update(grads, state.opt_state, state.model)
-        model = optax.apply_updates(state.model, updates)
-        ema = None if state.ema is None else averaged(h, state.ema, model, state.step)
+        updates, opt_state = training.make_optimizer(h, trained).update(grads, state.opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
+        ema = None if state.ema is None else averaged(h, state.ema, trained, state.step)
         metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
         metrics |= {
             "lr": learning_rate(h, state.step),
             "grad_norm": optax.tree.norm(grads),
             "update_norm": optax.tree.norm(updates),
-            "param_norm": optax.tree.norm(model),
+            "param_norm": optax.tree.norm(trained),
         }
         empty = sums.weight == 0  # no target counts: nothing can be learned, and nothing is measured
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
@@ -72,7 +78,7 @@ def make_train_step(objective: Objective) -> Callable[[TrainState, Batch, Hyperp
         good = jnp.isfinite(measured_M).all() & ~(spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
         metrics |= {"skipped": 1.0 * ~(good | empty), "empty": 1.0 * empty, "spike": 1.0 * spike, "spikes": recent.spikes}
-        updated = TrainState(state.step + 1, model, opt_state, ema, recent)
+        updated = TrainState(state.step + 1, eqx.combine(trained, frozen), opt_state, ema, recent)
         chosen = jax.tree.map(lambda new, old: jnp.where(good & ~empty, new, old), updated, state)
         return eqx.tree_at(lambda s: s.recent, chosen, recent), metrics
 

@@ -27,10 +27,11 @@ import jax
 import numpy as np
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.store import Store, named_leaves
+from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
 from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
 from nash_mhc.train.restoring import wanted_state
 from nash_mhc.train.run import run

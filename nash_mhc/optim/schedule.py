@@ -1,18 +1,15 @@
-"""AdamW with clipping and a warm-up schedule. Its numbers are arguments of the compiled step: another one compiles nothing."""
+"""The optimizer's numbers, arguments of the compiled step (another one compiles nothing), and the rate of each step."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.parallel.sharding import decays, rates
 
 _SCHEDULES = ("cosine", "wsd", "constant")
 Number = Float[Array, ""] | np.float32
@@ -66,28 +63,3 @@ def learning_rate(h: Hyperparameters, count: Int[Array, ""] | int) -> Float[Arra
     wsd = h.peak + (h.floor - h.peak) * share_of(h.decay_start)
     after = jnp.select([h.schedule == 0, h.schedule == 1], [cosine, wsd], h.peak)
     return jnp.where(done < h.warmup, h.peak * done / jnp.maximum(h.warmup, 1), after)
-
-
-def make_optimizer(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
-    """Clip by global norm, AdamW with float32 moments and rates by role, decay on matrices only, alike for all of them."""
-    adam = optax.scale_by_adam(h.b1, h.b2, h.eps)
-
-    def update(gradients: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
-        updates, state = adam.update(gradients, state, params)
-        return jax.tree.map(lambda u, factor: factor * u, updates, rates(model)), state
-
-    return optax.chain(
-        optax.clip_by_global_norm(h.max_grad_norm),
-        optax.GradientTransformation(adam.init, update),
-        optax.add_decayed_weights(h.weight_decay, mask=decays(model)),
-        optax.scale_by_learning_rate(lambda count: learning_rate(h, count)),
-    )
-
-
-def averaged(h: Hyperparameters, ema: PyTree, model: PyTree, count: Int[Array, ""]) -> PyTree:
-    """The averaged weights after update number `count` (from 0).
-
-    The first updates are averaged over fewer: a long average would hold on to the weights that nothing has taught yet.
-    """
-    decay = jnp.minimum(h.ema_decay, (1.0 + count) / (10.0 + count))
-    return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, model)
