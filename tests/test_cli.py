@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from nash_mhc.config import cli, commands, presets
+from nash_mhc.config.keys import FURTHER
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 # A value for every flag that must exist, different from what any preset would hold.
@@ -100,7 +101,7 @@ def test_required_flags(flag):
 
 def test_names_are_unambiguous_and_few():
     keys = list(cli.keys().values())
-    assert len(keys) < 90
+    assert len([key for key in keys if key.path.split(".")[0] not in FURTHER]) < 90  # what pretraining has
     for attribute in ("flag", "short", "path"):
         assert len({getattr(k, attribute) for k in keys}) == len(keys)
     assert {"--num-devices", "--platform", "--mesh-tp", "--model-qk-norm", "--model-size"} <= {k.flag for k in keys}
@@ -406,7 +407,7 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         ("data:\n  lerning_rate: 3", "run.yaml:2: unknown key data.lerning_rate; did you mean optim.learning_rate?"),
         ("mesh:\n  mesh_data: 3", "run.yaml:2: unknown key mesh.mesh_data; did you mean data?"),
         ("dta:\n  seq_len: 3", "run.yaml:1: unknown key dta; did you mean data?"),
-        ("[a]: 3", "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, model_size"),
+        ("[a]: 3", "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, telemetry, model_size"),
         ("data:\n  split: a\n  split: b", "run.yaml:3: data.split is set twice, first on line 2; keep one of them"),
         ("data: {}\ntrain: {}\ndata: {}", "run.yaml:3: data is set twice, first on line 1; keep one of them"),
         ("data: 3", "run.yaml:1: data must hold lines of the form 'key: value'"),
@@ -455,15 +456,33 @@ def test_help(columns, capsys, monkeypatch):
     assert out.count("\n  python -m nash_mhc.train ") == 3, "three examples"
     assert max(map(len, out.splitlines())) <= (100 if columns == "200" else 80)
     words = set(out.replace(",", " ").split())
-    flags = {k.flag for k in cli.keys().values()} | set(REQUIRED)
+    shown = [k for k in cli.keys().values() if k.path.split(".")[0] not in FURTHER]
+    flags = {k.flag for k in shown} | set(REQUIRED)
     assert flags | {"--config", "--print-config", "--help", "-h", "--use-small-model"} <= words
     flat = " ".join(out.split())
-    for key in cli.keys().values():
+    for key in shown:
         assert key.metadata["help"] in flat
         assert all(choice in flat for choice in key.metadata["choices"] or ())
     assert f"{cli.keys()['data.batch_size'].metadata['help']} [{presets.run().data.batch_size}]" in flat
     for section in ("data", "train", "optim", "mesh", "model"):
         assert f" ({section}.*):\n" in out
+
+
+def test_help_of_a_section(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    whole = capsys.readouterr().out
+    for section in cli.sections():
+        with pytest.raises(SystemExit) as caught:
+            cli.parse(["--help", section])
+        assert caught.value.code == 0
+        out = capsys.readouterr().out
+        mine = [key for key in cli.keys().values() if key.path.startswith(f"{section}.")]
+        assert mine and all(f"  {key.flag} " in out for key in mine)
+        assert out.count("\n  --") == len(mine)
+        assert (f"--help {section} " in whole) == (section in FURTHER) == (f" ({section}.*):" not in whole)
+    with pytest.raises(ConfigError, match=r"^--help optm: no such section; did you mean optim\?$"):
+        cli.parse(["--help", "optm"])
 
 
 def own(group: argparse._ArgumentGroup) -> None:

@@ -13,8 +13,8 @@ import small
 from nash_mhc.model.attention import Layout
 from nash_mhc.model.health import LayerReport, summary
 from nash_mhc.model.multiscale import Multiscale, report
+from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train.meter import Interval
-from nash_mhc.train.telemetry import Reporter
 
 CFG = small.nash_config()
 L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams

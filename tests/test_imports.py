@@ -9,7 +9,21 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nash_mhc"
 
-ORDER = ("config", "parallel", "ops", "model", "data", "checkpoint", "optim", "train", "generate", "plan", "report", "bench")
+ORDER = (
+    "config",
+    "parallel",
+    "ops",
+    "model",
+    "data",
+    "checkpoint",
+    "optim",
+    "telemetry",
+    "train",
+    "generate",
+    "plan",
+    "report",
+    "bench",
+)
 
 # What each folder may use beside itself. A new need is a new entry here, made on purpose.
 ALLOWED: dict[str, set[str]] = {
@@ -20,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"config"},
     "checkpoint": {"config", "parallel"},
     "optim": {"config", "parallel"},
-    "train": {"config", "parallel", "ops", "model", "data", "checkpoint", "optim"},
+    "telemetry": {"config", "checkpoint"},
+    "train": {"config", "parallel", "ops", "model", "data", "checkpoint", "optim", "telemetry"},
     "generate": {"config", "parallel", "ops", "model", "data", "checkpoint", "train"},
     "plan": {"config", "parallel", "ops", "model", "data", "train"},
     "report": {"config", "data", "checkpoint", "train", "plan"},
@@ -35,6 +50,7 @@ FOREIGN: dict[str, set[str]] = {
     "model": {"optax", "orbax", "grain", "transformers", "tensorboard", "yaml"},
     "data": {"jax", "jaxlib", "equinox", "optax", "orbax", "tensorboard"},
     "checkpoint": {"equinox", "optax", "grain", "transformers", "tensorboard"},
+    "telemetry": {"jax", "jaxlib", "equinox", "optax", "orbax", "grain", "transformers"},
 }
 
 

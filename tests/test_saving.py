@@ -20,9 +20,9 @@ from nash_mhc.checkpoint.faults import one_line
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
+from nash_mhc.telemetry.stream import Telemetry
 from nash_mhc.train import run as train
 from nash_mhc.train.saving import Saver, write_files
-from nash_mhc.train.telemetry import Telemetry
 
 files_module = sys.modules["nash_mhc.train.files"]
 run_module = sys.modules["nash_mhc.train.run"]  # the package gives its name to the function

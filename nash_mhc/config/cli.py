@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import functools
 import math
 import re
-import shutil
-import textwrap
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +19,12 @@ import yaml
 
 from nash_mhc.config import presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
-from nash_mhc.config.schema import ConfigError, RunConfig, accepted_types, at_home, check_field, weighted_parts
+from nash_mhc.config.help import as_flags, render, section_help, usage
+from nash_mhc.config.keys import SMALL, Key, find, keys, sections
+from nash_mhc.config.schema import ConfigError, RunConfig, at_home, check_field, weighted_parts
 
-SMALL = "--use-small-model"
-TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-# What other frameworks call these keys: never accepted, only the source of a better "did you mean".
-NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", "use_small_model": "model_size"}
+__all__ = ["Key", "Parsed", "as_flags", "keys", "parse", "render", "sections", "usage"]
 
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
 Settings = dict[str, tuple[Any, str]]  # path -> value, origin
@@ -44,59 +38,6 @@ class Parsed:
     print_config: bool
     given: dict[str, Any] = field(default_factory=dict)  # what the user has set, by flag, file or key=value
     own: argparse.Namespace = field(default_factory=argparse.Namespace)  # the command's own flags
-
-
-@dataclass(frozen=True)
-class Key:
-    """One leaf of RunConfig under its three names: path `data.batch_size`, flag `--batch-size`, short `batch_size`."""
-
-    path: str
-    flag: str
-    annotation: Any
-    metadata: Mapping[str, Any]
-
-    @property
-    def short(self) -> str:
-        return self.flag[2:].replace("-", "_")
-
-    @property
-    def kinds(self) -> tuple[type, ...]:
-        return accepted_types(self.annotation)
-
-    def of(self, values: Mapping[str, Any]) -> Any:
-        section, _, name = self.path.rpartition(".")
-        return (values[section] if section else values)[name]
-
-
-@functools.cache
-def keys() -> dict[str, Key]:
-    """Every leaf of RunConfig by its path, in the order of the schema."""
-    found: list[Key] = []
-    hints = typing.get_type_hints(RunConfig)
-    for top in dataclasses.fields(RunConfig):
-        kind = hints[top.name]
-        if not dataclasses.is_dataclass(kind):
-            metadata = dict(top.metadata, choices=presets.sizes()) if top.name == "model_size" else top.metadata
-            found.append(Key(top.name, "--" + top.name.replace("_", "-"), kind, metadata))
-            continue
-        inner = typing.get_type_hints(kind)
-        for f in dataclasses.fields(kind):
-            prefix = f"{top.name}-" if top.name in ("mesh", "model") else ""
-            flag = f.metadata["flag"] or prefix + f.name.replace("_", "-")
-            found.append(Key(f"{top.name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))
-    return {key.path: key for key in found}
-
-
-def sections() -> list[str]:
-    return list(dict.fromkeys(path.split(".")[0] for path in keys() if "." in path))
-
-
-def _find(name: str, *, loose: bool = False) -> Key | None:
-    """The key with that path or short form; `loose` also goes by the last component, to guess what was meant."""
-    found = [key for key in keys().values() if name in (key.path, key.short)]
-    last = NICKNAMES.get(name, name).split(".")[-1]
-    found += [key for key in keys().values() if loose and last in (key.path.split(".")[-1], key.short)]
-    return found[0] if found else None
 
 
 @contextlib.contextmanager
@@ -177,7 +118,7 @@ def _read_yaml(file: str, settings: Settings) -> None:
 
 def _misplaced(name: str, section: str) -> str:
     """About a name in a file that is no key there: where it belongs, else the nearest key, else all there are."""
-    key = _find(name, loose=True)
+    key = find(name, loose=True)
     if key is not None:
         top, _, last = key.path.rpartition(".")
         if top and top == section:
@@ -208,8 +149,8 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
             if not equals or not flag:
                 raise ConfigError(f"unexpected argument {token!r}; write --flag value or section.key=value")
             with _at(f"override {token}"):
-                if (key := _find(flag)) is None:
-                    guess, valid = _find(flag, loose=True), [*keys(), *(k.short for k in keys().values())]
+                if (key := find(flag)) is None:
+                    guess, valid = find(flag, loose=True), [*keys(), *(k.short for k in keys().values())]
                     hint = f"; did you mean {guess.path}?" if guess else did_you_mean(flag, valid)
                     raise ConfigError(f"unknown key {flag}{hint or '; --help lists them all'}")
                 settings[key.path] = (_convert(key, text, key.path), f"override {token}")
@@ -223,7 +164,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
             else:
                 print_config = True
         elif key is None and flag != "--config":
-            guess = _find(flag.lstrip("-").replace("-", "_"), loose=True)
+            guess = find(flag.lstrip("-").replace("-", "_"), loose=True)
             valid = [*by_flag, *off, "--config", "--print-config", "--help", SMALL, *own_flags]
             hint = f"; did you mean {guess.flag}?" if guess else did_you_mean(flag, valid)
             raise ConfigError(f"unknown flag {flag}{hint or '; --help lists them all'}")
@@ -290,88 +231,14 @@ def parse(
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
         own(parser.add_argument_group("this command"))
-    if "-h" in argv or "--help" in argv:
-        print(usage(prog) + (f"\n{parser.format_help()}" if own else ""), end="")
+    if asked := [at for at, word in enumerate(argv) if word in ("-h", "--help")]:
+        behind = argv[asked[0] + 1 : asked[0] + 2]
+        if behind and not behind[0].startswith("-"):
+            print(section_help(behind[0]), end="")
+        else:
+            print(usage(prog) + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
     settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings])
     given = {path: value for path, (value, _) in settings.items()}
     return Parsed(*_build(settings, found), print_config, given, namespace)
-
-
-def as_flags(given: Mapping[str, Any]) -> list[str]:
-    """Words of a command line that sets these, each flag once (but a mixture's, once a part)."""
-    words: list[str] = []
-    for path, value in given.items():
-        key = keys()[path]
-        if isinstance(value, bool):
-            words.append(key.flag if value else f"--no-{key.flag[2:]}")
-        elif key.metadata.get("weighted") and (parts := weighted_parts(value)):
-            words += [word for name, weight in parts for word in (key.flag, f"{name}:{weight}")]
-        else:
-            words += [key.flag, "none" if value is None else str(value)]
-    return words
-
-
-def _scalar(key: Key, value: Any) -> str:
-    """One value as YAML on one line, such that `_read_yaml` gives it back."""
-    text_none = type(None) in key.kinds and str(value).lower() == "none" and value is not None
-    style = '"' if text_none or not str(value).isprintable() else None
-    text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def render(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """YAML that `--config` reads back to the same configuration, each value with its origin as a comment."""
-    values = config.to_dict()
-    lines: list[tuple[str, str]] = []
-    for path, key in keys().items():
-        section, _, name = path.rpartition(".")
-        if section and (f"{section}:", "") not in lines:
-            lines.append((f"{section}:", ""))
-        # An origin quotes what the user typed: nothing in it may end the comment or upset a YAML reader.
-        origin = "".join(c if c.isprintable() else "?" for c in origins.get(path, ""))
-        left = f"{'  ' if section else ''}{name}: {_scalar(key, key.of(values))}"
-        lines.append((left, f"  # {origin}" if origin else ""))
-    column = max(len(left) for left, _ in lines if len(left) <= 48)
-    return "".join(f"{left:<{column}}{comment}".rstrip() + "\n" for left, comment in lines)
-
-
-def usage(prog: str) -> str:
-    """The help text: one group per section, each line with flag, kind or choices, help and default."""
-    width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns)) - 1
-    defaults = presets.run().to_dict()
-    names = {int: "INT", float: "FLOAT", str: "TEXT", bool: "[BOOL]", type(None): "none"}
-
-    def line(left: str, text: str) -> str:
-        body = textwrap.wrap(text, width - 34, break_on_hyphens=False)
-        head = f"  {left:<30}  {body.pop(0)}" if len(left) <= 30 else f"  {left}"
-        return "\n".join([head, *(" " * 34 + rest for rest in body)])
-
-    def describe(key: Key) -> str:
-        choices = key.metadata["choices"]
-        kind = "{" + ",".join(choices) + "}" if choices else "|".join(names[t] for t in key.kinds)
-        default = "none" if key.of(defaults) is None else _scalar(key, key.of(defaults))
-        return line(f"{key.flag} {kind}", f"{key.metadata['help']} [{default}]")
-
-    note = (
-        "The last setting wins, in the order given. In brackets: the default with "
-        f"--model-size {RunConfig.model_size}; other sizes have their own, which --print-config "
-        "shows. A flag with [BOOL] also has a --no-... form."
-    )
-    out = [
-        f"usage: {prog} [--flag value] [key=value] [--config FILE] ...\n\nexamples:",
-        f"  {prog} --total-steps 50",
-        f"  {prog} --model-size small --batch-size 32 learning_rate=1e-3",
-        f"  {prog} --config run.yaml --seed 1 --print-config\n",
-        textwrap.fill(note, width, break_on_hyphens=False) + "\n\ngeneral:",
-        line("-h, --help", "show this text"),
-        line("--config FILE", "read keys from a YAML file, at this place in the order"),
-        line("--print-config", "print every key with its origin, as YAML for --config, and stop"),
-        *(describe(key) for key in keys().values() if "." not in key.path),
-        line(SMALL, "the same as --model-size small"),
-    ]
-    for section in sorted(sections(), key=[*TITLES, *sections()].index):
-        out += ["", f"{TITLES.get(section, section)} ({section}.*):"]
-        out += [describe(key) for key in keys().values() if key.path.startswith(section + ".")]
-    return "\n".join(out) + "\n"

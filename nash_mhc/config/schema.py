@@ -356,6 +356,14 @@ class TrainConfig(_Section):
 
 
 @dataclass(frozen=True)
+class TelemetryConfig(_Section):
+    section = "telemetry"
+
+    wandb: str | None = key(None, "project at Weights & Biases that gets the numbers as well (none: no project)")
+    wandb_mode: str = key("online", "offline: kept in the run's folder for wandb sync", choices=("online", "offline"))
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run. `model_size` names the preset that the other keys started from."""
 
@@ -365,6 +373,7 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         check_field("model_size", self.model_size, str, {})

@@ -9,7 +9,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.lm import LM, count_parameters
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.telemetry.sinks import Sink
+from nash_mhc.telemetry.stream import Telemetry
 from nash_mhc.train.saving import write_files
-from nash_mhc.train.telemetry import Telemetry
 
 _LEFT_BEHIND_S = 3600.0  # who has written nothing to a part of a file for so long is dead
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -87,12 +88,18 @@ def run_files(
 
 
 def begin_files(
-    folder: Folder, files: dict[str, str], start_step: int, made_up: bool, say: Callable[[str], None], owner: Owner
+    folder: Folder,
+    files: dict[str, str],
+    start_step: int,
+    made_up: bool,
+    say: Callable[[str], None],
+    owner: Owner,
+    others: Sequence[Sink] = (),
 ) -> Telemetry:
-    """`made_up`: the evaluation of the step that it starts from comes now."""
+    """`made_up`: the evaluation of the step that it starts from comes now. `others`: where rows go besides."""
     try:
         write_files(folder, files)
-        return Telemetry(folder, start_step=start_step, made_up=made_up, say=say, owner=owner)
+        return Telemetry(folder, start_step=start_step, made_up=made_up, say=say, owner=owner, others=others)
     except OSError as error:
         remedy = "make room there or choose another folder"
         raise ConfigError(f"--checkpoint-dir {folder}: cannot be written ({reason(error)}); {remedy}") from error

@@ -17,9 +17,9 @@ from nash_mhc.checkpoint.store import Store, arrays_of
 from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.processes import from_leader
+from nash_mhc.telemetry.sinks import without_nan
 from nash_mhc.train.history import flat
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
-from nash_mhc.train.telemetry import without_nan
 
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
 _SAME_DATA = (
@@ -66,13 +66,15 @@ class Told(NamedTuple):
     rows: str | None  # identity of the rows
     history: list[dict[str, Any]]  # settings that were changed on the way
     init_from: dict[str, Any] | None  # whose weights it began with
+    wandb: dict[str, Any] | None = None  # project and id of the run there that goes with it
 
 
 def told_by(folder: Folder) -> Told | None:
     """By run.json or else the newest checkpoint that can say it; None: there is no run, or nothing of it that could be used."""
     try:
         run = json.loads((folder / "run.json").read_text())
-        return Told(_flat(run["config"]), str(run["rows"]), list(run.get("history", [])), run.get("init_from"))
+        history = list(run.get("history", []))
+        return Told(_flat(run["config"]), str(run["rows"]), history, run.get("init_from"), run.get("wandb"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # lost or damaged: every checkpoint knows it as well
     for step in reversed(numbered(folder / "checkpoints")):

@@ -24,9 +24,14 @@ from nash_mhc.data.sources import loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model.lm import count_parameters, flops_per_token
 from nash_mhc.ops.attend import best_kernel, why_not
+from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh
 from nash_mhc.parallel.processes import from_leader, leader_first
+from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.telemetry.sinks import Sink
+from nash_mhc.telemetry.stream import Nowhere, Telemetry
+from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train import history
 from nash_mhc.train.evaluate import BrokenOff, Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
@@ -35,11 +40,10 @@ from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state
+from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state, told_by
 from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import SIGNALS, Interrupted
 from nash_mhc.train.state import TrainState, abstract_state, sharded_abstract_state
-from nash_mhc.train.telemetry import Nowhere, Reporter, Telemetry
 from nash_mhc.train.watch import Watch
 
 _MOST_UNROLLED = 16  # layers that are unrolled without being asked to
@@ -113,6 +117,25 @@ def _hold(cfg: RunConfig, folder: Folder, watch: Watch, say: Callable[[str], Non
         return accompany(folder)
 
 
+def _parameters(cfg: RunConfig) -> str:
+    text = f"{count_parameters(cfg.model):,} parameters"
+    if cfg.optim.freeze is None and cfg.optim.train_only is None:
+        return text
+    trained, _ = Training.of(cfg.optim).split(abstract_state(cfg).model)
+    return f"{text}, {sum(leaf.size for leaf in jax.tree.leaves(trained)):,} of them trained"
+
+
+def _wandb_run(cfg: RunConfig, folder: Folder) -> dict[str, str] | None:
+    """Project and id of the run at Weights & Biases; the same ones as before where this folder's run has some there."""
+    if cfg.telemetry.wandb is None:
+        return None
+    told = told_by(folder)
+    before = told.wandb if told is not None else None
+    if before is not None and before.get("project") == cfg.telemetry.wandb:
+        return before
+    return {"project": cfg.telemetry.wandb, "id": weights_and_biases.new_id()}
+
+
 def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Callable[[int], None] | None) -> Result:
     with contextlib.ExitStack() as held:
         return _train(cfg, mesh, watch, held, Reporter(cfg.train.total_steps, None, quiet=quiet, each_step=each_step))
@@ -135,6 +158,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
     align = cfg.model.coarsest_stride
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
     from_leader(lambda: check_resume(cfg, rows=source.identity))
+    from_leader(lambda: weights_and_biases.check(cfg.telemetry))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
     evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh)
     folder = place(from_leader(lambda: str(make_folder(cfg))))  # last of the checks: what is refused leaves nothing behind
@@ -145,7 +169,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
         from_leader(lambda: check_resume(cfg, rows=source.identity))  # another run may have begun, and ended, there meanwhile
     use_compilation_cache(folder)
     reporter.floor = floor[0] if floor else None
-    reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {count_parameters(cfg.model):,} parameters; run in {folder}")
+    reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {_parameters(cfg)}; run in {folder}")
     if told := source.held_out if held_out is not None else f"no text is held out of {cfg.data.dataset}: nothing is evaluated":
         reporter.say(told)
     evaluation: dict[str, float] = {}
@@ -162,12 +186,17 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
         store.warm_up(state)
         changed = history.changes(start.before.config, cfg) if start.before is not None else {}
         known = {"init_from": start.init_from, "history": history.added_to(start.history, changed, start_step)}
+        known["wandb"] = wandb = _wandb_run(cfg, folder)
         files = run_files(cfg, mesh, floor, source.identity, state.model, known)
         done = start_step >= cfg.train.total_steps
         made_up = evaluator is not None and start.evaluation_missing(1 if done else cfg.train.eval_interval)
         telemetry: Telemetry = Nowhere()
         if jax.process_index() == 0:
-            telemetry = begin_files(folder, files, start_step, made_up, reporter.say, owner)
+            others: list[Sink] = []
+            if wandb is not None:
+                others.append(weights_and_biases.WeightsAndBiases(cfg.telemetry, folder, wandb["id"], cfg.to_dict()))
+                reporter.say(f"wandb: run {wandb['id']} of project {wandb['project']}, {cfg.telemetry.wandb_mode}")
+            telemetry = begin_files(folder, files, start_step, made_up, reporter.say, owner, others)
         saver = Saver(store, files, say=reporter.say, owner=owner, last=start_step if start.own else None)
         if evaluator is not None:
             evaluator.compile(state.model)

@@ -1,0 +1,112 @@
+"""What is shown of the keys: the help text, a configuration as YAML, settings as flags."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from nash_mhc.config import presets
+from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.keys import FURTHER, SMALL, Key, keys, sections
+from nash_mhc.config.schema import ConfigError, RunConfig, weighted_parts
+
+TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
+
+
+def as_flags(given: Mapping[str, Any]) -> list[str]:
+    """Words of a command line that sets these, each flag once (but a mixture's, once a part)."""
+    words: list[str] = []
+    for path, value in given.items():
+        key = keys()[path]
+        if isinstance(value, bool):
+            words.append(key.flag if value else f"--no-{key.flag[2:]}")
+        elif key.metadata.get("weighted") and (parts := weighted_parts(value)):
+            words += [word for name, weight in parts for word in (key.flag, f"{name}:{weight}")]
+        else:
+            words += [key.flag, "none" if value is None else str(value)]
+    return words
+
+
+def _scalar(key: Key, value: Any) -> str:
+    """One value as YAML on one line, such that `_read_yaml` gives it back."""
+    text_none = type(None) in key.kinds and str(value).lower() == "none" and value is not None
+    style = '"' if text_none or not str(value).isprintable() else None
+    text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def render(config: RunConfig, origins: Mapping[str, str]) -> str:
+    """YAML that `--config` reads back to the same configuration, each value with its origin as a comment."""
+    values = config.to_dict()
+    lines: list[tuple[str, str]] = []
+    for path, key in keys().items():
+        section, _, name = path.rpartition(".")
+        if section and (f"{section}:", "") not in lines:
+            lines.append((f"{section}:", ""))
+        # An origin quotes what the user typed: nothing in it may end the comment or upset a YAML reader.
+        origin = "".join(c if c.isprintable() else "?" for c in origins.get(path, ""))
+        left = f"{'  ' if section else ''}{name}: {_scalar(key, key.of(values))}"
+        lines.append((left, f"  # {origin}" if origin else ""))
+    column = max(len(left) for left, _ in lines if len(left) <= 48)
+    return "".join(f"{left:<{column}}{comment}".rstrip() + "\n" for left, comment in lines)
+
+
+def _line(left: str, text: str, width: int) -> str:
+    body = textwrap.wrap(text, width - 34, break_on_hyphens=False)
+    head = f"  {left:<30}  {body.pop(0)}" if len(left) <= 30 else f"  {left}"
+    return "\n".join([head, *(" " * 34 + rest for rest in body)])
+
+
+def _width() -> int:
+    return max(80, min(100, shutil.get_terminal_size((100, 24)).columns)) - 1
+
+
+def _described(key: Key, defaults: dict[str, Any]) -> str:
+    """Flag, kind or choices, help and default."""
+    names = {int: "INT", float: "FLOAT", str: "TEXT", bool: "[BOOL]", type(None): "none"}
+    choices = key.metadata["choices"]
+    kind = "{" + ",".join(choices) + "}" if choices else "|".join(names[t] for t in key.kinds)
+    default = "none" if key.of(defaults) is None else _scalar(key, key.of(defaults))
+    return _line(f"{key.flag} {kind}", f"{key.metadata['help']} [{default}]", _width())
+
+
+def section_help(section: str) -> str:
+    """The keys of one section; ConfigError if there is none of that name."""
+    if section not in sections():
+        near = did_you_mean(section, sections()) or f"; there are {', '.join(sections())}"
+        raise ConfigError(f"--help {section}: no such section{near}")
+    defaults = presets.run().to_dict()
+    title = FURTHER.get(section, TITLES.get(section, section))
+    lines = [_described(key, defaults) for key in keys().values() if key.path.startswith(section + ".")]
+    return "\n".join([f"{title} ({section}.*):", *lines]) + "\n"
+
+
+def usage(prog: str) -> str:
+    """The help text: all keys of pretraining by section, then the names of the further sections."""
+    width, defaults = _width(), presets.run().to_dict()
+    note = (
+        "The last setting wins, in the order given. In brackets: the default with "
+        f"--model-size {RunConfig.model_size}; other sizes have their own, which --print-config "
+        "shows. A flag with [BOOL] also has a --no-... form."
+    )
+    out = [
+        f"usage: {prog} [--flag value] [key=value] [--config FILE] ...\n\nexamples:",
+        f"  {prog} --total-steps 50",
+        f"  {prog} --model-size small --batch-size 32 learning_rate=1e-3",
+        f"  {prog} --config run.yaml --seed 1 --print-config\n",
+        textwrap.fill(note, width, break_on_hyphens=False) + "\n\ngeneral:",
+        _line("-h, --help", "show this text", width),
+        _line("--config FILE", "read keys from a YAML file, at this place in the order", width),
+        _line("--print-config", "print every key with its origin, as YAML for --config, and stop", width),
+        *(_described(key, defaults) for key in keys().values() if "." not in key.path),
+        _line(SMALL, "the same as --model-size small", width),
+    ]
+    for section in TITLES:
+        out += ["", section_help(section).rstrip("\n")]
+    out += ["", "further:", *(_line(f"--help {name}", text, width) for name, text in FURTHER.items())]
+    return "\n".join(out) + "\n"

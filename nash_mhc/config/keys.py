@@ -1,0 +1,74 @@
+"""Every key of a run under its three names, derived from the fields in schema.py: path, flag and short form."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nash_mhc.config import presets
+from nash_mhc.config.schema import RunConfig, accepted_types
+
+SMALL = "--use-small-model"  # the same as --model-size small
+# What other frameworks call these keys: never accepted, only the source of a better "did you mean".
+NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", "use_small_model": "model_size"}
+
+
+# What a run may do besides pretraining: --help names these sections, and --help SECTION shows one.
+FURTHER = {"telemetry": "more places for a run's numbers: Weights & Biases"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of RunConfig under its three names: path `data.batch_size`, flag `--batch-size`, short `batch_size`."""
+
+    path: str
+    flag: str
+    annotation: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def short(self) -> str:
+        return self.flag[2:].replace("-", "_")
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        return accepted_types(self.annotation)
+
+    def of(self, values: Mapping[str, Any]) -> Any:
+        section, _, name = self.path.rpartition(".")
+        return (values[section] if section else values)[name]
+
+
+@functools.cache
+def keys() -> dict[str, Key]:
+    """Every leaf of RunConfig by its path, in the order of the schema."""
+    found: list[Key] = []
+    hints = typing.get_type_hints(RunConfig)
+    for top in dataclasses.fields(RunConfig):
+        kind = hints[top.name]
+        if not dataclasses.is_dataclass(kind):
+            metadata = dict(top.metadata, choices=presets.sizes()) if top.name == "model_size" else top.metadata
+            found.append(Key(top.name, "--" + top.name.replace("_", "-"), kind, metadata))
+            continue
+        inner = typing.get_type_hints(kind)
+        for f in dataclasses.fields(kind):
+            prefix = f"{top.name}-" if top.name in ("mesh", "model") else ""
+            flag = f.metadata["flag"] or prefix + f.name.replace("_", "-")
+            found.append(Key(f"{top.name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))
+    return {key.path: key for key in found}
+
+
+def sections() -> list[str]:
+    return list(dict.fromkeys(path.split(".")[0] for path in keys() if "." in path))
+
+
+def find(name: str, *, loose: bool = False) -> Key | None:
+    """The key with that path or short form; `loose` also goes by the last component, to guess what was meant."""
+    found = [key for key in keys().values() if name in (key.path, key.short)]
+    last = NICKNAMES.get(name, name).split(".")[-1]
+    found += [key for key in keys().values() if loose and last in (key.path.split(".")[-1], key.short)]
+    return found[0] if found else None

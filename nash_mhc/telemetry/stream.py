@@ -1,0 +1,71 @@
+"""The stream of a run's numbers: every row goes to every sink, and a sink that fails stops nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nash_mhc.checkpoint.faults import as_os_errors, reason
+from nash_mhc.checkpoint.ownership import Nobody, Owner
+from nash_mhc.config.places import Folder
+from nash_mhc.telemetry.sinks import ROW_FILES, EventFile, JsonLines, Row, Sink
+
+
+class Telemetry:
+    """Rows by step, to the files under `folder` and to the sinks `others`.
+
+    A resumed run first drops the rows of steps it is about to take again, and of the evaluation that is about to be `made_up`
+    for: an earlier process may have done so, and have left no checkpoint of it.
+
+    What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        start_step: int = 0,
+        made_up: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+        owner: Owner = Nobody(),
+        others: Sequence[Sink] = (),
+    ) -> None:
+        self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
+        with as_os_errors():
+            rows = [JsonLines(folder, name, start_step - (made_up and name == "eval.jsonl")) for name in ROW_FILES]
+        self._sinks: list[Sink] = [*rows, EventFile(folder, start_step), *others]
+        self._flush()
+
+    def write(self, step: int, row: Row, *, file: str = "metrics.jsonl") -> None:
+        for sink in self._sinks:
+            sink.add(step, row, file)
+        self._flush()
+
+    def _flush(self, *, last: bool = False) -> None:
+        fault: tuple[str, OSError] | None = None
+        for sink in self._sinks:
+            try:
+                self._owner.check()  # whose folder it is now, its rows are no business of this run
+                sink.flush(last=last)
+            except OSError as error:
+                fault = fault or (sink.name, error)
+        if fault and not self._faulty:
+            self._say(f"{fault[0]} could not be written ({reason(fault[1])}, {self._folder}); its rows wait, training goes on")
+        elif self._faulty and not fault:
+            self._say(f"metrics are written to {self._folder} again, with the rows that had waited")
+        self._faulty = fault is not None
+
+    def close(self) -> None:
+        self._flush(last=True)
+        for sink in self._sinks:
+            if sink.waiting:
+                self._say(f"{sink.waiting} row{'s' * (sink.waiting > 1)} of {sink.name} could not be written to {self._folder}")
+
+
+class Nowhere(Telemetry):
+    """Of a process whose numbers another one writes down."""
+
+    def __init__(self) -> None: ...
+
+    def write(self, step: int, row: Row, *, file: str = "metrics.jsonl") -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,95 @@
+"""What a person watches of a run: a progress bar on a terminal, otherwise lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nash_mhc.config.words import duration, short
+
+
+class Reporter:
+    """What a person watches: a progress bar on a terminal, otherwise one plain line a log interval."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        floor: float | None,
+        *,
+        quiet: bool = False,
+        each_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self._total, self.floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
+        self._most_unused = 0.0  # of all rows so far: the same is not said again in every one
+        self._began, self._first = time.monotonic(), 0  # when and at which step this process began to train
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not quiet:
+            columns = (
+                TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            )  # fmt: skip
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("training", total=total_steps, note="")
+
+    def say(self, text: str) -> None:
+        if self._quiet:
+            return
+        try:
+            self._console.print(text, markup=False, soft_wrap=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self._console = Console(file=sys.stdout, highlight=False)  # a log file on a full disk: the run goes on without it
+
+    def begin(self, step: int) -> None:
+        self._began, self._first = time.monotonic(), step
+        if self._bar:
+            self._bar.start()
+            self._bar.update(self._task, completed=step)
+
+    def advance(self, step: int) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+        if self._each_step:
+            self._each_step(step)
+
+    def row(self, step: int, row: dict[str, Any]) -> None:
+        self._line(step, row)
+        unused = row.get("health/scales_unused", [])
+        if sum(unused) > self._most_unused:
+            self._most_unused = sum(unused)
+            layers = ", ".join(str(layer) for layer, count in enumerate(unused) if count)
+            self.say(
+                f"step {step}: {self._most_unused:.0f} scales of heads had no weight since the last row, in layers {layers} "
+                "(health/scales_unused)"
+            )
+
+    def _line(self, step: int, row: dict[str, Any]) -> None:
+        against = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
+        read = [f"{share:.0%}" for name, share in row.items() if name.startswith("epochs/")]  # of the data, 250%: 2.5 passes
+        data = f"  data {', '.join(read[:3])}{', ...' * (len(read) > 3)}" if read else ""
+        if self._bar:
+            note = (
+                f"loss {row['loss']:.3f}{against}, {row['tokens_per_s']:,.0f} tok/s, {short(row['tokens_seen'])} tokens{data}"
+            )
+            self._bar.update(self._task, completed=step, note=note)
+            return
+        mfu = f"  mfu {row['mfu']:.0%}" if row["mfu"] >= 0.01 else ""
+        elapsed = time.monotonic() - self._began
+        left = elapsed / max(step - self._first, 1) * (self._total - step)
+        clock = duration(elapsed) + (f", {duration(left)} left" if left else "")
+        self.say(
+            f"step {step:>{len(str(self._total))}}/{self._total}  loss {row['loss']:.4f}{against}  lr {row['lr']:.2e}  "
+            f"grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
+            f"{short(row['tokens_seen'])} tokens{data}  {clock}"
+        )
+
+    def end(self) -> None:
+        if self._bar:
+            self._bar.stop()

@@ -1,0 +1,108 @@
+"""Weights & Biases as a sink: the library itself, offline, without an account and without a network."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+from test_run import RUN, at, rows
+
+from nash_mhc.config.schema import ConfigError, TelemetryConfig
+from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.telemetry.stream import Telemetry
+
+OFFLINE = dataclasses.replace(RUN, telemetry=TelemetryConfig(wandb="stories", wandb_mode="offline"))
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_logged_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def kept(folder):
+    """Bytes of the rows that wait to be sent, run by run, the oldest first."""
+    return [path.read_bytes() for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def ids(folder):
+    return {path.stem.removeprefix("run-") for path in folder.glob("wandb/offline-run-*/*.wandb")}
+
+
+def test_rows_of_metrics_and_of_evaluations_are_kept_for_it_and_a_resumed_run_has_the_same_id(tmp_path):
+    folder = tmp_path / "run"
+    at(folder, OFFLINE, total_steps=4)
+    wandb = json.loads((folder / "run.json").read_text())["wandb"]
+    assert wandb["project"] == "stories"
+    (first,) = kept(folder)
+    for row in rows(folder) + rows(folder, "eval.jsonl"):
+        assert json.dumps(row.get("loss", row.get("eval/loss"))).encode() in first
+    assert b"health/" not in first or b"/00" in first  # one number an entry
+    at(folder, OFFLINE)
+    assert json.loads((folder / "run.json").read_text())["wandb"] == wandb
+    assert ids(folder) == {wandb["id"]}
+    later = [row for row in rows(folder) if row["step"] > 4]
+    assert later
+    assert all(json.dumps(row["loss"]).encode() in b"".join(kept(folder)) for row in later)
+
+
+def test_another_project_is_another_run_there(tmp_path):
+    told = weights_and_biases.new_id(), weights_and_biases.new_id()
+    assert told[0] != told[1]
+    at(tmp_path / "run", OFFLINE, total_steps=2)
+    before = json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]
+    other = dataclasses.replace(OFFLINE, telemetry=TelemetryConfig(wandb="other", wandb_mode="offline"))
+    at(tmp_path / "run", other, total_steps=4)
+    after = json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]
+    assert after["project"] == "other"
+    assert after["id"] != before["id"]
+
+
+def test_without_an_account_or_the_library_nothing_begins(tmp_path, monkeypatch):
+    online = dataclasses.replace(RUN, telemetry=TelemetryConfig(wandb="stories"))
+    with pytest.raises(ConfigError, match=r"--wandb stories: .*--wandb-mode offline"):
+        at(tmp_path / "run", online)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"--wandb needs its library: pip install"):
+        at(tmp_path / "run", OFFLINE)
+    assert not (tmp_path / "run").exists()
+
+
+class Broken:
+    """A sink that can be written from the third row on."""
+
+    name = "somewhere"
+
+    def __init__(self):
+        self.rows, self.written = [], []
+
+    def add(self, step, row, file):
+        self.rows.append((step, row, file))
+
+    def flush(self, *, last=False):
+        if 0 < len(self.rows) < 3:
+            raise OSError("the line is dead")
+        self.written += self.rows
+        self.rows = []
+
+    @property
+    def waiting(self):
+        return len(self.rows)
+
+
+def test_a_sink_that_fails_keeps_its_rows_and_stops_nothing(tmp_path):
+    heard, sink = [], Broken()
+    telemetry = Telemetry(tmp_path, say=heard.append, others=[sink])
+    for step in (1, 2, 3, 4):
+        telemetry.write(step, {"loss": 1.0 / step})
+    telemetry.close()
+    assert [step for step, *_ in sink.written] == [1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    assert [line.split(" (")[0].split(" to ")[0] for line in heard] == [
+        "somewhere could not be written",
+        "metrics are written",
+        "somewhere could not be written",
+        "1 row of somewhere could not be written",
+    ]
