@@ -1,9 +1,11 @@
-"""`python -m nash_mhc COMMAND ...`: every command by one name; without one, what there is."""
+"""`nash-mhc COMMAND ...`, or `python -m nash_mhc COMMAND ...`: every command by one name; without one, what there is."""
 
 from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 from nash_mhc import __version__
 from nash_mhc.config.commands import chosen_command, one_line_errors
@@ -23,7 +25,8 @@ def main() -> int:
         sys.argv.append("--help")
     if sys.argv[1:] == ["--help"] or sys.argv[1:] == ["-h"]:
         print(f"nash_mhc {__version__}: pretrains language models over a data x fsdp x tp mesh\n")
-    if (chosen := chosen_command(ABOUT, "python -m nash_mhc COMMAND [flags]")) is None:
+    started = "nash-mhc" if Path(sys.argv[0]).name == "nash-mhc" else "python -m nash_mhc"
+    if (chosen := chosen_command(ABOUT, f"{started} COMMAND [flags]")) is None:
         return 0
     command, argv = chosen
     sys.modules.pop(f"nash_mhc.{command}.__main__", None)  # it is to run, not to be found
@@ -32,5 +35,10 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def console() -> NoReturn:
+    """The console script `nash-mhc`."""
     sys.exit(one_line_errors(main))
+
+
+if __name__ == "__main__":
+    console()

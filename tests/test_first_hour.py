@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -183,6 +184,20 @@ def test_the_package_itself_says_what_there_is_and_its_version(monkeypatch, caps
     with pytest.raises(SystemExit):
         call("checkpoint", "--help")
     assert "restore-test" in capsys.readouterr().out
+
+
+def test_the_console_script_is_every_command(tmp_path):
+    """As an installation makes it: a file that calls the entry point. Its name is what the help says."""
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["nash-mhc"]
+    module, _, function = entry.partition(":")
+    script = tmp_path / "nash-mhc"
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    script.chmod(0o755)
+    assert "usage: nash-mhc COMMAND" in typed("./nash-mhc --help", tmp_path)
+    # Worker processes begin with the script as well, and a signal that stops a run is heard.
+    flags = shlex.join([*SMALL, "--num-workers", "1", "--checkpoint-dir", "run"])
+    assert "held out at step 2" in typed(f"./nash-mhc train {flags}", tmp_path)
+    assert "whole" in typed("./nash-mhc checkpoint verify run", tmp_path)
 
 
 def test_a_step_that_never_ran_is_not_shown(tmp_path):
