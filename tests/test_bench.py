@@ -25,7 +25,8 @@ from nash_mhc.bench.step import bench_step
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.lm import count_parameters, flops_per_token
+from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.lm import flops_per_token
 from nash_mhc.train import evaluate, feed
 from nash_mhc.train.hardware import known_peak
 from nash_mhc.train.run import resolve

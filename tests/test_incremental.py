@@ -13,8 +13,9 @@ import small
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model import LM
-from nash_mhc.model.incremental import empty_cache, read, step
-from nash_mhc.model.lm import Execution
+from nash_mhc.model.incremental import empty_cache, step
+from nash_mhc.model.protocol import Execution
+from nash_mhc.model.sampling import read
 
 # Few iterations compile faster, and every one is the same code as in the whole model.
 BASE = dataclasses.replace(

@@ -16,8 +16,8 @@ import small
 from nash_mhc.config.schema import MeshConfig, ModelConfig
 from nash_mhc.model import LM
 from nash_mhc.model.attention import Attention, lay_out
-from nash_mhc.model.lm import Execution
 from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import named, shardings
 

@@ -11,7 +11,9 @@ import small
 
 from nash_mhc.config import ConfigError, presets
 from nash_mhc.model import LM
-from nash_mhc.model.lm import Execution, count_parameters, flops_per_token
+from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.lm import flops_per_token
+from nash_mhc.model.protocol import Execution
 
 CFG = dataclasses.replace(small.MODEL, kv_heads=4, qkv_bias=True, window=None)
 

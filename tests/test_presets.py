@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nash_mhc.config import presets
-from nash_mhc.model.lm import count_parameters
+from nash_mhc.model.architectures import count_parameters
 
 PAGE = Path(__file__).parent.parent / "docs" / "presets.md"
 

@@ -17,7 +17,7 @@ from nash_mhc.data.rows import PreparedRows
 from nash_mhc.data.sources import StoryRows, open_source
 from nash_mhc.data.tokens import load_tokenizer
 from nash_mhc.model import LM
-from nash_mhc.model.lm import Execution
+from nash_mhc.model.protocol import Execution
 from nash_mhc.ops.spread import gather, plan, spread
 from nash_mhc.train import programs
 from nash_mhc.train.programs import make_objective

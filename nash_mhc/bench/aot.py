@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType
 
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.model.lm import count_parameters
+from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.sharding import MESH_AXES
 from nash_mhc.train.feed import abstract_batch

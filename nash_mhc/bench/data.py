@@ -121,7 +121,7 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
     if megabytes < 1 or steps < 4:
         raise ConfigError("--megabytes must be at least 1 and --steps at least 4")
     say = lambda text: print(text, file=sys.stderr, flush=True)
-    align, cores = cfg.model.coarsest_stride, os.cpu_count() or 1
+    align, cores = cfg.model.alignment, os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = list(make_texts(megabytes << 20))

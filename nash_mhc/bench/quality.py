@@ -19,12 +19,13 @@ from rich.console import Console
 
 from nash_mhc.bench.findings import Figures, compare, verdict
 from nash_mhc.bench.recall import RecallRows, distances
-from nash_mhc.bench.variants import chosen, relative
+from nash_mhc.bench.variants import chosen, of_our_own, relative
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import Tokenizer, load_tokenizer
-from nash_mhc.model.lm import LM, count_parameters
+from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.lm import LM
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
@@ -162,7 +163,7 @@ class Contestant:
     def __init__(self, name: str, cfg: RunConfig, setting: Setting) -> None:
         self.name, self.cfg, self._setting = name, cfg, setting
         say = setting.progress.say
-        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {cfg.model.ffn}; compiling ...")
+        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {of_our_own(cfg).ffn}; compiling ...")
         setting.progress.status.update(f"{name}: compiling ...")
         step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg), warn=say)
         step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
@@ -249,7 +250,7 @@ def bench_quality(
     task: str = "text",
 ) -> Figures:
     """Everything is checked before the first step is compiled; one run's state is in memory at a time."""
-    names, model, B = chosen(variants), cfg.model, cfg.data.batch_size
+    names, model, B = chosen(variants), of_our_own(cfg), cfg.data.batch_size
     if seeds < 1 or (eval_rows is not None and eval_rows < 1):
         raise ConfigError("--seeds and --eval-rows must be at least 1")
     rates = rates_of(learning_rates, cfg)
@@ -259,7 +260,7 @@ def bench_quality(
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: set --model-vocab-size {tokenizer.vocab_size} or more")
-    align, numbers = model.coarsest_stride, [cfg.train.seed + i for i in range(seeds)]
+    align, numbers = model.alignment, [cfg.train.seed + i for i in range(seeds)]
     # Four times what a run takes: the figure shall be good to half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
     held_out: RowSource | None

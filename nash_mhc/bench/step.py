@@ -12,7 +12,7 @@ import numpy as np
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
-from nash_mhc.model.lm import count_parameters, flops_per_token
+from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.feed import to_device
 from nash_mhc.train.hardware import matmul_rate, peak_flops, processors
@@ -63,7 +63,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     rate = max(rate_before, matmul_rate(cfg.train.dtype, device, seconds=1.0))
     seconds = statistics.median(times)
     tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
-    flops = flops_per_token(cfg.model, cfg.data.seq_len) * tokens
+    flops = architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len) * tokens
     return {
         "devices": describe(mesh),
         "model_size": cfg.model_size,

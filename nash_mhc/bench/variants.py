@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
-from nash_mhc.model.lm import count_parameters
+from nash_mhc.model.architectures import count_parameters
 from nash_mhc.train.run import for_platform
 
 # What each variant changes in the run's model. Plain attention gets no window: it sees the whole row, its best form.
@@ -36,6 +36,13 @@ def chosen(names: str) -> list[str]:
     return found
 
 
+def of_our_own(cfg: RunConfig) -> ModelConfig:
+    """The model of the run, which the variants change; ConfigError."""
+    if not isinstance(cfg.model, ModelConfig):
+        raise ConfigError(f"bench quality compares variants of {ModelConfig.architecture}, not of {cfg.model.architecture}")
+    return cfg.model
+
+
 def matched(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
     """`model` with the FFN width, a multiple of `unit`, that brings it closest to so many parameters."""
     at = lambda ffn: count_parameters(dataclasses.replace(model, ffn=ffn))
@@ -48,7 +55,7 @@ def relative(name: str, cfg: RunConfig, base: RunConfig, mesh: Mesh) -> RunConfi
     if not VARIANTS[name]:
         return base
     target = count_parameters(cfg.model)
-    model = matched(dataclasses.replace(cfg.model, **VARIANTS[name]), target, math.lcm(8, mesh.shape["tp"]))
+    model = matched(dataclasses.replace(of_our_own(cfg), **VARIANTS[name]), target, math.lcm(8, mesh.shape["tp"]))
     if abs((count := count_parameters(model)) / target - 1) > _TOLERANCE:
         raise ConfigError(
             f"variant {name}: no FFN width brings it within {_TOLERANCE:.0%} of {target:,} parameters (the nearest, "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nash_mhc.config import presets
-from nash_mhc.config.schema import RunConfig, accepted_types
+from nash_mhc.config.schema import RunConfig, accepted_types, section_class
 
 SMALL = "--use-small-model"  # the same as --model-size small
 # What other frameworks call these keys: never accepted, only the source of a better "did you mean".
@@ -49,13 +49,13 @@ def keys() -> dict[str, Key]:
     found: list[Key] = []
     hints = typing.get_type_hints(RunConfig)
     for top in dataclasses.fields(RunConfig):
-        kind = hints[top.name]
-        if not dataclasses.is_dataclass(kind):
+        kind = section_class(top)
+        if kind is None:
             metadata = dict(top.metadata, choices=presets.sizes()) if top.name == "model_size" else top.metadata
-            found.append(Key(top.name, "--" + top.name.replace("_", "-"), kind, metadata))
+            found.append(Key(top.name, "--" + top.name.replace("_", "-"), hints[top.name], metadata))
             continue
         inner = typing.get_type_hints(kind)
-        for f in dataclasses.fields(kind):
+        for f in dataclasses.fields(kind):  # type: ignore[arg-type]
             prefix = f"{top.name}-" if top.name in ("mesh", "model") else ""
             flag = f.metadata["flag"] or prefix + f.name.replace("_", "-")
             found.append(Key(f"{top.name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))

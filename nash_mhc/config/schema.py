@@ -7,195 +7,32 @@ all read the same declaration. Add a key here and it exists everywhere.
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
-import re
-import types
-import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from nash_mhc.config.fields import (
+    ConfigError,
+    Section,
+    accepted_types,
+    at_home,
+    check_field,
+    key,
+    nearest_multiple,
+    weighted_parts,
+)
+from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
-class ConfigError(ValueError):
-    """A user's mistake in one sentence: what is wrong, where, and the remedy. Commands print it and exit with 2."""
-
-
-def key(
-    default: Any,
-    help: str,
-    *,
-    low: int | float | None = None,
-    above: int | float | None = None,
-    high: int | float | None = None,
-    choices: tuple[str, ...] | None = None,
-    flag: str | None = None,
-    weighted: bool = False,
-    path: bool = False,
-) -> Any:
-    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
-
-    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path` may
-    begin with ~, wherever it is written.
-    """
-    bounds = {"low": low, "above": above, "high": high}
-    metadata = bounds | {"help": help, "choices": choices, "flag": flag, "weighted": weighted, "path": path}
-    return field(default=default, metadata=metadata)
-
-
-def accepted_types(annotation: Any) -> tuple[type, ...]:
-    """`int | None` -> (int, NoneType); `float` -> (float,). The leaves of a config hold nothing more complicated."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return tuple(typing.get_args(annotation))
-    return (annotation,)
-
-
-def type_name(annotation: Any) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    return " or ".join(names[t] for t in accepted_types(annotation))
-
-
-def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
-    """One key against its declaration; raises ConfigError."""
-    types_ = accepted_types(annotation)
-    # bool is an int to Python, and an int is a fine float: neither surprise may reach a run.
-    fits = isinstance(value, types_) and not (isinstance(value, bool) and bool not in types_)
-    if not fits:
-        raise ConfigError(f"{name} must be {type_name(annotation)}, not {value!r}")
-    if value is None:
-        return
-    if value == "":
-        raise ConfigError(f"{name} must not be empty")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, not {value}")
-    choices, low, above, high = (metadata.get(k) for k in ("choices", "low", "above", "high"))
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-    if low is not None and not value >= low:
-        raise ConfigError(f"{name} must be at least {low}, not {value}")
-    if above is not None and not value > above:
-        raise ConfigError(f"{name} must be above {above}, not {value}")
-    if high is not None and not value <= high:
-        raise ConfigError(f"{name} must be at most {high}, not {value}")
-
-
-class _Section:
-    """Shared by the sections below: every field is checked against its declaration at construction."""
-
-    section = ""
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            if isinstance(value, int) and not isinstance(value, bool) and accepted_types(hints[f.name])[0] is float:
-                value = float(value)
-                object.__setattr__(self, f.name, value)
-            if f.metadata["path"] and isinstance(value, str):
-                value = at_home(value)
-                object.__setattr__(self, f.name, value)
-            check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
-
-
-def weighted_parts(text: str) -> list[tuple[str, str]]:
-    """`a:0.7,b:0.3` -> [(a, 0.7), (b, 0.3)]; empty for a text that is no list of names with weights."""
-    parts = re.findall(r"(.+?):(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text)
-    return parts if ",".join(":".join(part) for part in parts) == text else []
-
-
-def at_home(path: str) -> str:
-    """With ~ written out, as a shell does it for some of the ways to say a path and not for others."""
-    if parts := weighted_parts(path):
-        return ",".join(f"{os.path.expanduser(name)}:{weight}" for name, weight in parts)
-    return os.path.expanduser(path)
-
-
-def nearest_multiple(value: int, factor: int) -> int:
-    """The positive multiple of `factor` closest to `value`: what error messages propose."""
-    return max(factor, round(value / factor) * factor)
-
-
-@dataclass(frozen=True)
-class ModelConfig(_Section):
-    """The decoder. Letters in shapes are those of docs: D width, N heads, K kv heads, H head dim, F ffn, V vocabulary."""
-
-    section = "model"
-
-    vocab_size: int = key(256 + 1, "tokens in the vocabulary (V); padded up to a multiple of 128 inside", low=2)
-    width: int = key(128, "width of the residual stream (D)", low=1)
-    layers: int = key(2, "number of layers (L)", low=1)
-    heads: int = key(8, "query heads (N)", low=1)
-    kv_heads: int = key(8, "key and value heads (K); fewer than heads is grouped-query attention", low=1)
-    head_dim: int = key(16, "width of one head (H), an even number", low=2)
-    ffn: int = key(384, "width of the feed-forward layer (F)", low=1)
-    scales: int = key(3, "resolutions that attention looks at (C); 1 is plain attention", low=1, high=8)
-    ratio: int = key(4, "how much coarser each scale is than the one before (r)", low=2, high=64)
-    window: int | None = key(None, "tokens that the finest scale looks back, itself included (none: all)", low=1)
-    full_every: int = key(0, "one layer in so many has no window (0: none of them)", low=0)
-    conv_taps: int = key(4, "tokens that a convolution in front of attention mixes, itself included (0: none)", low=0, high=16)
-    aggregation: str = key("nash", "how the scales find their weights", choices=("nash", "convex", "mean"))
-    nash_iterations: int = key(3, "best responses that the scales play", low=1, high=64)
-    residual: str = key("mhc", "residual: several mixed streams, or one that is added to", choices=("mhc", "plain"))
-    streams: int = key(4, "residual streams (R) of mhc", low=2, high=16)
-    sinkhorn_iterations: int = key(20, "normalisations that make the mixing of streams doubly stochastic", low=1, high=200)
-    rope_theta: float = key(10_000.0, "base of the rotary position frequencies", above=0)
-    norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
-    qk_norm: bool = key(True, "normalise queries and keys per head before the rotation")
-    qkv_bias: bool = key(False, "add a bias to the query, key and value projections")
-    tied_embeddings: bool = key(True, "use the embedding table as the output projection too")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.heads % self.kv_heads:
-            divisors = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
-            best = min(divisors, key=lambda k: abs(k - self.kv_heads))
-            raise ConfigError(
-                f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}; the nearest that does is {best}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim {self.head_dim} must be even for the rotary embedding; try {self.head_dim + 1}")
-        if self.window is not None and self.window % self.coarsest_stride:
-            raise ConfigError(
-                f"model.window {self.window} must be a multiple of the coarsest stride {self.coarsest_stride} "
-                f"(model.ratio {self.ratio}, model.scales {self.scales}); "
-                f"the nearest is {nearest_multiple(self.window, self.coarsest_stride)}"
-            )
-
-        if self.full_every and self.window is None:
-            raise ConfigError("model.full_every leaves a window out, and there is none; set model.window, or leave it at 0")
-        if self.full_every and self.layers % self.full_every:
-            divisors = [g for g in range(1, self.layers + 1) if self.layers % g == 0]
-            best = min(divisors, key=lambda g: abs(g - self.full_every))
-            raise ConfigError(
-                f"model.full_every {self.full_every} does not divide model.layers {self.layers}; "
-                f"the nearest that does is {best}"
-            )
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of the layers of one group, of which the model is a stack; in each, the last one may see everything."""
-        return (*(self.window,) * (self.full_every - 1), None) if self.full_every else (self.window,)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Tokens from one row of a scale to its next: 1, r, r^2, ..."""
-        return tuple(self.ratio**c for c in range(self.scales))
-
-    @property
-    def coarsest_stride(self) -> int:
-        """What rows and documents are aligned to."""
-        return self.strides[-1]
-
-    @property
-    def padded_vocab(self) -> int:
-        """Vocabulary rounded up to a multiple of 128: full matmul tiles, and any power-of-two tp up to 128 divides it."""
-        return -(-self.vocab_size // 128) * 128
-
+__all__ = [
+    "ARCHITECTURES", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "MeshConfig", "ModelConfig", "OptimConfig",
+    "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types", "at_home", "check_field", "key",
+    "nearest_multiple", "weighted_parts",
+]  # fmt: skip
 
 TEMPLATE = "{role}: {content}\n"  # of a message, where none is given
 
 
 @dataclass(frozen=True)
-class DataConfig(_Section):
+class DataConfig(Section):
     section = "data"
 
     dataset: str = key(
@@ -231,7 +68,7 @@ class DataConfig(_Section):
 
 
 @dataclass(frozen=True)
-class MeshConfig(_Section):
+class MeshConfig(Section):
     section = "mesh"
 
     data: int = key(1, "devices along data: whole copies, each with its share of the batch (-1: the rest)", low=-1)
@@ -261,7 +98,7 @@ class MeshConfig(_Section):
 
 
 @dataclass(frozen=True)
-class OptimConfig(_Section):
+class OptimConfig(Section):
     section = "optim"
 
     learning_rate: float = key(1.2e-3, "peak learning rate of matrices at width 640; others follow by role and width", above=0)
@@ -285,7 +122,7 @@ class OptimConfig(_Section):
 
 
 @dataclass(frozen=True)
-class TrainConfig(_Section):
+class TrainConfig(Section):
     section = "train"
 
     total_steps: int = key(300, "optimizer steps of the whole run", low=1)
@@ -356,11 +193,30 @@ class TrainConfig(_Section):
 
 
 @dataclass(frozen=True)
-class TelemetryConfig(_Section):
+class TelemetryConfig(Section):
     section = "telemetry"
 
     wandb: str | None = key(None, "project at Weights & Biases that gets the numbers as well (none: no project)")
     wandb_mode: str = key("online", "offline: kept in the run's folder for wandb sync", choices=("online", "offline"))
+
+
+# The configurations of all kinds of models that are known, by name.
+ARCHITECTURES: dict[str, type[ArchitectureConfig]] = {ModelConfig.architecture: ModelConfig}
+
+
+def architecture_config(name: str) -> type[ArchitectureConfig]:
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"model.architecture {name}: this process knows no such model; there are {', '.join(ARCHITECTURES)} (import the "
+            "module that registers it)"
+        )
+    return ARCHITECTURES[name]
+
+
+def section_class(of_run: dataclasses.Field[Any]) -> type[Section] | None:
+    """Of a field of RunConfig; None for one that is no section. The model's is that of our own."""
+    made = of_run.default_factory
+    return made if isinstance(made, type) and issubclass(made, Section) else None
 
 
 @dataclass(frozen=True)
@@ -368,7 +224,7 @@ class RunConfig:
     """A whole run. `model_size` names the preset that the other keys started from."""
 
     model_size: str = key("tiny", "preset that the other keys start from")
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ArchitectureConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -382,36 +238,33 @@ class RunConfig:
                 f"optim.warmup_steps {self.optim.warmup_steps} is more than train.total_steps {self.train.total_steps}; "
                 f"lower --warmup-steps or raise --total-steps"
             )
-        stride = self.model.coarsest_stride
-        if self.data.seq_len % stride:
-            raise ConfigError(
-                f"data.seq_len {self.data.seq_len} must be a multiple of the coarsest stride {stride} (model.ratio "
-                f"{self.model.ratio}, model.scales {self.model.scales}); the nearest is "
-                f"{nearest_multiple(self.data.seq_len, stride)}"
-            )
+        self.model.check_rows(self.data.seq_len)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON or YAML; `from_dict` is the inverse."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if not isinstance(self.model, ModelConfig):
+            values["model"]["architecture"] = self.model.architecture
+        return values
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RunConfig:
         sections = {f.name: f for f in dataclasses.fields(RunConfig)}
-        hints = typing.get_type_hints(RunConfig)
         built: dict[str, Any] = {}
         for name, value in values.items():
             if name not in sections:
                 raise ConfigError(f"unknown section {name!r}; there are {', '.join(sections)}")
-            kind = hints[name]
-            is_section = dataclasses.is_dataclass(kind)
-            if is_section:
+            if (kind := section_class(sections[name])) is not None:
                 if not isinstance(value, dict):
                     raise ConfigError(f"{name} must hold keys and values, not {value!r}")
-                known = {f.name for f in dataclasses.fields(kind)}
-                unknown = sorted(set(value) - known)
+                given = dict(value)
+                if name == "model" and "architecture" in given:
+                    kind = architecture_config(given.pop("architecture"))
+                known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+                unknown = sorted(set(given) - known)
                 if unknown:
                     raise ConfigError(f"unknown key {name}.{unknown[0]}; there are {', '.join(sorted(known))}")
-                built[name] = kind(**value)
+                built[name] = kind(**given)
             else:
                 built[name] = value
         return RunConfig(**built)

@@ -60,7 +60,7 @@ def prepare_command(argv: Sequence[str]) -> int:
             tokenizer,
             corpus,
             out,
-            align=cfg.model.coarsest_stride,
+            align=cfg.model.alignment,
             workers=own.workers or None,
             watch=watch,
         )

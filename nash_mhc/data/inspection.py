@@ -107,7 +107,7 @@ def of_run(folder: Folder, step: int | None, row: int | None) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / 'run.json'}: cannot be read ({error}); is it the folder of a run?") from error
     tokenizer, seed = load_tokenizer(cfg.data.tokenizer), cfg.train.seed
-    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=cfg.model.coarsest_stride)
+    source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=cfg.model.alignment)
     if info.get("rows", source.identity) != source.identity:
         raise ConfigError(f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back")
     rows = cfg.data.batch_size * cfg.train.grad_accum

@@ -19,7 +19,7 @@ from nash_mhc.config.words import counted
 from nash_mhc.data.files import counted_endings
 
 FILE = "manifest.json"
-_ALIGN = ModelConfig().coarsest_stride  # of documents in their rows, where nothing else is said
+_ALIGN = ModelConfig().alignment  # of documents in their rows, where nothing else is said
 VERSION = 3  # of the files' form; another one cannot be read
 
 

@@ -15,7 +15,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokens import Tokenizer, load_tokenizer, stream_text
-from nash_mhc.model.lm import LM
+from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import generate_tokens, keep_likely, sample
 from nash_mhc.train.state import abstract_state
 
@@ -26,7 +26,7 @@ __all__ = ["Loaded", "generate_tokens", "keep_likely", "load", "sample", "stream
 class Loaded:
     config: RunConfig
     tokenizer: Tokenizer
-    model: LM  # the averaged weights where the run kept them
+    model: LanguageModel  # the averaged weights where the run kept them
     step: int
     dtype: str  # to compute in
 

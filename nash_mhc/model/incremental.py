@@ -119,19 +119,6 @@ def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Arra
     return logits_BV, dataclasses.replace(cache, position=cache.position + 1)
 
 
-def read(model: LM, cache: Cache, tokens_BT: Int[Array, "B T"], count: Int[Array, ""]) -> tuple[Float[Array, "B V"], Cache]:
-    """`step` over the first `count` tokens, at least one: (logits of the token after them, cache). The rest is padding.
-
-    The count is not part of the program: compiled once, this reads a chunk of a prompt and a single token alike.
-    """
-
-    def body(t: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
-        return step(model, carry[1], lax.dynamic_index_in_dim(tokens_BT, t, axis=1, keepdims=False))
-
-    nothing_BV = jnp.zeros((tokens_BT.shape[0], model.cfg.vocab_size), jnp.float32)
-    return lax.fori_loop(0, count, body, (nothing_BV, cache))
-
-
 def _layer(stack: Array, index: Array) -> Array:
     return lax.dynamic_index_in_dim(stack, index, axis=0, keepdims=False)
 

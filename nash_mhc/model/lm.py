@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -14,9 +13,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention, Layout, lay_out
-from nash_mhc.model.health import LayerReport, unmixed, watch_streams
+from nash_mhc.model.health import LayerReport, summary, unmixed, watch_streams
 from nash_mhc.model.multiscale import MIXED, Multiscale
 from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix
+from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.streams import COEFFICIENTS
@@ -26,21 +26,10 @@ from nash_mhc.parallel.sharding import for_compute, is_gathered_weight
 _TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
 
 
-@dataclass(frozen=True)
-class Execution:
-    """How a forward pass is carried out; never what it computes."""
-
-    dtype: str = "float32"
-    remat: str = "none"
-    attention: str = "auto"
-    most_documents: int | None = None  # that a row holds, where the data knows it
-    room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the coarsest stride
-    unroll: bool = False  # the layers: a loop stacks whatever it keeps for the way back, which a GPU copies in and out
-
-    def kernel(self, cfg: ModelConfig, seq_len: int) -> str:
-        if self.attention != "auto":
-            return self.attention
-        return best_kernel(jax.default_backend(), self.dtype, seq_len, cfg.head_dim, cfg.window)
+def _kernel(cfg: ModelConfig, seq_len: int, execution: Execution) -> str:
+    if execution.attention != "auto":
+        return execution.attention
+    return best_kernel(jax.default_backend(), execution.dtype, seq_len, cfg.head_dim, cfg.window)
 
 
 def remat_policy(name: str) -> Any:
@@ -158,7 +147,7 @@ class LM(eqx.Module):
         # own outputs, so it enters at the scale of those.
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
-        kernel = execution.kernel(self.cfg, tokens_BT.shape[1])
+        kernel = _kernel(self.cfg, tokens_BT.shape[1], execution)
         layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)
         residual = residual_class(self.cfg)
         composite = unmixed(self.cfg, tokens_BT.shape)
@@ -192,12 +181,13 @@ class LM(eqx.Module):
         w_VD = self.unembed_VD[: self.cfg.vocab_size].astype(x_BTD.dtype)
         return jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)
 
+    def health(self, report: LayerReport) -> dict[str, Array]:
+        """One value or one short vector a layer, by name."""
+        return jax.lax.stop_gradient(summary(report))
 
-@functools.lru_cache(64)
-def count_parameters(cfg: ModelConfig) -> int:
-    """Exact number of parameters, padding of the vocabulary included."""
-    shapes = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    def penalties(self, report: LayerReport) -> dict[str, Float[Array, ""]]:
+        """`sparsity`: the entropy of the scales' weights, as a share of its largest value."""
+        return {} if report.game is None else {"sparsity": jnp.mean(summary(report)["scale_entropy"])}
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:

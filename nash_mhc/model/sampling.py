@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.incremental import Cache, empty_cache, read
-from nash_mhc.model.lm import LM
+from nash_mhc.config.schema import ArchitectureConfig
+from nash_mhc.model.architectures import architecture_of
+from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import for_compute
 
 _CHUNK = 64  # tokens of a prompt that are read in one call
@@ -21,9 +23,23 @@ _PATIENCE = 2.0  # seconds of silence that a reader of the terminal is asked for
 
 
 @functools.partial(jax.jit, donate_argnames="cache")  # the cache comes back with its new rows written in place
-def _read(model: LM, cache: Cache, tokens_T: Int[Array, "T"], count: Int[Array, ""]) -> tuple[Float[Array, "V"], Cache]:
+def _read(model: Any, cache: Any, tokens_T: Int[Array, "T"], count: Int[Array, ""]) -> tuple[Float[Array, "V"], Any]:
     logits_BV, cache = read(model, cache, tokens_T[None], count)
     return logits_BV[0], cache
+
+
+def read(model: Any, cache: Any, tokens_BT: Int[Array, "B T"], count: Int[Array, ""]) -> tuple[Float[Array, "B V"], Any]:
+    """Decodes the first `count` tokens, at least one: (logits of the token after them, cache). The rest is padding.
+
+    The count is not part of the program: compiled once, this reads a chunk of a prompt and a single token alike.
+    """
+    decode = architecture_of(model.cfg).decode
+
+    def body(t: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        return decode(model, carry[1], lax.dynamic_index_in_dim(tokens_BT, t, axis=1, keepdims=False))
+
+    nothing_BV = jnp.zeros((tokens_BT.shape[0], model.cfg.vocab_size), jnp.float32)
+    return lax.fori_loop(0, count, body, (nothing_BV, cache))
 
 
 def keep_likely(logits_V: Float[Array, "V"], top_k: int, top_p: float) -> Float[Array, "V"]:
@@ -52,20 +68,20 @@ def sample(
     return jax.random.categorical(key, keep_likely(scaled_V, top_k, top_p))
 
 
-def context_start(cfg: ModelConfig, count: int, seq_len: int) -> int:
+def context_start(cfg: ArchitectureConfig, count: int, seq_len: int) -> int:
     """The first of `count` tokens that the prediction of the next one sees.
 
-    All of them while the cache has room. When it is full, it begins anew with its last half, in whole blocks of the coarsest
-    scale, so that blocks hold the same tokens as before. The answer depends on the count alone: a text goes on in the same
+    All of them while the cache has room. When it is full, it begins anew with its last half, in multiples of the model's
+    alignment, so that blocks hold the same tokens as before. The answer depends on the count alone: a text goes on in the same
     way whether it was a prompt or was generated.
     """
     half = seq_len // 2
-    hop = seq_len - (half // cfg.coarsest_stride * cfg.coarsest_stride or half)
+    hop = seq_len - (half // cfg.alignment * cfg.alignment or half)
     return max(0, -(-(count - seq_len) // hop)) * hop
 
 
 def generate_tokens(
-    model: LM,
+    model: LanguageModel,
     prompt_tokens: Sequence[int] | np.ndarray,
     *,
     seq_len: int,
@@ -92,8 +108,8 @@ def generate_tokens(
     key = jax.random.key(seed)
     model = for_compute(model, jnp.dtype(dtype))  # once, not for every token
     # Where the model lies, in so many words: JAX would compile once for a cache without a place and again for the one returned.
-    (device,) = model.embed_VD.devices()
-    fresh = lambda: jax.device_put(empty_cache(model.cfg, 1, seq_len, dtype), device)
+    (device,) = jax.tree.leaves(model)[0].devices()
+    fresh = lambda: jax.device_put(architecture_of(model.cfg).empty_cache(model.cfg, 1, seq_len, dtype), device)
     cache, start, seen = fresh(), 0, 0
     said = time.monotonic()
     say("compiling ...")

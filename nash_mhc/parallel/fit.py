@@ -6,22 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig, nearest_multiple
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, Length, RunConfig, nearest_multiple
 from nash_mhc.parallel.sharding import RULES
 
 
 def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> None:
     """ConfigError for the first size that its mesh axes do not divide, with the nearest settings that work."""
     model, data = cfg.model, cfg.data
-    sizes = [  # logical axis, its length in this run, the flag that sets it
-        ("batch", data.batch_size, "--batch-size"),
-        ("time_split", data.seq_len, "--seq-len"),
-        ("embed", model.width, "--model-width"),
-        ("heads", model.heads, "--model-heads"),
-        ("kv_heads", model.kv_heads, "--model-kv-heads"),
-        ("ffn", model.ffn, "--model-ffn"),
-        ("vocab", model.padded_vocab, "--model-vocab-size"),
-    ]
+    of_data = [Length("batch", data.batch_size, "--batch-size"), Length("time_split", data.seq_len, "--seq-len")]
+    sizes = [*of_data, *model.lengths()]
     for axis, size, flag in sizes:
         ways = math.prod(mesh_shape[a] for a in RULES[axis])
         if size % ways:
@@ -37,15 +30,16 @@ def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> None:
             )
 
 
-def _nearest(model: ModelConfig, axis: str, size: int, flag: str, ways: int) -> str:
+def _nearest(model: ArchitectureConfig, axis: str, size: int, flag: str, ways: int) -> str:
     """Flags with which this size divides and the model is still a valid one."""
     if axis == "vocab":  # upwards, so that the tokenizer still fits; the model pads it to a multiple of 128
         unit = math.lcm(128, ways)
         return f"{flag} {-(-size // unit) * unit}"
     if axis not in ("heads", "kv_heads"):
-        unit = math.lcm(ways, model.coarsest_stride) if axis == "time_split" else ways  # rows hold whole coarse blocks
+        unit = math.lcm(ways, model.alignment) if axis == "time_split" else ways  # rows hold whole coarse blocks
         return f"{flag} {nearest_multiple(size, unit)}"
-    heads = nearest_multiple(model.heads, ways)
+    of = {length.axis: length.size for length in model.lengths()}
+    heads = nearest_multiple(of["heads"], ways)
     shared = [k for k in range(ways, heads + 1, ways) if heads % k == 0]
-    kv_heads = f"--model-kv-heads {min(shared, key=lambda k: abs(k - model.kv_heads))}"
+    kv_heads = f"--model-kv-heads {min(shared, key=lambda k: abs(k - of['kv_heads']))}"
     return f"{flag} {heads} {kv_heads}" if axis == "heads" else kv_heads

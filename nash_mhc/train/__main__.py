@@ -18,7 +18,7 @@ from nash_mhc.config.cli import as_flags, parse, render
 from nash_mhc.config.commands import one_line_errors, this_python
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.tokens import load_tokenizer, stream_text
-from nash_mhc.model.lm import count_parameters
+from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.train.found import found_settings
 from nash_mhc.train.run import Result, for_platform, resolve, run
@@ -32,7 +32,7 @@ _LARGEST_SAMPLED = 200_000_000  # parameters: a larger model may not fit on one 
 def _sample(result: Result, cfg: RunConfig) -> Iterator[str]:
     """Text in pieces, from a copy of the trained weights on one device of the mesh."""
     model = result.state.best_model
-    device = min(model.embed_VD.devices(), key=lambda d: d.id)
+    device = min(jax.tree.leaves(model)[0].devices(), key=lambda d: d.id)
     dtype = "float32" if device.platform == "cpu" else for_platform(cfg, device.platform).train.dtype
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     tokens = generate_tokens(

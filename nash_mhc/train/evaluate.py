@@ -15,7 +15,7 @@ from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokens import Tokenizer
-from nash_mhc.model.lm import LM
+from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.train.feed import own_rows, to_device
 from nash_mhc.train.objective import Sums
 from nash_mhc.train.programs import compile_evaluation
@@ -41,13 +41,13 @@ class Evaluator:
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
         self.step = compile_evaluation(cfg, mesh, held_out)
 
-    def compile(self, model: LM) -> None:
+    def compile(self, model: LanguageModel) -> None:
         """Ahead of the first evaluation."""
         self.step.compile(model, to_device(own_rows(self._rows[0], self._mesh), self._mesh))
 
     def evaluate(
         self,
-        model: LM,
+        model: LanguageModel,
         should_stop: Callable[[], bool] = lambda: False,
         only: Callable[[Rows], np.ndarray] | None = None,
     ) -> dict[str, float]:

@@ -21,7 +21,8 @@ from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.ownership import Owner
 from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.model.lm import LM, count_parameters
+from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.stream import Telemetry
@@ -71,7 +72,7 @@ def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None,
     }
 
 
-def _parameter_table(model: LM) -> str:
+def _parameter_table(model: LanguageModel) -> str:
     """Name, shape and size of every parameter, for whoever wants to see what the model is made of."""
     from clu import parameter_overview  # brings flax along, which takes a second to import
 
@@ -80,7 +81,7 @@ def _parameter_table(model: LM) -> str:
 
 
 def run_files(
-    cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str, model: LM, known: dict[str, Any]
+    cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None, rows: str, model: LanguageModel, known: dict[str, Any]
 ) -> dict[str, str]:
     """Name -> content of what tells about a run; `known` is what is known of it besides."""
     told = json.dumps(_describe_run(cfg, mesh, floor, rows) | known, indent=2) + "\n"

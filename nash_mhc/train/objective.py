@@ -6,6 +6,7 @@ A training mode is an objective. This one is next-token prediction.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.model.health import summary
-from nash_mhc.model.lm import LM, Execution
+from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.ops.xent import XentSums, xent, xent_and_grads
 from nash_mhc.parallel.sharding import mesh_axis, on_shards
 
@@ -112,14 +112,14 @@ class Aux(NamedTuple):
 
 
 def next_token(
-    model: LM, batch: Batch, *, execution: Execution, z_weight: float, sparsity_weight: float = 0.0
+    model: LanguageModel, batch: Batch, *, execution: Execution, z_weight: float, penalties: Mapping[str, float] = {}
 ) -> tuple[Float[Array, ""], Aux]:
-    """Cross-entropy of the next token, z-loss, and the entropy of the scales' weights (as a share of its largest value)."""
-    x_BTD, reports = model.hidden(batch.inputs, batch.segments, execution)
+    """Cross-entropy of the next token, z-loss, and what the model itself has to be kept from, weighted by `penalties`."""
+    x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
     out = sharded_xent(x_BTD, model.unembed_VD, batch.targets, batch.weights, model.cfg.vocab_size, z_weight)
     sparsity = jnp.zeros(())
-    if reports.game is not None and sparsity_weight > 0:
-        sparsity = sparsity_weight * jnp.mean(summary(reports)["scale_entropy"]) * out.weight
+    if penalties.get("sparsity", 0.0) > 0:
+        sparsity = penalties["sparsity"] * model.penalties(report).get("sparsity", sparsity) * out.weight
     loss = out.loss + sparsity
     sums = Sums(loss, out.ce, z_weight * out.z, sparsity, out.correct, out.weight)
-    return loss, Aux(sums, jax.lax.stop_gradient(summary(reports)))
+    return loss, Aux(sums, model.health(report))

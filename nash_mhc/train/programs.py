@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.mixture import RowSource
-from nash_mhc.model.lm import LM, Execution
+from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named
@@ -39,15 +39,15 @@ def _room(cfg: RunConfig, source: RowSource | None) -> int | None:
     """Places of a row of attention, where documents begin anywhere: whole blocks of the coarsest scale, and few lengths."""
     if source is None or source.room is None:
         return None
-    stride = cfg.model.coarsest_stride
+    stride = cfg.model.alignment
     unit = math.lcm(_PLACES, stride) if _PLACES % stride == 0 or stride % _PLACES == 0 else stride
     return -(-source.room // unit) * unit
 
 
 def _objective(cfg: RunConfig, most_documents: int | None, room: int | None, unroll: bool = False) -> Objective:
     execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room, unroll)
-    z, sparsity = cfg.optim.z_loss, cfg.optim.sparsity
-    return functools.partial(next_token, execution=execution, z_weight=z, sparsity_weight=sparsity)
+    penalties = {"sparsity": cfg.optim.sparsity}
+    return functools.partial(next_token, execution=execution, z_weight=cfg.optim.z_loss, penalties=penalties)
 
 
 def compile_train_step(
@@ -79,7 +79,7 @@ def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = 
 def _evaluation(cfg: RunConfig, mesh: Mesh, room: int | None) -> CompiledStep:
     objective = _objective(cfg, None, room)
 
-    def sums(model: LM, batch: Batch) -> Sums:
+    def sums(model: LanguageModel, batch: Batch) -> Sums:
         return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
 
     return CompiledStep(sums, mesh, out_shardings=named(mesh))  # every process reads them

@@ -22,7 +22,7 @@ from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.data.mixture import passes
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source
 from nash_mhc.data.tokens import load_tokenizer
-from nash_mhc.model.lm import count_parameters, flops_per_token
+from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.ops.attend import best_kernel, why_not
 from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.fit import check_fit
@@ -66,7 +66,7 @@ def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
     unroll = cfg.train.unroll
     if unroll == "auto":  # gathered weights of several devices: not measured; many layers: a compiler that takes minutes
         one_gpu = platform == "gpu" and cfg.mesh.data == cfg.mesh.fsdp == cfg.mesh.tp == 1
-        unroll = "yes" if one_gpu and cfg.model.layers <= _MOST_UNROLLED else "no"
+        unroll = "yes" if one_gpu and cfg.model.depth <= _MOST_UNROLLED else "no"
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, unroll=unroll))
 
 
@@ -84,7 +84,10 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
 
 
 def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
-    shape = (platform, dtype, cfg.data.seq_len, cfg.model.head_dim, cfg.model.window)
+    attention = architecture_of(cfg.model).attention(cfg.model)
+    if attention is None:
+        return "xla"
+    shape = (platform, dtype, cfg.data.seq_len, *attention)
     if cfg.train.attention == "auto":
         return best_kernel(*shape)
     if reason := why_not(cfg.train.attention, *shape):
@@ -155,7 +158,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
             f"set --model-vocab-size {tokenizer.vocab_size}"
         )
     floor = loss_floor(cfg.data, tokenizer)
-    align = cfg.model.coarsest_stride
+    align = cfg.model.alignment
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
     from_leader(lambda: check_resume(cfg, rows=source.identity))
     from_leader(lambda: weights_and_biases.check(cfg.telemetry))
@@ -245,7 +248,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
         rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start_step)
         meter = Meter(
             cfg,
-            flops_per_token(cfg.model, cfg.data.seq_len),
+            architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len),
             peak_flops(mesh, cfg.train.dtype),
             step=start_step,
             updates=int(state.step),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
 from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
-from nash_mhc.model.lm import LM
+from nash_mhc.model.architectures import abstract_model, architecture_of
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named, shardings
@@ -25,13 +26,13 @@ _KEPT = 16  # shapes and programs, for later runs of the same process
 
 class TrainState(eqx.Module):
     step: Int[Array, ""]  # updates made: the run's step, less those that were skipped
-    model: LM  # float32
+    model: Any  # a LanguageModel, float32
     opt_state: PyTree
-    ema: LM | None  # averaged weights of what is trained, when ema_decay asks for them
+    ema: Any  # averaged weights of what is trained, when ema_decay asks for them; else None
     recent: Recent  # losses and gradient norms of the last steps, skipped ones included: what a spike is judged by
 
     @property
-    def best_model(self) -> LM:
+    def best_model(self) -> Any:
         """With the averaged weights, where they are kept."""
         return self.model if self.ema is None else eqx.combine(self.ema, self.model)
 
@@ -45,11 +46,11 @@ def shaping(cfg: RunConfig) -> RunConfig:
     optim = OptimConfig(**{name: getattr(cfg.optim, name) for name in names}, ema_decay=0.5 * bool(cfg.optim.ema_decay))
     names = ("dtype", "remat", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
-    any_rows = DataConfig(seq_len=64 * cfg.model.coarsest_stride)  # of a length that every model of these scales takes
+    any_rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
     return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train)
 
 
-def initial_state(cfg: RunConfig, model: LM) -> TrainState:
+def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     """The state before the first step of a model; pure, so it can be traced for shapes alone or made in place on a mesh."""
     training = Training.of(cfg.optim)
     trained, _ = training.split(model)
@@ -65,7 +66,7 @@ def abstract_state(cfg: RunConfig) -> TrainState:
 
 @functools.lru_cache(_KEPT)
 def _abstract_state(cfg: RunConfig) -> TrainState:
-    return jax.eval_shape(lambda: initial_state(cfg, LM.init(cfg.model, key=jax.random.key(0))))
+    return jax.eval_shape(lambda model: initial_state(cfg, model), abstract_model(cfg.model))
 
 
 def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
@@ -96,7 +97,7 @@ def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
     return jax.tree.map(place, abstract_state(cfg), state_shardings(cfg, mesh))
 
 
-def create_state(cfg: RunConfig, mesh: Mesh, model: LM | None = None) -> TrainState:
+def create_state(cfg: RunConfig, mesh: Mesh, model: Any | None = None) -> TrainState:
     """The initial state, each shard made on its own device; `model`, if there is one, becomes part of it."""
     begin_fresh, begin_from = _makers(shaping(cfg), mesh)
     with jax.set_mesh(mesh):
@@ -106,9 +107,10 @@ def create_state(cfg: RunConfig, mesh: Mesh, model: LM | None = None) -> TrainSt
 
 
 @functools.lru_cache(_KEPT)
-def _makers(cfg: RunConfig, mesh: Mesh) -> tuple[Callable[[np.ndarray], TrainState], Callable[[LM], TrainState]]:
+def _makers(cfg: RunConfig, mesh: Mesh) -> tuple[Callable[[np.ndarray], TrainState], Callable[[Any], TrainState]]:
     """From the data of a key, which is no part of the program either, and from a model, whose place the state takes."""
-    fresh = lambda key: initial_state(cfg, LM.init(cfg.model, key=jax.random.wrap_key_data(key)))
+    init = architecture_of(cfg.model).init
+    fresh = lambda key: initial_state(cfg, init(cfg.model, key=jax.random.wrap_key_data(key)))
     out = state_shardings(cfg, mesh)
     given = jax.jit(lambda model: initial_state(cfg, model), out_shardings=out, donate_argnums=0)
     return jax.jit(fresh, out_shardings=out), given

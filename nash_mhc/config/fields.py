@@ -1,0 +1,110 @@
+"""How a key is declared and checked: its type, its bounds and one line of help stand where the field does. No jax, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import types
+import typing
+from dataclasses import field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A user's mistake in one sentence: what is wrong, where, and the remedy. Commands print it and exit with 2."""
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    low: int | float | None = None,
+    above: int | float | None = None,
+    high: int | float | None = None,
+    choices: tuple[str, ...] | None = None,
+    flag: str | None = None,
+    weighted: bool = False,
+    path: bool = False,
+) -> Any:
+    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
+
+    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path` may
+    begin with ~, wherever it is written.
+    """
+    bounds = {"low": low, "above": above, "high": high}
+    metadata = bounds | {"help": help, "choices": choices, "flag": flag, "weighted": weighted, "path": path}
+    return field(default=default, metadata=metadata)
+
+
+def accepted_types(annotation: Any) -> tuple[type, ...]:
+    """`int | None` -> (int, NoneType); `float` -> (float,). The leaves of a config hold nothing more complicated."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return tuple(typing.get_args(annotation))
+    return (annotation,)
+
+
+def type_name(annotation: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return " or ".join(names[t] for t in accepted_types(annotation))
+
+
+def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
+    """One key against its declaration; raises ConfigError."""
+    types_ = accepted_types(annotation)
+    # bool is an int to Python, and an int is a fine float: neither surprise may reach a run.
+    fits = isinstance(value, types_) and not (isinstance(value, bool) and bool not in types_)
+    if not fits:
+        raise ConfigError(f"{name} must be {type_name(annotation)}, not {value!r}")
+    if value is None:
+        return
+    if value == "":
+        raise ConfigError(f"{name} must not be empty")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, not {value}")
+    choices, low, above, high = (metadata.get(k) for k in ("choices", "low", "above", "high"))
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+    if low is not None and not value >= low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}")
+    if above is not None and not value > above:
+        raise ConfigError(f"{name} must be above {above}, not {value}")
+    if high is not None and not value <= high:
+        raise ConfigError(f"{name} must be at most {high}, not {value}")
+
+
+class Section:
+    """Shared by all sections: every field is checked against its declaration at construction."""
+
+    section = ""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if isinstance(value, int) and not isinstance(value, bool) and accepted_types(hints[f.name])[0] is float:
+                value = float(value)
+                object.__setattr__(self, f.name, value)
+            if f.metadata["path"] and isinstance(value, str):
+                value = at_home(value)
+                object.__setattr__(self, f.name, value)
+            check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
+
+
+def weighted_parts(text: str) -> list[tuple[str, str]]:
+    """`a:0.7,b:0.3` -> [(a, 0.7), (b, 0.3)]; empty for a text that is no list of names with weights."""
+    parts = re.findall(r"(.+?):(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text)
+    return parts if ",".join(":".join(part) for part in parts) == text else []
+
+
+def at_home(path: str) -> str:
+    """With ~ written out, as a shell does it for some of the ways to say a path and not for others."""
+    if parts := weighted_parts(path):
+        return ",".join(f"{os.path.expanduser(name)}:{weight}" for name, weight in parts)
+    return os.path.expanduser(path)
+
+
+def nearest_multiple(value: int, factor: int) -> int:
+    """The positive multiple of `factor` closest to `value`: what error messages propose."""
+    return max(factor, round(value / factor) * factor)

@@ -1,0 +1,49 @@
+"""The kinds of models that there are, by the class of their configuration. Everything outside of `model/` asks here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ModelConfig
+from nash_mhc.model import incremental
+from nash_mhc.model.lm import LM, flops_per_token
+from nash_mhc.model.protocol import Architecture, AttentionShape
+
+_KNOWN: dict[type[ArchitectureConfig], Architecture] = {}
+
+
+def register(config: type[ArchitectureConfig], architecture: Architecture) -> None:
+    """Makes a kind of model known under `config.architecture`; a run's folder holds no more of it than that name."""
+    ARCHITECTURES[config.architecture] = config
+    _KNOWN[config] = architecture
+
+
+def architecture_of(cfg: ArchitectureConfig) -> Architecture:
+    return _KNOWN[type(cfg)]
+
+
+register(
+    ModelConfig,
+    Architecture(
+        init=LM.init,
+        flops_per_token=flops_per_token,
+        empty_cache=incremental.empty_cache,
+        decode=incremental.step,
+        attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window),
+    ),
+)
+
+
+@functools.lru_cache(64)
+def abstract_model(cfg: ArchitectureConfig) -> Any:
+    """The model's tree with shapes for arrays."""
+    return jax.eval_shape(lambda: architecture_of(cfg).init(cfg, key=jax.random.key(0)))
+
+
+@functools.lru_cache(64)
+def count_parameters(cfg: ArchitectureConfig) -> int:
+    """Exact number of parameters, padding of the vocabulary included."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_model(cfg)))

@@ -1,0 +1,60 @@
+"""What training, evaluation, generation and benchmarks know of a model. `architectures.py` has those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a forward pass is carried out; never what it computes."""
+
+    dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "auto"
+    most_documents: int | None = None  # that a row holds, where the data knows it
+    room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the model's alignment
+    unroll: bool = False  # the layers: a loop stacks whatever it keeps for the way back, which a GPU copies in and out
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """An Equinox module whose arrays are declared with `param`. The logits of a token are `hidden @ unembed_VD.T`."""
+
+    cfg: Any  # an ArchitectureConfig
+
+    @property
+    def unembed_VD(self) -> Float[Array, "V D"]:
+        """The output projection, with `cfg.padded_vocab` rows."""
+
+    def hidden(
+        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None, execution: Execution = Execution()
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """(what the next tokens are predicted from, whatever `health` and `penalties` want to know)."""
+
+    def health(self, report: Any) -> dict[str, Array]:
+        """What metrics.jsonl shows under health/: a number or a short list each. Without a gradient."""
+
+    def penalties(self, report: Any) -> dict[str, Float[Array, ""]]:
+        """Terms that may be added to the loss, for each token; the key of that name in `optim` weighs them."""
+
+
+class AttentionShape(NamedTuple):
+    """What the choice of an attention kernel depends on."""
+
+    head_dim: int
+    window: int | None
+
+
+class Architecture(NamedTuple):
+    """A kind of model, in functions of its configuration."""
+
+    init: Callable[..., Any]  # (cfg, *, key) -> a LanguageModel, float32
+    flops_per_token: Callable[[Any, int], float]  # (cfg, seq_len): useful matrix work of one training token
+    empty_cache: Callable[[Any, int, int, Any], Any]  # (cfg, batch, seq_len, dtype): what decoding begins with, a pytree
+    decode: Callable[[Any, Any, Array], tuple[Array, Any]]  # (model, cache, tokens_B) -> (logits_BV of the next ones, cache)
+    attention: Callable[[Any], AttentionShape | None] = lambda cfg: None  # None: there is no attention
