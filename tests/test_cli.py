@@ -407,7 +407,10 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         ("data:\n  lerning_rate: 3", "run.yaml:2: unknown key data.lerning_rate; did you mean optim.learning_rate?"),
         ("mesh:\n  mesh_data: 3", "run.yaml:2: unknown key mesh.mesh_data; did you mean data?"),
         ("dta:\n  seq_len: 3", "run.yaml:1: unknown key dta; did you mean data?"),
-        ("[a]: 3", "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, telemetry, model_size"),
+        (
+            "[a]: 3",
+            "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, telemetry, model_size",
+        ),
         ("data:\n  split: a\n  split: b", "run.yaml:3: data.split is set twice, first on line 2; keep one of them"),
         ("data: {}\ntrain: {}\ndata: {}", "run.yaml:3: data is set twice, first on line 1; keep one of them"),
         ("data: 3", "run.yaml:1: data must hold lines of the form 'key: value'"),

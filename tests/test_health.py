@@ -79,7 +79,7 @@ def test_a_row_counts_the_scales_that_no_step_of_its_interval_has_used():
     interval = Interval()
     for unused in ([2.0, 0.0], [1.0, 3.0], [5.0, 1.0]):
         last = {"empty": 0.0, "tokens": 8.0, "health/scales_unused": np.array(unused)}
-        interval.add(last)
+        interval.add(last, {})
     interval = Interval(json.loads(json.dumps(interval.to_json())))  # as it is saved
     assert interval.means(last)["health/scales_unused"] == [1.0, 0.0]
 

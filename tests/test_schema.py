@@ -17,6 +17,7 @@ from nash_mhc.config.schema import (
     DataConfig,
     MeshConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimConfig,
     RunConfig,
     TelemetryConfig,
@@ -25,7 +26,7 @@ from nash_mhc.config.schema import (
     nearest_multiple,
 )
 
-SECTIONS = (ModelConfig, DataConfig, MeshConfig, OptimConfig, TrainConfig, TelemetryConfig)
+SECTIONS = (ModelConfig, DataConfig, MeshConfig, OptimConfig, TrainConfig, ObjectiveConfig, TelemetryConfig)
 
 
 def load_plain_schema():
@@ -102,7 +103,7 @@ plain = load_plain_schema()
         ),
         (
             lambda: plain.RunConfig.from_dict({"dat": {}}),
-            "unknown section 'dat'; there are model_size, model, data, mesh, optim, train, telemetry",
+            "unknown section 'dat'; there are model_size, model, data, mesh, optim, train, objective, telemetry",
         ),
         (lambda: plain.RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),
         (lambda: plain.RunConfig.from_dict({"data": {"seq_len": 1}}), "data.seq_len must be at least 2, not 1"),

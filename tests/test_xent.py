@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from nash_mhc.config.schema import MeshConfig
+from nash_mhc.objectives.vocabulary import sharded_xent
 from nash_mhc.ops.xent import chunk_length, xent, xent_reference
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.train.objective import sharded_xent
 
 B, T, D, V, REAL = 8, 16, 24, 256, 201  # REAL tokens, the rest is padding of the vocabulary
 
@@ -22,22 +22,22 @@ def inputs():
     return x, w, targets, weights
 
 
-def plain(x, w, targets, weights, z_weight):
-    sums = xent_reference(x, w, targets, weights, vocab_size=REAL, z_weight=z_weight)
+def plain(x, w, targets, weights, z_weight, smoothing):
+    sums = xent_reference(x, w, targets, weights, vocab_size=REAL, z_weight=z_weight, smoothing=smoothing)
     return 0.37 * sums.loss, sums
 
 
-def chunked(x, w, targets, weights, z_weight):
-    sums = sharded_xent(x, w, targets, weights, REAL, z_weight)
+def chunked(x, w, targets, weights, z_weight, smoothing):
+    sums = sharded_xent(x, w, targets, weights, REAL, z_weight, smoothing)
     return 0.37 * sums.loss, sums
 
 
 @pytest.mark.parametrize("shape", [None, (1, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8)], ids=str)
-@pytest.mark.parametrize("z_weight", [0.0, 1e-2])
-def test_sums_and_gradients_equal_the_plain_form(shape, z_weight):
+@pytest.mark.parametrize("weights", [(0.0, 0.0), (1e-2, 0.0), (1e-2, 0.3)], ids=["plain", "z", "z and smoothing"])
+def test_sums_and_gradients_equal_the_plain_form(shape, weights):
     arguments = inputs()
-    (_, want), want_grads = jax.value_and_grad(plain, argnums=(0, 1), has_aux=True)(*arguments, z_weight)
-    run = jax.jit(jax.value_and_grad(lambda *a: chunked(*a, z_weight), argnums=(0, 1), has_aux=True))
+    (_, want), want_grads = jax.value_and_grad(plain, argnums=(0, 1), has_aux=True)(*arguments, *weights)
+    run = jax.jit(jax.value_and_grad(lambda *a: chunked(*a, *weights), argnums=(0, 1), has_aux=True))
     if shape is None:
         (_, got), grads = run(*arguments)
     else:

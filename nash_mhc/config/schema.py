@@ -23,9 +23,9 @@ from nash_mhc.config.fields import (
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
 __all__ = [
-    "ARCHITECTURES", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "MeshConfig", "ModelConfig", "OptimConfig",
-    "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types", "at_home", "check_field", "key",
-    "nearest_multiple", "weighted_parts",
+    "ARCHITECTURES", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "MeshConfig", "ModelConfig",
+    "ObjectiveConfig", "OptimConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types",
+    "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
 
 TEMPLATE = "{role}: {content}\n"  # of a message, where none is given
@@ -193,6 +193,14 @@ class TrainConfig(Section):
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig(Section):
+    section = "objective"
+
+    name: str = key("next_token", "what is minimized: next_token, smoothed, or one that was registered", flag="objective")
+    label_smoothing: float = key(0.1, "share of a target that `smoothed` gives to the whole vocabulary", above=0, high=0.99)
+
+
+@dataclass(frozen=True)
 class TelemetryConfig(Section):
     section = "telemetry"
 
@@ -229,6 +237,7 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:

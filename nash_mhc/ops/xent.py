@@ -21,11 +21,12 @@ _CHUNK_ELEMENTS = 2**26
 class XentSums(NamedTuple):
     """Sums over tokens, each weighted by the token's weight; divide by `weight` for means."""
 
-    loss: Float[Array, ""]  # ce + z_weight * z
+    loss: Float[Array, ""]  # ce + z_weight * z + smoothing * (uniform - ce)
     ce: Float[Array, ""]  # nats
     z: Float[Array, ""]  # squared log-partition
     correct: Float[Array, ""]  # tokens whose best guess is right
     weight: Float[Array, ""]
+    uniform: Float[Array, ""]  # nats against a target of equal shares; 0 where nothing is smoothed
 
 
 def xent_reference(
@@ -36,14 +37,17 @@ def xent_reference(
     *,
     vocab_size: int,
     z_weight: float = 0.0,
+    smoothing: float = 0.0,
 ) -> XentSums:
     """The plain form: all logits at once."""
     logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)[..., :vocab_size]
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     ce_BT = lse_BT - jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     hit_BT = (jnp.argmax(logits_BTV, axis=-1) == targets_BT).astype(jnp.float32)
-    ce, z, correct = (jnp.sum(a * weights_BT) for a in (ce_BT, lse_BT**2, hit_BT))
-    return XentSums(ce + z_weight * z, ce, z, correct, jnp.sum(weights_BT))
+    uniform_BT = lse_BT - jnp.mean(logits_BTV, axis=-1) if smoothing else jnp.zeros_like(ce_BT)
+    ce, z, correct, uniform = (jnp.sum(a * weights_BT) for a in (ce_BT, lse_BT**2, hit_BT, uniform_BT))
+    loss = ce + z_weight * z + smoothing * (uniform - ce)
+    return XentSums(loss, ce, z, correct, jnp.sum(weights_BT), uniform)
 
 
 def xent(
@@ -54,10 +58,11 @@ def xent(
     *,
     vocab_size: int,
     z_weight: float = 0.0,
+    smoothing: float = 0.0,
     vocab_axes: tuple[str, ...] = (),
 ) -> XentSums:
     """As `xent_reference`, in chunks. Inside shard_map, w_VD is this device's rows of the table."""
-    return _walk(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, vocab_axes, with_grads=False)[0]
+    return _walk(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=False)[0]
 
 
 def xent_and_grads(
@@ -68,10 +73,11 @@ def xent_and_grads(
     *,
     vocab_size: int,
     z_weight: float = 0.0,
+    smoothing: float = 0.0,
     vocab_axes: tuple[str, ...] = (),
 ) -> tuple[XentSums, Float[Array, "B T D"], Float[Array, "V D"]]:
     """The sums, d loss / d x and d loss / d w (float32). With `vocab_axes`, d x is this device's part of a sum over them."""
-    return _walk(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, vocab_axes, with_grads=True)
+    return _walk(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=True)
 
 
 def chunk_length(B: int, T: int, V: int) -> int:
@@ -81,7 +87,7 @@ def chunk_length(B: int, T: int, V: int) -> int:
     return max(c for c in range(1, T + 1) if T % c == 0 and ((c <= wanted and c < T) or c == 1))
 
 
-def _walk(x, w, targets, weights, vocab_size, z_weight, vocab_axes, *, with_grads):  # type: ignore[no-untyped-def]
+def _walk(x, w, targets, weights, vocab_size, z_weight, smoothing, vocab_axes, *, with_grads):  # type: ignore[no-untyped-def]
     B, T, D = x.shape
     V = w.shape[0]
     c = chunk_length(B, T, V)
@@ -105,13 +111,20 @@ def _walk(x, w, targets, weights, vocab_size, z_weight, vocab_axes, *, with_grad
         target_Bc = total(jnp.sum(jnp.where(is_target_BcV, logits_BcV, 0.0), axis=-1))
         ce, z = jnp.sum(m_Bc * (lse_Bc - target_Bc)), jnp.sum(m_Bc * lse_Bc**2)
         correct = jnp.sum(m_Bc * (target_Bc >= top_Bc))
-        step = XentSums(ce + z_weight * z, ce, z, correct, jnp.sum(m_Bc))
+        loss, uniform, shared = ce + z_weight * z, jnp.zeros(()), column_11V < vocab_size
+        if smoothing:
+            mean_Bc = total(jnp.sum(jnp.where(shared, logits_BcV, 0.0), axis=-1)) / vocab_size
+            uniform = jnp.sum(m_Bc * (lse_Bc - mean_Bc))
+            loss = loss + smoothing * (uniform - ce)
+        step = XentSums(loss, ce, z, correct, jnp.sum(m_Bc), uniform)
         sums = jax.tree.map(jnp.add, sums, step)
         if not with_grads:
             return (sums, dw), None
-        # d loss / d logits = weight * (p * (1 + 2 z_weight lse) - onehot)
+        # d loss / d logits = weight * (p * (1 + 2 z_weight lse) - (1 - smoothing) onehot - smoothing / V)
         scale_Bc = m_Bc * (1.0 + 2.0 * z_weight * lse_Bc) / sum_Bc
-        dlogits_BcV = exp_BcV * scale_Bc[..., None] - jnp.where(is_target_BcV, m_Bc[..., None], 0.0)
+        dlogits_BcV = exp_BcV * scale_Bc[..., None] - jnp.where(is_target_BcV, (1.0 - smoothing) * m_Bc[..., None], 0.0)
+        if smoothing:
+            dlogits_BcV = dlogits_BcV - jnp.where(shared, smoothing / vocab_size * m_Bc[..., None], 0.0)
         dlogits_BcV = dlogits_BcV.astype(x.dtype)
         dx_BcD = jnp.einsum("bcv,vd->bcd", dlogits_BcV, w)
         dw = dw + jnp.einsum("bcv,bcd->vd", dlogits_BcV, x_BcD, preferred_element_type=jnp.float32)

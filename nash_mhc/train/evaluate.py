@@ -16,8 +16,8 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokens import Tokenizer
 from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.objectives.base import Sums
 from nash_mhc.train.feed import own_rows, to_device
-from nash_mhc.train.objective import Sums
 from nash_mhc.train.programs import compile_evaluation
 
 
@@ -26,7 +26,9 @@ class BrokenOff(Exception):
 
 
 class Evaluator:
-    """`evaluate(model)` -> loss, perplexity, bits per byte and token accuracy on a fixed random sample of the held-out rows.
+    """`evaluate(model)` -> loss and whatever else the objective measures, on a fixed random sample of the held-out rows.
+
+    Of an objective with a cross-entropy (`loss/ce`) that is the loss, without the terms that are there for training only.
 
     The rows do not depend on the run's seed or batch size (up to where the last batch ends), so that runs can be compared.
     """
@@ -56,7 +58,7 @@ class Evaluator:
         Where none does, all is NaN.
         """
         # Added up on the host in double precision: the sums of many batches outgrow float32.
-        total = dict.fromkeys(("ce", "correct", "weight"), 0.0)
+        total: dict[str, tuple[float, float]] = {}
         running: deque[Sums] = deque()
         for rows in [*self._rows, None]:
             if should_stop():
@@ -66,11 +68,12 @@ class Evaluator:
                 running.append(self.step(model, to_device(own_rows(scored, self._mesh), self._mesh)))
             if len(running) > (rows is not None):  # while one batch runs, the one before it is read
                 done = jax.device_get(running.popleft())
-                total = {name: value + float(getattr(done, name)) for name, value in total.items()}
-        nats, accuracy = (total[name] / total["weight"] if total["weight"] else math.nan for name in ("ce", "correct"))
-        return {
-            "eval/loss": nats,
-            "eval/perplexity": math.exp(min(nats, 700.0)),
-            "eval/bits_per_byte": total["ce"] / math.log(2) / max(self._bytes, 1),
-            "eval/accuracy": accuracy,
-        }
+                for name, part in done.items():
+                    before, weight = total.get(name, (0.0, 0.0))
+                    total[name] = before + float(part.total), weight + float(part.weight)
+        means = {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
+        found = {"eval/loss": means.get("loss/ce", means["loss"])}
+        if "loss/ce" in means:
+            found["eval/perplexity"] = math.exp(min(means["loss/ce"], 700.0))
+            found["eval/bits_per_byte"] = total["loss/ce"][0] / math.log(2) / max(self._bytes, 1)
+        return found | {f"eval/{name}": mean for name, mean in means.items() if not name.startswith("loss")}

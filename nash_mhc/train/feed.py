@@ -14,8 +14,8 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource
+from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.sharding import named
-from nash_mhc.train.objective import Batch
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

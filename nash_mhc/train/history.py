@@ -23,7 +23,10 @@ Changes = dict[str, list[Any]]  # section.key -> [old value, new value]
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """`data.batch_size` -> 8; KeyError or AttributeError for what is no configuration."""
-    return {f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()}
+    values = {
+        f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
+    }
+    return values | {f"objective.{k}": v for k, v in config.get("objective", {}).items()}  # runs of before have no such section
 
 
 def changes(before: dict[str, Any], cfg: RunConfig) -> Changes:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import RunConfig
+from nash_mhc.objectives.base import Batch
 from nash_mhc.telemetry.stream import Telemetry
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train import spikes
 from nash_mhc.train.compiled import CompiledStep
 from nash_mhc.train.meter import Meter
-from nash_mhc.train.objective import Batch
 from nash_mhc.train.state import TrainState
 from nash_mhc.train.watch import Watch
 

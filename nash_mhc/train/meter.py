@@ -10,7 +10,7 @@ import numpy as np
 
 from nash_mhc.config.schema import RunConfig
 
-_OF_TOKENS = ("loss", "loss/ce", "loss/z", "loss/sparsity", "accuracy")  # means over tokens, which steps have more or fewer of
+_WEIGHT = "weight/"  # what the mean of that name was taken over
 _NEWEST = ("lr", "param_norm", "spikes")  # a mean of these would say less than the last
 _LEAST = ("health/scales_unused",)  # those of every step of the interval
 _OF_A_STEP = ("tokens", "spike", "skipped", "empty")
@@ -28,7 +28,8 @@ class Interval:
         self._least = {name: np.array(value) for name, value in saved.get("least", {}).items()}
         self._newest: dict[str, float] = dict(saved.get("newest", {}))
 
-    def add(self, metrics: dict[str, Any]) -> None:
+    def add(self, metrics: dict[str, Any], weights: dict[str, float]) -> None:
+        """`weights`: what means were taken over, of which steps have more or fewer; other metrics weigh the same in each."""
         self.steps += 1
         for name, value in metrics.items():
             if name in _OF_A_STEP or metrics["empty"]:
@@ -41,9 +42,9 @@ class Interval:
                 before = self._least.get(name)
                 self._least[name] = np.asarray(value) if before is None else np.minimum(before, value)
             elif np.isfinite(value).all():
-                weight = float(metrics["tokens"]) if name in _OF_TOKENS else 1.0
-                total, weights = self._sums.get(name, (np.zeros(np.shape(value)), 0.0))
-                self._sums[name] = total + weight * np.asarray(value, np.float64), weights + weight
+                weight = float(weights.get(name, 1.0))
+                total, before = self._sums.get(name, (np.zeros(np.shape(value)), 0.0))
+                self._sums[name] = total + weight * np.asarray(value, np.float64), before + weight
 
     def means(self, last: dict[str, Any]) -> dict[str, Any]:
         """By name, in the order of a step's own metrics: numbers, and for what is measured layer by layer, lists of them."""
@@ -92,8 +93,9 @@ class Meter:
 
     def add(self, metrics: dict[str, Any]) -> None:
         self._steps += 1
-        self.last = metrics
-        self._interval.add(metrics)
+        weights = {name.removeprefix(_WEIGHT): float(value) for name, value in metrics.items() if name.startswith(_WEIGHT)}
+        self.last = metrics = {name: value for name, value in metrics.items() if not name.startswith(_WEIGHT)}
+        self._interval.add(metrics, weights)
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self._tokens += tokens
         self.tokens_seen += tokens

@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.mixture import RowSource
 from nash_mhc.model.protocol import Execution, LanguageModel
+from nash_mhc.objectives.base import Batch, Objective, Sums
+from nash_mhc.objectives.registry import objective_of
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named
 from nash_mhc.train.compiled import CompiledStep
-from nash_mhc.train.objective import Batch, Sums, next_token
 from nash_mhc.train.state import shaping, state_shardings
-from nash_mhc.train.step import Objective, make_train_step
+from nash_mhc.train.step import make_train_step
 
 _PLACES = 128  # rows of attention come in whole multiples of this, where they are spread out
 _KEPT = 16  # programs of each kind
@@ -46,8 +47,7 @@ def _room(cfg: RunConfig, source: RowSource | None) -> int | None:
 
 def _objective(cfg: RunConfig, most_documents: int | None, room: int | None, unroll: bool = False) -> Objective:
     execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room, unroll)
-    penalties = {"sparsity": cfg.optim.sparsity}
-    return functools.partial(next_token, execution=execution, z_weight=cfg.optim.z_loss, penalties=penalties)
+    return objective_of(cfg, execution)
 
 
 def compile_train_step(

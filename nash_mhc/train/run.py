@@ -39,7 +39,7 @@ from nash_mhc.train.files import begin_files, make_folder, run_files, use_compil
 from nash_mhc.train.hardware import peak_flops
 from nash_mhc.train.loop import BadSteps, train_loop
 from nash_mhc.train.meter import Meter
-from nash_mhc.train.programs import compile_train_step
+from nash_mhc.train.programs import compile_train_step, make_objective
 from nash_mhc.train.resume import check_resume, checkpoint_values, starting_state, told_by
 from nash_mhc.train.saving import Saver
 from nash_mhc.train.signals import SIGNALS, Interrupted
@@ -78,6 +78,7 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     shape = {axis: mesh.shape[axis] for axis in ("data", "fsdp", "tp")}
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **shape))
     cfg = for_platform(cfg, platform)
+    make_objective(cfg)  # whether there is such an objective
     if cfg.optim.freeze is not None or cfg.optim.train_only is not None:
         abstract_state(cfg)  # whether there are such parameters
     return cfg, mesh
@@ -294,11 +295,13 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
 
 
 def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
-    loss, bits = evaluation["eval/loss"], evaluation["eval/bits_per_byte"]
-    text = (
-        f"held out at step {step}: loss {loss:.4f} nats a token, {bits:.4f} bits a byte, "
-        f"perplexity {evaluation['eval/perplexity']:.2f}, accuracy {evaluation['eval/accuracy']:.1%}"
-    )
+    loss = evaluation["eval/loss"]
+    text = f"held out at step {step}: loss {loss:.4f}"
+    if "eval/bits_per_byte" in evaluation:
+        text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
+        text += f", perplexity {evaluation['eval/perplexity']:.2f}"
+    if "eval/accuracy" in evaluation:
+        text += f", accuracy {evaluation['eval/accuracy']:.1%}"
     if floor is not None:
         text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
     return text

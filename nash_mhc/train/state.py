@@ -47,7 +47,7 @@ def shaping(cfg: RunConfig) -> RunConfig:
     names = ("dtype", "remat", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
     any_rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
-    return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train)
+    return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train, objective=cfg.objective)
 
 
 def initial_state(cfg: RunConfig, model: Any) -> TrainState:

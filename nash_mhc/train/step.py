@@ -11,28 +11,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.optim.optimizers import averaged
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 from nash_mhc.optim.trained import Training
 from nash_mhc.train import spikes
-from nash_mhc.train.objective import Aux, Batch, Sums
 from nash_mhc.train.state import TrainState
 
 Metrics = dict[str, Float[Array, "..."]]
-Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]
-
-
-def means(sums: Sums) -> Metrics:
-    """Sums over tokens -> reported means."""
-    weight = jnp.maximum(sums.weight, 1.0)
-    return {
-        "loss": sums.loss / weight,
-        "loss/ce": sums.ce / weight,
-        "loss/z": sums.z / weight,
-        "loss/sparsity": sums.sparsity / weight,
-        "accuracy": sums.correct / weight,
-        "tokens": sums.weight,
-    }
 
 
 def summed_gradients(objective: Objective, trained: Any, frozen: Any, batch: Batch) -> tuple[Any, Aux]:
@@ -56,8 +42,9 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch, h: Hyperparameters) -> tuple[TrainState, Metrics]:
         trained, frozen = training.split(state.model)
         grads, (sums, health) = summed_gradients(objective, trained, frozen, batch)
+        weight = sums["loss"].weight
         # One division at the end: every token weighs the same, whichever part of the batch it came in.
-        grads = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), grads)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
         updates, opt_state = training.make_optimizer(h, trained).update(grads, state.opt_state, trained)
         trained = optax.apply_updates(trained, updates)
         ema = None if state.ema is None else averaged(h, state.ema, trained, state.step)
@@ -68,7 +55,7 @@ def make_train_step(
             "update_norm": optax.tree.norm(updates),
             "param_norm": optax.tree.norm(trained),
         }
-        empty = sums.weight == 0  # no target counts: nothing can be learned, and nothing is measured
+        empty = weight == 0  # no target counts: nothing can be learned, and nothing is measured
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
         spike = (jnp.max(scores_M) > h.spike_score) & ~empty

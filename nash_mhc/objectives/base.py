@@ -1,0 +1,51 @@
+"""What an objective is: from a model and a batch to the sum that is minimized, and to named sums with their weights.
+
+Sums, not means, so that the parts of an accumulated batch add up exactly: every token weighs the same. Whatever names an
+objective gives its sums, metrics.jsonl has their means, and evaluations theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Batch(NamedTuple):
+    """Packed rows. Segment 0 is padding; targets are the inputs moved by one within a document."""
+
+    inputs: Int[Array, "*A B T"]
+    targets: Int[Array, "*A B T"]
+    segments: Int[Array, "*A B T"]
+    weights: Float[Array, "*A B T"]  # of each target in the loss
+
+
+class Sum(NamedTuple):
+    """Divided by its weight it is the mean that is reported."""
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+Sums = dict[str, Sum]
+
+
+class Aux(NamedTuple):
+    """What an objective reports beside the sum that is minimized, which is among the sums as `loss`; all of it adds up.
+
+    A sum named `loss/ce` is in nats a target, and evaluations take perplexity and bits a byte from it.
+    """
+
+    sums: Sums
+    health: dict[str, Array]  # of the model; see `LanguageModel.health`
+
+
+Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]  # of a LanguageModel
+
+
+def means(sums: Sums) -> dict[str, Array]:
+    """By name; `tokens` is what the loss was taken over, `weight/NAME` what each mean was."""
+    found = {name: part.total / jnp.maximum(part.weight, 1.0) for name, part in sums.items()}
+    return found | {"tokens": sums["loss"].weight} | {f"weight/{name}": part.weight for name, part in sums.items()}

@@ -1,0 +1,107 @@
+"""The objective is a seam: what is measured, evaluated and written down follows from the names that it gives its sums."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from test_run import RUN, at, rows
+
+from nash_mhc.config.schema import ConfigError, ObjectiveConfig
+from nash_mhc.objectives import registry
+from nash_mhc.objectives.base import Aux, Sum
+from nash_mhc.train.run import resolve
+
+
+def with_objective(cfg, name, **settings):
+    return dataclasses.replace(cfg, objective=ObjectiveConfig(name=name, **settings))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_the_parts_of_a_smoothed_loss_are_named_and_add_up(shape):
+    cfg = with_objective(small.nash_config(optim__z_loss=1e-3, optim__sparsity=1e-2), "smoothed", label_smoothing=0.2)
+    batches = [small.random_rows(cfg, seed) for seed in range(2)]
+    _, history, _ = small.train(small.mesh_config(cfg, *shape), batches)
+    for row in history:
+        parts = [row[f"loss/{name}"] for name in ("ce", "z", "smoothing", "sparsity")]
+        assert all(abs(part) > 1e-6 for part in parts)
+        assert row["loss"] == pytest.approx(sum(parts), rel=1e-5)
+    # At the start all tokens are nearly as likely: neither target is harder than the other.
+    assert abs(history[0]["loss/smoothing"]) < 0.05 * history[0]["loss/ce"]
+
+
+def test_smoothing_keeps_a_model_from_being_sure(tmp_path):
+    sure = at(tmp_path / "sure", total_steps=6, eval_interval=0)
+    unsure = at(tmp_path / "unsure", with_objective(RUN, "smoothed", label_smoothing=0.9), total_steps=6, eval_interval=0)
+    # Evaluations are of the cross-entropy, whatever is minimized.
+    assert unsure.evaluation["eval/loss"] > sure.evaluation["eval/loss"]
+    assert "loss/smoothing" in rows(unsure.folder)[-1]
+    assert "loss/smoothing" not in rows(sure.folder)[-1]
+
+
+def every_second(cfg, execution):
+    """A loss of its own, with sums over other things than tokens: distances to the next token at even places, and rows."""
+
+    def objective(model, batch):
+        x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
+        counts_BT = batch.weights * (jnp.arange(batch.weights.shape[1]) % 2 == 0)[None]
+        apart_BTD = x_BTD - 5.0 * model.unembed_VD[batch.targets]
+        loss, weight = jnp.sum(counts_BT[..., None] * apart_BTD**2), jnp.sum(counts_BT)
+        filled_B = jnp.sum(batch.weights, axis=1)
+        sums = {"loss": Sum(loss, weight), "filled": Sum(jnp.sum(filled_B), jnp.float32(filled_B.size))}
+        return loss, Aux(sums, model.health(report))
+
+    return objective
+
+
+@pytest.fixture
+def another(monkeypatch):
+    monkeypatch.setattr(registry, "OBJECTIVES", dict(registry.OBJECTIVES))
+    registry.register("every_second", every_second)
+
+
+def test_names_and_weights_of_a_registered_objective_are_those_of_rows_and_evaluations(another, tmp_path):
+    cfg = with_objective(RUN, "every_second")
+    result = at(tmp_path / "run", cfg)
+    told = rows(result.folder)[-1]
+    assert {"loss", "filled", "tokens_seen"} <= set(told)
+    assert not {name for name in told if name.startswith(("loss/", "accuracy", "weight/"))}
+    assert told["loss"] < rows(result.folder)[0]["loss"]
+    assert set(rows(result.folder, "eval.jsonl")[-1]) == {"step", "eval/loss", "eval/filled"}
+    assert 0 < result.evaluation["eval/filled"] <= cfg.data.seq_len
+    values = json.loads((result.folder / "run.json").read_text())["config"]["objective"]
+    assert values == {"name": "every_second", "label_smoothing": 0.1}
+
+
+def test_a_mean_over_steps_weighs_each_by_what_its_sum_was_over(another):
+    from test_step import small_meter
+
+    cfg = with_objective(small.config(), "every_second")
+    batches = [small.random_rows(cfg, seed) for seed in range(3)]
+    batches[1].weights[:, 2:] = 0.0
+    _, history, _ = small.train(cfg, batches)
+    row = small_meter(history).row()
+    for name in ("loss", "filled"):
+        weights = [step[f"weight/{name}"] for step in history]
+        assert row[name] == pytest.approx(np.average([step[name] for step in history], weights=weights), rel=1e-12)
+    assert len({step["weight/loss"] for step in history}) > 1
+    assert {step["weight/filled"] for step in history} == {8.0}
+
+
+def test_accumulated_parts_of_a_registered_objective_add_up(another):
+    cfg = with_objective(small.config(), "every_second")
+    whole = [small.random_rows(cfg, seed) for seed in range(2)]
+    parts = [type(rows)(*(a.reshape(4, 2, -1) for a in rows)) for rows in whole]
+    split = dataclasses.replace(
+        cfg, data=dataclasses.replace(cfg.data, batch_size=2), train=dataclasses.replace(cfg.train, grad_accum=4)
+    )
+    small.assert_same_run(small.train(split, parts), small.train(cfg, whole), health=False)
+
+
+def test_an_unknown_objective_is_one_line(another):
+    with pytest.raises(ConfigError, match=r"--objective smothed: there is no such objective; did you mean smoothed\?"):
+        resolve(with_objective(small.config(), "smothed"))
+    with pytest.raises(ConfigError, match="there are next_token, smoothed, every_second"):
+        resolve(with_objective(small.config(), "xyzzy"))
