@@ -104,7 +104,7 @@ class OptimConfig(Section):
     learning_rate: float = key(1.2e-3, "peak learning rate of matrices at width 640; others follow by role and width", above=0)
     min_lr_ratio: float = key(0.05, "learning rate at the end, as a share of the peak", low=0, high=1)
     warmup_steps: int = key(25, "steps of linear warm-up", low=0)
-    optimizer: str = key("adamw", "muon: matrices by Muon, all else by AdamW", choices=("adamw", "muon"))
+    optimizer: str = key("adamw", "adamw, muon (matrices by Muon, all else by AdamW), or one that was registered")
     freeze: str | None = key(
         None, "parameters that stay as they are: names as in parameters.txt or the first words of them, * for any, with commas"
     )
@@ -252,7 +252,7 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON or YAML; `from_dict` is the inverse."""
         values = dataclasses.asdict(self)
-        if not isinstance(self.model, ModelConfig):
+        if type(self.model) is not ModelConfig:
             values["model"]["architecture"] = self.model.architecture
         return values
 

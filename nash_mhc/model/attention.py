@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
+from nash_mhc.model.weights import project
 from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
 from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Documents, Rows
@@ -105,9 +106,9 @@ class Attention(eqx.Module):
 
     def project(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
         """Queries, keys and values [B, T, heads, H], as they come out of the matrices."""
-        q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, self.q_DNH)
-        k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.k_DKH)
-        v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.v_DKH)
+        q_BTNH = project(x_BTD, self.q_DNH, "btd,dnh->btnh")
+        k_BTKH = project(x_BTD, self.k_DKH, "btd,dkh->btkh")
+        v_BTKH = project(x_BTD, self.v_DKH, "btd,dkh->btkh")
         if self.q_bias_NH is not None and self.k_bias_KH is not None and self.v_bias_KH is not None:
             # [None, None] spells the broadcast out: the tests run with implicit rank promotion forbidden.
             q_BTNH = q_BTNH + self.q_bias_NH[None, None]
@@ -132,7 +133,7 @@ class Attention(eqx.Module):
         return norm_and_rope(x_BTNH, norm.scale_D, positions_BT, norm.eps, self.rope_theta)
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out_NHD)
+        return project(mixed_BTNH, self.out_NHD, "btnh,nhd->btd")
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], layout: Layout, *, window: int | None, kernel: str

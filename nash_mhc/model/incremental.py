@@ -28,6 +28,7 @@ from nash_mhc.model.lm import LM, Layer, by_place
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import ShortConv, embed
 from nash_mhc.model.residual import State, residual_class
+from nash_mhc.model.weights import array_of
 from nash_mhc.ops.attend_rows import Found
 from nash_mhc.parallel.sharding import for_compute
 
@@ -85,7 +86,7 @@ class _Where(NamedTuple):
 
 def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:
     """(logits of the token after this one, the cache with this one in it). A cache that is full answers NaN, not nonsense."""
-    x_BTD = embed(model.embed_VD, tokens_B[:, None], cache.dtype) * model.cfg.width**0.5
+    x_BTD = embed(array_of(model.embed_VD), tokens_B[:, None], cache.dtype) * model.cfg.width**0.5
     residual = residual_class(model.cfg)
 
     # The cache is carried, not mapped over: each layer then writes its one row in place. As scanned inputs and outputs, all of

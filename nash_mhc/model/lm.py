@@ -18,6 +18,7 @@ from nash_mhc.model.multiscale import MIXED, Multiscale
 from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
+from nash_mhc.model.weights import array_of
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.streams import COEFFICIENTS
 from nash_mhc.parallel.params import TABLE, param, stacked
@@ -124,7 +125,7 @@ class LM(eqx.Module):
     @property
     def unembed_VD(self) -> Float[Array, "V D"]:
         """The output projection; the embedding itself when tied (one leaf, not two)."""
-        return self.embed_VD if self.output_VD is None else self.output_VD
+        return array_of(self.embed_VD if self.output_VD is None else self.output_VD)
 
     def hidden(
         self,
@@ -145,7 +146,7 @@ class LM(eqx.Module):
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
         # The table is scaled for the output, where it meets a stream of norm sqrt(D); as input that would drown in the layers'
         # own outputs, so it enters at the scale of those.
-        x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
+        x_BTD = embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
         kernel = _kernel(self.cfg, tokens_BT.shape[1], execution)
         layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)

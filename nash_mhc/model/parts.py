@@ -12,10 +12,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.weights import project
 from nash_mhc.ops.conv import short_conv
 from nash_mhc.ops.lookup import rows_of
 from nash_mhc.ops.norm import rms_norm
-from nash_mhc.ops.project import project
 from nash_mhc.parallel.params import VECTOR, param
 from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards
 
@@ -105,4 +105,4 @@ class SwiGLU(eqx.Module):
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         gate_BTF = constrain(project(x_BTD, self.gate_DF), "batch", "time", "ffn")
         up_BTF = constrain(project(x_BTD, self.up_DF), "batch", "time", "ffn")
-        return constrain((jax.nn.silu(gate_BTF) * up_BTF) @ self.down_FD, "batch", "time_split", "width")
+        return constrain(project(jax.nn.silu(gate_BTF) * up_BTF, self.down_FD, "btf,fd->btd"), "batch", "time_split", "width")

@@ -12,6 +12,8 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.schema import ConfigError
 from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
@@ -59,11 +61,23 @@ def _map_present(fn: Callable[..., Any], tree: PyTree, values: PyTree) -> PyTree
     return jax.tree.map(lambda x, value: x if is_gone(x) else fn(x, value), tree, values, is_leaf=is_gone)
 
 
-OPTIMIZERS: dict[str, Callable[[Hyperparameters, Any], optax.GradientTransformation]] = {"adamw": _adam, "muon": _muon}
+# From numbers, which may be traced, and a model, whose leaves may be shapes, to updates that neither the learning rate nor
+# weight decay is part of. What it keeps of a parameter is laid on the mesh as the parameter is.
+Make = Callable[[Hyperparameters, Any], optax.GradientTransformation]
+
+OPTIMIZERS: dict[str, Make] = {"adamw": _adam, "muon": _muon}
+
+
+def register(name: str, make: Make) -> None:
+    """Makes an optimizer known as `--optimizer NAME`."""
+    OPTIMIZERS[name] = make
 
 
 def make_optimizer(h: Hyperparameters, model: PyTree, name: str = "adamw") -> optax.GradientTransformation:
-    """Clips by the global norm, then as `name` says; decay on matrices only, alike for all of them."""
+    """Clips by the global norm, then as `name` says; decay on matrices only, alike for all of them. ConfigError."""
+    if name not in OPTIMIZERS:
+        near = did_you_mean(name, OPTIMIZERS) or f"; there are {', '.join(OPTIMIZERS)}"
+        raise ConfigError(f"--optimizer {name}: there is no such optimizer{near}")
     return optax.chain(
         optax.clip_by_global_norm(h.max_grad_norm),
         OPTIMIZERS[name](h, model),

@@ -72,18 +72,35 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 def map_declared(module: PyTree, leaf: Callable[[Declared, Any], Any]) -> PyTree:
     """The same module with each array replaced by leaf(how it was declared, the array); None stays None."""
-    return _walk(module, leaf, (), type(module).__name__)
+    return _walk(module, leaf, (), type(module).__name__, None)
 
 
-def _walk(module: Any, leaf: Callable[[Declared, Any], Any], prefix: Axes, path: str) -> Any:
+def _in_place_of(outer: Declared | None, own: Declared) -> Declared:
+    """The declaration of an array inside of a module that stands where another parameter was declared.
+
+    Among its axes, "inputs" and "outputs" are those of that parameter. With both, it has that parameter's role, too.
+    """
+    if outer is None:
+        return own
+    of = {"inputs": outer.axes[: outer.inputs], "outputs": outer.axes[outer.inputs :]}
+    axes = tuple(axis for name in own.axes for axis in of.get(name, (name,)))
+    whole = own.axes == ("inputs", "outputs")
+    inputs = len(of["inputs"]) if own.axes[:1] == ("inputs",) else own.inputs
+    return Declared(axes, outer.role if whole else own.role, inputs, outer.cast if whole else own.cast)
+
+
+def _walk(module: Any, leaf: Callable[[Declared, Any], Any], prefix: Axes, path: str, outer: Declared | None) -> Any:
     replaced: dict[str, Any] = {}
     for field in (f for f in dataclasses.fields(module) if not f.metadata.get("static", False)):
         value, here = getattr(module, field.name), f"{path}.{field.name}"
         if value is None:
             replaced[field.name] = None
         elif isinstance(value, eqx.Module):
-            replaced[field.name] = _walk(value, leaf, ("layers", *prefix) if field.metadata.get("stacked") else prefix, here)
+            inside = ("layers", *prefix) if field.metadata.get("stacked") else prefix
+            place = field.metadata.get("declared")
+            replaced[field.name] = _walk(value, leaf, inside, here, place and _in_place_of(outer, place))
         elif (declared := field.metadata.get("declared")) is not None:
+            declared = _in_place_of(outer, declared)
             declared = declared._replace(axes=prefix + declared.axes)
             if len(declared.axes) != len(value.shape):
                 raise ValueError(f"{here} has shape {value.shape} but declares the axes {declared.axes}")

@@ -38,6 +38,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "maps": (),  # coefficients of the residual streams' maps
     "scales": (),  # C: every device has all scales of its own heads
     "taps": (),  # of a pooling kernel
+    "rank": (),  # of an adapter: between its two narrow matrices
     "vector": (),  # norm scales: too small to be worth a gather
     "layers": (),  # the stacked axis that the scan walks
     "parts": (),  # the parts of an accumulated batch, taken one after another

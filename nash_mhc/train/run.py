@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,7 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **shape))
     cfg = for_platform(cfg, platform)
     make_objective(cfg)  # whether there is such an objective
-    if cfg.optim.freeze is not None or cfg.optim.train_only is not None:
-        abstract_state(cfg)  # whether there are such parameters
+    abstract_state(cfg)  # ... such an optimizer, and the parameters that are named
     return cfg, mesh
 
 
@@ -96,15 +95,24 @@ def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
     return cfg.train.attention
 
 
-def run(cfg: RunConfig, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> Result:
+def run(
+    cfg: RunConfig,
+    *,
+    quiet: bool = False,
+    each_step: Callable[[int], None] | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Result:
     """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
 
     Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there. `each_step` is called
-    with the number of each step that has finished, while the next one runs.
+    with the number of each step that has finished, while the next one runs. `sinks` get the rows of metrics and evaluations, as
+    the run's own files do; of several processes, those of the first.
     """
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch:
-        return _run(cfg, mesh, watch, quiet=quiet or jax.process_index() > 0, each_step=each_step)
+        reporter = Reporter(cfg.train.total_steps, None, quiet=quiet or jax.process_index() > 0, each_step=each_step)
+        with contextlib.ExitStack() as held:
+            return _train(cfg, mesh, watch, held, reporter, sinks)
 
 
 def _is_there(folder: Folder) -> bool:
@@ -140,12 +148,9 @@ def _wandb_run(cfg: RunConfig, folder: Folder) -> dict[str, str] | None:
     return {"project": cfg.telemetry.wandb, "id": weights_and_biases.new_id()}
 
 
-def _run(cfg: RunConfig, mesh: Mesh, watch: Watch, *, quiet: bool, each_step: Callable[[int], None] | None) -> Result:
-    with contextlib.ExitStack() as held:
-        return _train(cfg, mesh, watch, held, Reporter(cfg.train.total_steps, None, quiet=quiet, each_step=each_step))
-
-
-def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack, reporter: Reporter) -> Result:
+def _train(
+    cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack, reporter: Reporter, sinks: Sequence[Sink]
+) -> Result:
     owner: Owner | None = None
     named = None if cfg.train.checkpoint_dir is None else place(cfg.train.checkpoint_dir)
     if named is not None and from_leader(lambda: _is_there(named)):
@@ -196,7 +201,7 @@ def _train(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack,
         made_up = evaluator is not None and start.evaluation_missing(1 if done else cfg.train.eval_interval)
         telemetry: Telemetry = Nowhere()
         if jax.process_index() == 0:
-            others: list[Sink] = []
+            others = list(sinks)
             if wandb is not None:
                 others.append(weights_and_biases.WeightsAndBiases(cfg.telemetry, folder, wandb["id"], cfg.to_dict()))
                 reporter.say(f"wandb: run {wandb['id']} of project {wandb['project']}, {cfg.telemetry.wandb_mode}")
