@@ -141,7 +141,7 @@ def adapted_run(cfg):
 
 
 def test_adapters_alone_are_trained_on_a_mesh_as_on_one_device(known):
-    cfg = adapted_run(small.nash_config())
+    cfg = adapted_run(small.config())
     batches = [small.random_rows(cfg, seed) for seed in range(3)]
     one = small.train(cfg, batches)
     small.assert_same_run(small.train(small.mesh_config(cfg, 2, 2, 2), batches), one)

@@ -56,9 +56,13 @@ class Telemetry:
 
     def close(self) -> None:
         self._flush(last=True)
+        lost: dict[str, int] = {}
         for sink in self._sinks:
-            if sink.waiting:
-                self._say(f"{sink.waiting} row{'s' * (sink.waiting > 1)} of {sink.name} could not be written to {self._folder}")
+            name = "metrics" if sink.name in ROW_FILES else sink.name
+            lost[name] = lost.get(name, 0) + sink.waiting
+        for name, count in lost.items():
+            if count:
+                self._say(f"{count} row{'s' * (count > 1)} of {name} could not be written to {self._folder}")
 
 
 class Nowhere(Telemetry):
