@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import re
 import statistics
 from types import SimpleNamespace
@@ -58,7 +59,7 @@ def test_a_topology_that_cannot_be_described_is_one_line(monkeypatch):
 
 def test_a_mesh_that_does_not_fill_the_topology_is_refused(monkeypatch):
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=[None] * 8))
-    with pytest.raises(ConfigError, match="has 8 chips; the three mesh axes must multiply to that"):
+    with pytest.raises(ConfigError, match="has 8 chips; the mesh axes must multiply to that"):
         bench_compile(small.mesh_config(small.config(), 2, 2, 1), "v6e:2x4")
 
 
@@ -158,7 +159,8 @@ def test_at_equal_seconds_each_makes_as_many_steps_as_it_can(compared):
     for v in compared.figures["variants"].values():
         raced = v["equal_seconds"]
         assert raced["steps"] == max(1, round(STEPS * v["tokens_per_s"] / fastest))
-        assert raced["held_out"] == pytest.approx(v["held_out"][0], abs=2.0)
+        # Fewer steps, on a machine that was busy perhaps a single one: between what all of them came to and guessing.
+        assert v["held_out"][0] - 0.5 < raced["held_out"] < 1.1 * math.log(257)
         if raced["steps"] == STEPS:
             assert raced["held_out"] == v["held_out"][0]
 

@@ -13,7 +13,6 @@ from jax.sharding import AxisType
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.fit import check_fit
-from nash_mhc.parallel.sharding import MESH_AXES
 from nash_mhc.train.feed import abstract_batch
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.run import for_platform
@@ -34,7 +33,7 @@ def count_collectives(compiled: Any) -> dict[str, int]:
 
 def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     """Compiles for `topology` (for instance v6e:2x4); needs the TPU compiler library, not a TPU."""
-    shape = (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tp)
+    axes, shape = tuple(cfg.mesh.axes), tuple(cfg.mesh.axes.values())
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:  # the library raises many kinds; the user needs the reason, not the kind
@@ -43,11 +42,9 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
             f"--topology {topology}: cannot be described here ({reason}); it needs libtpu and a name like v6e:2x4"
         ) from error
     if math.prod(shape) != len(described.devices):
-        raise ConfigError(
-            f"--topology {topology} has {len(described.devices)} chips; the three mesh axes must multiply to that"
-        )
-    mesh = topologies.make_mesh(described, shape, MESH_AXES)
-    mesh = type(mesh)(mesh.devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+        raise ConfigError(f"--topology {topology} has {len(described.devices)} chips; the mesh axes must multiply to that")
+    mesh = topologies.make_mesh(described, shape, axes)
+    mesh = type(mesh)(mesh.devices, axes, axis_types=(AxisType.Auto,) * len(axes))
     check_fit(cfg, mesh.shape)
     cfg = for_platform(cfg, "tpu")
     step = compile_train_step(cfg, mesh)
@@ -55,7 +52,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     gib = {name: getattr(memory, f"{name}_size_in_bytes") / 2**30 for name in ("argument", "output", "alias", "temp")}
     return {
-        "topology": f"{topology}, mesh {'x'.join(map(str, shape))} ({' x '.join(MESH_AXES)})",
+        "topology": f"{topology}, mesh {cfg.mesh}",
         "model_size": cfg.model_size,
         "parameters": count_parameters(cfg.model),
         "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",

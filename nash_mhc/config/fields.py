@@ -27,15 +27,21 @@ def key(
     flag: str | None = None,
     weighted: bool = False,
     path: bool = False,
+    axis: bool = False,
 ) -> Any:
     """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
 
     The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path` may
-    begin with ~, wherever it is written.
+    begin with ~, wherever it is written. An `axis` is one of the mesh.
     """
     bounds = {"low": low, "above": above, "high": high}
-    metadata = bounds | {"help": help, "choices": choices, "flag": flag, "weighted": weighted, "path": path}
-    return field(default=default, metadata=metadata)
+    kind = {"weighted": weighted, "path": path, "axis": axis}
+    return field(default=default, metadata=bounds | {"help": help, "choices": choices, "flag": flag} | kind)
+
+
+def axis(help: str) -> Any:
+    """Declares an axis of the mesh: how many devices lie along it."""
+    return key(1, help, low=-1, axis=True)
 
 
 def accepted_types(annotation: Any) -> tuple[type, ...]:

@@ -15,6 +15,7 @@ from nash_mhc.config.fields import (
     Section,
     accepted_types,
     at_home,
+    axis,
     check_field,
     key,
     nearest_multiple,
@@ -71,9 +72,10 @@ class DataConfig(Section):
 class MeshConfig(Section):
     section = "mesh"
 
-    data: int = key(1, "devices along data: whole copies, each with its share of the batch (-1: the rest)", low=-1)
-    fsdp: int = key(1, "devices along fsdp: batch and parameters are split (-1: the rest)", low=-1)
-    tp: int = key(1, "devices along tp: heads, ffn and vocabulary are split (-1: the rest)", low=-1)
+    # The axes of the mesh, outermost first. Another one is a line here, and a name in the RULES of parallel/sharding.py.
+    data: int = axis("devices along data: whole copies, each with its share of the batch (-1: the rest)")
+    fsdp: int = axis("devices along fsdp: batch and parameters are split (-1: the rest)")
+    tp: int = axis("devices along tp: heads, ffn and vocabulary are split (-1: the rest)")
     num_devices: int | None = key(None, "use only this many of the devices there are", low=1, flag="num-devices")
     platform: str = key(
         "auto", "device kind; auto takes TPU, else GPU, else CPU", choices=("auto", "tpu", "gpu", "cpu"), flag="platform"
@@ -88,13 +90,20 @@ class MeshConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        axes = {"data": self.data, "fsdp": self.fsdp, "tp": self.tp}
-        for name, size in axes.items():
+        for name, size in self.axes.items():
             if size == 0:
                 raise ConfigError(f"mesh.{name} must be a positive number of devices or -1 for the rest, not 0")
-        rest = [name for name, size in axes.items() if size == -1]
+        rest = [name for name, size in self.axes.items() if size == -1]
         if len(rest) > 1:
             raise ConfigError(f"only one mesh axis may be -1 (the rest), not {' and '.join('mesh.' + n for n in rest)}")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Devices along each axis, in the order of the mesh."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["axis"]}
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.axes.values()))} ({' x '.join(self.axes)})"
 
 
 @dataclass(frozen=True)

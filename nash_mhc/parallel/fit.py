@@ -22,7 +22,7 @@ def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> None:
             # A mesh must suit everything else that lies on the same axes, too.
             others = [n for a, n, _ in sizes if RULES[a] == RULES[axis]]
             if axis == "embed":
-                others.append(data.batch_size // mesh_shape["data"])
+                others.append(data.batch_size // math.prod(mesh_shape[a] for a in RULES["batch"] if a not in RULES["embed"]))
             best = min((d for d in range(1, ways) if not any(n % d for n in others)), key=lambda d: abs(d - ways))
             raise ConfigError(
                 f"{flag} {size} cannot be split over {over} = {ways}; the nearest that works is "

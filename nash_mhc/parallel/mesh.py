@@ -10,13 +10,8 @@ from jax.sharding import AxisType, Mesh
 
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.parallel.processes import start
-from nash_mhc.parallel.sharding import MESH_AXES
 
 _PLATFORMS = ("tpu", "gpu", "cpu")
-
-
-def _shape_text(cfg: MeshConfig) -> str:
-    return f"{cfg.data}x{cfg.fsdp}x{cfg.tp} (data x fsdp x tp)"
 
 
 def _try_config(name: str, value: object) -> None:
@@ -33,7 +28,7 @@ def _found(platform: str) -> list[jax.Device]:
 
 
 def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
-    sizes = (cfg.data, cfg.fsdp, cfg.tp)
+    sizes = cfg.axes.values()
     wanted = cfg.num_devices or (math.prod(sizes) if -1 not in sizes else 1)
     if cfg.platform == "cpu":
         _try_config("jax_platforms", "cpu")  # keeps JAX from taking an accelerator's memory that the run will not use
@@ -52,22 +47,22 @@ def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
     return devices
 
 
-def _fill(cfg: MeshConfig, count: int) -> tuple[int, int, int]:
+def _fill(cfg: MeshConfig, count: int) -> tuple[int, ...]:
     """The mesh shape with -1 replaced by what is left of `count` devices."""
-    sizes = [cfg.data, cfg.fsdp, cfg.tp]
+    sizes = list(cfg.axes.values())
     if -1 in sizes:
         fixed = math.prod(s for s in sizes if s != -1)
         if count % fixed:
             divisors = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
             raise ConfigError(
-                f"mesh {_shape_text(cfg)}: {fixed} does not divide the {count} devices in use, so -1 has no value; "
+                f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so -1 has no value; "
                 f"make the other axes multiply to one of {divisors}"
             )
         sizes[sizes.index(-1)] = count // fixed
-    return sizes[0], sizes[1], sizes[2]
+    return tuple(sizes)
 
 
-def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, int, int]:
+def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, ...]:
     """The shape of the mesh where `there` devices of this platform are; ConfigError when it does not fit them."""
     if cfg.num_devices is not None and cfg.num_devices > there:
         raise ConfigError(
@@ -75,20 +70,20 @@ def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, int, in
         )
     # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use; and so does the
     # default mesh anywhere: the first run of a newcomer takes one device and is told of the others.
-    sizes = (cfg.data, cfg.fsdp, cfg.tp)
-    by_mesh = (platform == "cpu" and -1 not in sizes) or sizes == (1, 1, 1)
+    sizes = cfg.axes.values()
+    by_mesh = (platform == "cpu" and -1 not in sizes) or set(sizes) == {1}
     in_use = cfg.num_devices or (math.prod(sizes) if by_mesh else there)
     shape = _fill(cfg, in_use)
     need = math.prod(shape)
     if need != in_use:
         raise ConfigError(
-            f"mesh {_shape_text(cfg)} needs {need} device(s), but {in_use} {platform} device(s) are in use; "
+            f"mesh {cfg} needs {need} device(s), but {in_use} {platform} device(s) are in use; "
             f"set --mesh-data -1 to take the rest, or --num-devices {need}"
             + ("" if need <= there else f" once there are {need}")
         )
     if need > there:
         raise ConfigError(
-            f"mesh {_shape_text(cfg)} needs {need} devices, but JAX already runs with {there} cpu device(s); build the mesh "
+            f"mesh {cfg} needs {need} devices, but JAX already runs with {there} cpu device(s); build the mesh "
             f"before any other JAX call, or set XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         )
     return shape
@@ -100,18 +95,19 @@ def make_mesh(cfg: MeshConfig) -> Mesh:
     shape = mesh_shape(cfg, devices[0].platform, len(devices))
     if jax.process_count() > 1 and math.prod(shape) != len(devices):
         raise ConfigError(
-            f"mesh {_shape_text(cfg)} uses {math.prod(shape)} of the {len(devices)} devices of "
+            f"mesh {cfg} uses {math.prod(shape)} of the {len(devices)} devices of "
             f"{jax.process_count()} processes, and all of them must be in it; set --mesh-data -1 to take the rest"
         )
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(shape)])
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, tuple(cfg.axes), axis_types=kinds, devices=devices[: math.prod(shape)])
 
 
 def describe(mesh: Mesh) -> str:
     """`8 x cpu, mesh 2x2x2 (data x fsdp x tp)`: the first line of a run. One device is no mesh."""
     device = mesh.devices.flat[0]
-    shape = "x".join(str(mesh.shape[a]) for a in MESH_AXES)
+    shape = "x".join(map(str, mesh.shape.values()))
     count = len({d.process_index for d in mesh.devices.flat})
-    split = f", mesh {shape} ({' x '.join(MESH_AXES)})" if mesh.size > 1 else ""
+    split = f", mesh {shape} ({' x '.join(mesh.axis_names)})" if mesh.size > 1 else ""
     text = f"{mesh.size} x {device.device_kind}{f' in {count} processes' * (count > 1)}{split}"
     idle = 0 if device.platform == "cpu" else len(_found(device.platform)) - mesh.size
     return text + (f"; {idle} more are idle: --mesh-data -1 takes them" if idle > 0 else "")

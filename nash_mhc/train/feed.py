@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from nash_mhc.data.loader import batches
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource
 from nash_mhc.objectives.base import Batch
-from nash_mhc.parallel.sharding import named
+from nash_mhc.parallel.sharding import RULES, named
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -35,7 +36,7 @@ def share_of_batch(mesh: Mesh) -> tuple[int, int]:
 
     As many shares as processes, unless tp reaches across processes: those that hold the same rows bring the same share.
     """
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = math.prod(mesh.shape[axis] for axis in RULES["batch"])
     held: dict[int, set[int]] = {}
     places: Any = batch_sharding(mesh).devices_indices_map((1, ways, 1))
     for device, index in places.items():

@@ -65,7 +65,7 @@ def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
     attention = _attention_kernel(cfg, platform, dtype)
     unroll = cfg.train.unroll
     if unroll == "auto":  # gathered weights of several devices: not measured; many layers: a compiler that takes minutes
-        one_gpu = platform == "gpu" and cfg.mesh.data == cfg.mesh.fsdp == cfg.mesh.tp == 1
+        one_gpu = platform == "gpu" and set(cfg.mesh.axes.values()) == {1}
         unroll = "yes" if one_gpu and cfg.model.depth <= _MOST_UNROLLED else "no"
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, unroll=unroll))
 
@@ -75,8 +75,7 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     mesh = make_mesh(cfg.mesh)
     check_fit(cfg, mesh.shape)
     platform = mesh.devices.flat[0].platform
-    shape = {axis: mesh.shape[axis] for axis in ("data", "fsdp", "tp")}
-    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **shape))
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **mesh.shape))
     cfg = for_platform(cfg, platform)
     make_objective(cfg)  # whether there is such an objective
     abstract_state(cfg)  # ... such an optimizer, and the parameters that are named

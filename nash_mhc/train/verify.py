@@ -56,16 +56,17 @@ def other_mesh(cfg: RunConfig, platform: str, there: int) -> MeshConfig | None:
 
     `cfg` has its mesh resolved. Devices of a CPU are emulated, as many as one likes.
     """
-    now = (cfg.mesh.data, cfg.mesh.fsdp, cfg.mesh.tp)
+    axes, now = tuple(cfg.mesh.axes), tuple(cfg.mesh.axes.values())
     sizes = [4, 2, 8, 1] if platform == "cpu" else [math.prod(now), *range(there, 0, -1)]
     for size in sizes:
-        shapes = [s for s in itertools.product(range(1, size + 1), repeat=3) if math.prod(s) == size and s != now]
-        for data, fsdp, tp in sorted(shapes, key=lambda s: (-sum(n > 1 for n in s), max(s), s)):
+        shapes = [s for s in itertools.product(range(1, size + 1), repeat=len(axes)) if math.prod(s) == size and s != now]
+        for shape in sorted(shapes, key=lambda s: (-sum(n > 1 for n in s), max(s), s)):
+            other = dict(zip(axes, shape, strict=True))
             try:
-                check_fit(cfg, {"data": data, "fsdp": fsdp, "tp": tp})
+                check_fit(cfg, other)
             except ConfigError:
                 continue
-            return MeshConfig(data=data, fsdp=fsdp, tp=tp, num_devices=size, platform=platform)
+            return dataclasses.replace(MeshConfig(num_devices=size, platform=platform), **other)  # type: ignore[arg-type]
     return None
 
 
@@ -186,13 +187,12 @@ def _moved(folder: Path) -> bool:
     if (mesh := other_mesh(cfg, devices["platform"], devices["there"])) is None:
         print(f"4/4 no other mesh to try: {devices['there']} x {devices['kind']} is here, and this run fits on no other shape")
         return True
-    shape = f"mesh {mesh.data}x{mesh.fsdp}x{mesh.tp} (data x fsdp x tp)"
-    print(f"4/4 the killed run, resumed on {shape} ...", flush=True)
+    print(f"4/4 the killed run, resumed on mesh {mesh} ...", flush=True)
     _train(short_run(dataclasses.replace(cfg, mesh=mesh), moved), "the run on another mesh")
     tolerance = TOLERANCE[cfg.train.dtype]
     most = max(apart for apart, _ in different_losses(unbroken, moved, -1.0))
-    wrong = [f"{what}, on {shape}" for _, what in different_losses(unbroken, moved, tolerance)]
-    return _say(wrong, f"the losses of these steps on {shape}, within {tolerance:g} (at most {most:.1g} apart)")
+    wrong = [f"{what}, on mesh {mesh}" for _, what in different_losses(unbroken, moved, tolerance)]
+    return _say(wrong, f"the losses of these steps on mesh {mesh}, within {tolerance:g} (at most {most:.1g} apart)")
 
 
 def verify_resume(cfg: RunConfig) -> int:
