@@ -200,6 +200,13 @@ def test_the_console_script_is_every_command(tmp_path):
     assert "whole" in typed("./nash-mhc checkpoint verify run", tmp_path)
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    python = shlex.quote(sys.executable)
+    for command in ("nash_mhc", "nash_mhc.train --help", "nash_mhc.train --print-config"):
+        out = typed(f"{python} -u -m {command} | head -c 10", tmp_path)  # fails on a word of complaint
+        assert len(out) == 10
+
+
 def test_a_step_that_never_ran_is_not_shown(tmp_path):
     folder = at(tmp_path / "run", total_steps=5, eval_interval=0).folder
     assert "step 5, row 0" in of_run(folder, 5, 0)

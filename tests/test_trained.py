@@ -167,7 +167,7 @@ def test_each_layer_of_a_map_moves_by_an_orthogonal_matrix(updates, name, inputs
         matrix = layer.reshape(int(np.prod(layer.shape[:inputs])), -1)
         singular = np.linalg.svd(matrix, compute_uv=False)
         # Newton and Schulz bring singular values near 1, not to it, and those that are next to nothing take longer.
-        scaled = singular / (0.2 * np.sqrt(640) * np.sqrt(matrix.shape[1] / matrix.shape[0]))
+        scaled = singular / (0.8 * np.sqrt(640) * np.sqrt(matrix.shape[1] / matrix.shape[0]))
         assert np.quantile(scaled, 0.1) > 0.5
         assert scaled.max() < 1.3
 

@@ -17,9 +17,9 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
-# A matrix of the reference width moves as far in a step of Muon as in one of Adam, whose updates have about a fifth of the
-# rate as their root mean square (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
-_MUON_STEP = 0.2 * math.sqrt(REFERENCE_WIDTH)
+# How far Muon moves a matrix at a learning rate of 1, in singular values, so that rates of the size that suits Adam suit it:
+# a square one of the reference width by 0.8 in the root of its mean square. docs/log.md has what came of 0.2 to 1.6.
+_MUON_STEP = 0.8 * math.sqrt(REFERENCE_WIDTH)
 
 
 def _adam(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
