@@ -100,6 +100,25 @@ def test_accumulated_parts_of_a_registered_objective_add_up(another):
     small.assert_same_run(small.train(split, parts), small.train(cfg, whole), health=False)
 
 
+def test_another_objective_under_the_same_name_is_another_program(another):
+    """As in a notebook, whose cell is run again with a change."""
+    cfg = with_objective(small.config(), "every_second")
+    rows_ = [small.random_rows(cfg, 0)]
+    before = small.train(cfg, rows_)[1][0]["loss"]
+
+    def doubled(cfg, execution):
+        inner = every_second(cfg, execution)
+
+        def objective(model, batch):
+            loss, aux = inner(model, batch)
+            return 2 * loss, aux._replace(sums=aux.sums | {"loss": Sum(2 * loss, aux.sums["loss"].weight)})
+
+        return objective
+
+    registry.register("every_second", doubled)
+    assert small.train(cfg, rows_)[1][0]["loss"] == pytest.approx(2 * before, rel=1e-5)
+
+
 def test_an_unknown_objective_is_one_line(another):
     with pytest.raises(ConfigError, match=r"--objective smothed: there is no such objective; did you mean smoothed\?"):
         resolve(with_objective(small.config(), "smothed"))

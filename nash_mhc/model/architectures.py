@@ -37,13 +37,16 @@ register(
 )
 
 
-@functools.lru_cache(64)
 def abstract_model(cfg: ArchitectureConfig) -> Any:
     """The model's tree with shapes for arrays."""
-    return jax.eval_shape(lambda: architecture_of(cfg).init(cfg, key=jax.random.key(0)))
+    return _abstract_model(cfg, architecture_of(cfg))
 
 
 @functools.lru_cache(64)
+def _abstract_model(cfg: ArchitectureConfig, architecture: Architecture) -> Any:
+    return jax.eval_shape(lambda: architecture.init(cfg, key=jax.random.key(0)))
+
+
 def count_parameters(cfg: ArchitectureConfig) -> int:
     """Exact number of parameters, padding of the vocabulary included."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_model(cfg)))

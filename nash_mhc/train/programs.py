@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -21,7 +22,7 @@ from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named
 from nash_mhc.train.compiled import CompiledStep
-from nash_mhc.train.state import shaping, state_shardings
+from nash_mhc.train.state import registered, shaping, state_shardings
 from nash_mhc.train.step import make_train_step
 
 _PLACES = 128  # rows of attention come in whole multiples of this, where they are spread out
@@ -60,11 +61,13 @@ def compile_train_step(
 ) -> CompiledStep:
     """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
     most_documents = source.most_documents if source is not None else most_documents
-    return _train_step(shaping(cfg), mesh, most_documents, _room(cfg, source)).again([Hyperparameters.of(cfg)], warn)
+    return _train_step(shaping(cfg), mesh, most_documents, _room(cfg, source), registered(cfg)).again(
+        [Hyperparameters.of(cfg)], warn
+    )
 
 
 @functools.lru_cache(_KEPT)
-def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: int | None) -> CompiledStep:
+def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: int | None, _: tuple[Any, ...]) -> CompiledStep:
     out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
     step = make_train_step(_objective(cfg, most_documents, room, unroll=cfg.train.unroll == "yes"), Training.of(cfg.optim))
     return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic)
@@ -72,11 +75,11 @@ def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: in
 
 def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = None) -> CompiledStep:
     """(model, batch) -> sums over the batch."""
-    return _evaluation(shaping(cfg), mesh, _room(cfg, held_out)).again()
+    return _evaluation(shaping(cfg), mesh, _room(cfg, held_out), registered(cfg)).again()
 
 
 @functools.lru_cache(_KEPT)
-def _evaluation(cfg: RunConfig, mesh: Mesh, room: int | None) -> CompiledStep:
+def _evaluation(cfg: RunConfig, mesh: Mesh, room: int | None, _: tuple[Any, ...]) -> CompiledStep:
     objective = _objective(cfg, None, room)
 
     def sums(model: LanguageModel, batch: Batch) -> Sums:

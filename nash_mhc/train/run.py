@@ -137,12 +137,10 @@ def _parameters(cfg: RunConfig) -> str:
 
 
 def _wandb_run(cfg: RunConfig, folder: Folder) -> dict[str, str] | None:
-    """Project and id of the run at Weights & Biases; the same ones as before where this folder's run has some there."""
-    if cfg.telemetry.wandb is None:
-        return None
+    """Project and id of the run at Weights & Biases; those of before where this folder's run has some, be it in use or not."""
     told = told_by(folder)
     before = told.wandb if told is not None else None
-    if before is not None and before.get("project") == cfg.telemetry.wandb:
+    if cfg.telemetry.wandb is None or (before is not None and before.get("project") == cfg.telemetry.wandb):
         return before
     return {"project": cfg.telemetry.wandb, "id": weights_and_biases.new_id()}
 
@@ -194,14 +192,14 @@ def _train(
         store.warm_up(state)
         changed = history.changes(start.before.config, cfg) if start.before is not None else {}
         known = {"init_from": start.init_from, "history": history.added_to(start.history, changed, start_step)}
-        known["wandb"] = wandb = _wandb_run(cfg, folder)
+        known["wandb"] = wandb = from_leader(lambda: _wandb_run(cfg, folder))
         files = run_files(cfg, mesh, floor, source.identity, state.model, known)
         done = start_step >= cfg.train.total_steps
         made_up = evaluator is not None and start.evaluation_missing(1 if done else cfg.train.eval_interval)
         telemetry: Telemetry = Nowhere()
         if jax.process_index() == 0:
             others = list(sinks)
-            if wandb is not None:
+            if wandb is not None and cfg.telemetry.wandb is not None:
                 others.append(weights_and_biases.WeightsAndBiases(cfg.telemetry, folder, wandb["id"], cfg.to_dict()))
                 reporter.say(f"wandb: run {wandb['id']} of project {wandb['project']}, {cfg.telemetry.wandb_mode}")
             telemetry = begin_files(folder, files, start_step, made_up, reporter.say, owner, others)

@@ -16,6 +16,8 @@ from jaxtyping import Array, Int, PyTree
 
 from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.model.architectures import abstract_model, architecture_of
+from nash_mhc.objectives import registry
+from nash_mhc.optim import optimizers
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named, shardings
@@ -50,6 +52,15 @@ def shaping(cfg: RunConfig) -> RunConfig:
     return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train, objective=cfg.objective)
 
 
+def registered(cfg: RunConfig) -> tuple[Any, ...]:
+    """What the names in a configuration stand for now: in a notebook, another function may be registered under the same one."""
+    return (
+        architecture_of(cfg.model),
+        optimizers.OPTIMIZERS.get(cfg.optim.optimizer),
+        registry.OBJECTIVES.get(cfg.objective.name),
+    )
+
+
 def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     """The state before the first step of a model; pure, so it can be traced for shapes alone or made in place on a mesh."""
     training = Training.of(cfg.optim)
@@ -61,21 +72,21 @@ def initial_state(cfg: RunConfig, model: Any) -> TrainState:
 
 
 def abstract_state(cfg: RunConfig) -> TrainState:
-    return _abstract_state(shaping(cfg))
+    return _abstract_state(shaping(cfg), registered(cfg))
 
 
 @functools.lru_cache(_KEPT)
-def _abstract_state(cfg: RunConfig) -> TrainState:
+def _abstract_state(cfg: RunConfig, _: tuple[Any, ...]) -> TrainState:
     return jax.eval_shape(lambda model: initial_state(cfg, model), abstract_model(cfg.model))
 
 
 def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
     """The state's tree with a sharding in each place: moments and averages lie exactly as their parameters do."""
-    return _state_shardings(shaping(cfg), mesh)
+    return _state_shardings(shaping(cfg), mesh, registered(cfg))
 
 
 @functools.lru_cache(_KEPT)
-def _state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
+def _state_shardings(cfg: RunConfig, mesh: Mesh, _: tuple[Any, ...]) -> TrainState:
     shape, training = abstract_state(cfg), Training.of(cfg.optim)
     trained_shape, _ = training.split(shape.model)
     model, trained = shardings(shape.model, mesh), shardings(trained_shape, mesh)
@@ -99,7 +110,7 @@ def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
 
 def create_state(cfg: RunConfig, mesh: Mesh, model: Any | None = None) -> TrainState:
     """The initial state, each shard made on its own device; `model`, if there is one, becomes part of it."""
-    begin_fresh, begin_from = _makers(shaping(cfg), mesh)
+    begin_fresh, begin_from = _makers(shaping(cfg), mesh, registered(cfg))
     with jax.set_mesh(mesh):
         if model is not None:
             return begin_from(model)
@@ -107,7 +118,9 @@ def create_state(cfg: RunConfig, mesh: Mesh, model: Any | None = None) -> TrainS
 
 
 @functools.lru_cache(_KEPT)
-def _makers(cfg: RunConfig, mesh: Mesh) -> tuple[Callable[[np.ndarray], TrainState], Callable[[Any], TrainState]]:
+def _makers(
+    cfg: RunConfig, mesh: Mesh, _: tuple[Any, ...]
+) -> tuple[Callable[[np.ndarray], TrainState], Callable[[Any], TrainState]]:
     """From the data of a key, which is no part of the program either, and from a model, whose place the state takes."""
     init = architecture_of(cfg.model).init
     fresh = lambda key: initial_state(cfg, init(cfg.model, key=jax.random.wrap_key_data(key)))
