@@ -42,7 +42,7 @@ def run(name: str = "tiny") -> RunConfig:
     return dataclasses.replace(
         config,
         data=DataConfig(batch_size=8, seq_len=_SHAPES[name][-1]),
-        # One rate for all: a parameter's role and width do the rest (`rates` in parallel/sharding.py).
+        # One rate for all: a parameter's role and width do the rest (`rates` in optim/roles.py).
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1),
         train=TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500),
     )
