@@ -16,12 +16,11 @@ import pytest
 
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.schema import ModelConfig, RunConfig
+from nash_mhc.config.schema import MeshConfig, ModelConfig, RunConfig
 from nash_mhc.data.tokens import ByteTokenizer
 from nash_mhc.generate.__main__ import main
 from nash_mhc.generate.decode import Loaded, generate_tokens, keep_likely, load, sample, stream_text
 from nash_mhc.model.sampling import context_start
-from nash_mhc.parallel.sharding import MESH_AXES
 from nash_mhc.train import __main__ as train_command
 from nash_mhc.train.run import Result, run
 from nash_mhc.train.state import abstract_state, state_shardings
@@ -209,7 +208,7 @@ def test_averaged_weights_of_any_mesh_come_to_one_device(tmp_path: Path, folder:
     values = json.loads((folder / "run.json").read_text())["config"]
     values["optim"]["ema_decay"] = 0.9
     cfg = RunConfig.from_dict(values)
-    mesh = jax.make_mesh((2, 2, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     shape = abstract_state(cfg)
     values_of = jax.tree.map(lambda a: np.arange(a.size, dtype=a.dtype).reshape(a.shape), shape)
     values_of = eqx.tree_at(lambda s: s.ema, values_of, jax.tree.map(np.negative, values_of.model))
@@ -263,7 +262,7 @@ def test_a_sample_comes_from_any_mesh_and_never_fails_a_run(
         return capsys.readouterr().out
 
     on_one = shown(trained)
-    mesh = jax.make_mesh((2, 2, 2), MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(cfg, mesh).model)
     spread = dataclasses.replace(trained, state=eqx.tree_at(lambda s: s.model, trained.state, model))
     assert len(model.embed_VD.devices()) == 8

@@ -18,7 +18,6 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import param, stacked
 from nash_mhc.parallel.sharding import (
     GATHERED,
-    MESH_AXES,
     RULES,
     constrain,
     logical_axes,
@@ -73,7 +72,7 @@ def state() -> TrainState:
 
 
 def test_rules_name_only_axes_of_the_mesh() -> None:
-    assert {axis for axes in RULES.values() for axis in axes} <= set(MESH_AXES)
+    assert {axis for axes in RULES.values() for axis in axes} <= set(MeshConfig().axes)
 
 
 def test_spec_follows_the_table() -> None:

@@ -24,6 +24,12 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
     return f"; did you mean {by_core[near[0]]}?" if near else ""
 
 
+def what_there_is(word: str, valid: Iterable[str]) -> str:
+    """`; did you mean X?`, or where nothing comes near, `; there are X, Y`."""
+    valid = list(valid)
+    return did_you_mean(word, valid) or f"; there are {', '.join(valid)}"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """argparse whose mistakes are one-line ConfigErrors, unknown flags with the nearest known one."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from nash_mhc.config import presets
-from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.commands import what_there_is
 from nash_mhc.config.keys import FURTHER, SMALL, Key, keys, sections
 from nash_mhc.config.schema import ConfigError, RunConfig, weighted_parts
 
@@ -78,8 +78,7 @@ def _described(key: Key, defaults: dict[str, Any]) -> str:
 def section_help(section: str) -> str:
     """The keys of one section; ConfigError if there is none of that name."""
     if section not in sections():
-        near = did_you_mean(section, sections()) or f"; there are {', '.join(sections())}"
-        raise ConfigError(f"--help {section}: no such section{near}")
+        raise ConfigError(f"--help {section}: no such section{what_there_is(section, sections())}")
     defaults = presets.run().to_dict()
     title = FURTHER.get(section, TITLES.get(section, section))
     lines = [_described(key, defaults) for key in keys().values() if key.path.startswith(section + ".")]

@@ -28,9 +28,8 @@ def next_token(
     `smoothing`: the share of each target that goes to the whole vocabulary, evenly.
     """
     x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
-    out = sharded_xent(
-        x_BTD, model.unembed_VD, batch.targets, batch.weights, model.cfg.vocab_size, z_weight, smoothing
-    )  # fmt: skip
+    V = model.cfg.vocab_size
+    out = sharded_xent(x_BTD, model.unembed_VD, batch.targets, batch.weights, V, z_weight, smoothing)
     known = model.penalties(report) if any(penalties.values()) else {}
     extra = {name: weight * known.get(name, jnp.zeros(())) * out.weight for name, weight in penalties.items()}
     loss = sum(extra.values(), out.loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.commands import what_there_is
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Objective
@@ -23,6 +23,5 @@ def register(name: str, make: Make) -> None:
 def objective_of(cfg: RunConfig, execution: Execution) -> Objective:
     """The one that the run names; ConfigError."""
     if (name := cfg.objective.name) not in OBJECTIVES:
-        near = did_you_mean(name, OBJECTIVES) or f"; there are {', '.join(OBJECTIVES)}"
-        raise ConfigError(f"--objective {name}: there is no such objective{near}")
+        raise ConfigError(f"--objective {name}: there is no such objective{what_there_is(name, OBJECTIVES)}")
     return OBJECTIVES[name](cfg, execution)

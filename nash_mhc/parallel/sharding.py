@@ -16,10 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.params import Axes, Declared, map_declared
-
-MESH_AXES = tuple(MeshConfig().axes)
 
 # One row a logical axis. An empty row says "every device holds all of it", in so many words: a name that is not
 # listed is an error, so nothing is replicated by accident.
