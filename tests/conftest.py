@@ -78,7 +78,7 @@ def _nothing_outlives_its_test():
 
 
 def pytest_sessionstart():
-    from nash_mhc.train.files import write_programs_whole  # not before its types are checked at run time
+    from nash_mhc.runtime.program_cache import write_programs_whole  # not before its types are checked at run time
 
     write_programs_whole()
 

@@ -22,10 +22,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import small
 
+from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import arrays_of
 from nash_mhc.data.pack import Rows
-from nash_mhc.train.saving import Saver
-from nash_mhc.train.watch import Watch
+from nash_mhc.runtime.watch import Watch
 
 # Small and dense: what is tested with it does not depend on the architecture.
 MODEL = (
@@ -45,14 +45,14 @@ _asking = threading.Lock()
 
 def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
     """What `python -m nash_mhc.train` does, from its first line to its last, in the forked process."""
+    from nash_mhc.runtime.signals import SIGNALS
     from nash_mhc.train.__main__ import command
-    from nash_mhc.train.signals import SIGNALS
 
     log = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
-    sys.modules["nash_mhc.train.hardware"]._rate_here = lambda *_: 1e11  # type: ignore[attr-defined]  # MFU is not tested here,
+    sys.modules["nash_mhc.runtime.hardware"]._rate_here = lambda *_: 1e11  # type: ignore[attr-defined]  # MFU is not tested here,
     sys.modules["nash_mhc.train.__main__"]._LARGEST_SAMPLED = 0  # type: ignore[attr-defined]  # nor is the sample
     if at := env.get("STALL_AT_STEP"):
         _stall_at(int(at))
@@ -61,7 +61,7 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
     if "IMPATIENT" in env:
         _save_again_at_once()
     if "NO_EVALUATION" in env:  # another program less to trace, where what is tested is not about it
-        sys.modules["nash_mhc.train.run"].open_held_out = lambda *_, **__: None  # type: ignore[attr-defined]
+        sys.modules["nash_mhc.train.inputs"].open_held_out = lambda *_, **__: None  # type: ignore[attr-defined]
     if "TELL_OF_THE_COMPILER" in env:
         _tell_of_the_compiler()
     if "NEVER_LEAVES" in env:
@@ -108,7 +108,7 @@ def _shorten_the_stall_once(file: Path) -> None:
 
 def _save_again_at_once() -> None:
     """Pauses after failed saves are short, and it never gives up: for storage that fails all the time."""
-    module = sys.modules["nash_mhc.train.run"]
+    module = sys.modules["nash_mhc.train.session"]
     module.Saver = functools.partial(Saver, first_pause=0.01, longest_pause=0.05, attempts=500)  # type: ignore[attr-defined]
 
 

@@ -23,7 +23,7 @@ from test_run import rows
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config.words import duration
-from nash_mhc.train.signals import TRY_AGAIN
+from nash_mhc.runtime.signals import TRY_AGAIN
 
 ENDS = {signal.SIGKILL: 0.5, signal.SIGTERM: 0.3, signal.SIGINT: 0.1, signal.SIGHUP: 0.1}
 MESH = "--mesh-data 2 --stall-timeout 10".split()

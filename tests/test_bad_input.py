@@ -15,7 +15,7 @@ from test_sources import save_tokenizer
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.sources import open_source
-from nash_mhc.data.tokens import ByteTokenizer
+from nash_mhc.data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent
 GOOD = json.dumps({"text": "a good line"}) + "\n"
@@ -122,7 +122,7 @@ def test_prepared_rows_must_suit_the_run(tmp_path: Path) -> None:
     assert "--tokenizer out/tokenizer has 271 tokens, the model only 257; set --model-vocab-size 271" in refusal
     assert done.stderr == ""
     from nash_mhc.config import presets
-    from nash_mhc.data.tokens import load_tokenizer
+    from nash_mhc.data.tokenizer import load_tokenizer
     from nash_mhc.train import run
 
     def refused(tokenizer: str, **settings: object) -> str:

@@ -28,9 +28,9 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import flops_per_token
+from nash_mhc.runtime.hardware import known_peak
 from nash_mhc.train import evaluate, feed
-from nash_mhc.train.hardware import known_peak
-from nash_mhc.train.run import resolve
+from nash_mhc.train.resolve import resolve
 
 
 def test_figures_follow_from_one_another():

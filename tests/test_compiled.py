@@ -8,8 +8,8 @@ from jax._src import lru_cache
 
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.train.compiled import CompiledStep
-from nash_mhc.train.files import write_programs_whole
+from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.runtime.program_cache import write_programs_whole
 
 
 def test_what_was_compiled_in_the_background_is_what_runs():

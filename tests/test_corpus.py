@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from nash_mhc.data.ambiguity import find_ambiguity
-from nash_mhc.data.corpus import Story, StoryCorpus, story_grammar
-from nash_mhc.data.grammar import Chain, Choice, Draw, Node, Recall, Repeat, Text
-from nash_mhc.data.lexicon import WORD_LISTS
+from nash_mhc.data.stories.corpus import Story, StoryCorpus, story_grammar
+from nash_mhc.data.stories.grammar import Chain, Choice, Draw, Node, Recall, Repeat, Text
+from nash_mhc.data.stories.lexicon import WORD_LISTS
+from tests.ambiguity import find_ambiguity
 
 CORPUS = StoryCorpus()
 

@@ -19,17 +19,18 @@ from test_run import RUN, at
 from test_sources import save_tokenizer
 
 from nash_mhc import __main__ as commands
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import cli
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.places import place
 from nash_mhc.config.schema import ConfigError, DataConfig, TrainConfig
 from nash_mhc.config.words import duration, short
 from nash_mhc.data.inspection import of_run
 from nash_mhc.data.mixture import passes
 from nash_mhc.parallel.mesh import describe
+from nash_mhc.storage.paths import place
 from nash_mhc.train import __main__ as train
 from nash_mhc.train import run
-from nash_mhc.train.found import found_settings
+from nash_mhc.train.inferred_settings import found_settings
 
 ROOT = Path(__file__).parent.parent
 SMALL = [*MODEL[: MODEL.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
@@ -89,7 +90,7 @@ def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path / "tok")
     write_jsonl(tmp_path / "a.jsonl", stories(30))
-    from nash_mhc.data.tokens import load_tokenizer
+    from nash_mhc.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer("tok")
     prepared(Path("data"), "a.jsonl", tokenizer, align=16, seq_len=512, validation_fraction=0.2)
@@ -209,11 +210,11 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 
 def test_a_step_that_never_ran_is_not_shown(tmp_path):
     folder = at(tmp_path / "run", total_steps=5, eval_interval=0).folder
-    assert "step 5, row 0" in of_run(folder, 5, 0)
+    assert "step 5, row 0" in of_run(RunFolder(folder), 5, 0)
     with pytest.raises(ConfigError, match=r"--step 6: this run has not come so far; by its .* checkpoints 5 is the most"):
-        of_run(folder, 6, 0)
+        of_run(RunFolder(folder), 6, 0)
     with pytest.raises(ConfigError, match=r"--step 1000"):
-        of_run(folder, 1000, None)
+        of_run(RunFolder(folder), 1000, None)
 
 
 def test_a_blank_sample_says_so(tmp_path, monkeypatch, capsys):

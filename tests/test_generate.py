@@ -17,7 +17,7 @@ import pytest
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import MeshConfig, ModelConfig, RunConfig
-from nash_mhc.data.tokens import ByteTokenizer
+from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.__main__ import main
 from nash_mhc.generate.decode import Loaded, generate_tokens, keep_likely, load, sample, stream_text
 from nash_mhc.model.sampling import context_start
@@ -322,11 +322,11 @@ def test_each_unusable_folder_is_one_line(
     assert nowhere == "DIR/no: no such folder; give the folder of a run (the text to go on from is --prompt)"
     assert error("--checkpoint-dir", tmp_path / "no") == nowhere
     at = (tmp_path,)
-    assert error(*at) == "DIR: it has no run.json, so it is not the folder of a run"
+    assert error(*at) == "DIR has no run.json, so it is not the folder of a run (has the run started yet?)"
     (tmp_path / "run.json").write_text("{")
-    assert error(*at).startswith("DIR/run.json holds no configuration of a run (JSONDecodeError")
+    assert error(*at).startswith("DIR/run.json cannot be read (Expecting property name")
     (tmp_path / "run.json").write_text("[]")
-    assert error(*at).startswith("DIR/run.json holds no configuration of a run (TypeError")
+    assert error(*at).startswith("DIR/run.json holds no description of a run")
     (tmp_path / "run.json").write_text('{"config": {"model": {"colour": 3}}}')
     assert error(*at).startswith("DIR/run.json: unknown key model.colour; there are ")
     shutil.copy(folder / "run.json", tmp_path)

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from nash_mhc.data.ambiguity import find_ambiguity
-from nash_mhc.data.grammar import (
+from nash_mhc.data.stories.grammar import (
     Chain,
     Choice,
     Draw,
@@ -19,6 +18,7 @@ from nash_mhc.data.grammar import (
     enumerate_derivations,
     sample,
 )
+from tests.ambiguity import find_ambiguity
 
 WORD_LISTS = {
     "names": WordList("names", ["Al", "Beth", "Cy", "Dolores"]),

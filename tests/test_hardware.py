@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from nash_mhc.train import hardware
+from nash_mhc.runtime import hardware
 
 
 def test_a_busy_cpu_is_not_taken_for_a_slow_one(monkeypatch):

@@ -18,10 +18,10 @@ import pytest
 from test_prepare import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data import chunks
-from nash_mhc.data.holdout import HeldOut, key_of, survey
-from nash_mhc.data.manifest import Manifest
-from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.documents.holdout import HeldOut, key_of, survey
+from nash_mhc.data.prepared import chunks
+from nash_mhc.data.prepared.manifest import Manifest
+from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import StoryRows, fixed_sample, open_held_out, open_source
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ def sides(folder: Path) -> tuple[set[str], set[str]]:
 def test_no_copy_of_a_text_is_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: bool) -> None:
     """A hundred copies of each of twenty texts, in files of every kind, in any order and in many chunks."""
     if small_chunks:
-        monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 20_000)
+        monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 20_000)
     repeated, rest = documents(20), documents(300, seed=1)
     lines = repeated * 97 + rest
     random.Random(0).shuffle(lines)
@@ -86,8 +86,8 @@ def test_of_a_single_document_rows_are_held_out_and_it_is_said(tmp_path: Path, w
 
 
 def test_a_document_that_is_read_in_many_blocks_is_on_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.readers.BLOCK", 1000)
-    monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 3000)
+    monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 3000)
     (tmp_path / "books").mkdir()
     for number in range(12):
         text = "".join(f"book {number}, line {i}\n" for i in range(300))
@@ -202,9 +202,9 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_not_read_whole_to_see_how_long_documents_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.readers.BLOCK", 1000)
-    monkeypatch.setattr("nash_mhc.data.chunks._LOOKED_AT_BYTES", 3000)
-    monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 1000)
+    monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.prepared.chunks._LOOKED_AT_BYTES", 3000)
+    monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 1000)
     sizes: list[int] = []
     pieces_of = chunks.pieces_of
     monkeypatch.setattr(

@@ -11,11 +11,13 @@ PACKAGE = ROOT / "nash_mhc"
 
 ORDER = (
     "config",
+    "storage",
     "parallel",
+    "checkpoint",
     "ops",
+    "runtime",
     "model",
     "data",
-    "checkpoint",
     "optim",
     "objectives",
     "telemetry",
@@ -29,29 +31,35 @@ ORDER = (
 # What each folder may use beside itself. A new need is a new entry here, made on purpose.
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
+    "storage": {"config"},
     "parallel": {"config"},
+    "checkpoint": {"config", "storage", "parallel"},
     "ops": set(),
+    "runtime": {"config", "storage", "parallel", "ops"},
     "model": {"config", "parallel", "ops"},
-    "data": {"config"},
-    "checkpoint": {"config", "parallel"},
+    "data": {"config", "storage", "checkpoint"},
     "optim": {"config", "parallel"},
     "objectives": {"config", "parallel", "ops", "model"},
-    "telemetry": {"config", "checkpoint"},
-    "train": {"config", "parallel", "ops", "model", "data", "checkpoint", "optim", "objectives", "telemetry"},
-    "generate": {"config", "parallel", "ops", "model", "data", "checkpoint", "train"},
+    "telemetry": {"config", "storage", "checkpoint"},
+    "train": {
+        "config", "storage", "parallel", "checkpoint", "ops", "runtime", "model", "data", "optim", "objectives", "telemetry",
+    },
+    "generate": {"config", "storage", "parallel", "checkpoint", "ops", "runtime", "model", "data", "train"},
     "plan": {"config", "parallel", "ops", "model", "data", "train"},
-    "report": {"config", "data", "checkpoint", "train", "plan"},
-    "bench": {"config", "parallel", "ops", "model", "data", "train", "plan", "report"},
-}
+    "report": {"config", "storage", "checkpoint", "plan"},
+    "bench": {"config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "train", "plan", "report"},
+}  # fmt: skip
 
 # Outside libraries that would betray the purpose of a folder.
 FOREIGN: dict[str, set[str]] = {
     "config": {"jax", "jaxlib", "equinox", "optax", "orbax", "grain", "numpy", "transformers", "tensorboard"},
+    "storage": {"jaxlib", "equinox", "optax", "orbax", "grain", "numpy", "transformers", "tensorboard"},
     "parallel": {"optax", "orbax", "grain", "transformers", "tensorboard"},
+    "checkpoint": {"equinox", "optax", "grain", "transformers", "tensorboard"},
     "ops": {"equinox", "optax", "orbax", "grain", "transformers", "tensorboard", "yaml"},
+    "runtime": {"equinox", "optax", "orbax", "grain", "transformers", "tensorboard"},
     "model": {"optax", "orbax", "grain", "transformers", "tensorboard", "yaml"},
     "data": {"jax", "jaxlib", "equinox", "optax", "orbax", "tensorboard"},
-    "checkpoint": {"equinox", "optax", "grain", "transformers", "tensorboard"},
     "telemetry": {"jax", "jaxlib", "equinox", "optax", "orbax", "grain", "transformers"},
 }
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import small
 
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data import __main__ as command
 from nash_mhc.data.inspection import of_prepared, of_run, rows_of_step
 from nash_mhc.data.loader import batches
-from nash_mhc.data.prepare import prepare
+from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.sources import open_corpus, open_source
-from nash_mhc.data.tokens import ByteTokenizer
+from nash_mhc.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 FACTS = [f"fact {i}: {i * i} is the square of {i}, {'and so on ' * (i % 5)}end of {i}" for i in range(300)]
@@ -52,9 +53,9 @@ def test_a_step_of_a_run_leads_to_the_documents_that_its_batch_held(tmp_path: Pa
     batch = next(reader)
     reader.close()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="--step 7: this run has not come so far"):
-        of_run(folder, 7, None)
+        of_run(RunFolder(folder), 7, None)
     (folder / "metrics.jsonl").write_text('{"step": 7}\n{"step": 9, "lo')  # cut, as a full disk leaves it
-    shown = of_run(folder, 7, None).split("== ")[1:]
+    shown = of_run(RunFolder(folder), 7, None).split("== ")[1:]
     assert len(shown) == 8
     found = 0
     for number, text in enumerate(shown):
@@ -69,7 +70,7 @@ def test_a_step_of_a_run_leads_to_the_documents_that_its_batch_held(tmp_path: Pa
                 file, line = place.split(":")
                 assert FACTS[int(file[4]) * 100 + int(line) - 1] == document
                 found += 1
-        assert of_run(folder, 7, number) == "== " + text.rstrip("\n")
+        assert of_run(RunFolder(folder), 7, number) == "== " + text.rstrip("\n")
     assert found > 10
     # The same rows by number alone, for a line about a step.
     titles = [text.split(": row ")[1].split(":")[0].split(" of ") for text in shown]
@@ -125,7 +126,7 @@ def test_damage_and_changes_are_found(tmp_path: Path, facts: Path) -> None:
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(run | {"rows": "others"}))
     with pytest.raises(ConfigError, match=r"has changed since this run began; bring it back"):
-        of_run(folder, 1, None)
+        of_run(RunFolder(folder), 1, None)
     (prepared,) = Path(cfg.data.cache_dir).iterdir()
     origins = prepared / "train-00000.origins"
     data = bytearray(origins.read_bytes())

@@ -20,9 +20,9 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches, count_bytes
 from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.prepare import prepare
+from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.sources import RowSource, StoryRows, open_corpus, open_source
-from nash_mhc.data.tokens import ByteTokenizer
+from nash_mhc.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 T = 32
@@ -182,7 +182,7 @@ def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(s
 
 
 def test_workers_of_a_preparation_are_left_alone_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.chunks._SMALLEST", 20_000)
+    monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 20_000)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 200}) + "\n" for i in range(200)))
     cfg = DataConfig(dataset=str(tmp_path / "a.jsonl"), seq_len=T)
     with storm_of_signals() as sent:

@@ -17,7 +17,8 @@ from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelCon
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
-from nash_mhc.train.run import resolve, run
+from nash_mhc.train.resolve import resolve
+from nash_mhc.train.run import run
 
 SMALL = RunConfig(
     model=ModelConfig(vocab_size=257, width=16, layers=1, heads=4, kv_heads=4, head_dim=4, ffn=16, scales=4, ratio=2),

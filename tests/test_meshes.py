@@ -10,7 +10,7 @@ from lives import arrays
 from test_run import RUN, at, rows
 
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.state import TrainState
 
 MESHES = [(2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 1, 1)]

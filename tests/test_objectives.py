@@ -12,7 +12,7 @@ from test_run import RUN, at, rows
 from nash_mhc.config.schema import ConfigError, ObjectiveConfig
 from nash_mhc.objectives import registry
 from nash_mhc.objectives.base import Aux, Sum
-from nash_mhc.train.run import resolve
+from nash_mhc.train.resolve import resolve
 
 
 def with_objective(cfg, name, **settings):

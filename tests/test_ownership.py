@@ -19,11 +19,11 @@ from test_kills import losses
 
 from nash_mhc.checkpoint import manifest, ownership
 from nash_mhc.checkpoint.ownership import LOCK, OBJECT, OTHERS, accompany, hold
+from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
-from nash_mhc.config.places import place
-from nash_mhc.train.saving import Saver
-from nash_mhc.train.signals import TRY_AGAIN
+from nash_mhc.runtime.signals import TRY_AGAIN
+from nash_mhc.storage.paths import place
 
 STEPS = 60
 FLAGS = (

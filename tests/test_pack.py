@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nash_mhc.data.corpus import StoryCorpus
 from nash_mhc.data.pack import Rows, best_fit, pack
+from nash_mhc.data.stories.corpus import StoryCorpus
 
 END = 99
 

@@ -20,17 +20,17 @@ from test_sources import save_tokenizer
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import __main__ as command
-from nash_mhc.data import chunks
-from nash_mhc.data import prepare as prepare_module
-from nash_mhc.data import rows as rows_module
-from nash_mhc.data.corpus import StoryCorpus
-from nash_mhc.data.manifest import Manifest
+from nash_mhc.data.documents.readers import BLOCK, Files
 from nash_mhc.data.pack import cut, positions
-from nash_mhc.data.prepare import prepare
-from nash_mhc.data.readers import BLOCK, Files
-from nash_mhc.data.rows import PreparedRows, RowFormat
+from nash_mhc.data.prepared import chunks
+from nash_mhc.data.prepared import prepare as prepare_module
+from nash_mhc.data.prepared import rows as rows_module
+from nash_mhc.data.prepared.manifest import Manifest
+from nash_mhc.data.prepared.prepare import prepare
+from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
 from nash_mhc.data.sources import open_corpus
-from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.data.stories.corpus import StoryCorpus
+from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def test_max_documents_takes_the_first(tmp_path: Path) -> None:
 
 
 def test_a_text_larger_than_a_block_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.readers.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
     assert BLOCK > 10**6
     lines = "".join(f"line {i}: é東🙂\n" for i in range(200))
     for name, text in {"lines": lines, "none": "é東🙂" * 700, "exact": "x" * 1000, "twice": "y" * 2000}.items():
@@ -201,7 +201,9 @@ def test_a_tokenizer_by_its_name_on_hugging_face_comes_from_the_local_cache(tmp_
     (snapshot / "config.json").write_text('{"model_type": "llama"}')
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
-    code = "from nash_mhc.data.tokens import load_tokenizer as l; print(l('someone/cats').vocab_size, l('hf:someone/cats').end)"
+    code = (
+        "from nash_mhc.data.tokenizer import load_tokenizer as l; print(l('someone/cats').vocab_size, l('hf:someone/cats').end)"
+    )
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "hub")}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "271 0\n", done.stderr
@@ -267,7 +269,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # The command with small chunks; none is begun any more once there are as many as it is told: it waits there to be killed.
 COMMAND = """
-import os, sys, time, nash_mhc.data.chunks as p, nash_mhc.data.prepare, nash_mhc.data.__main__ as m
+import os, sys, time, nash_mhc.data.prepared.chunks as p, nash_mhc.data.prepared.prepare, nash_mhc.data.__main__ as m
 from nash_mhc.config.commands import one_line_errors
 
 p._SMALLEST, make_chunk = 100_000, p.make_chunk
@@ -277,7 +279,7 @@ def held(job, chunk):
         time.sleep(0.01)
     return make_chunk(job, chunk)
 
-nash_mhc.data.prepare.make_chunk = held
+nash_mhc.data.prepared.prepare.make_chunk = held
 if __name__ == "__main__":
     sys.exit(one_line_errors(m.main))
 """

@@ -16,7 +16,7 @@ from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.processes import Place, find_place
-from nash_mhc.train.signals import TRY_AGAIN
+from nash_mhc.runtime.signals import TRY_AGAIN
 
 STEPS, HALF = 24, 12
 MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()

@@ -11,8 +11,9 @@ import pytest
 
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.report import chart, facts, open_run, page
 from nash_mhc.report.__main__ import main
+from nash_mhc.report.charts import chart
+from nash_mhc.report.page import facts, open_run, page
 
 CHARTS = [
     "loss",
@@ -230,7 +231,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_page_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nash_mhc.report import write_page
+    from nash_mhc.report.page import write_page
 
     run = open_run(make_run(tmp_path, [row(1), row(2)]))
     out = tmp_path / "report.html"

@@ -16,8 +16,8 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError, cli
 from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
-from nash_mhc.train.found import found_settings
-from nash_mhc.train.restoring import wanted_state
+from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.restore_test import wanted_state
 from nash_mhc.train.resume import check_resume, starting_state
 
 

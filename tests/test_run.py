@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import small
 
+from nash_mhc.checkpoint.run_folder import make_run_folder
 from nash_mhc.config import ConfigError, presets
 from nash_mhc.data.sources import open_source
-from nash_mhc.data.tokens import load_tokenizer
+from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.train import run
 from nash_mhc.train.evaluate import Evaluator
-from nash_mhc.train.files import make_folder
 
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 ROW = {
@@ -139,7 +139,11 @@ def test_a_continued_run_must_read_on_where_it_stopped(unbroken, change, named):
 def test_a_new_run_never_takes_a_folder_that_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "now")
-    assert [str(make_folder(RUN)) for _ in range(3)] == ["runs/tiny-now", "runs/tiny-now-2", "runs/tiny-now-3"]
+    assert [str(make_run_folder(None, RUN.model_size)) for _ in range(3)] == [
+        "runs/tiny-now",
+        "runs/tiny-now-2",
+        "runs/tiny-now-3",
+    ]
 
 
 def test_a_small_held_out_split_is_read_once_and_whatever_the_seed(tmp_path):

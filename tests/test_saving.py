@@ -16,16 +16,16 @@ import test_run
 from test_run import RUN, assert_equal_states, at, rows
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
+from nash_mhc.storage.errors import one_line
 from nash_mhc.telemetry.stream import Telemetry
 from nash_mhc.train import run as train
-from nash_mhc.train.saving import Saver, write_files
 
-files_module = sys.modules["nash_mhc.train.files"]
-run_module = sys.modules["nash_mhc.train.run"]  # the package gives its name to the function
+session_module = sys.modules["nash_mhc.train.session"]
 LIMIT = 40_000  # bytes a file may have while a fault lasts: less than the arrays, more than what a test prints
 
 
@@ -64,7 +64,7 @@ def store(tmp_path):
 def saver_of(store, heard, **options):
     options = {"attempts": 5, "first_pause": 0.05, "longest_pause": 0.1} | options
     files = {"run.json": "{}\n", "parameters.txt": "a 3\n"}
-    write_files(store.folder.parent, files)
+    RunFolder(store.folder.parent).write(files)
     return Saver(store, files, say=heard.append, **options)
 
 
@@ -91,7 +91,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(sys.modules["nash_mhc.train.saving"], "time", clock)
+    monkeypatch.setattr(sys.modules["nash_mhc.checkpoint.saving"], "time", clock)
     return clock
 
 
@@ -257,7 +257,7 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(run_module, "Saver", functools.partial(Saver, first_pause=0.01, longest_pause=0.01))
+    monkeypatch.setattr(session_module, "Saver", functools.partial(Saver, first_pause=0.01, longest_pause=0.01))
 
 
 def config(folder, **changes):
@@ -293,8 +293,8 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
             super()._note(*args, **options)
             folder.unlink()
 
-    monkeypatch.setattr(files_module, "Telemetry", during(2, vanish))
-    monkeypatch.setattr(run_module, "Saver", functools.partial(MendedAfterOneFailure, first_pause=0.0))
+    monkeypatch.setattr(session_module, "Telemetry", during(2, vanish))
+    monkeypatch.setattr(session_module, "Saver", functools.partial(MendedAfterOneFailure, first_pause=0.0))
     result = train(config(folder, checkpoint_interval=4, eval_interval=0))
     assert_equal_states(result.state, unbroken.state, rtol=0, atol=0)
     out = capsys.readouterr().out
@@ -326,8 +326,8 @@ def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, mo
         faults.enter_context(full_disk())
 
     with contextlib.ExitStack() as faults:
-        monkeypatch.setattr(files_module, "Telemetry", during(4, fill))
-        monkeypatch.setattr(run_module, "Saver", functools.partial(run_module.Saver, attempts=3))
+        monkeypatch.setattr(session_module, "Telemetry", during(4, fill))
+        monkeypatch.setattr(session_module, "Saver", functools.partial(session_module.Saver, attempts=3))
         cfg = config(tmp_path / "run", checkpoint_interval=2, eval_interval=0)
         assert one_line_errors(lambda: train(cfg, quiet=True) and 0) == 2
     out, err = capsys.readouterr()

@@ -14,8 +14,8 @@ from test_run import assert_equal_states, at, rows
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.train.compiled import CompiledStep
-from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, Interrupted
+from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted
 
 LOSSES = ("step", "loss", "grad_norm", "tokens_seen")
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.corpus import Story, StoryCorpus
 from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import RowSource, StoryRows, loss_floor, open_source
-from nash_mhc.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.data.stories.corpus import Story, StoryCorpus
+from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 MIXED = "naïve café, 東京, 🙂 and a tab\t"

@@ -174,5 +174,5 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
 def test_the_line_names_the_larger_score():
     metrics = {"loss": 7.123, "grad_norm": 0.5, "spike_score/loss": 14.21, "spike_score/grad_norm": 3.0}
     metrics |= {"spike": 1.0, "empty": 0.0}
-    assert spikes.told(812, metrics, 0) == "step 812: loss 7.123 is a spike, score 14.2; its update was taken"
-    assert spikes.told(812, metrics | {"spike": 0.0}, 0) is None
+    assert spikes.line(812, metrics, 0) == "step 812: loss 7.123 is a spike, score 14.2; its update was taken"
+    assert spikes.line(812, metrics | {"spike": 0.0}, 0) is None

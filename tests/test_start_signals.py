@@ -14,7 +14,7 @@ from lives import Life, arrays, children_of
 from test_kills import losses
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.train.signals import TRY_AGAIN
+from nash_mhc.runtime.signals import TRY_AGAIN
 
 STEPS, PLAIN, CROWDED = 100_000, 90, 10  # more than all starts together come to
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 50 --log-interval 1 --schedule constant --warmup-steps 0".split()

@@ -157,7 +157,7 @@ def test_a_batch_without_any_weight_changes_nothing_and_enters_no_statistic(accu
     timed = ("tokens_per_s", "mfu", "step_ms")
     assert {k: v for k, v in rows[0].items() if k not in timed} == {k: v for k, v in rows[1].items() if k not in timed}
     assert (meters[0].empty, meters[1].empty) == (2, 0)
-    assert spikes.told(2, history[1], 0) == "step 2: none of its tokens counts in the loss; it changes nothing"
+    assert spikes.line(2, history[1], 0) == "step 2: none of its tokens counts in the loss; it changes nothing"
 
 
 def small_meter(history, saved=None, **state):

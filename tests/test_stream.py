@@ -18,7 +18,7 @@ from nash_mhc.data import stream
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.stream import Lane, ParquetLanes, StreamRows
-from nash_mhc.data.tokens import ByteTokenizer
+from nash_mhc.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 BYTES = ByteTokenizer()

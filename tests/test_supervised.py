@@ -15,15 +15,15 @@ from test_prepare import prepared, write_jsonl
 from test_sources import save_tokenizer
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
-from nash_mhc.data.chunks import Job, document_of, pieces_of
-from nash_mhc.data.holdout import HeldOut
+from nash_mhc.data.documents.holdout import HeldOut
+from nash_mhc.data.documents.readers import Raw
+from nash_mhc.data.documents.records import check_template, spans_of
 from nash_mhc.data.inspection import of_prepared, show_row
 from nash_mhc.data.mixture import Mixture
-from nash_mhc.data.readers import Raw
-from nash_mhc.data.records import check_template, spans_of
-from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.prepared.chunks import Job, document_of, pieces_of
+from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import open_source
-from nash_mhc.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 CHAT = [

@@ -18,7 +18,7 @@ from nash_mhc.config import cli
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.train import __main__ as command
 from nash_mhc.train.resume import checkpoint_values
-from nash_mhc.train.verify import SAVED, STEPS, different_losses, different_states, other_mesh, short_run
+from nash_mhc.train.verify_resume import SAVED, STEPS, different_losses, different_states, other_mesh, short_run
 
 FLAGS = [
     "--model-width", "32", "--model-heads", "4", "--model-kv-heads", "4", "--model-head-dim", "8", "--model-ffn", "64",
@@ -62,7 +62,7 @@ def test_when_the_command_dies_its_runs_end_and_leave_nothing(tmp_path):
     folder = tmp_path / "verify-resume-x"
     folder.mkdir()
     (folder / "unbroken.json").write_text(json.dumps(short_run(cli.parse(FLAGS).config, folder / "unbroken").to_dict()))
-    argv = [sys.executable, "-m", "nash_mhc.train.verify", str(folder / "unbroken.json")]
+    argv = [sys.executable, "-m", "nash_mhc.train.verify_resume", str(folder / "unbroken.json")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         while not (folder / "unbroken").exists() and child.poll() is None:
             time.sleep(0.02)

@@ -10,8 +10,8 @@ import pytest
 
 from nash_mhc.parallel import processes
 from nash_mhc.parallel.processes import Board, coordinator_answers
-from nash_mhc.train import watch
-from nash_mhc.train.signals import TRY_AGAIN
+from nash_mhc.runtime import watch
+from nash_mhc.runtime.signals import TRY_AGAIN
 
 
 class Notes(Board):

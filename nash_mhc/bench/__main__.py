@@ -85,7 +85,7 @@ def _show(command: str, figures: dict[str, Any]) -> None:
 
 
 def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.found import found_settings  # with JAX: after the flags
+    from nash_mhc.train.inferred_settings import found_settings  # with JAX: after the flags
 
     return found_settings(given, values)
 

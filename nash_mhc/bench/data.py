@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.data.bpe import train_bpe
 from nash_mhc.data.loader import batches
-from nash_mhc.data.prepare import prepare
-from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.prepared.prepare import prepare
+from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import open_corpus
-from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.data.train_bpe import train_bpe
 from nash_mhc.train.run import run
 
 _SECONDS = 3.0  # of reading rows
@@ -33,7 +34,7 @@ _VOCABULARY = 8192
 # What is promised: tokens/s, share of the library's own rate, share of the step.
 LEAST_READ, LEAST_SHARE, MOST_WAIT = 5e6, 0.8, 0.02
 _READ_ALL = (
-    "import sys; from pathlib import Path; from nash_mhc.data.rows import PreparedRows\n"
+    "import sys; from pathlib import Path; from nash_mhc.data.prepared.rows import PreparedRows\n"
     "rows = PreparedRows(Path(sys.argv[1]), 'train')\n"
     "for i in range(0, len(rows), 64): rows.take(list(range(i, min(i + 64, len(rows)))))\n"
 )
@@ -112,7 +113,7 @@ def waiting_share(cfg: RunConfig, dataset: Path, folder: Path, steps: int) -> tu
     )  # fmt: skip
     optim = dataclasses.replace(cfg.optim, warmup_steps=min(cfg.optim.warmup_steps, steps))
     run(dataclasses.replace(cfg, data=data, train=train, optim=optim), quiet=True)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    rows = RunFolder(folder).rows()[1:]
     step = float(np.mean([row["step_ms"] for row in rows]))
     return step, float(np.mean([row["data_wait_ms"] for row in rows])) / step
 

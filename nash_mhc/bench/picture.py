@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from nash_mhc.report import short, ticks
+from nash_mhc.report.charts import short, ticks
 
 _COLORS = ("#d9480f", "#1c6fd6", "#2b8a3e", "#862e9c", "#5c5f66", "#b08800")
 _WIDTH, _HEIGHT = 460, 330

@@ -23,14 +23,14 @@ from nash_mhc.bench.variants import chosen, of_our_own, relative
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
-from nash_mhc.data.tokens import Tokenizer, load_tokenizer
+from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.feed import abstract_batch, host_batches, prefetched
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.run import resolve
+from nash_mhc.train.resolve import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 
 _NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide

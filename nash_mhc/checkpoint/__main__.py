@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nash_mhc.checkpoint import folders, manifest
-from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
-from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.storage import files
+from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.paths import Folder, place
 
 ABOUT = {
     "list": "steps, sizes, held-out losses, and what was set aside",
@@ -30,11 +32,12 @@ def _folder(name: str) -> Folder:
     """The folder that holds the numbered checkpoints: of a run, or itself."""
     folder = place(name)
     with one_line(name):
-        found = folders.exists(folder, kind="directory")
+        found = files.exists(folder, kind="directory")
     if not found:
         raise ConfigError(f"{folder}: no such folder; give the folder of a run, such as runs/tiny-20260101-120000")
-    folder = folder / "checkpoints" if folders.exists(folder / "checkpoints", kind="directory") else folder
-    if not any(name.partition(".")[0].isdecimal() for name in folders.subfolders(folder)):
+    inside = RunFolder(folder).checkpoints
+    folder = inside if files.exists(inside, kind="directory") else folder
+    if not any(name.partition(".")[0].isdecimal() for name in files.subfolders(folder)):
         raise ConfigError(f"{folder}: holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
     return folder
 
@@ -47,7 +50,7 @@ def _steps(folder: Folder, wanted: int | None) -> list[int]:
 
 
 def _size(checkpoint: Folder) -> str:
-    size, units = float(sum(folders.sizes(checkpoint).values())), "BKMGTP"
+    size, units = float(sum(files.sizes(checkpoint).values())), "BKMGTP"
     power = min(int(math.log(max(size, 1), 1000)), len(units) - 1)
     return f"{size / 1000**power:.{min(power, 1)}f} {units[power]}{'B' * (power > 0)}"
 
@@ -56,22 +59,22 @@ def _state(folder: Folder, name: str) -> str:
     """Without reading the files: that is what verify is for."""
     if name.endswith((".damaged", ".unfinished")):
         return name.partition(".")[2] + ", set aside"
-    if folders.exists(folder / name / manifest.FILE):
+    if files.exists(folder / name / manifest.FILE):
         return "finished"
-    cut_off = "." in name or folders.exists(folder / f"{name}.saving")
+    cut_off = "." in name or files.exists(folder / f"{name}.saving")
     return "being saved, or cut off" if cut_off else "without a manifest"
 
 
 def list_command(folder: Folder, step: int | None) -> int:
     _steps(folder, step)
-    names = [name for name in folders.subfolders(folder) if name.partition(".")[0].isdecimal()]
+    names = [name for name in files.subfolders(folder) if name.partition(".")[0].isdecimal()]
     names = [n for n in names if step is None or n.partition(".")[0] == str(step)]
     best = min((int(n) for n in names if "." not in n), key=lambda n: manifest.held_out_loss(folder / str(n)), default=None)
     lines = [("step", "size", "tokens seen", "held-out loss", "saved", "state")]
     for name in sorted(names, key=lambda n: (int(n.partition(".")[0]), n)):
         checkpoint = folder / name
         loss, tokens = manifest.held_out_loss(checkpoint), manifest.values_of(checkpoint).get("tokens_seen")
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folders.changed(checkpoint)))
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(files.changed(checkpoint)))
         told = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
         lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,}", told, saved, _state(folder, name)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -129,12 +132,12 @@ def verify_command(folder: Folder, step: int | None) -> int:
 
 
 def restore_test_command(folder: Folder, step: int | None) -> int:
-    if folder.name != "checkpoints":
+    if folder.name != CHECKPOINTS:
         raise ConfigError(f"{folder}: the folder of a run holds its checkpoints in a folder of that name; rename this one")
     checkpoint = _last(folder, step)
     # In a process of its own, without the accelerators that may be here: the states of models are beyond this folder, which
     # knows only files and arrays.
-    argv = [sys.executable, "-m", "nash_mhc.train.restoring", str(folder.parent), checkpoint.name]
+    argv = [sys.executable, "-m", "nash_mhc.train.restore_test", str(folder.parent), checkpoint.name]
     return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
 
 

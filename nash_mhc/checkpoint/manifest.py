@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nash_mhc.checkpoint import folders
-from nash_mhc.checkpoint.faults import as_os_errors, reason
-from nash_mhc.config.places import Folder, is_remote
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.storage import files
+from nash_mhc.storage.errors import as_os_errors, reason
+from nash_mhc.storage.paths import Folder, is_remote
 
 FILE = "manifest.json"
 VERSION = 1  # of the file's form
@@ -24,12 +24,12 @@ VERSION = 1  # of the file's form
 
 def numbered(folder: Folder) -> list[int]:
     """Steps that have a folder of their own, oldest first; what Orbax is still writing may have another name."""
-    return sorted(int(name) for name in folders.subfolders(folder) if name.isdecimal())
+    return sorted(int(name) for name in files.subfolders(folder) if name.isdecimal())
 
 
 def _files(checkpoint: Folder) -> dict[str, int]:
     """Name -> bytes of what is to be hashed."""
-    return {name: size for name, size in folders.sizes(checkpoint).items() if name != FILE}
+    return {name: size for name, size in files.sizes(checkpoint).items() if name != FILE}
 
 
 def _digest(path: Folder) -> str:
@@ -44,12 +44,12 @@ def _digests(paths: Iterable[Folder]) -> list[str]:
 
 def write(checkpoint: Folder) -> None:
     """Hashes what is there, once it is safely on the disk. All of the manifest appears, or nothing of it."""
-    folders.sync(checkpoint)
+    files.sync(checkpoint)
     found = _files(checkpoint)
     digests = _digests(checkpoint / name for name in found)
     entries = {name: {"bytes": size, "sha256": digest} for (name, size), digest in zip(found.items(), digests, strict=True)}
     part = checkpoint.with_name(f"{checkpoint.name}.{FILE}.part")  # beside the checkpoint, whose files are all accounted for
-    folders.write_whole(checkpoint / FILE, json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n", part=part)
+    files.write_whole(checkpoint / FILE, json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n", part=part)
 
 
 def _not_answered(checkpoint: Folder, error: OSError) -> None:
@@ -135,7 +135,7 @@ def kept(folder: Folder, *, last: int, every: int) -> set[int]:
 
     OSError where that cannot be told just now: nothing may be deleted for want of an answer.
     """
-    steps = [step for step in numbered(folder) if folders.exists(folder / str(step) / FILE)]
+    steps = [step for step in numbered(folder) if files.exists(folder / str(step) / FILE)]
     chosen = set(steps[-last:]) | {step for step in steps if every and step % every == 0}
     losses = {step: held_out_loss(folder / str(step), strict=True) for step in steps}
     best = min(steps, key=lambda step: (losses[step], -step), default=None)

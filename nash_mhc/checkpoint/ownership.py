@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from nash_mhc.checkpoint.faults import as_os_errors
-from nash_mhc.checkpoint.folders import create_whole, write_whole
-from nash_mhc.config.places import Folder, is_remote, still_names
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.storage.errors import as_os_errors
+from nash_mhc.storage.files import create_whole, write_whole
+from nash_mhc.storage.paths import Folder, is_remote, still_names
 
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
 BEAT_S, DEAD_S = 10.0, 45.0  # an owner writes its sign of life this often, and without one for so long it is taken for dead

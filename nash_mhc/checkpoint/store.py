@@ -12,11 +12,12 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from nash_mhc.checkpoint import folders, manifest
-from nash_mhc.checkpoint.faults import as_os_errors, one_line
-from nash_mhc.config.places import Folder, is_remote, place
+from nash_mhc.checkpoint import manifest
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.storage import files
+from nash_mhc.storage.errors import as_os_errors, one_line
+from nash_mhc.storage.paths import Folder, is_remote, place
 
 _BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
 
@@ -126,7 +127,7 @@ class Store:
 
     def finished(self) -> list[int]:
         """Those of them whose save has ended."""
-        return [step for step in self.steps() if folders.exists(self.folder / str(step) / manifest.FILE)]
+        return [step for step in self.steps() if files.exists(self.folder / str(step) / manifest.FILE)]
 
     def save(self, step: int, state: PyTree, values: dict[str, Any]) -> None:
         """Starts writing; returns once the state has been copied, so that the next step may reuse its memory."""
@@ -152,7 +153,7 @@ class Store:
         self._failed = True  # until all of this is done
         self._close_manager()  # it would report the old failure as that of the next save
         if jax.process_index() == 0:
-            folders.make(self.folder)
+            files.make(self.folder)
             self._remove_unfinished()
         self._manager = self._new_manager()
         self._failed = False
@@ -164,13 +165,13 @@ class Store:
                 contextlib.suppress(OSError),
                 as_os_errors(),
             ):  # TensorStore may still be at it; nobody takes it for a checkpoint
-                folders.remove(part)
+                files.remove(part)
         for part in self.folder.glob(f"*.{manifest.FILE}.part"):
             part.unlink()
         for mark in self.folder.glob("*.saving"):
             checkpoint = mark.with_suffix("")
-            if folders.exists(checkpoint) and not folders.exists(checkpoint / manifest.FILE):
-                folders.remove(checkpoint)
+            if files.exists(checkpoint) and not files.exists(checkpoint / manifest.FILE):
+                files.remove(checkpoint)
             mark.unlink()
 
     def _finish(self, step: int) -> None:
@@ -190,10 +191,10 @@ class Store:
             with contextlib.suppress(OSError):  # on a full disk there may be no room for it, and this makes some
                 mark.touch()
             (self.folder / str(old) / manifest.FILE).unlink(missing_ok=True)
-            folders.remove(self.folder / str(old))
+            files.remove(self.folder / str(old))
             mark.unlink(missing_ok=True)
         for leftover in self.folder.glob("*.unfinished"):  # a newer one is whole now
-            folders.remove(leftover)
+            files.remove(leftover)
         self._remove_unfinished()
 
     def newest(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
@@ -206,13 +207,13 @@ class Store:
             if (wrong := manifest.problem(self.folder / str(step))) is None:
                 self._verified.add(step)
                 return step
-            unfinished = folders.exists(self.folder / f"{step}.saving")
+            unfinished = files.exists(self.folder / f"{step}.saving")
             reason = "its save did not end" if unfinished else f"damaged, {wrong}"
             name = f"{step}.{'unfinished' if unfinished else 'damaged'}"
             damaged |= set() if unfinished else {name if set_aside else str(step)}
             say(f"checkpoint {step}: {reason}; {f'set aside as {name}' if set_aside else 'passed over'}")
             if set_aside:
-                folders.move(self.folder / str(step), self.folder / name)
+                files.move(self.folder / str(step), self.folder / name)
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)
                 self._manager.reload()
         if lost := sorted({path.name for path in self.folder.glob("*.damaged")} | damaged):

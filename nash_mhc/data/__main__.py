@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nash_mhc.checkpoint.run_folder import RUN, RunFolder
 from nash_mhc.config.cli import as_flags, parse
 from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
-from nash_mhc.config.places import place
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
@@ -47,10 +47,10 @@ def prepare_command(argv: Sequence[str]) -> int:
     if own.workers < 0:
         raise ConfigError(f"--workers must be at least 0, not {own.workers}")
     # After the flags: a typo is told at once.
-    from nash_mhc.data.prepare import prepare
-    from nash_mhc.data.progress import watching
+    from nash_mhc.data.prepared.prepare import prepare
+    from nash_mhc.data.prepared.progress import watching
     from nash_mhc.data.sources import open_corpus
-    from nash_mhc.data.tokens import load_tokenizer
+    from nash_mhc.data.tokenizer import load_tokenizer
 
     tokenizer, began = load_tokenizer(cfg.data.tokenizer), time.monotonic()
     corpus = open_corpus(cfg.data)
@@ -92,11 +92,11 @@ def inspect_command(argv: Sequence[str]) -> int:
     if args.step is not None and args.step < 1:
         raise ConfigError(f"--step must be at least 1, not {args.step}; steps are counted as in metrics.jsonl")
     given = {k: getattr(args, k) for k in ("batch_size", "grad_accum", "seed") if getattr(args, k) is not None}
-    folder = place(args.folder)
-    if (folder / "run.json").exists():
+    run = RunFolder(args.folder)
+    if (run.path / RUN).exists():
         if given or args.split:
-            raise ConfigError(f"{folder}: is a run and has its own split, batch size and seed; give --step and --row only")
-        text = of_run(folder, args.step, args.row)
+            raise ConfigError(f"{run}: is a run and has its own split, batch size and seed; give --step and --row only")
+        text = of_run(run, args.step, args.row)
     else:
         text = of_prepared(Path(args.folder).expanduser(), args.split or "train", args.step, args.row, **given)
     print(text)
@@ -111,8 +111,8 @@ def _bpe_flags(group: argparse._ArgumentGroup) -> None:
 def train_bpe_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
     cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "tokenizers/notes")
-    from nash_mhc.data.bpe import corpus_texts, train_bpe
     from nash_mhc.data.sources import open_corpus, parts_of
+    from nash_mhc.data.train_bpe import corpus_texts, train_bpe
 
     parts = [part for part, _ in parts_of(cfg.data)] or [cfg.data]  # of a mixture, all text of every part
     texts = [corpus_texts(part, open_corpus(part)) for part in parts]

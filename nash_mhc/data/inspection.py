@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from nash_mhc.config.places import Folder
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.config.words import counted
-from nash_mhc.data.manifest import FILE, Manifest, check_files
 from nash_mhc.data.mixture import Mixture, RowSource, passes
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.prepared.manifest import FILE, Manifest, check_files
+from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import open_source
-from nash_mhc.data.tokens import Tokenizer, load_tokenizer
+from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 
 
 def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
@@ -85,36 +83,27 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     return "\n".join(shown)
 
 
-def _furthest(folder: Folder, cfg: RunConfig) -> int:
+def _furthest(run: RunFolder, cfg: RunConfig) -> int:
     """The last step that a run may have taken, by what it has left.
 
     Rows of metrics come at intervals: up to one of these the run may have gone on before it was stopped.
     """
-    rows: list[int] = []
-    with contextlib.suppress(OSError):
-        for line in (folder / "metrics.jsonl").read_text().splitlines()[-2:]:  # the last one may be cut
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                rows.append(int(json.loads(line)["step"]))
-    saved = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()]
-    return min(max(0, *rows, *saved, 0) + cfg.train.log_interval - 1, cfg.train.total_steps)
+    last = max(int(run.last_row().get("step", 0)), *run.steps(), 0)
+    return min(last + cfg.train.log_interval - 1, cfg.train.total_steps)
 
 
-def of_run(folder: Folder, step: int | None, row: int | None) -> str:
+def of_run(run: RunFolder, step: int | None, row: int | None) -> str:
     """What a run has read in a step, from what its run.json says; without a step, what it reads."""
-    try:
-        info = json.loads((folder / "run.json").read_text())
-        cfg = RunConfig.from_dict(info["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / 'run.json'}: cannot be read ({error}); is it the folder of a run?") from error
+    info, cfg = run.info(), run.config()
     tokenizer, seed = load_tokenizer(cfg.data.tokenizer), cfg.train.seed
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=cfg.model.alignment)
     if info.get("rows", source.identity) != source.identity:
-        raise ConfigError(f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back")
+        raise ConfigError(f"{run}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back")
     rows = cfg.data.batch_size * cfg.train.grad_accum
     if step is None:
         read = passes(source.epochs(cfg.train.total_steps * rows))
         return f"{cfg.data.dataset}: {rows} rows of {cfg.data.seq_len} a step; {read or 'it never ends'}"
-    if step > (last := _furthest(folder, cfg)):
+    if step > (last := _furthest(run, cfg)):
         raise ConfigError(f"--step {step}: this run has not come so far; by its metrics and checkpoints {last} is the most")
     return of_step(source, tokenizer, step, row, rows, seed)
 

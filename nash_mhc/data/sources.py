@@ -13,19 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
-from nash_mhc.data.chunks import make_recipe
-from nash_mhc.data.corpus import SPLITS, StoryCorpus
-from nash_mhc.data.hub import Hub, is_saved
-from nash_mhc.data.manifest import FILE, VERSION, Damaged, Manifest, digest_of
+from nash_mhc.data.documents.hub import Hub, is_saved
+from nash_mhc.data.documents.readers import Corpus, Files, Stories
 from nash_mhc.data.mixture import Mixture, NothingHeldOut, RowSource
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Rows, pack
-from nash_mhc.data.prepare import prepare
-from nash_mhc.data.progress import watching
-from nash_mhc.data.readers import Corpus, Files, Stories
-from nash_mhc.data.rows import PreparedRows
+from nash_mhc.data.prepared.chunks import make_recipe
+from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest, digest_of
+from nash_mhc.data.prepared.prepare import prepare
+from nash_mhc.data.prepared.progress import watching
+from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.stream import open_stream
-from nash_mhc.data.tokens import ByteTokenizer, Tokenizer, hub_name
+from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, hub_name
 
 _SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same
 

@@ -21,16 +21,16 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.chunks import Document, Job, document_of, make_recipe, pieces_of
-from nash_mhc.data.files import find_files, kind_of
-from nash_mhc.data.holdout import by_share
-from nash_mhc.data.hub import Hub
-from nash_mhc.data.manifest import VERSION, digest_of
+from nash_mhc.data.documents.files import find_files, kind_of
+from nash_mhc.data.documents.holdout import by_share
+from nash_mhc.data.documents.hub import Hub
+from nash_mhc.data.documents.readers import Raw, check_columns, fields_of, first_fields, format_of, parquet_batches
 from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Laid, Rows, lay, unfold
-from nash_mhc.data.readers import Raw, check_columns, fields_of, first_fields, format_of, parquet_batches
-from nash_mhc.data.tokens import Tokenizer
+from nash_mhc.data.prepared.chunks import Document, Job, document_of, make_recipe, pieces_of
+from nash_mhc.data.prepared.manifest import VERSION, digest_of
+from nash_mhc.data.tokenizer import Tokenizer
 
 LANES = 16  # at most: divisible by the usual numbers of processes
 LEAST_DOCUMENTS = 1000  # of a lane, on average: a short lane would come round again long before the others

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors
-from nash_mhc.config.places import place
 from nash_mhc.config.schema import ConfigError, check_field
+from nash_mhc.storage.paths import place
 
 # flag -> (type, bounds as in the schema, default, help)
 _OPTIONS = {
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     args = parse(sys.argv[1:])
     from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is told without JAX
-    from nash_mhc.train.files import use_compilation_cache
+    from nash_mhc.runtime.program_cache import use_compilation_cache
 
     # Beside the text, not in it: `generate > file` writes nothing but text.
     say = lambda text: print(text, file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from nash_mhc.config.schema import ConfigError, MeshConfig
 
 T = TypeVar("T")
 _CONNECT_S = 300  # a peer whose container is still being pulled comes late
-_NEVER_S = 10**6  # JAX ends a run whose peer is silent with an abort that names nobody: train/watch.py is to be first
+_NEVER_S = 10**6  # JAX ends a run whose peer is silent with an abort that names nobody: runtime/watch.py is to be first
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def start(cfg: MeshConfig) -> int:
     """Joins the run's other processes, if there are any, before the first use of a device; returns how many there are."""
     if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
         return _joined().num_processes or 1
-    jax.config.update("jax_enable_preemption_service", False)  # signals are ours: train/signals.py
+    jax.config.update("jax_enable_preemption_service", False)  # signals are ours: runtime/signals.py
     options: dict[str, Any] = {"initialization_timeout": _CONNECT_S, "heartbeat_timeout_seconds": _NEVER_S}
     options["shutdown_timeout_seconds"] = _NEVER_S  # the last checkpoint of process 0 may take its time
     if own.address is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors
-from nash_mhc.config.places import place
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.report import facts, open_run, write_page
+from nash_mhc.report.page import facts, open_run, write_page
+from nash_mhc.storage.paths import place
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     args = parser.parse_strictly(sys.argv[1:], "one folder at a time")
     if args.folder is None:
         raise ConfigError("which run? Give its folder: python -m nash_mhc.report runs/tiny-20260101-120000")
-    run = open_run(place(args.folder))
+    run = open_run(args.folder)
     out = place(args.out) if args.out else run.folder / "report.html"
     write_page(run, out)
     for name, text in facts(run).items():

@@ -16,12 +16,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from nash_mhc.checkpoint.folders import exists, write_whole
-from nash_mhc.config.places import Folder
-from nash_mhc.telemetry.append_log import growing
-
-ROW_FILES = ("metrics.jsonl", "eval.jsonl")
-Row = dict[str, Any]  # numbers, or lists of them (one entry a layer), by name
+from nash_mhc.checkpoint.run_folder import Row
+from nash_mhc.storage.append_log import growing
+from nash_mhc.storage.files import exists, write_whole
+from nash_mhc.storage.paths import Folder
 
 _NUMBERS = itertools.count()  # of the event files of this process
 

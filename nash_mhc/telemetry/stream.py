@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.ownership import Nobody, Owner
-from nash_mhc.config.places import Folder
-from nash_mhc.telemetry.sinks import ROW_FILES, EventFile, JsonLines, Row, Sink
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, ROW_FILES, Row
+from nash_mhc.storage.errors import as_os_errors, reason
+from nash_mhc.storage.paths import Folder
+from nash_mhc.telemetry.sinks import EventFile, JsonLines, Sink
 
 
 class Telemetry:
     """Rows by step, to the files under `folder` and to the sinks `others`.
 
-    A resumed run first drops the rows of steps it is about to take again, and of the evaluation that is about to be `made_up`
-    for: an earlier process may have done so, and have left no checkpoint of it.
+    A resumed run first drops the rows of the steps that it is about to take again, and of evaluations after step `evaluated`,
+    which it is about to make again: an earlier process may have done both, and have left no checkpoint of it.
 
     What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
     """
@@ -24,18 +25,19 @@ class Telemetry:
         folder: Folder,
         *,
         start_step: int = 0,
-        made_up: bool = False,
+        evaluated: int | None = None,
         say: Callable[[str], None] = lambda text: None,
         owner: Owner = Nobody(),
         others: Sequence[Sink] = (),
     ) -> None:
         self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
         with as_os_errors():
-            rows = [JsonLines(folder, name, start_step - (made_up and name == "eval.jsonl")) for name in ROW_FILES]
+            until = {METRICS: start_step, EVALUATIONS: start_step if evaluated is None else evaluated}
+            rows = [JsonLines(folder, name, until[name]) for name in ROW_FILES]
         self._sinks: list[Sink] = [*rows, EventFile(folder, start_step), *others]
         self._flush()
 
-    def write(self, step: int, row: Row, *, file: str = "metrics.jsonl") -> None:
+    def write(self, step: int, row: Row, *, file: str = METRICS) -> None:
         for sink in self._sinks:
             sink.add(step, row, file)
         self._flush()
@@ -70,6 +72,6 @@ class Nowhere(Telemetry):
 
     def __init__(self) -> None: ...
 
-    def write(self, step: int, row: Row, *, file: str = "metrics.jsonl") -> None: ...
+    def write(self, step: int, row: Row, *, file: str = METRICS) -> None: ...
 
     def close(self) -> None: ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any, Literal
 
-from nash_mhc.config.places import Folder, is_remote
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
+from nash_mhc.storage.paths import Folder, is_remote
 from nash_mhc.telemetry.sinks import Row, scalars
 
 

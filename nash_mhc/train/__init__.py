@@ -3,7 +3,7 @@ import sys
 
 if sys.argv[:1] == ["-m"]:  # Python is looking for this package's __main__: a training run begins, with slow imports
     gc.disable()  # modules stay: looking for what can be freed would be an eighth of their time
-    from nash_mhc.train.signals import SIGNALS
+    from nash_mhc.runtime.signals import SIGNALS
 
     SIGNALS.listen()
 

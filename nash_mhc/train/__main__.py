@@ -17,13 +17,14 @@ import jax
 from nash_mhc.config.cli import as_flags, parse, render
 from nash_mhc.config.commands import one_line_errors, this_python
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.data.tokens import load_tokenizer, stream_text
+from nash_mhc.data.tokenizer import load_tokenizer, stream_text
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.sampling import generate_tokens
-from nash_mhc.train.found import found_settings
-from nash_mhc.train.run import Result, for_platform, resolve, run
-from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
-from nash_mhc.train.verify import STEPS, verify_resume
+from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
+from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.resolve import for_platform, resolve
+from nash_mhc.train.run import Result, run
+from nash_mhc.train.verify_resume import STEPS, verify_resume
 
 _SAMPLE_TOKENS, _TEMPERATURE = 300, 0.8
 _LARGEST_SAMPLED = 200_000_000  # parameters: a larger model may not fit on one device beside its own optimizer state

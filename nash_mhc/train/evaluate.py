@@ -14,7 +14,7 @@ from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
-from nash_mhc.data.tokens import Tokenizer
+from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Sums
 from nash_mhc.train.feed import own_rows, to_device

@@ -3,101 +3,73 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from nash_mhc.config.schema import RunConfig
 from nash_mhc.objectives.base import Batch
-from nash_mhc.telemetry.stream import Telemetry
-from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train import spikes
-from nash_mhc.train.compiled import CompiledStep
-from nash_mhc.train.meter import Meter
+from nash_mhc.train.session import BadSteps, Session
 from nash_mhc.train.state import TrainState
-from nash_mhc.train.watch import Watch
 
 
-class BadSteps(Exception):
-    """Too many steps in a row whose updates were skipped."""
+def train_loop(session: Session, state: TrainState, feed: Iterator[Batch]) -> tuple[TrainState, int]:
+    """From the session's start to its last step, or to where its watch says stop: (state, its step).
 
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__(first, last)
-        self.first, self.last = first, last
-
-
-def train_loop(
-    cfg: RunConfig,
-    state: TrainState,
-    step_fn: CompiledStep,
-    feed: Iterator[Batch],
-    *,
-    start_step: int,
-    meter: Meter,
-    telemetry: Telemetry,
-    reporter: Reporter,
-    evaluate: Callable[[TrainState, int], None],
-    save: Callable[[TrainState, int], None],
-    save_again: Callable[[], bool],
-    besides: Callable[[int], dict[str, Any]],
-    watch: Watch,
-) -> tuple[TrainState, int]:
-    """Runs from `start_step` to the end, or to where `watch` says stop: (state, its step).
-
-    `evaluate` and `save` are called at their intervals and after the last step. `save_again` says after each step whether a
-    save that failed is due again, `besides` what a row of metrics holds that no step has measured.
+    Evaluates and saves at their intervals and after the last step; a save that failed is tried again between two steps.
     """
-    total = cfg.train.total_steps
-    pending: tuple[int, Any] | None = None
+    cfg, meter, watch = session.cfg.train, session.meter, session.watch
+    pending: tuple[int, Any] | None = None  # the newest step, and its metrics on the device
 
-    def settle() -> None:
-        """Reads the metrics of the step before the newest one, which is still running."""
+    def read_pending() -> None:
         nonlocal pending
-        if pending is None:
-            return
-        step, device_metrics = pending
-        pending = None
-        metrics = jax.device_get(device_metrics)
-        meter.add(metrics)
-        reporter.advance(step)
-        bad = meter.skipped_in_a_row
-        if line := spikes.told(step, metrics, bad):
-            reporter.say(line)
-        if bad and bad == cfg.train.max_bad_steps:
-            raise BadSteps(step - bad + 1, step)
-        if step % cfg.train.log_interval == 0 or step == total:
-            row = meter.row() | besides(step)
-            telemetry.write(step, row)
-            reporter.row(step, row)
+        if pending is not None:
+            (step, metrics), pending = pending, None
+            _read(session, step, jax.device_get(metrics))
 
     def due(step: int, interval: int) -> bool:
-        return step == total or (interval > 0 and step % interval == 0)
+        return step == cfg.total_steps or (interval > 0 and step % interval == 0)
 
     meter.reset()
     # Every transfer in here is asked for by name; an accidental one (a stray float(), a numpy argument) is an error.
     with jax.transfer_guard("disallow"):
-        for step in range(start_step + 1, total + 1):
+        for step in range(session.start.step + 1, cfg.total_steps + 1):
             watch.doing(f"reading the rows of step {step}", working=True)
             if watch.should_stop():
-                settle()
+                read_pending()
                 return state, step - 1
             asked = time.perf_counter()
             batch = next(feed)
             meter.data_wait += time.perf_counter() - asked
             watch.doing(f"step {step}", working=True)
-            state, metrics = step_fn(state, batch)
-            settle()
+            state, metrics = session.step_fn(state, batch)
+            read_pending()
             pending = (step, metrics)
-            to_save = save_again() or due(step, cfg.train.checkpoint_interval)
-            if due(step, cfg.train.eval_interval) or to_save:
-                settle()
+            to_save = session.saver.due() or due(step, cfg.checkpoint_interval)
+            to_evaluate = due(step, cfg.eval_interval)
+            if to_evaluate or to_save:
+                read_pending()
                 paused = time.perf_counter()
-                if due(step, cfg.train.eval_interval):
-                    evaluate(state, step)
+                if to_evaluate:
+                    session.evaluate(state, step)
                 if to_save:  # afterwards: a checkpoint holds its own evaluation
                     began = time.perf_counter()
-                    save(state, step)
+                    session.save(state, step)
                     meter.saving += time.perf_counter() - began
                 meter.leave_out(time.perf_counter() - paused)
-    return state, total
+    return state, cfg.total_steps
+
+
+def _read(session: Session, step: int, metrics: dict[str, Any]) -> None:
+    """Takes in the metrics of a finished step; BadSteps where too many in a row were skipped."""
+    cfg, meter = session.cfg.train, session.meter
+    meter.add(metrics)
+    session.reporter.advance(step)
+    bad = meter.skipped_in_a_row
+    if line := spikes.line(step, metrics, bad):
+        session.reporter.say(line)
+    if bad and bad == cfg.max_bad_steps:
+        raise BadSteps(step - bad + 1, step)
+    if step % cfg.log_interval == 0 or step == cfg.total_steps:
+        session.write_row(step)

@@ -21,7 +21,7 @@ from nash_mhc.objectives.registry import objective_of
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trained import Training
 from nash_mhc.parallel.sharding import named
-from nash_mhc.train.compiled import CompiledStep
+from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.state import registered, shaping, state_shardings
 from nash_mhc.train.step import make_train_step
 

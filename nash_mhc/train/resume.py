@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,15 +9,14 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.faults import one_line
-from nash_mhc.checkpoint.folders import exists, subfolders
-from nash_mhc.checkpoint.manifest import numbered, values_of
+from nash_mhc.checkpoint.run_folder import Description, RunFolder, flat
 from nash_mhc.checkpoint.store import Store, arrays_of
-from nash_mhc.config.places import Folder, is_remote, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.processes import from_leader
+from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.files import exists
+from nash_mhc.storage.paths import is_remote
 from nash_mhc.telemetry.sinks import without_nan
-from nash_mhc.train.history import flat
 from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
 
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
@@ -54,43 +52,15 @@ def checkpoint_values(
     }
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    values = flat(config)
+def _with_rows_a_step(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"batch-size x grad-accum": values["data.batch_size"] * values["train.grad_accum"]}
 
 
-class Told(NamedTuple):
-    """What a folder says about the run in it."""
-
-    config: dict[str, Any]  # section.key -> value
-    rows: str | None  # identity of the rows
-    history: list[dict[str, Any]]  # settings that were changed on the way
-    init_from: dict[str, Any] | None  # whose weights it began with
-    wandb: dict[str, Any] | None = None  # project and id of the run there that goes with it
-
-
-def told_by(folder: Folder) -> Told | None:
-    """By run.json or else the newest checkpoint that can say it; None: there is no run, or nothing of it that could be used."""
-    try:
-        run = json.loads((folder / "run.json").read_text())
-        history = list(run.get("history", []))
-        return Told(_flat(run["config"]), str(run["rows"]), history, run.get("init_from"), run.get("wandb"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # lost or damaged: every checkpoint knows it as well
-    for step in reversed(numbered(folder / "checkpoints")):
-        values = values_of(folder / "checkpoints" / str(step))
-        try:
-            return Told(_flat(values["config"]), str(values["data"]["rows"]), [], None)
-        except (KeyError, TypeError, AttributeError):
-            continue
-    return None
-
-
-def _check_same_run(folder: Folder, cfg: RunConfig, *, rows: str | None) -> None:
+def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> None:
     """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
-    if (told := told_by(folder)) is None:
+    if (described := folder.description()) is None:
         return
-    before, now = told.config, _flat(cfg.to_dict())
+    before, now = _with_rows_a_step(described.config), _with_rows_a_step(flat(cfg.to_dict()))
     kept = [k for k in now if k.startswith("model.")]
     if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # averaged weights are there, or they are not
         kept.append("optim.ema_decay")
@@ -101,22 +71,18 @@ def _check_same_run(folder: Folder, cfg: RunConfig, *, rows: str | None) -> None
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
-    if rows is not None and told.rows != rows:
+    if rows is not None and described.rows != rows:
         raise ConfigError(
             f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back, or start "
             f"another run from its weights with --init-from {folder} and a new --checkpoint-dir"
         )
 
 
-def _check_nothing_is_lost(folder: Folder) -> None:
+def _check_nothing_is_lost(folder: RunFolder) -> None:
     """Rows of metrics tell of checkpoints that are not there: to begin anew would erase what is left of that run."""
-    try:
-        lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-        last = json.loads(lines[-1]) if lines else {}
-    except (OSError, ValueError):
+    if not (last := folder.last_row()):
         return
-    gone = not is_remote(folder) and not exists(folder / "checkpoints", kind="directory")
-    if last and (gone or last.get("last_checkpoint") is not None):
+    if folder.missing(()) or last.get("last_checkpoint") is not None:
         saved = f"that of step {last['last_checkpoint']} is" if last.get("last_checkpoint") is not None else "they are"
         raise ConfigError(
             f"{folder}: metrics.jsonl has rows up to step {last.get('step')}, but its checkpoints are missing ({saved} gone); "
@@ -127,10 +93,11 @@ def _check_nothing_is_lost(folder: Folder) -> None:
 def check_resume(cfg: RunConfig, *, rows: str) -> None:
     """Whether what the run would go on from fits it; looked at before anything is made, changed or compiled."""
     wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
+    own = RunFolder(named) if named else None
     with one_line(f"--checkpoint-dir {named}"):
-        held = numbered(place(named) / "checkpoints") if named else []
-        if named and not held and not _set_aside(place(named)):
-            _check_nothing_is_lost(place(named))
+        held = own.steps() if own else []
+        if own and not held and not own.set_aside():
+            _check_nothing_is_lost(own)
     if wanted == "never" and held:
         raise ConfigError(f"--resume never: {named} holds checkpoints (up to step {held[-1]}); choose another --checkpoint-dir")
     if wanted == "must" and not held and cfg.train.resume_from is None:
@@ -141,17 +108,17 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
             _check_same_run(_other("--resume-from", cfg.train.resume_from), cfg, rows=None)
         if cfg.train.init_from is not None:
             _checkpoint_of(_other("--init-from", cfg.train.init_from), cfg.train.init_step)
-    elif named and cfg.train.init_from is not None:
-        _check_began_with(place(named), cfg.train.init_from)
-    if named:
-        _check_same_run(place(named), cfg, rows=rows)
+    elif own and cfg.train.init_from is not None:
+        _check_began_with(own, cfg.train.init_from)
+    if own:
+        _check_same_run(own, cfg, rows=rows)
 
 
-def _check_began_with(folder: Folder, init_from: str) -> None:
+def _check_began_with(folder: RunFolder, init_from: str) -> None:
     """The same command goes on with its run; another one shall not be taken for it."""
-    if (told := told_by(folder)) is None:
+    if (described := folder.description()) is None:
         return
-    began = (told.init_from or {}).get("folder") or told.config.get("train.init_from")
+    began = (described.init_from or {}).get("folder") or described.config.get("train.init_from")
     whole = lambda name: name if is_remote(name) else str(Path(name).expanduser().absolute())
     if began is None or whole(began) != whole(init_from):
         raise ConfigError(
@@ -160,21 +127,17 @@ def _check_began_with(folder: Folder, init_from: str) -> None:
         )
 
 
-def _set_aside(folder: Folder) -> list[str]:
-    return [name for name in subfolders(folder / "checkpoints") if name.endswith((".damaged", ".unfinished"))]
-
-
-def _other(flag: str, name: str) -> Folder:
+def _other(flag: str, name: str) -> RunFolder:
     """The folder of another run that has checkpoints; ConfigError."""
     with one_line(f"{flag} {name}"):
-        found = exists(place(name) / "checkpoints", kind="directory")
+        found = exists(RunFolder(name).checkpoints, kind="directory")
     if not found:
         raise ConfigError(f"{flag} {name}: no run with checkpoints there; give the --checkpoint-dir of an earlier run")
-    return place(name)
+    return RunFolder(name)
 
 
-def _checkpoint_of(folder: Folder, step: int | None) -> None:
-    steps = numbered(folder / "checkpoints")
+def _checkpoint_of(folder: RunFolder, step: int | None) -> None:
+    steps = folder.steps()
     if not steps or (step is not None and step not in steps):
         asked = "" if step is None else f" --init-step {step}"
         raise ConfigError(
@@ -190,7 +153,7 @@ class Start(NamedTuple):
     values: dict[str, Any]  # saved beside it
     origin: str  # in words
     own: bool = False  # whether this very run has saved it
-    before: Told | None = None  # what is known of the run that it goes on with
+    before: Description | None = None  # what is known of the run that it goes on with
     init_from: dict[str, Any] | None = None  # whose weights it began with
 
     @property
@@ -213,8 +176,9 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str]
 
     def restored(source: Store, step: int, name: str) -> Start:
         state, values = source.restore(step, sharded_abstract_state(cfg, mesh))
-        told = told_by(source.folder.parent)
-        return Start(state, step, values, f"step {step} of {name}", source is store, told, told.init_from if told else None)
+        before = RunFolder(source.folder.parent).description()
+        init_from = before.init_from if before else None
+        return Start(state, step, values, f"step {step} of {name}", source is store, before, init_from)
 
     if (latest := newest(store, set_aside=True)) is not None:
         return restored(store, latest, "this run")

@@ -58,7 +58,7 @@ def remember(recent: Recent, values_M: Float[Array, " M"], spike: Bool[Array, ""
     return Recent(jnp.where(finite, values_MN, recent.values_MN), recent.count + finite, recent.spikes + spike)
 
 
-def told(step: int, metrics: dict[str, Any], skipped_in_a_row: int) -> str | None:
+def line(step: int, metrics: dict[str, Any], skipped_in_a_row: int) -> str | None:
     """The line about a step that was skipped or was a spike; None about an ordinary one."""
     update = f"its update was skipped ({skipped_in_a_row} in a row)" if skipped_in_a_row else "its update was taken"
     if metrics["empty"]:

@@ -22,9 +22,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.places import still_names
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.chunks import (
+from nash_mhc.data.documents.holdout import HeldOut, survey
+from nash_mhc.data.documents.readers import Corpus, Unreachable
+from nash_mhc.data.prepared.chunks import (
     Chunk,
     Job,
     document_of,
@@ -35,11 +36,10 @@ from nash_mhc.data.chunks import (
     rule_digest,
     wastes_alignment,
 )
-from nash_mhc.data.holdout import HeldOut, survey
-from nash_mhc.data.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_whole
-from nash_mhc.data.readers import Corpus, Unreachable
-from nash_mhc.data.tokens import HuggingFaceTokenizer, Tokenizer
+from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_whole
+from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
+from nash_mhc.storage.paths import still_names
 
 RECIPE = "recipe.json"
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 
-from nash_mhc.data.grammar import Chain, Choice, Node, Recall, Repeat, Text
+from nash_mhc.data.stories.grammar import Chain, Choice, Node, Recall, Repeat, Text
 
 _TOKEN = re.compile(r"[A-Za-z]+|[0-9]+|[^A-Za-z0-9]")
 

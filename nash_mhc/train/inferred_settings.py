@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.checkpoint.faults import one_line
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.cli import Settings
-from nash_mhc.config.places import place
 from nash_mhc.config.schema import weighted_parts
-from nash_mhc.data.manifest import FILE, Manifest
-from nash_mhc.data.tokens import load_tokenizer
-from nash_mhc.train.resume import told_by
+from nash_mhc.data.prepared.manifest import FILE, Manifest
+from nash_mhc.data.tokenizer import load_tokenizer
+from nash_mhc.storage.errors import one_line
 
 _OF_ROWS = ("seq_len", "split", "eval_split", "validation_fraction")
 
@@ -37,8 +36,9 @@ def of_prepared(dataset: str) -> Settings:
 def of_run(flag: str, folder: str) -> Settings:
     """The model and the tokenizer of a run that is started from."""
     with one_line(f"{flag} {folder}"):
-        told = told_by(place(folder))
-    wanted = {} if told is None else {k: v for k, v in told.config.items() if k.startswith("model.") or k == "data.tokenizer"}
+        described = RunFolder(folder).description()
+    known = {} if described is None else described.config
+    wanted = {k: v for k, v in known.items() if k.startswith("model.") or k == "data.tokenizer"}
     return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
 
 
@@ -58,8 +58,8 @@ def _vocabulary(values: Mapping[str, Any]) -> Settings:
     """As many tokens as the tokenizer has; but a run that is continued keeps what it has."""
     if values["train.checkpoint_dir"] is not None:
         with one_line(f"--checkpoint-dir {values['train.checkpoint_dir']}"):
-            told = told_by(place(values["train.checkpoint_dir"]))
-        if told is not None and "model.vocab_size" in told.config:
-            return {"model.vocab_size": (told.config["model.vocab_size"], "the run itself")}
+            described = RunFolder(values["train.checkpoint_dir"]).description()
+        if described is not None and "model.vocab_size" in described.config:
+            return {"model.vocab_size": (described.config["model.vocab_size"], "the run itself")}
     name = values["data.tokenizer"]
     return {"model.vocab_size": (load_tokenizer(name).vocab_size, f"tokenizer {name}")}

@@ -16,7 +16,7 @@ from typing import Any
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
 from nash_mhc.config.words import counted
-from nash_mhc.data.files import counted_endings
+from nash_mhc.data.documents.files import counted_endings
 
 FILE = "manifest.json"
 _ALIGN = ModelConfig().alignment  # of documents in their rows, where nothing else is said

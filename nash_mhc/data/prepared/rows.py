@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.manifest import Damaged, Manifest, check_files
 from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.pack import Laid, Rows, unfold
+from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from nash_mhc.checkpoint.run_folder import flat
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
@@ -19,14 +20,6 @@ _OF_SCHEDULE = {
 }  # fmt: skip
 
 Changes = dict[str, list[Any]]  # section.key -> [old value, new value]
-
-
-def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """`data.batch_size` -> 8; KeyError or AttributeError for what is no configuration."""
-    values = {
-        f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
-    }
-    return values | {f"objective.{k}": v for k, v in config.get("objective", {}).items()}  # runs of before have no such section
 
 
 def changes(before: dict[str, Any], cfg: RunConfig) -> Changes:

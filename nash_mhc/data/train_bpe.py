@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
-from nash_mhc.data.readers import Corpus
-from nash_mhc.data.records import check_template, spans_of
-from nash_mhc.data.tokens import write_tokenizer_config
+from nash_mhc.data.documents.readers import Corpus
+from nash_mhc.data.documents.records import check_template, spans_of
+from nash_mhc.data.tokenizer import write_tokenizer_config
 
 END = "<|endoftext|>"
 LEAST = 256 + 1  # every byte, and the end

@@ -11,7 +11,7 @@ import os
 import shutil
 from typing import Any
 
-from nash_mhc.config.places import Folder, is_remote
+from nash_mhc.storage.paths import Folder, is_remote
 
 # Of file systems that know no such thing (and access to a folder that may be written, but not read).
 _FOLDERS_CANNOT_BE_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from nash_mhc.data.grammar import Chain, Choice, Repeat, Scope, Text, sample
-from nash_mhc.data.lexicon import WORD_LISTS
+from nash_mhc.data.stories.grammar import Chain, Choice, Repeat, Scope, Text, sample
+from nash_mhc.data.stories.lexicon import WORD_LISTS
 
 SPLITS = ("train", "validation")
 

@@ -8,7 +8,7 @@ each half can spell them all, so that minutes of training are enough to come nea
 
 from __future__ import annotations
 
-from nash_mhc.data.grammar import WordList
+from nash_mhc.data.stories.grammar import WordList
 
 
 def _words(text: str) -> list[str]:

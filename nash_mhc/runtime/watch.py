@@ -24,7 +24,7 @@ import jax
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.processes import Board, coordinator_answers
-from nash_mhc.train.signals import SIGNALS, TRY_AGAIN, leave
+from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
 
 _SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
 _BEGIN_S = 120.0  # and for this long, one that has connected and given none yet

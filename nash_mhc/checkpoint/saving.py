@@ -10,34 +10,26 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from nash_mhc.checkpoint import folders
-from nash_mhc.checkpoint.faults import as_os_errors, reason
 from nash_mhc.checkpoint.ownership import Nobody, Owner
+from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.places import Folder, is_remote
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.config.words import duration
 from nash_mhc.parallel.processes import in_any_process
-
-
-def write_files(folder: Folder, files: Mapping[str, str]) -> None:
-    """Each whole or not at all; makes the folder where it is gone."""
-    with as_os_errors():
-        folders.make(folder)
-        for name, text in files.items():
-            folders.write_whole(folder / name, text)
+from nash_mhc.storage import files
+from nash_mhc.storage.errors import as_os_errors, reason
 
 
 class Saver:
     """Owns the clock of a run's saves. Pauses after failed ones double up to the longest; `attempts` in a row are the end.
 
-    `files` (name -> text) lie beside the checkpoints and are written again when the folder has vanished.
+    `texts` (file name -> text) lie beside the checkpoints and are written again when the folder has vanished.
     """
 
     def __init__(
         self,
         store: Store,
-        files: Mapping[str, str],
+        texts: Mapping[str, str],
         *,
         say: Callable[[str], None],
         owner: Owner = Nobody(),
@@ -47,7 +39,8 @@ class Saver:
         longest_pause: float = 300.0,
     ) -> None:
         """`last` is the step that this run has saved before, if any."""
-        self._store, self._files, self._attempts, self._say, self._owner = store, files, attempts, say, owner
+        self._store, self._texts, self._attempts, self._say, self._owner = store, texts, attempts, say, owner
+        self._run = RunFolder(store.folder.parent)
         self._first_pause, self._longest_pause = first_pause, longest_pause
         self._writing: int | None = None  # the step whose save is under way
         self.last = last  # the step that was saved last
@@ -97,7 +90,7 @@ class Saver:
             if self._pause_ends is not None:
                 time.sleep(max(0.0, self._pause_ends - time.monotonic()))
 
-    def settle(self) -> None:
+    def end_quietly(self) -> None:
         """Waits for the save under way, for a run that ends for another reason: a failure is no longer worth a word."""
         with contextlib.suppress(OSError):
             self._store.wait()
@@ -151,11 +144,9 @@ class Saver:
 
     def _missing(self) -> list[str]:
         """What someone has deleted or moved away, if that can be told; where it cannot, saving will fail and tell."""
-        run, missing = self._store.folder.parent, []
+        missing: list[str] = []
         with contextlib.suppress(OSError), as_os_errors():
-            if not is_remote(run) and not folders.exists(self._store.folder, kind="directory"):
-                missing.append("checkpoints")  # an object store knows no empty folders
-            missing += [name for name in self._files if not folders.exists(run / name, kind="file")]
+            missing = self._run.missing(self._texts)
             try:
                 self._owner.check()
             except FileNotFoundError:
@@ -163,12 +154,11 @@ class Saver:
         return missing
 
     def _make_again(self, missing: list[str]) -> None:
-        run = self._store.folder.parent
         with as_os_errors():
-            folders.make(self._store.folder)
+            files.make(self._store.folder)
             self._owner.retake()  # before anything is cleared away: by now it may be another run's
             self._store.reopen()
             if jax.process_index() == 0:
-                write_files(run, self._files)
-        lost = ", without those it held" if "checkpoints" in missing else ""
-        self._say(f"{run}: {', '.join(missing)} had vanished and is made again{lost}")
+                self._run.write(self._texts)
+        lost = ", without those it held" if CHECKPOINTS in missing else ""
+        self._say(f"{self._run}: {', '.join(missing)} had vanished and is made again{lost}")

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
-from nash_mhc.data.holdout import HeldOut, key_of
-from nash_mhc.data.manifest import digest_of, write_whole
+from nash_mhc.data.documents.holdout import HeldOut, key_of
+from nash_mhc.data.documents.readers import Content, Corpus, Raw
+from nash_mhc.data.documents.records import Span, check_template, spans_of
 from nash_mhc.data.pack import Piece, cut, lay, room_of
-from nash_mhc.data.readers import Content, Corpus, Raw
-from nash_mhc.data.records import Span, check_template, spans_of
-from nash_mhc.data.rows import RowFormat
-from nash_mhc.data.tokens import Tokenizer
+from nash_mhc.data.prepared.manifest import digest_of, write_whole
+from nash_mhc.data.prepared.rows import RowFormat
+from nash_mhc.data.tokenizer import Tokenizer
 
 _SMALLEST, _LARGEST = 4 << 20, 32 << 20  # bytes of text in a chunk: enough to pack well, few enough for memory
 _AT_ONCE = 1 << 20  # bytes of text given to the tokenizer in one call

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError
-from nash_mhc.data.readers import Raw
+from nash_mhc.data.documents.readers import Raw
 
 ANSWERS = ("assistant", "model", "gpt")  # roles whose messages the model shall learn to write
 

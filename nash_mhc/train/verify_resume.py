@@ -27,13 +27,14 @@ import jax
 import numpy as np
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
 from nash_mhc.parallel.fit import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
-from nash_mhc.train.restoring import wanted_state
+from nash_mhc.train.restore_test import wanted_state
 from nash_mhc.train.run import run
 
 STEPS, SAVED, KILLED = 8, 3, 5  # of the check; the checkpoint that is resumed from; the last step that the killed run finishes
@@ -71,7 +72,7 @@ def other_mesh(cfg: RunConfig, platform: str, there: int) -> MeshConfig | None:
 
 
 def _rows(folder: Path) -> dict[int, dict[str, Any]]:
-    return {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    return {row["step"]: row for row in RunFolder(folder).rows()}
 
 
 def different_losses(unbroken: Path, resumed: Path, tolerance: float) -> Iterator[tuple[float, str]]:
@@ -90,7 +91,7 @@ def different_losses(unbroken: Path, resumed: Path, tolerance: float) -> Iterato
 def _contents(folder: Path) -> dict[str, str]:
     """Name -> hash of every array of the last checkpoint; and the plain values beside them. One state in memory at a time."""
     with Store(folder) as store:
-        state, values = store.restore(STEPS, wanted_state(folder / "checkpoints" / str(STEPS)))
+        state, values = store.restore(STEPS, wanted_state(RunFolder(folder).checkpoints / str(STEPS)))
     found = {name: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for name, leaf in named_leaves(state).items()}
     del values["config"]  # knows its folder
     return found | {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
@@ -109,7 +110,7 @@ def kill_after(folder: Path, step: int) -> Callable[[int], None]:
 
     def finished(number: int) -> None:
         if number >= step:
-            while not (folder / "checkpoints" / str(SAVED) / manifest.FILE).exists():
+            while not (RunFolder(folder).checkpoints / str(SAVED) / manifest.FILE).exists():
                 time.sleep(0.01)  # the save is under way in its own thread; what is tried is what comes after it
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -128,7 +129,7 @@ def _train(cfg: RunConfig, what: str, *, killed: bool = False) -> None:
     """Trains in a process of its own, whose lines are shown."""
     file = Path(str(cfg.train.checkpoint_dir)).with_suffix(".json")
     file.write_text(json.dumps(cfg.to_dict()))
-    argv = [sys.executable, "-u", "-m", "nash_mhc.train.verify", str(file), *(["killed"] if killed else [])]
+    argv = [sys.executable, "-u", "-m", "nash_mhc.train.verify_resume", str(file), *(["killed"] if killed else [])]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as child:
         try:
             code = child.wait()
@@ -168,7 +169,7 @@ def _resumed(cfg: RunConfig, folder: Path) -> bool:
     _train(short_run(cfg, unbroken), "the unbroken run")
     print(f"2/4 the same run, killed (SIGKILL) in step {KILLED + 1} with a checkpoint of step {SAVED} ...", flush=True)
     _train(short_run(cfg, resumed), "the run that was to be killed", killed=True)
-    if manifest.numbered(resumed / "checkpoints") != [SAVED]:
+    if RunFolder(resumed).steps() != [SAVED]:
         raise Ended("the run was killed by somebody else and", -signal.SIGKILL)
     shutil.copytree(resumed, folder / "moved")
     print("3/4 the killed run, resumed ...", flush=True)
@@ -182,8 +183,8 @@ def _resumed(cfg: RunConfig, folder: Path) -> bool:
 def _moved(folder: Path) -> bool:
     """Whether the killed run, resumed on another mesh, has the unbroken one's losses."""
     unbroken, moved = folder / "unbroken", folder / "moved"
-    info = json.loads((unbroken / "run.json").read_text())
-    cfg, devices = RunConfig.from_dict(info["config"]), info["devices"]
+    run = RunFolder(unbroken)
+    cfg, devices = run.config(), run.info()["devices"]
     if (mesh := other_mesh(cfg, devices["platform"], devices["there"])) is None:
         print(f"4/4 no other mesh to try: {devices['there']} x {devices['kind']} is here, and this run fits on no other shape")
         return True

@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.folders import sizes
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store, arrays_of
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.places import Folder, place
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.storage.files import sizes
+from nash_mhc.storage.paths import Folder, place
 from nash_mhc.train.state import TrainState, abstract_state
 
 _BLOCK = 1 << 24  # numbers looked at together: what is computed of them stays small beside the checkpoint
@@ -57,7 +58,7 @@ def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainSt
 
 def restore_test(folder: Folder, step: int) -> bool:
     """Restores one checkpoint of a run and tells what came of it; whether all is well."""
-    checkpoint = folder / "checkpoints" / str(step)
+    checkpoint = RunFolder(folder).checkpoints / str(step)
     size = sum(sizes(checkpoint).values())
     print(f"{checkpoint}: {size:,} bytes; verifying and restoring ...", flush=True)
     began = time.monotonic()

@@ -6,9 +6,9 @@ import contextlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from nash_mhc.checkpoint.faults import as_os_errors
-from nash_mhc.checkpoint.folders import exists
-from nash_mhc.config.places import Folder, is_remote
+from nash_mhc.storage.errors import as_os_errors
+from nash_mhc.storage.files import exists
+from nash_mhc.storage.paths import Folder, is_remote
 
 
 class Appended:

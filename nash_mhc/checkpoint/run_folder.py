@@ -1,0 +1,178 @@
+"""The folder of a run: what lies where in it, and the one way to read it and to write it. No jax: it is read anywhere.
+
+run.json          what the run is: configuration, data, devices, versions
+parameters.txt    name, shape and size of every parameter
+metrics.jsonl     a row every log interval          eval.jsonl    a row an evaluation
+checkpoints/      one numbered folder a checkpoint (store.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from nash_mhc.checkpoint.manifest import numbered, values_of
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.storage import files
+from nash_mhc.storage.errors import as_os_errors, one_line, reason
+from nash_mhc.storage.paths import Folder, is_remote, place
+
+RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
+    "run.json", "parameters.txt", "metrics.jsonl", "eval.jsonl", "checkpoints",
+)  # fmt: skip
+ROW_FILES = (METRICS, EVALUATIONS)
+Row = dict[str, Any]  # numbers, or lists of them (one entry a layer), by name
+
+
+class Description(NamedTuple):
+    """What a run has written down about itself, as far as whoever goes on with it needs it."""
+
+    config: dict[str, Any]  # section.key -> value
+    rows: str | None  # identity of the rows that it reads
+    history: list[dict[str, Any]]  # settings that were changed on the way
+    init_from: dict[str, Any] | None  # whose weights it began with
+    wandb: dict[str, Any] | None = None  # project and id of its run at Weights & Biases
+
+
+class RunFolder:
+    """`path` may be on this machine or in an object store. Nothing is read, made or checked until it is asked for."""
+
+    def __init__(self, name: str | Folder) -> None:
+        self.path = place(name)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def checkpoints(self) -> Folder:
+        return self.path / CHECKPOINTS
+
+    def exists(self) -> bool:
+        with one_line(self.path):
+            return files.exists(self.path, kind="directory")
+
+    # --- what the run says about itself ------------------------------------------------------------------------------
+
+    def info(self, *, hint: str = ", the --checkpoint-dir that it trained with") -> dict[str, Any]:
+        """run.json as it stands; ConfigError for a folder that is no run's."""
+        if not self.exists():
+            raise ConfigError(f"{self.path}: no such folder; give the folder of a run{hint}")
+        path = self.path / RUN
+        try:
+            info = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.path} has no {RUN}, so it is not the folder of a run (has the run started yet?)"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read ({error})") from None
+        if not isinstance(info, dict):
+            raise ConfigError(f"{path} holds no description of a run")
+        return info
+
+    def config(self, **hint: str) -> RunConfig:
+        """The run's own configuration; ConfigError where there is none that this version can read."""
+        info, path = self.info(**hint), self.path / RUN
+        try:
+            return RunConfig.from_dict(info["config"])
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} holds no configuration of a run ({type(error).__name__}: {error})") from error
+
+    def description(self) -> Description | None:
+        """By run.json, or else by the newest checkpoint that can say it; None: there is no run, or nothing of it is usable."""
+        try:
+            info = json.loads((self.path / RUN).read_text())
+            history = list(info.get("history", []))
+            return Description(flat(info["config"]), str(info["rows"]), history, info.get("init_from"), info.get("wandb"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # lost or damaged: every checkpoint knows it as well
+        for step in reversed(self.steps()):
+            values = values_of(self.checkpoints / str(step))
+            try:
+                return Description(flat(values["config"]), str(values["data"]["rows"]), [], None)
+            except (KeyError, TypeError, AttributeError):
+                continue
+        return None
+
+    # --- rows and checkpoints ----------------------------------------------------------------------------------------
+
+    def rows(self, name: str = METRICS) -> list[Row]:
+        """Every row of one of ROW_FILES; ConfigError for a line that is none. The last may be being written just now."""
+        path = self.path / name
+        lines = path.read_text(encoding="utf-8").splitlines() if files.exists(path) else []
+        rows: list[Row] = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                float(row["step"])
+                rows.append(row)
+            except (ValueError, TypeError, KeyError):
+                if number < len(lines):
+                    raise ConfigError(f"{path}:{number}: not a row of JSON with a step; mend or remove the line") from None
+        return rows
+
+    def last_row(self) -> Row:
+        """The last whole row of metrics; empty where there is none, or none that can be read."""
+        with contextlib.suppress(OSError):
+            for line in reversed((self.path / METRICS).read_text().splitlines()[-2:]):  # the very last may be cut
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row: Row = json.loads(line)
+                    int(row["step"])
+                    return row
+        return {}
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, whole or not, oldest first."""
+        return numbered(self.checkpoints)
+
+    def set_aside(self) -> list[str]:
+        """Names of the checkpoints that could not be used."""
+        return [name for name in files.subfolders(self.checkpoints) if name.endswith((".damaged", ".unfinished"))]
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, texts: Mapping[str, str]) -> None:
+        """Each file (name -> text) whole or not at all; makes the folder where it is gone. OSError."""
+        with as_os_errors():
+            files.make(self.path)
+            for name, text in texts.items():
+                files.write_whole(self.path / name, text)
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Which of these files, and of the folder of checkpoints, someone has deleted or moved away. OSError."""
+        with as_os_errors():
+            # An object store knows no empty folders.
+            gone = not is_remote(self.path) and not files.exists(self.checkpoints, kind="directory")
+            return [CHECKPOINTS] * gone + [name for name in names if not files.exists(self.path / name, kind="file")]
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """`data.batch_size` -> 8; KeyError or AttributeError for what is no configuration."""
+    values = {
+        f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
+    }
+    return values | {f"objective.{k}": v for k, v in config.get("objective", {}).items()}  # older runs have no such section
+
+
+def make_run_folder(named: str | None, model_size: str) -> RunFolder:
+    """Writable. One that the user did not name is new: two runs never meet by accident. ConfigError."""
+    stamp = f"runs/{model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
+    for path in map(place, candidates):
+        try:
+            with as_os_errors():
+                if not is_remote(path):
+                    path.mkdir(parents=True, exist_ok=bool(named))
+                (path / ".writable").write_text("")
+                (path / ".writable").unlink()
+            return RunFolder(path)
+        except OSError as error:
+            if isinstance(error, FileExistsError) and not named:
+                continue  # another run has begun in the same second
+            raise ConfigError(f"--checkpoint-dir {path}: cannot be written ({reason(error)}); choose another folder") from error
+    raise ConfigError(f"--checkpoint-dir {stamp}: a hundred runs have begun in this second; name a folder")

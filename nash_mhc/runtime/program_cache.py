@@ -1,0 +1,65 @@
+"""Where compiled programs are kept from one start to the next.
+
+The one file that reaches into JAX's own cache (`jax._src.lru_cache`). Should that vanish, JAX writes its programs as it
+likes, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from nash_mhc.storage.paths import Folder, is_remote
+
+_LEFT_BEHIND_S = 3600.0  # who has written nothing to a part of a file for so long is dead
+
+
+def write_programs_whole() -> None:
+    """JAX writes a compiled program in place. A kill in that moment leaves one that every later start stumbles over, and a
+    process beside this one may read half of it: here it is written beside its place, and then put there."""
+    try:
+        from jax._src import lru_cache
+    except ImportError:
+        return
+
+    in_place = getattr(getattr(lru_cache, "LRUCache", None), "put", None)
+    if in_place is None or getattr(in_place, "is_whole", False):
+        return  # another JAX than those we know: as it likes
+
+    def put(self: Any, key: str, value: bytes) -> None:
+        target = f"{self.path}/{key}-cache"
+        if getattr(self, "eviction_enabled", True) or "://" in target:
+            in_place(self, key, value)
+        elif not os.path.exists(target):
+            part = f"{self.path}/.{key}.{os.getpid()}.{threading.get_ident()}.part"
+            try:
+                Path(part).write_bytes(value)
+                os.replace(part, target)
+            except OSError:
+                Path(part).unlink(missing_ok=True)
+                raise
+
+    put.is_whole = True  # type: ignore[attr-defined]
+    lru_cache.LRUCache.put = put  # type: ignore[method-assign]
+
+
+def use_compilation_cache(folder: Folder) -> None:
+    """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere.
+
+    Those of a run in an object store lie where the runs of this machine have theirs: they are of no use to another machine.
+    """
+    write_programs_whole()
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
+        beside = Path("runs") if is_remote(folder) else folder.parent
+        cache = (beside / ".jax_cache").absolute()
+        for part in cache.glob(".*.part"):  # of processes that were killed while they wrote it
+            with contextlib.suppress(OSError):
+                if time.time() - part.stat().st_mtime > _LEFT_BEHIND_S:
+                    part.unlink()
+        jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -1,0 +1,96 @@
+"""What a run reads and where it writes, opened and checked: whatever must be refused is refused here, and leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from nash_mhc.checkpoint.ownership import Owner, accompany, hold
+from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.sources import loss_floor, open_held_out, open_source
+from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
+from nash_mhc.parallel.processes import from_leader, leader_first
+from nash_mhc.runtime.watch import Watch
+from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.files import exists
+from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.train.evaluate import Evaluator
+from nash_mhc.train.resume import check_resume
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    cfg: RunConfig  # knows its folder
+    folder: RunFolder
+    owner: Owner  # this run, for as long as it lasts
+    tokenizer: Tokenizer
+    source: RowSource
+    evaluator: Evaluator | None  # None: no text is held out
+    floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
+
+    @property
+    def rows_a_step(self) -> int:
+        return self.cfg.data.batch_size * self.cfg.train.grad_accum
+
+
+def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack, say: Say) -> Inputs:
+    """ConfigError for what does not fit. The run's folder is given back when `held` closes."""
+    own = None if cfg.train.checkpoint_dir is None else RunFolder(cfg.train.checkpoint_dir)
+    owner: Owner | None = None
+    if own is not None and from_leader(lambda: _is_there(own)):
+        owner = _hold(cfg, own, watch, held, say)
+    watch.doing("preparing the data")
+    tokenizer = _tokenizer(cfg)
+    floor = loss_floor(cfg.data, tokenizer)
+    align = cfg.model.alignment
+    source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
+    from_leader(lambda: check_resume(cfg, rows=source.identity))
+    from_leader(lambda: weights_and_biases.check(cfg.telemetry))
+    held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
+    evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh)
+    # Last of the checks: what is refused leaves nothing behind.
+    folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
+    if owner is None:
+        owner = _hold(cfg, folder, watch, held, say)
+        from_leader(lambda: check_resume(cfg, rows=source.identity))  # another run may have begun, and ended, there meanwhile
+    return Inputs(cfg, folder, owner, tokenizer, source, evaluator, floor)
+
+
+def _is_there(folder: RunFolder) -> bool:
+    with one_line(f"--checkpoint-dir {folder}"):
+        return exists(folder.path, kind="directory")
+
+
+def _hold(cfg: RunConfig, folder: RunFolder, watch: Watch, held: contextlib.ExitStack, say: Say) -> Owner:
+    """The folder for this run alone; its other processes are let in once the first one has it."""
+
+    def take() -> Owner:
+        watch.doing(f"waiting for {folder}")
+        with one_line(f"--checkpoint-dir {folder}"):
+            if jax.process_index() == 0:
+                return hold(folder.path, wait=cfg.train.wait_for_lock, say=say)
+            return accompany(folder.path)
+
+    owner = leader_first(take)
+    held.callback(owner.release)
+    return owner
+
+
+def _tokenizer(cfg: RunConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ConfigError(
+            f"--tokenizer {cfg.data.tokenizer} has {tokenizer.vocab_size} tokens, the model only {cfg.model.vocab_size}; "
+            f"set --model-vocab-size {tokenizer.vocab_size}"
+        )
+    return tokenizer

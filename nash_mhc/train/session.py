@@ -1,0 +1,223 @@
+"""A run that is ready to train: its step compiled, its state restored, its files open; and what it does between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from nash_mhc.checkpoint.run_folder import EVALUATIONS
+from nash_mhc.checkpoint.saving import Saver
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.inspection import rows_of_step
+from nash_mhc.model.architectures import architecture_of
+from nash_mhc.parallel.processes import from_leader
+from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.runtime.hardware import peak_flops
+from nash_mhc.runtime.watch import Watch
+from nash_mhc.storage.errors import reason
+from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.telemetry.sinks import Sink
+from nash_mhc.telemetry.stream import Nowhere, Telemetry
+from nash_mhc.telemetry.terminal import Reporter
+from nash_mhc.train import changed_settings
+from nash_mhc.train.description import described
+from nash_mhc.train.evaluate import BrokenOff
+from nash_mhc.train.feed import abstract_batch
+from nash_mhc.train.inputs import Inputs
+from nash_mhc.train.meter import Meter
+from nash_mhc.train.programs import compile_train_step
+from nash_mhc.train.resume import Start, checkpoint_values, starting_state
+from nash_mhc.train.state import TrainState, sharded_abstract_state
+
+
+class BadSteps(Exception):
+    """Too many steps in a row whose updates were skipped."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(first, last)
+        self.first, self.last = first, last
+
+
+@dataclass
+class Session:
+    inputs: Inputs
+    start: Start
+    step_fn: CompiledStep
+    store: Store
+    saver: Saver
+    telemetry: Telemetry
+    meter: Meter
+    reporter: Reporter
+    watch: Watch
+    evaluation: dict[str, float] = dataclasses.field(default_factory=dict)  # the last one
+    evaluated_at: int | None = None  # its step
+
+    @property
+    def cfg(self) -> RunConfig:
+        return self.inputs.cfg
+
+    @property
+    def done(self) -> bool:
+        return self.start.step >= self.cfg.train.total_steps
+
+    @property
+    def begins_with_evaluation(self) -> bool:
+        """Whether the process before this one was stopped in the middle of the evaluation of its last step."""
+        return _evaluation_missing(self.inputs, self.start)
+
+    def evaluate(self, state: TrainState, step: int, *, write_row: bool = True) -> None:
+        """On the held-out text, if there is any; a signal breaks it off."""
+        if (evaluator := self.inputs.evaluator) is None:
+            return
+
+        def should_stop() -> bool:
+            self.watch.doing(f"evaluation at step {step}", working=True)
+            return self.watch.should_stop()
+
+        try:
+            found = evaluator.evaluate(state.model, should_stop)
+            if state.ema is not None:
+                found["eval/loss_ema"] = evaluator.evaluate(state.best_model, should_stop)["eval/loss"]
+        except BrokenOff:
+            self.reporter.say(f"the evaluation at step {step} is broken off; the run that goes on from here begins with it")
+            return
+        self.evaluation.update(found)
+        self.evaluated_at = step
+        if write_row:
+            self.telemetry.write(step, self.evaluation, file=EVALUATIONS)
+        self.reporter.say(_evaluation_line(step, self.evaluation, self.inputs.floor))
+
+    def save(self, state: TrainState, step: int, *, wait: bool = False) -> None:
+        """Starts to save; with `wait`, returns when the checkpoint is whole."""
+        self.watch.doing(f"saving step {step}")  # which storage may hold up for as long as it likes
+        with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
+            values = checkpoint_values(
+                self.cfg,
+                step,
+                rows=self.inputs.source.identity,
+                counted=self.meter.to_json(),
+                metrics=self.meter.last,
+                evaluation=dict(self.evaluation) if self.evaluated_at == step else None,
+            )
+            self.saver.save(state, step, values, wait=wait)
+
+    def write_row(self, step: int) -> None:
+        """What the steps since the last row amount to, and what no step has measured."""
+        row = self.meter.row()
+        if self.saver.last is not None:
+            row["last_checkpoint"] = self.saver.last
+        epochs = self.inputs.source.epochs(step * self.inputs.rows_a_step)
+        row |= {f"epochs/{name}": count for name, count in epochs.items()}
+        self.telemetry.write(step, row)
+        self.reporter.row(step, row)
+
+    def stopped_by(self, bad: BadSteps) -> ConfigError:
+        """What to tell the user, once the save under way has ended."""
+        self.saver.end_quietly()
+        cfg = self.cfg
+        spiky = " or were spikes" if cfg.train.on_spike == "skip" else ""
+        good = [f"the last checkpoint before them is step {step}" for step in self.store.steps() if step < bad.first]
+        rows = rows_of_step(self.inputs.source, bad.first, self.inputs.rows_a_step, cfg.train.seed)
+        return ConfigError(
+            f"steps {bad.first} to {bad.last} had no finite loss and gradients{spiky}, and were skipped; "
+            f"the run stops here; {(good or ['there is no checkpoint before them'])[-1]}; step {bad.first} read {rows}; "
+            f"look at them with python -m nash_mhc.data inspect {shlex.quote(str(self.inputs.folder))} --step {bad.first}"
+        )
+
+
+def begin(inputs: Inputs, mesh: Mesh, store: Store, *, watch: Watch, reporter: Reporter, sinks: Sequence[Sink] = ()) -> Session:
+    """Compiles the step and, meanwhile, makes or restores the state; then writes the run's first files."""
+    cfg, source = inputs.cfg, inputs.source
+    reporter.say("compiling the step ...")
+    watch.doing("compiling")
+    step_fn = compile_train_step(cfg, mesh, source, warn=reporter.say)
+    compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
+    start = starting_state(cfg, mesh, store, reporter.say)
+    store.warm_up(start.state)
+    changed = changed_settings.changes(start.before.config, cfg) if start.before is not None else {}
+    wandb = from_leader(lambda: _wandb_run(inputs))
+    known = {
+        "init_from": start.init_from,
+        "history": changed_settings.added_to(start.history, changed, start.step),
+        "wandb": wandb,
+    }
+    texts = described(cfg, mesh, inputs.floor, source.identity, start.state.model, known)
+    telemetry: Telemetry = Nowhere()
+    if jax.process_index() == 0:
+        others = [*sinks, *_wandb_sink(inputs, wandb, reporter)]
+        evaluated = start.step - _evaluation_missing(inputs, start)
+        telemetry = _open_files(inputs, texts, evaluated, start.step, reporter, others)
+    saver = Saver(store, texts, say=reporter.say, owner=inputs.owner, last=start.step if start.own else None)
+    if inputs.evaluator is not None:
+        inputs.evaluator.compile(start.state.model)
+    compiled()
+    reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")
+    for line in changed_settings.about(changed, cfg, int(start.state.step)):
+        reporter.say(line)
+    meter = Meter(
+        cfg,
+        architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len),
+        peak_flops(mesh, cfg.train.dtype),
+        step=start.step,
+        updates=int(start.state.step),
+        saved=start.values,
+    )
+    return Session(inputs, start, step_fn, store, saver, telemetry, meter, reporter, watch)
+
+
+def _evaluation_missing(inputs: Inputs, start: Start) -> bool:
+    cfg = inputs.cfg
+    return inputs.evaluator is not None and start.evaluation_missing(
+        1 if start.step >= cfg.train.total_steps else cfg.train.eval_interval
+    )
+
+
+def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
+    """Project and id of the run at Weights & Biases; the same as before where this folder's run has some, in use or not."""
+    wanted, known = inputs.cfg.telemetry.wandb, inputs.folder.description()
+    before = known.wandb if known is not None else None
+    if wanted is None or (before is not None and before.get("project") == wanted):
+        return before
+    return {"project": wanted, "id": weights_and_biases.new_id()}
+
+
+def _wandb_sink(inputs: Inputs, run: dict[str, str] | None, reporter: Reporter) -> list[Sink]:
+    cfg = inputs.cfg
+    if run is None or cfg.telemetry.wandb is None:
+        return []
+    sink = weights_and_biases.WeightsAndBiases(cfg.telemetry, inputs.folder.path, run["id"], cfg.to_dict())
+    reporter.say(f"wandb: run {run['id']} of project {run['project']}, {cfg.telemetry.wandb_mode}")
+    return [sink]
+
+
+def _open_files(
+    inputs: Inputs, texts: dict[str, str], evaluated: int, step: int, reporter: Reporter, others: Sequence[Sink]
+) -> Telemetry:
+    """Writes what is known of the run; opens its rows, of which those after `step`, and evaluations after `evaluated`, go."""
+    try:
+        inputs.folder.write(texts)
+        return Telemetry(
+            inputs.folder.path, start_step=step, evaluated=evaluated, say=reporter.say, owner=inputs.owner, others=others
+        )
+    except OSError as error:
+        remedy = "make room there or choose another folder"
+        raise ConfigError(f"--checkpoint-dir {inputs.folder}: cannot be written ({reason(error)}); {remedy}") from error
+
+
+def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
+    loss = evaluation["eval/loss"]
+    text = f"held out at step {step}: loss {loss:.4f}"
+    if "eval/bits_per_byte" in evaluation:
+        text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
+        text += f", perplexity {evaluation['eval/perplexity']:.2f}"
+    if "eval/accuracy" in evaluation:
+        text += f", accuracy {evaluation['eval/accuracy']:.1%}"
+    if floor is not None:
+        text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
+    return text
