@@ -1,4 +1,5 @@
-"""`nash-mhc COMMAND ...`, or `python -m nash_mhc COMMAND ...`: every command by one name; without one, what there is."""
+"""`nash-mhc COMMAND ...`, or `python -m nash_mhc COMMAND ...`: every command by one name;
+without one, what there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Eight emulated host devices for the whole suite, a compilation cache for the processes that a worker starts, and an order."""
+"""Eight emulated host devices for the whole suite, a compilation cache for the processes that a worker starts,
+and an order."""
 
 import gc
 import os
@@ -19,14 +20,15 @@ for name in [
 ]:
     del os.environ[name]  # the scheduler that runs these tests is not theirs
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network, or wait for one
-# Compiling is most of the suite's time, and these programs run for milliseconds: let LLVM hurry, on one core: the other one has
-# its own. HLO is not affected.
+# Compiling is most of the suite's time, and these programs run for milliseconds: let LLVM hurry, on one core: the other
+# one has its own. HLO is not affected.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 )
 if version("jaxlib").startswith("0.10."):
-    # The newer of XLA's two code generators for fused loops takes three times as long, and without LLVM's optimizer the code it
-    # repeats in every branch of a large fusion is really run: minutes a step. An XLA that does not know the flag would stop.
+    # The newer of XLA's two code generators for fused loops takes three times as long, and without LLVM's optimizer the
+    # code it repeats in every branch of a large fusion is really run: minutes a step.
+    # An XLA that does not know the flag would stop.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 for number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of some shells, and that is inherited
@@ -40,8 +42,8 @@ import optax  # noqa: E402, F401
 import orbax.checkpoint  # noqa: E402, F401
 import pytest  # noqa: E402
 
-# What was imported so far is compiled once for all. Our own modules have type checks here that other processes do not know:
-# where two threads import at once, jaxtyping can write those under the name of the ordinary bytecode.
+# What was imported so far is compiled once for all. Our own modules have type checks here that other processes do not
+# know: where two threads import at once, jaxtyping can write those under the name of the ordinary bytecode.
 sys.dont_write_bytecode = True
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -84,7 +86,8 @@ def pytest_sessionstart():
 
 
 def pytest_collection_finish():
-    # Tracing makes many small objects, most of them for good: looking through them again and again is a tenth of the time.
+    # Tracing makes many small objects, most of them for good:
+    # looking through them again and again is a tenth of the time.
     gc.freeze()
     gc.enable()
     gc.set_threshold(100_000, 20, 20)

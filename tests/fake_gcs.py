@@ -17,7 +17,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class FakeGcs:
-    """Serves on a free port of this machine. `objects`: (bucket, name) -> (content, generation); buckets need no making."""
+    """Serves on a free port of this machine. `objects`: (bucket, name) -> (content, generation);
+    buckets need no making."""
 
     def __init__(self):
         self.objects, self.generations, self.lock = {}, itertools.count(1), threading.Lock()
@@ -49,7 +50,8 @@ class FakeGcs:
 def serve():
     """The one of this process, which all that speaks to Google's is led to, from the first test that asks for it on.
 
-    For good: TensorStore's threads read the environment at any time, and a variable that goes meanwhile may end the process.
+    For good: TensorStore's threads read the environment at any time,
+    and a variable that goes meanwhile may end the process.
     """
     fake = FakeGcs()
     os.environ |= {

@@ -1,4 +1,5 @@
-"""Training runs as real processes that can be signalled and killed, forked from a server that has done the slow imports."""
+"""Training runs as real processes that can be signalled and killed,
+forked from a server that has done the slow imports."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ _HANGS_S = 900.0  # on no machine, however busy, does anything here take so long
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["nash_mhc.train.__main__"])
-# `multiprocessing` asks after all processes whenever one is started, and an exit code can be read once: of two threads that
-# ask at the same time, one would be told 255.
+# `multiprocessing` asks after all processes whenever one is started, and an exit code can be read once: of two threads
+# that ask at the same time, one would be told 255.
 _asking = threading.Lock()
 
 
@@ -89,7 +90,8 @@ def _stall_at(stalled: int) -> None:
 
 
 def _shorten_the_stall_once(file: Path) -> None:
-    """As soon as the file is there, a few seconds without progress are too many. A busy machine's first steps take as long."""
+    """As soon as the file is there, a few seconds without progress are too many.
+    A busy machine's first steps take as long."""
     module = sys.modules["nash_mhc.train.run"]
 
     class Shortened(Watch):

@@ -23,13 +23,14 @@ _SIZES = {"vocab_size": 257, "width": 32, "layers": 2, "heads": 8, "kv_heads": 8
 MODEL = ModelConfig(
     **_SIZES, scales=1, conv_taps=0, residual="plain"
 )  # dense: what is tested with it does not depend on the architecture
-# The whole architecture, small: a convolution, three scales, a window, four streams; as wide as the invariants of the design
-# are stated for.
+# The whole architecture, small: a convolution, three scales, a window, four streams;
+# as wide as the invariants of the design are stated for.
 NASH = ModelConfig(**_SIZES | {"width": 64, "head_dim": 8}, scales=3, ratio=2, window=8, conv_taps=3)
 
 
 def config(**changes: Any) -> RunConfig:
-    """The small run; `changes` are section.key values written section__key=value. Its matrices learn at 20 times the rate."""
+    """The small run; `changes` are section.key values written section__key=value.
+    Its matrices learn at 20 times the rate."""
     base = RunConfig(
         model=MODEL,
         data=DataConfig(batch_size=8, seq_len=32),
@@ -45,8 +46,8 @@ def config(**changes: Any) -> RunConfig:
 def nash_config(**changes: Any) -> RunConfig:
     """The same run with the whole architecture.
 
-    At the start all streams are alike, so nothing depends on how they are mixed: those gradients are rounding, which Adam
-    would blow up to whole steps, other ones on every mesh. A larger epsilon leaves them as small as they are.
+    At the start all streams are alike, so nothing depends on how they are mixed: those gradients are rounding, which
+    Adam would blow up to whole steps, other ones on every mesh. A larger epsilon leaves them as small as they are.
     """
     # Two streams compile in two thirds of the time; four are in test_residual, test_streams and test_invariants.
     return dataclasses.replace(config(**{"optim__eps": 1e-4} | changes), model=dataclasses.replace(NASH, streams=2))
@@ -59,7 +60,8 @@ def mesh_config(cfg: RunConfig, data: int = 1, fsdp: int = 1, tp: int = 1) -> Ru
 def random_rows(cfg: RunConfig, seed: int, *, parts: int | None = None, batch: int | None = None) -> Rows:
     """Rows of two or three documents with some padding at the end: every mask has something to hide.
 
-    Laid as `data/pack.py` does: documents start at multiples of the coarsest stride, the gap before the next weighs nothing.
+    Laid as `data/pack.py` does: documents start at multiples of the coarsest stride,
+    the gap before the next weighs nothing.
     """
     rng = np.random.default_rng(seed)
     A, B, T = parts or cfg.train.grad_accum, batch or cfg.data.batch_size, cfg.data.seq_len

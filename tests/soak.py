@@ -1,6 +1,6 @@
-"""`python -m tests.soak`: two runs of thousands of steps, one in a single process and one in two, killed and signalled at
-random moments, hundreds of times, and compared bit for bit with runs that were left alone. Half an hour on two cores; not part
-of `make test`, which does the same on a smaller scale.
+"""`python -m tests.soak`: two runs of thousands of steps, one in a single process and one in two, killed and signalled
+at random moments, hundreds of times, and compared bit for bit with runs that were left alone. Half an hour on two
+cores; not part of `make test`, which does the same on a smaller scale.
 """
 
 from __future__ import annotations
@@ -61,15 +61,16 @@ class Soaked:
             if life.alive:
                 life.send(kind)
         if len(hit) < len(lives) and " in 2 processes" not in lives[0].said:
-            # They had not found each other yet, and the one that is left would wait for minutes for the other to come. A
-            # scheduler that sees a task end ends the job.
+            # They had not found each other yet, and the one that is left would wait for minutes for the other to come.
+            # A scheduler that sees a task end ends the job.
             for life in lives:
                 if life not in hit and life.until_listening().alive:
                     life.send(signal.SIGTERM)
         codes = [life.end() for life in lives]
         for life, code in zip(lives, codes, strict=True):
             allowed = {TRY_AGAIN, -signal.SIGKILL} if life in hit and kind == signal.SIGKILL else {TRY_AGAIN}
-            # The run may have come to its end just before; and JAX ends a process whose first one is killed as it likes.
+            # The run may have come to its end just before;
+            # and JAX ends a process whose first one is killed as it likes.
             allowed |= {0} if gone or f"held out at step {self.steps}" in lives[0].said else set()
             allowed |= {-signal.SIGABRT} if kind == signal.SIGKILL and len(lives) > 1 else set()
             assert code in allowed, f"{kind.name} ended it with {code}:\n{life.said}"

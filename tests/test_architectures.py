@@ -1,5 +1,5 @@
-"""The model is a seam: another kind of model trains, evaluates, is saved, goes on, writes and is timed, and nothing in the
-package knows of it. It is a bigram model: what comes next depends on the last token alone."""
+"""The model is a seam: another kind of model trains, evaluates, is saved, goes on, writes and is timed, and nothing in
+the package knows of it. It is a bigram model: what comes next depends on the last token alone."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""Every attention kernel that runs here against the plain form, values and gradients; and what attention must not see."""
+"""Every attention kernel that runs here against the plain form, values and gradients;
+and what attention must not see."""
 
 import jax
 import jax.numpy as jnp

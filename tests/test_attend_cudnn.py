@@ -1,4 +1,5 @@
-"""What is handed to cuDNN and made of its answers. cuDNN itself is not here: its contract is acted out on flat memory."""
+"""What is handed to cuDNN and made of its answers. cuDNN itself is not here:
+its contract is acted out on flat memory."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""Steps without a finite loss or gradients: they change nothing, are counted and told, and too many in a row stop the run."""
+"""Steps without a finite loss or gradients:
+they change nothing, are counted and told, and too many in a row stop the run."""
 
 import dataclasses
 

@@ -64,7 +64,8 @@ def test_a_mesh_that_does_not_fill_the_topology_is_refused(monkeypatch):
 
 
 def test_compiling_for_a_topology_reports_memory_and_collectives(monkeypatch):
-    """The whole path with host devices in the place of chips: bfloat16, the mesh's own shardings, figures that add up."""
+    """The whole path with host devices in the place of chips:
+    bfloat16, the mesh's own shardings, figures that add up."""
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=jax.devices()))
     monkeypatch.setattr(topologies, "make_mesh", lambda described, shape, names: jax.make_mesh(shape, names))
     cfg = small.mesh_config(small.config(train__dtype="auto", train__attention="xla"), 2, 2, 2)
@@ -108,7 +109,8 @@ def minute(**changes):
 
 @pytest.fixture(scope="module")
 def compared():
-    """One comparison of all variants: what went to the devices in each run, the steps that were compiled, what was said."""
+    """One comparison of all variants: what went to the devices in each run, the steps that were compiled,
+    what was said."""
     seen = SimpleNamespace(runs=[], trained=[], held_out=[], steps=[], said=io.StringIO())
 
     def begin(cfg, mesh):
@@ -230,7 +232,8 @@ def test_curves_hold_every_step(compared):
 
 
 def test_a_seed_gives_the_same_loss_again_by_itself(compared):
-    """Also shows that the seed is not part of the step, which here is compiled for another one; 73 rows are four batches."""
+    """Also shows that the seed is not part of the step, which here is compiled for another one;
+    73 rows are four batches."""
     first = compared.figures["variants"]["dense"]["held_out"]
     rate = compared.figures["variants"]["dense"]["learning_rate"]
     again = quality.bench_quality(minute(train__seed=1, optim__learning_rate=rate), variants="dense", seeds=1, eval_rows=73)

@@ -68,7 +68,8 @@ def a_value(key: cli.Key) -> tuple[str, object]:
     if float in key.kinds:
         return "0.625", 0.625
     if int in key.kinds:
-        # Divisors, even numbers and multiples of the coarsest stride keep the rules between keys; other keys just take it.
+        # Divisors, even numbers and multiples of the coarsest stride keep the rules between keys;
+        # other keys just take it.
         special = {"model.heads": 96, "model.kv_heads": 1, "model.head_dim": 34, "optim.warmup_steps": 3}
         special |= {"model.scales": 2, "model.ratio": 2, "model.window": 320, "data.seq_len": 320}
         special |= {"model.nash_iterations": 7, "model.streams": 7, "model.conv_taps": 7, "model.full_every": 2}

@@ -1,4 +1,5 @@
-"""What a newcomer types: commands that are printed run as they stand, folders tell what they know, nothing is in the way."""
+"""What a newcomer types: commands that are printed run as they stand, folders tell what they know,
+nothing is in the way."""
 
 import dataclasses
 import json

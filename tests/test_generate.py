@@ -1,4 +1,5 @@
-"""Text from a trained run: the right tokens, the right cuts, the same text again, and one clear line for every mistake."""
+"""Text from a trained run: the right tokens, the right cuts, the same text again,
+and one clear line for every mistake."""
 
 import contextlib
 import dataclasses

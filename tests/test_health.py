@@ -1,4 +1,5 @@
-"""What a step reports of its architecture, layer by layer, and the entropy of the scales' weights as a part of the loss."""
+"""What a step reports of its architecture, layer by layer,
+and the entropy of the scales' weights as a part of the loss."""
 
 import dataclasses
 import json

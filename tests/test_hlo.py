@@ -43,7 +43,8 @@ def test_collectives_are_the_ones_that_were_agreed_on(model, shape):
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_no_remat_policy_keeps_gathered_weights(remat):
-    """Each of a layer's seven matrices is gathered in the forward loop and again in the backward loop, not kept between."""
+    """Each of a layer's seven matrices is gathered in the forward loop and again in the backward loop,
+    not kept between."""
     counts = count_collectives(compiled(small.mesh_config(small.config(train__remat=remat), 1, 8, 1)))
     assert counts["all-gather"] >= 2 * 7
 
@@ -76,8 +77,8 @@ def inside(name):
 def test_pooling_and_the_game_stay_on_their_device(shape):
     """Heads are apart over tp and rows over data and fsdp, so that nothing they compute with ever travels.
 
-    Only gradients of their parameters are added up, over the rows of other devices; along tp not even these, for each device
-    has the parameters of its own heads.
+    Only gradients of their parameters are added up, over the rows of other devices; along tp not even these, for each
+    device has the parameters of its own heads.
     """
     cfg = small.mesh_config(small.nash_config(), *shape)
     text = compiled(cfg).as_text()
@@ -88,7 +89,8 @@ def test_pooling_and_the_game_stay_on_their_device(shape):
         "nash": (len(strides) - 1) * heads,
     }
     rows = cfg.data.batch_size // (shape[0] * shape[1])
-    # Sizes tell gradients of parameters from what there is for every token: the smallest of that is a number a token and head.
+    # Sizes tell gradients of parameters from what there is for every token:
+    # the smallest of that is a number a token and head.
     assert of_parameters["nash"] < rows * cfg.data.seq_len * heads
     assert of_parameters["pooling"] < rows * cfg.data.seq_len // strides[-1] * heads * cfg.model.head_dim
     members = [(kind, name, size) for kind, each in collectives(text) for name, size in each if inside(name)]

@@ -157,7 +157,8 @@ def lengths(source: Any, rows: np.ndarray) -> np.ndarray:
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of two distributions (Kolmogorov and Smirnov's), in units of what chance would make of it."""
+    """The largest difference of two distributions (Kolmogorov and Smirnov's),
+    in units of what chance would make of it."""
     at = np.concatenate([a, b])
     shares = [np.searchsorted(np.sort(x), at, side="right") / len(x) for x in (a, b)]
     return float(np.abs(shares[0] - shares[1]).max() / np.sqrt(1 / len(a) + 1 / len(b)))

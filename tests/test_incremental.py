@@ -130,7 +130,8 @@ def test_a_full_cache_answers_nothing_rather_than_nonsense() -> None:
 
 
 def matmul_flops(jaxpr, *, branches: bool) -> float:
-    """Of every dot in a program, loops counted as often as they run; `branches` says whether the dearest of a `cond` counts."""
+    """Of every dot in a program, loops counted as often as they run;
+    `branches` says whether the dearest of a `cond` counts."""
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -167,7 +168,8 @@ def test_a_token_pays_for_the_summaries_it_looks_at_and_nothing_else_grows_with_
 
 
 def test_the_cache_is_written_in_place() -> None:
-    """No operation of the compiled step makes a whole stack of rows anew, which would cost as much as reading all of them."""
+    """No operation of the compiled step makes a whole stack of rows anew,
+    which would cost as much as reading all of them."""
     cfg = dataclasses.replace(config("whole"), layers=5, residual="plain")
     model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
     cache = jax.eval_shape(lambda: empty_cache(cfg, 1, 256))

@@ -1,7 +1,9 @@
-"""What must always hold for the whole model (docs/model.md): causal, packed = alone, C = 1 is plain, meshes agree, no NaN.
+"""What must always hold for the whole model (docs/model.md):
+causal, packed = alone, C = 1 is plain, meshes agree, no NaN.
 
-Invariants of single operations (doubly stochastic mixing, weights on the simplex, gradients against finite differences) are in
-test_sinkhorn, test_streams, test_pyramid, test_nash and test_residual; decoding with caches is in test_incremental.
+Invariants of single operations (doubly stochastic mixing, weights on the simplex, gradients against finite differences)
+are in test_sinkhorn, test_streams, test_pyramid, test_nash and test_residual;
+decoding with caches is in test_incremental.
 """
 
 import dataclasses
@@ -62,7 +64,8 @@ class Case:
 
     @functools.cached_property
     def compiled(self):
-        """(model, tokens, segments, asked) -> (logits, gradients): of `probe . logits[b, asked[b]]`, by rows of the table."""
+        """(model, tokens, segments, asked) -> (logits, gradients): of `probe .
+        logits[b, asked[b]]`, by rows of the table."""
         probe_V = np.random.default_rng(1).normal(size=self.cfg.vocab_size).astype(np.float32)
 
         def loss(table_VD, model, tokens_BT, segments_BT, asked_B):
@@ -101,8 +104,8 @@ def case(name):
 def test_logits_depend_on_their_past_and_on_nothing_else(name):
     """The whole Jacobian d logits[t] / d embedding[u] in one pass: row b of the batch asks for token t = b.
 
-    Every token of every row has its own id, so row `id` of the table's gradient is that one token's. The first T rows are one
-    document, the other T rows two.
+    Every token of every row has its own id, so row `id` of the table's gradient is that one token's. The first T rows
+    are one document, the other T rows two.
     """
     m = case(name)
     T = m.T
@@ -133,7 +136,8 @@ def test_a_packed_document_has_the_logits_it_has_alone(name):
     rng = np.random.default_rng(2)
     tokens_BT = rng.integers(0, m.cfg.vocab_size, (m.B, T))
     segments_BT = np.ones((m.B, T), int)
-    # Row 0: both. Row 1: the first alone, then padding of other tokens. Row 2: the second alone, at the start of its row.
+    # Row 0: both. Row 1: the first alone, then padding of other tokens. Row 2:
+    # the second alone, at the start of its row.
     segments_BT[0, start:] = 2
     tokens_BT[1, :start] = tokens_BT[0, :start]
     segments_BT[1, start:] = 0

@@ -30,7 +30,8 @@ def is_saving(folder):
 
 
 class Killed:
-    """A run whose process is killed at random moments, most of them in the loop and in a save, until it has come to its end."""
+    """A run whose process is killed at random moments, most of them in the loop and in a save,
+    until it has come to its end."""
 
     def __init__(self, folder, chance, kills):
         self.folder, self.kills, self.while_saving = folder, 0, 0

@@ -76,7 +76,8 @@ def test_parameters_start_at_the_same_values_on_every_mesh(config):
 
 
 def test_flops_are_those_that_xla_counts_in_the_forward_pass():
-    # One layer, so that the scan's body counts once; matmuls so large that what we leave out (softmax, norms) hardly shows.
+    # One layer, so that the scan's body counts once;
+    # matmuls so large that what we leave out (softmax, norms) hardly shows.
     cfg = dataclasses.replace(CFG, layers=1, qkv_bias=False, width=256, ffn=1024, heads=4, kv_heads=2, head_dim=64)
     T = 64
     model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))

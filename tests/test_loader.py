@@ -147,7 +147,8 @@ def test_a_text_smaller_than_a_batch_is_repeated(text: RowSource) -> None:
 
 @contextlib.contextmanager
 def storm_of_signals() -> Iterator[list[int]]:
-    """Signals to every process that this one starts, from its first instruction on: a scheduler knows no main process."""
+    """Signals to every process that this one starts, from its first instruction on:
+    a scheduler knows no main process."""
     sent: list[int] = []
     over = threading.Event()
     before = set(children_of(os.getpid()))

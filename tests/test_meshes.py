@@ -1,4 +1,5 @@
-"""A run that moves from mesh to mesh: the state it finds is the one that was saved, the batches and losses are the same."""
+"""A run that moves from mesh to mesh: the state it finds is the one that was saved,
+the batches and losses are the same."""
 
 import dataclasses
 

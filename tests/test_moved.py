@@ -1,4 +1,5 @@
-"""A folder that is moved away again and again, at any moment of a real run's saves: told, made again, and nothing is lost."""
+"""A folder that is moved away again and again, at any moment of a real run's saves:
+told, made again, and nothing is lost."""
 
 import random
 import shutil

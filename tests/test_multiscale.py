@@ -39,7 +39,8 @@ def pooled_by_hand(z_BTKH, taps_JKH, segments_BT):
 
 
 def one_softmax(mixer, x_BTD, segments_BT, window):
-    """All keys of all scales in one list, and beside those of a coarse scale one that scores 0 and has nothing to say."""
+    """All keys of all scales in one list,
+    and beside those of a coarse scale one that scores 0 and has nothing to say."""
     base = mixer.base
     layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
     positions_BT = layout.positions_BT

@@ -1,4 +1,5 @@
-"""The game: weights on the simplex, a fixed point, the Gram form against squared distances, gradients that measure true."""
+"""The game: weights on the simplex, a fixed point, the Gram form against squared distances,
+gradients that measure true."""
 
 import functools
 

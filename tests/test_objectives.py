@@ -1,4 +1,5 @@
-"""The objective is a seam: what is measured, evaluated and written down follows from the names that it gives its sums."""
+"""The objective is a seam: what is measured,
+evaluated and written down follows from the names that it gives its sums."""
 
 import dataclasses
 import json
@@ -42,7 +43,8 @@ def test_smoothing_keeps_a_model_from_being_sure(tmp_path):
 
 
 def every_second(cfg, execution):
-    """A loss of its own, with sums over other things than tokens: distances to the next token at even places, and rows."""
+    """A loss of its own, with sums over other things than tokens:
+    distances to the next token at even places, and rows."""
 
     def objective(model, batch):
         x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)

@@ -121,7 +121,8 @@ def gradients(scale: float) -> list[Net]:
 
 
 def by_hand(net: Net, grads: list[Net], cfg: RunConfig) -> dict[str, np.ndarray]:
-    """AdamW (Loshchilov and Hutter) in float64, decoupled decay on the matrix alone, the gradient clipped as a whole."""
+    """AdamW (Loshchilov and Hutter) in float64, decoupled decay on the matrix alone,
+    the gradient clipped as a whole."""
     o = cfg.optim
     names = ("matrix", "bias", "scale")
     p = {n: np.asarray(getattr(net, n), np.float64) for n in names}

@@ -1,4 +1,5 @@
-"""Preparing: every source and tokenizer, the same bytes whoever made them and however often they were killed, no waste."""
+"""Preparing: every source and tokenizer, the same bytes whoever made them and however often they were killed,
+no waste."""
 
 import gzip
 import json
@@ -267,7 +268,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_SMALLEST", 100_000)
 
 
-# The command with small chunks; none is begun any more once there are as many as it is told: it waits there to be killed.
+# The command with small chunks; none is begun any more once there are as many as it is told:
+# it waits there to be killed.
 COMMAND = """
 import os, sys, time, nash_mhc.data.prepared.chunks as p, nash_mhc.data.prepared.prepare, nash_mhc.data.__main__ as m
 from nash_mhc.config.commands import one_line_errors
@@ -375,7 +377,8 @@ def test_prepared_folders_are_used_or_refused_never_overwritten(tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out", "taken"]
 
 
-# --- packing -----------------------------------------------------------------------------------------------------------
+# --- packing
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seq_len", "align"), [(2048, 16), (4096, 16)])
@@ -438,7 +441,8 @@ def test_threads_that_open_the_same_shards_do_not_close_them_on_each_other(
     wanted = whole.take(np.arange(len(whole))).inputs
     assert len(whole.shards) > 20
     for _ in range(8):
-        # Fresh files each time, and a cache of two: every read opens one, and lets go of one that another may be reading.
+        # Fresh files each time, and a cache of two:
+        # every read opens one, and lets go of one that another may be reading.
         rows = PreparedRows(tmp_path / "out", "train")
         rows._open = rows_module._few_open_files(rows._paths, at_once=2)
         with ThreadPoolExecutor(8) as pool:

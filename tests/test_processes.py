@@ -1,4 +1,5 @@
-"""Two real processes of four emulated devices each: they train as one does, stop together, and name the one that fails."""
+"""Two real processes of four emulated devices each:
+they train as one does, stop together, and name the one that fails."""
 
 import http.server
 import re
@@ -49,7 +50,8 @@ def unbroken(tmp_path_factory):
 
 
 def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroken, tmp_path):
-    """Half of the run by two processes, the other half by one, on another mesh: the losses of both halves are those of two."""
+    """Half of the run by two processes, the other half by one, on another mesh:
+    the losses of both halves are those of two."""
     shutil.copytree(unbroken, tmp_path / "run")
     for step in steps(tmp_path / "run"):
         if step > HALF:

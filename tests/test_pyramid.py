@@ -1,4 +1,5 @@
-"""Pooling and upsampling: the fast form against the definition, documents apart, the adjoint, and what may be seen when."""
+"""Pooling and upsampling: the fast form against the definition, documents apart, the adjoint,
+and what may be seen when."""
 
 import functools
 

@@ -80,8 +80,9 @@ def slopes() -> dict[str, float]:
 
 def test_a_step_moves_wide_models_as_far_as_narrow_ones() -> None:
     found = slopes()
-    # These see nothing but the table. A token's row is looked up, not summed over, so it moves by the rate itself, and the rate
-    # is the one that suits the table as output: a model that shares it learns its input more slowly the wider it is.
+    # These see nothing but the table. A token's row is looked up, not summed over, so it moves by the rate itself, and
+    # the rate is the one that suits the table as output:
+    # a model that shares it learns its input more slowly the wider it is.
     assert -0.6 < found.pop("maps of layer 0") < 0.25
     assert all(abs(slope) < 0.25 for slope in found.values()), found
 

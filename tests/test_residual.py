@@ -1,4 +1,5 @@
-"""The residual of a sub-layer: what its maps keep whatever their parameters are, and plain addition as a special case."""
+"""The residual of a sub-layer: what its maps keep whatever their parameters are,
+and plain addition as a special case."""
 
 import dataclasses
 
@@ -73,7 +74,8 @@ def test_reading_and_writing_are_the_equations_of_the_paper(dtype):
 
 
 def test_maps_that_do_not_look_at_the_token_are_plain_addition():
-    """Without phi, fresh streams are read as their mean and written alike: R copies of the plain residual, then their sum."""
+    """Without phi, fresh streams are read as their mean and written alike:
+    R copies of the plain residual, then their sum."""
     cfg = dataclasses.replace(CFG, scales=1)
     model = jax.jit(lambda: LM.init(cfg, key=jax.random.key(2)))()
     phis = lambda m: (m.layers.attention_residual.phi_RDM, m.layers.ffn_residual.phi_RDM)

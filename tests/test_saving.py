@@ -1,4 +1,5 @@
-"""Faults of the storage, real ones: told in a line, waited out while training goes on, and a clean stop when they last."""
+"""Faults of the storage, real ones: told in a line, waited out while training goes on,
+and a clean stop when they last."""
 
 import contextlib
 import dataclasses

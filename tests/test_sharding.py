@@ -163,7 +163,8 @@ def test_every_matrix_of_the_model_is_split_over_fsdp_and_tp(model: LM) -> None:
     assert set(axes) == set(by_path(model))
     for path, mark in by_path(decays(model)).items():
         if mark:
-            # The maps of the streams are made from whole tokens, of which each tp device has its own: it needs all of phi.
+            # The maps of the streams are made from whole tokens, of which each tp device has its own:
+            # it needs all of phi.
             wanted = {"fsdp"} if path.endswith("phi_RDM") else {"fsdp", "tp"}
             assert {a for name in axes[path] for a in RULES[name]} == wanted, path
     assert sum(path.endswith("phi_RDM") for path in axes) == 2  # of attention and of ffn

@@ -1,4 +1,5 @@
-"""Runs that are told to stop: in every phase, with nothing lost, and the run that goes on is the unbroken one bit for bit."""
+"""Runs that are told to stop: in every phase, with nothing lost,
+and the run that goes on is the unbroken one bit for bit."""
 
 import os
 import signal
@@ -92,7 +93,8 @@ def assert_goes_on_as_unbroken(folder, unbroken, **changes):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """`calls(n, signal)` sends the signal at the n-th call of a compiled function: a step, or a batch of an evaluation."""
+    """`calls(n, signal)` sends the signal at the n-th call of a compiled function:
+    a step, or a batch of an evaluation."""
     run_step, left = CompiledStep.__call__, []
 
     def called(self, *args):

@@ -1,4 +1,5 @@
-"""Doubly stochastic mixing: the fast form against the definition, its gradient against finite differences, exactness."""
+"""Doubly stochastic mixing: the fast form against the definition, its gradient against finite differences,
+exactness."""
 
 import jax
 import jax.numpy as jnp

@@ -59,7 +59,8 @@ def test_a_few_spikes_do_not_hide_the_next_and_a_new_level_becomes_usual():
     assert Hyperparameters.of(ignored).spike_score == np.inf
 
 
-# --- the step: KEPT ordinary batches fill the ring, then comes one in which a single token counts, with the gradient of one ---
+# --- the step: KEPT ordinary batches fill the ring, then comes one in which a single token counts,
+# with the gradient of one ---
 
 SKIP = small.config(train__on_spike="skip", train__total_steps=99, optim__ema_decay=0.5, optim__learning_rate=5e-6)
 AT = KEPT + 1  # batches before the spike
@@ -119,7 +120,8 @@ def test_eight_devices_judge_as_one_does(spiked, skipping):
     assert state.recent.values_MN.shape == (2, KEPT)
 
 
-# --- whole runs --------------------------------------------------------------------------------------------------------
+# --- whole runs
+# --------------------------------------------------------------------------------------------------------
 
 SLOW = small.config(
     optim__learning_rate=5e-7, optim__warmup_steps=0, optim__schedule="constant", train__log_interval=1,

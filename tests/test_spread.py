@@ -1,4 +1,5 @@
-"""Documents that begin anywhere in a row: spread out to whole blocks and back, they have the logits that they have alone."""
+"""Documents that begin anywhere in a row:
+spread out to whole blocks and back, they have the logits that they have alone."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""A hundred signals at random moments of the start: always exit code 75, never a traceback, and the next start just works."""
+"""A hundred signals at random moments of the start:
+always exit code 75, never a traceback, and the next start just works."""
 
 import contextlib
 import os
@@ -26,7 +27,8 @@ def family(pid: int) -> list[int]:
 
 
 def started_and_signalled(folder: Path, seed: int, count: int, *flags: str, longest: float) -> list[str]:
-    """So many starts of the same run, each stopped by a signal to all of its processes, in any order: what they said."""
+    """So many starts of the same run, each stopped by a signal to all of its processes, in any order:
+    what they said."""
     chance, said = random.Random(seed), []
     for number in range(count):
         caches = ["--cache-dir", str(folder.with_name(f"cache-{seed}-{number}"))] if flags else []

@@ -129,7 +129,8 @@ def test_clipping_scales_what_the_optimizer_sees_and_reports_the_raw_norm(batche
 
 
 def test_every_option_at_once_gives_the_same_run_on_a_mesh():
-    """Grouped queries, biases, untied embeddings, a window, accumulation, averages, z-loss: 2x2x2 against one device."""
+    """Grouped queries, biases, untied embeddings, a window, accumulation, averages, z-loss:
+    2x2x2 against one device."""
     model = dataclasses.replace(small.MODEL, kv_heads=4, qkv_bias=True, tied_embeddings=False, window=9)
     cfg = small.config(train__grad_accum=2, optim__ema_decay=0.5, optim__z_loss=1e-3, train__remat="dots")
     cfg = dataclasses.replace(cfg, model=model)

@@ -71,7 +71,8 @@ def test_every_restart_reads_on_with_the_same_rows(folders: Path, tmp_path: Path
     for start in range(1, 9):
         (known,) = take(opened(folders, form, tmp_path / "a"), 1, batch_size=64, start_step=start)
         assert keys(known) == whole[start]
-    # On another machine there is no index: the lanes are read again, to the same rows. A damaged one is not trusted either.
+    # On another machine there is no index: the lanes are read again, to the same rows.
+    # A damaged one is not trusted either.
     for cache, start in ((tmp_path / "b", 5), (tmp_path / "c", 8)):
         if start == 8:
             opened(folders, form, cache)[200]

@@ -1,4 +1,5 @@
-"""Reading from, writing to, projecting and mapping residual streams: fused forms and GPU kernels against plain einsums."""
+"""Reading from, writing to, projecting and mapping residual streams:
+fused forms and GPU kernels against plain einsums."""
 
 import functools
 

@@ -187,7 +187,8 @@ def test_a_mixture_of_text_and_questions_knows_what_each_one_is(tmp_path: Path) 
 
 
 def test_a_run_learns_the_answers_only(tmp_path: Path) -> None:
-    """The real thing: questions are noise, answers are one of two words; the loss goes far below that of the questions."""
+    """The real thing: questions are noise, answers are one of two words;
+    the loss goes far below that of the questions."""
     from nash_mhc.train import run
 
     rng = np.random.default_rng(0)

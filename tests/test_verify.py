@@ -1,4 +1,5 @@
-"""`python -m nash_mhc.train --verify-resume`: real runs, killed and resumed, and a comparison that sees what is not equal."""
+"""`python -m nash_mhc.train --verify-resume`:
+real runs, killed and resumed, and a comparison that sees what is not equal."""
 
 import dataclasses
 import json

@@ -10,7 +10,7 @@ import pytest
 
 from nash_mhc.parallel import processes
 from nash_mhc.parallel.processes import Board, coordinator_answers
-from nash_mhc.runtime import watch
+from nash_mhc.runtime import heartbeat, verdict, watch
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 
@@ -39,8 +39,9 @@ def left(monkeypatch):
 
     monkeypatch.setattr(watch, "Board", Notes)
     monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(verdict, "leave", leave)
     monkeypatch.setattr(watch.Watch, "_catch_aborts", lambda _: None)
-    monkeypatch.setattr(watch, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 0.2)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # SystemExit there ends the thread, as `leave` the process
     return gone
@@ -57,7 +58,7 @@ def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
 
 
 def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch):
-    monkeypatch.setattr(watch, "_BEGIN_S", 0.3)
+    monkeypatch.setattr(heartbeat, "BEGIN_S", 0.3)
     with watch.Watch(stall_timeout=0.5):
         assert left.wait(60)
     assert left.code == TRY_AGAIN
@@ -65,11 +66,11 @@ def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch)
 
 
 def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch):
-    monkeypatch.setattr(watch, "_SILENCE_S", 60.0)
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 60.0)
     monkeypatch.setattr(watch.Watch, "_let_the_thread_find_out", lambda _: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watch.Watch(stall_timeout=0.5) as watched:
         watched._board.write("life/1", watched._sign() | {"name": "process 1"})
-        while not watched._watched:  # until it has looked who is there
+        while not watched._others.looked:  # until it has looked who is there
             time.sleep(0.01)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     assert not left.is_set()

@@ -1,4 +1,5 @@
-"""`python -m nash_mhc.bench`: how fast the step is, what it needs on a TPU, what it learns, whether data keep up with it."""
+"""`python -m nash_mhc.bench`: how fast the step is, what it needs on a TPU, what it learns,
+whether data keep up with it."""
 
 from __future__ import annotations
 

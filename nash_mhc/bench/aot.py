@@ -22,7 +22,8 @@ _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|col
 
 
 def communicating(text: str) -> str:
-    """A program's text without the collectives of one device each: they move nothing; only a CPU's compiler leaves them in."""
+    """A program's text without the collectives of one device each: they move nothing;
+    only a CPU's compiler leaves them in."""
     return "\n".join(line for line in text.splitlines() if not re.search(r"replica_groups=\{\{\d+\}", line))
 
 

@@ -1,8 +1,9 @@
-"""Real text to compare models on: two kinds, from the source archives of well-known packages, the same bytes for everyone.
+"""Real text to compare models on: two kinds, from the source archives of well-known packages,
+the same bytes for everyone.
 
-`python -m nash_mhc.bench corpus --out DIR` fetches the archives from the package index that pip uses here, each of one fixed
-version, and writes DIR/code.jsonl (their Python) and DIR/english.jsonl (their documentation), a document a line. What comes out
-is told by its digest: figures that were measured on the same digest can be compared.
+`python -m nash_mhc.bench corpus --out DIR` fetches the archives from the package index that pip uses here, each of one
+fixed version, and writes DIR/code.jsonl (their Python) and DIR/english.jsonl (their documentation), a document a line.
+What comes out is told by its digest: figures that were measured on the same digest can be compared.
 """
 
 from __future__ import annotations

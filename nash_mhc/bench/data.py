@@ -1,6 +1,8 @@
-"""`bench data`: how fast rows are prepared and read, what memory that takes, and whether a training run ever waits for them.
+"""`bench data`: how fast rows are prepared and read, what memory that takes,
+and whether a training run ever waits for them.
 
-The text is made here: words of random letters, used as often as words are (Zipf), in documents of very different lengths.
+The text is made here: words of random letters, used as often as words are (Zipf),
+in documents of very different lengths.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ def read_rate(source: PreparedRows, cfg: RunConfig) -> float:
 
 
 def _resident(pid: int) -> int:
-    """KiB in memory of a process and all that it started; 0 for one that has ended. The kernel's own peak (ru_maxrss) will not
-    do: a new process inherits that of its parent."""
+    """KiB in memory of a process and all that it started; 0 for one that has ended. The kernel's own peak (ru_maxrss)
+    will not do: a new process inherits that of its parent."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

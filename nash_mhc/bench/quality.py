@@ -1,4 +1,5 @@
-"""`bench quality`: the run's model and its relatives, each at its own best learning rate, on the same rows, and scored."""
+"""`bench quality`: the run's model and its relatives, each at its own best learning rate, on the same rows,
+and scored."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _CURVE = 60  # points of a run's curve
 
 
 class _Progress:
-    """One line that keeps changing on a terminal, a line now and then elsewhere; on stderr, so that stdout is the result."""
+    """One line that keeps changing on a terminal, a line now and then elsewhere;
+    on stderr, so that stdout is the result."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)

@@ -1,8 +1,8 @@
 """The recall task of `bench quality`: what a row said once, it asks for again, from nearby to the whole row away.
 
-A row is pairs of a key and a value. A key that comes for the first time is a fact to remember, and costs nothing; one that has
-come before has the value that it had, and that is all the loss counts. No key means anything from row to row, so that only
-looking back can tell.
+A row is pairs of a key and a value. A key that comes for the first time is a fact to remember, and costs nothing; one
+that has come before has the value that it had, and that is all the loss counts. No key means anything from row to row,
+so that only looking back can tell.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def matched(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
 
 
 def relative(name: str, cfg: RunConfig, base: RunConfig, mesh: Mesh) -> RunConfig:
-    """The run of one variant. `cfg` is the run as asked for, `base` the same with the devices' own choices filled in."""
+    """The run of one variant. `cfg` is the run as asked for,
+    `base` the same with the devices' own choices filled in."""
     if not VARIANTS[name]:
         return base
     target = count_parameters(cfg.model)

@@ -1,4 +1,5 @@
-"""`python -m nash_mhc.checkpoint list | inspect | verify | restore-test DIR`: a run's checkpoints, on any machine, no mesh."""
+"""`python -m nash_mhc.checkpoint list | inspect | verify | restore-test DIR`:
+a run's checkpoints, on any machine, no mesh."""
 
 from __future__ import annotations
 
@@ -135,8 +136,8 @@ def restore_test_command(folder: Folder, step: int | None) -> int:
     if folder.name != CHECKPOINTS:
         raise ConfigError(f"{folder}: the folder of a run holds its checkpoints in a folder of that name; rename this one")
     checkpoint = _last(folder, step)
-    # In a process of its own, without the accelerators that may be here: the states of models are beyond this folder, which
-    # knows only files and arrays.
+    # In a process of its own, without the accelerators that may be here: the states of models are beyond this folder,
+    # which knows only files and arrays.
     argv = [sys.executable, "-m", "nash_mhc.train.restore_test", str(folder.parent), checkpoint.name]
     return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
 

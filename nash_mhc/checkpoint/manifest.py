@@ -1,4 +1,5 @@
-"""The hash of every file of a checkpoint, written last: what has no manifest is not finished, what differs from it is damaged.
+"""The hash of every file of a checkpoint, written last:
+what has no manifest is not finished, what differs from it is damaged.
 
 Only the standard library: a checkpoint can be checked where no JAX is.
 """
@@ -53,7 +54,8 @@ def write(checkpoint: Folder) -> None:
 
 
 def _not_answered(checkpoint: Folder, error: OSError) -> None:
-    """A disk that cannot read a file has lost it. An object store that does not answer has lost nothing: ConfigError."""
+    """A disk that cannot read a file has lost it. An object store that does not answer has lost nothing:
+    ConfigError."""
     if is_remote(checkpoint) and not isinstance(error, FileNotFoundError):
         raise ConfigError(f"{checkpoint}: cannot be reached ({reason(error)}); nothing was changed, try again") from error
 
@@ -80,7 +82,8 @@ def identity(checkpoint: Folder) -> str:
 
 
 def problem(checkpoint: Folder) -> str | None:
-    """What is wrong with a checkpoint, in a few words; None when every file is there, whole and unchanged, and no other."""
+    """What is wrong with a checkpoint, in a few words;
+    None when every file is there, whole and unchanged, and no other."""
     try:
         expected = read(checkpoint)
     except ConfigError:

@@ -1,9 +1,10 @@
-"""A run's folder belongs to one run at a time: a lock that ends with its process or, where there are none, a sign of life.
+"""A run's folder belongs to one run at a time:
+a lock that ends with its process or, where there are none, a sign of life.
 
-On this machine and on shared disks it is the operating system's lock on `.lock`: whatever ends the process, it is free then.
-An object store has no locks: `owner.json` is created only where there is none and written again every few seconds, and who
-finds one that is no longer written takes it over. Several processes are one owner: the first holds the folder, the others are
-waited for before another run may have it.
+On this machine and on shared disks it is the operating system's lock on `.lock`: whatever ends the process, it is free
+then. An object store has no locks: `owner.json` is created only where there is none and written again every few
+seconds, and who finds one that is no longer written takes it over. Several processes are one owner: the first holds the
+folder, the others are waited for before another run may have it.
 """
 
 from __future__ import annotations
@@ -282,7 +283,8 @@ def _runs(pid: Any) -> bool:
 
 
 def hold(folder: Folder, *, wait: float = 0.0, say: Callable[[str], None] = print) -> Owner:
-    """The folder, which is there, is this process's until it ends or lets go of it. ConfigError says who has it since when."""
+    """The folder, which is there, is this process's until it ends or lets go of it.
+    ConfigError says who has it since when."""
     if is_remote(folder):
         return _Beating(folder, wait, say)
     try:

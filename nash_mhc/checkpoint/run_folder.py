@@ -84,7 +84,8 @@ class RunFolder:
             raise ConfigError(f"{path} holds no configuration of a run ({type(error).__name__}: {error})") from error
 
     def description(self) -> Description | None:
-        """By run.json, or else by the newest checkpoint that can say it; None: there is no run, or nothing of it is usable."""
+        """By run.json, or else by the newest checkpoint that can say it; None:
+        there is no run, or nothing of it is usable."""
         try:
             info = json.loads((self.path / RUN).read_text())
             history = list(info.get("history", []))
@@ -102,7 +103,8 @@ class RunFolder:
     # --- rows and checkpoints ----------------------------------------------------------------------------------------
 
     def rows(self, name: str = METRICS) -> list[Row]:
-        """Every row of one of ROW_FILES; ConfigError for a line that is none. The last may be being written just now."""
+        """Every row of one of ROW_FILES; ConfigError for a line that is none.
+        The last may be being written just now."""
         path = self.path / name
         lines = path.read_text(encoding="utf-8").splitlines() if files.exists(path) else []
         rows: list[Row] = []

@@ -1,4 +1,5 @@
-"""Checkpoints in spite of the storage: a save that fails is told and tried again, and the run stops only when it must."""
+"""Checkpoints in spite of the storage: a save that fails is told and tried again,
+and the run stops only when it must."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from nash_mhc.storage.errors import as_os_errors, reason
 
 
 class Saver:
-    """Owns the clock of a run's saves. Pauses after failed ones double up to the longest; `attempts` in a row are the end.
+    """Owns the clock of a run's saves. Pauses after failed ones double up to the longest;
+    `attempts` in a row are the end.
 
     `texts` (file name -> text) lie beside the checkpoints and are written again when the folder has vanished.
     """
@@ -48,14 +50,15 @@ class Saver:
         self._pause_ends: float | None = None
 
     def _agreed(self, mine: bool) -> bool:
-        """Whether it is so in any process. Saving is done by all of them together, so they must all decide alike, and they ask
-        in the same order: every answer that a decision here depends on goes through this method."""
+        """Whether it is so in any process. Saving is done by all of them together, so they must all decide alike, and
+        they ask in the same order: every answer that a decision here depends on goes through this method."""
         return in_any_process(mine)
 
     def due(self) -> bool:
         """Asked after each step: whether to save now because an earlier save failed and the pause after it is over.
 
-        Several processes try again when the next checkpoint is due: to agree after every step would cost more than it gains.
+        Several processes try again when the next checkpoint is due:
+        to agree after every step would cost more than it gains.
         """
         if jax.process_count() > 1:
             return False

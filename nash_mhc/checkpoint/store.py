@@ -25,10 +25,12 @@ _BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it 
 class Store:
     """Checkpoints of one run, in `<folder>/checkpoints`. Saves are asynchronous; leaving the context waits for them.
 
-    `250.saving` is there while 250 is being written, until its manifest is. Orbax checks no content and calls a checkpoint
-    with missing files the latest one; which checkpoint can be used, and which may go, is therefore decided here.
+    `250.saving` is there while 250 is being written, until its manifest is. Orbax checks no content and calls a
+    checkpoint with missing files the latest one;
+    which checkpoint can be used, and which may go, is therefore decided here.
 
-    What goes wrong with the storage is an OSError, whoever found it. The next save then starts with what the failed one left.
+    What goes wrong with the storage is an OSError, whoever found it.
+    The next save then starts with what the failed one left.
     """
 
     def __init__(self, folder: str | Folder, *, keep: int = 3, keep_every: int = 0) -> None:
@@ -43,7 +45,8 @@ class Store:
             self._manager = self._new_manager()
 
     def _new_manager(self) -> ocp.CheckpointManager:
-        # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit, for ten minutes.
+        # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit,
+        # for ten minutes.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True, async_options=at_once)
         handlers = {"state": ocp.StandardCheckpointHandler(), "values": ocp.JsonCheckpointHandler()}
@@ -60,13 +63,15 @@ class Store:
         return None
 
     def _check_place(self, cause: Exception | None = None) -> None:
-        """OSError where the folder was moved or deleted since Orbax was given it: part of what it wrote is gone with it."""
+        """OSError where the folder was moved or deleted since Orbax was given it:
+        part of what it wrote is gone with it."""
         if self._where() != self._place:
             raise FileNotFoundError(errno.ENOENT, "the folder has vanished", str(self.folder)) from cause
 
     @contextlib.contextmanager
     def _storage_faults(self) -> Iterator[None]:
-        """Whatever Orbax says about a folder that is gone (it may be any of a dozen things) is a fault of the storage."""
+        """Whatever Orbax says about a folder
+        that is gone (it may be any of a dozen things) is a fault of the storage."""
         try:
             with as_os_errors():
                 yield
@@ -95,8 +100,8 @@ class Store:
     def warm_up(self, state: PyTree) -> None:
         """Lets the first save be as quick as the others, in the background.
 
-        An accelerator's arrays reach the host through pinned memory, and making that is slow: 9 s for the 11 GB of a 1b model,
-        against 0.2 s for the copy itself. What was made once is kept and used again.
+        An accelerator's arrays reach the host through pinned memory, and making that is slow: 9 s for the 11 GB of a 1b
+        model, against 0.2 s for the copy itself. What was made once is kept and used again.
         """
 
         leaves = [leaf for leaf in jax.tree.leaves(state) if next(iter(leaf.devices())).platform != "cpu"]
@@ -159,7 +164,8 @@ class Store:
         self._failed = False
 
     def _remove_unfinished(self) -> None:
-        """What a save that never ended left; a checkpoint without a manifest that has no mark was whole once, and stays."""
+        """What a save that never ended left;
+        a checkpoint without a manifest that has no mark was whole once, and stays."""
         for part in self.folder.glob(_BEING_WRITTEN):
             with (
                 contextlib.suppress(OSError),
@@ -198,7 +204,8 @@ class Store:
         self._remove_unfinished()
 
     def newest(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
-        """The last step whose checkpoint is whole. Each one passed over is told in a line and, with `set_aside`, renamed.
+        """The last step whose checkpoint is whole.
+        Each one passed over is told in a line and, with `set_aside`, renamed.
 
         ConfigError when all there were are damaged. A save that never ended was never a checkpoint.
         """

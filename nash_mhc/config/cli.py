@@ -225,8 +225,9 @@ def parse(
 ) -> Parsed:
     """Raises ConfigError on any mistake; -h or --help prints and exits with 0.
 
-    `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`. `found` is
-    asked for settings that follow from others (what the user has set, all values): they hold unless the user has set them.
+    `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`.
+    `found` is asked for settings that follow from others (what the user has set, all values):
+    they hold unless the user has set them.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:

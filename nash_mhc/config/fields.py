@@ -1,4 +1,5 @@
-"""How a key is declared and checked: its type, its bounds and one line of help stand where the field does. No jax, no I/O."""
+"""How a key is declared and checked: its type, its bounds and one line of help stand where the field does.
+No jax, no I/O."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def key(
 ) -> Any:
     """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
 
-    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path` may
-    begin with ~, wherever it is written. An `axis` is one of the mesh.
+    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path`
+    may begin with ~, wherever it is written. An `axis` is one of the mesh.
     """
     bounds = {"low": low, "above": above, "high": high}
     kind = {"weighted": weighted, "path": path, "axis": axis}

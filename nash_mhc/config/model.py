@@ -38,7 +38,8 @@ class ArchitectureConfig(Section):
 
     @property
     def padded_vocab(self) -> int:
-        """Vocabulary rounded up to a multiple of 128: full matmul tiles, and any power-of-two tp up to 128 divides it."""
+        """Vocabulary rounded up to a multiple of 128:
+        full matmul tiles, and any power-of-two tp up to 128 divides it."""
         return -(-self.vocab_size // 128) * 128
 
     def lengths(self) -> list[Length]:
@@ -51,7 +52,8 @@ class ArchitectureConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig(ArchitectureConfig):
-    """The decoder. Letters in shapes are those of docs: D width, N heads, K kv heads, H head dim, F ffn, V vocabulary."""
+    """The decoder. Letters in shapes are those of docs:
+    D width, N heads, K kv heads, H head dim, F ffn, V vocabulary."""
 
     architecture = "nash_mhc"
 

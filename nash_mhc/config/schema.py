@@ -72,7 +72,8 @@ class DataConfig(Section):
 class MeshConfig(Section):
     section = "mesh"
 
-    # The axes of the mesh, outermost first. Another one is a line here, and a name in the RULES of parallel/sharding.py.
+    # The axes of the mesh, outermost first.
+    # Another one is a line here, and a name in the RULES of parallel/sharding.py.
     data: int = axis("devices along data: whole copies, each with its share of the batch (-1: the rest)")
     fsdp: int = axis("devices along fsdp: batch and parameters are split (-1: the rest)")
     tp: int = axis("devices along tp: heads, ffn and vocabulary are split (-1: the rest)")

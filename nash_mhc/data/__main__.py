@@ -1,4 +1,5 @@
-"""`python -m nash_mhc.data prepare`: documents -> packed rows on disk; `inspect`: what is in them; `train-bpe`: a tokenizer."""
+"""`python -m nash_mhc.data prepare`: documents -> packed rows on disk; `inspect`: what is in them; `train-bpe`:
+a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is in prepared rows, and which documents a step of a run has read: from a number in metrics.jsonl back to the text."""
+"""What is in prepared rows, and which documents a step of a run has read:
+from a number in metrics.jsonl back to the text."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int
 
 
 def _text(row: Rows, slots: np.ndarray, tokenizer: Tokenizer) -> str:
-    """The targets of a document, in runs that count and runs that do not; the filling up to the next start is left out."""
+    """The targets of a document, in runs that count and runs that do not;
+    the filling up to the next start is left out."""
     targets, counts = row.targets[slots], row.weights[slots] > 0
     if not counts.all():  # behind the last target that counts there is only filling
         last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else len(counts)
@@ -111,7 +113,8 @@ def of_run(run: RunFolder, step: int | None, row: int | None) -> str:
 def of_prepared(
     folder: Path, split: str, step: int | None, row: int | None, *, batch_size: int = 8, grad_accum: int = 1, seed: int = 0
 ) -> str:
-    """Statistics of a prepared folder, whose files are checked; or one row of it; or a step of a run that reads it alone."""
+    """Statistics of a prepared folder, whose files are checked; or one row of it;
+    or a step of a run that reads it alone."""
     if not (folder / FILE).exists():
         raise ConfigError(f"{folder}: neither prepared data nor a run; give a folder that prepare or train has made")
     source = PreparedRows(folder, split)

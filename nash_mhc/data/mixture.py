@@ -51,7 +51,8 @@ class RowSource(Protocol):
 
 
 class Mixture:
-    """Endless rows of several sources, each by its weight; finite ones are read again and again, in a new order each time."""
+    """Endless rows of several sources, each by its weight;
+    finite ones are read again and again, in a new order each time."""
 
     endless = True
 

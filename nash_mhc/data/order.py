@@ -1,7 +1,8 @@
 """Which row comes when: permutations and mixtures as functions of a position, with no state and no table.
 
-A run's rows have positions 0, 1, 2, ...; step k reads the next `batch` of them. The position is all there is to restore, and
-nothing here depends on processes, workers or the version of a library: the arithmetic is exact, on 64-bit integers.
+A run's rows have positions 0, 1, 2, ...; step k reads the next `batch` of them. The position is all there is to
+restore, and nothing here depends on processes, workers or the version of a library:
+the arithmetic is exact, on 64-bit integers.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def combine(*numbers: int) -> int:
 def permuted(positions: np.ndarray, count: int, key: int) -> np.ndarray:
     """Images of positions 0..count-1 under a permutation of them that `key` chooses.
 
-    A Feistel network on the smallest even number of bits that holds `count`, walked until it is back inside the range: a
-    permutation by construction, for any round function, in constant memory.
+    A Feistel network on the smallest even number of bits that holds `count`, walked until it is back inside the range:
+    a permutation by construction, for any round function, in constant memory.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     low = np.uint64((1 << half) - 1)
@@ -71,7 +72,8 @@ def _shuffled_block(number: int, count: int, seed: int, source: int) -> np.ndarr
 
 
 def shuffled(positions: np.ndarray, count: int, *, seed: int, source: int = 0) -> np.ndarray:
-    """Rows at these positions of an endless reading of `count` rows: each once an epoch, in an order of its own each epoch."""
+    """Rows at these positions of an endless reading of `count` rows:
+    each once an epoch, in an order of its own each epoch."""
     blocks, inside = np.divmod(positions.astype(np.int64), BLOCK)
     rows = np.empty_like(inside)
     for number in np.unique(blocks):
@@ -111,8 +113,8 @@ def _block(number: int, parts: tuple[Fraction, ...], seed: int) -> tuple[np.ndar
 def dealt(positions: np.ndarray, parts: tuple[Fraction, ...], *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(source, position within that source's own reading) of positions in a mixture.
 
-    Every block deals each source its share, in an order of its own; so a source's count before a block follows from the block's
-    number alone, and any position can be looked up at once.
+    Every block deals each source its share, in an order of its own; so a source's count before a block follows from the
+    block's number alone, and any position can be looked up at once.
     """
     blocks, inside = np.divmod(positions.astype(np.int64), BLOCK)
     owners, inner = np.empty_like(inside), np.empty_like(inside)

@@ -74,8 +74,8 @@ def cut(
 ) -> list[Piece]:
     """A document read as [end, tokens...] that predicts [tokens..., end], in pieces of at most a row.
 
-    `opens` and `closes` say whether these tokens are the document's first and last; `counts` has an entry for each token and
-    one for the end.
+    `opens` and `closes` say whether these tokens are the document's first and last;
+    `counts` has an entry for each token and one for the end.
     """
     whole = np.concatenate([np.full(int(opens), end), tokens, np.full(int(closes), end)]).astype(np.int32)
     weighs = np.ones(len(whole), bool) if counts is None else np.append(counts[: len(tokens)], counts[-1:] if closes else [])
@@ -85,7 +85,8 @@ def cut(
         stop = min(start + seq_len, len(whole) - 1)
         part, weigh = whole[start : stop + 1], weighs[start:stop]
         if stop - start < seq_len and not closes:
-            # What comes next is not known here: the last token gets a slot, so that it is a target, but predicts nothing.
+            # What comes next is not known here:
+            # the last token gets a slot, so that it is a target, but predicts nothing.
             part, weigh = np.append(part, np.int32(end)), np.append(weigh, False)
         pieces.append(Piece(part, weigh, document, start))
     return pieces
@@ -115,7 +116,8 @@ def lay(
 
 
 def room_of(laid: Laid, stride: int) -> int:
-    """Slots that the fullest of these rows would need for its pieces to start at multiples of `stride`, padding included."""
+    """Slots that the fullest of these rows would need for its pieces to start at multiples of `stride`,
+    padding included."""
     most = 0
     for starts, used in zip(laid.starts, laid.used, strict=True):
         borders = [*np.flatnonzero(starts).tolist(), int(used)]
@@ -125,7 +127,8 @@ def room_of(laid: Laid, stride: int) -> int:
 
 
 def unfold(laid: Laid, end: int) -> Rows:
-    """Inputs, targets, segments and weights of laid rows. The target of a slot before a start is `end`, never its token."""
+    """Inputs, targets, segments and weights of laid rows.
+    The target of a slot before a start is `end`, never its token."""
     tokens, starts, counts, used = laid
     targets = tokens[:, 1:].copy()
     targets[:, :-1][starts[:, 1:]] = end
@@ -135,7 +138,8 @@ def unfold(laid: Laid, end: int) -> Rows:
 
 
 def positions(segments: np.ndarray) -> np.ndarray:
-    """Slots since the start of the document, for each slot [.., T]; attention by rotation needs only their differences."""
+    """Slots since the start of the document, for each slot [.., T];
+    attention by rotation needs only their differences."""
     slots = np.arange(segments.shape[-1])
     begins = np.diff(segments, axis=-1, prepend=-1) != 0
     return slots - np.maximum.accumulate(np.where(begins, slots, 0), axis=-1)
@@ -144,8 +148,8 @@ def positions(segments: np.ndarray) -> np.ndarray:
 def pack(documents: Sequence[np.ndarray], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1) -> Rows:
     """Packs token arrays. Each document is read as [end, tokens...] and predicts [tokens..., end].
 
-    Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the document
-    before it and weighs nothing, so that every aligned block of `align` slots lies in one document.
+    Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the
+    document before it and weighs nothing, so that every aligned block of `align` slots lies in one document.
     """
     pieces = [piece for document in documents for piece in cut(document, end, seq_len)]
     return unfold(lay(pieces, end, seq_len, most_rows, align=align)[0], end)

@@ -33,9 +33,10 @@ _SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the s
 class StoryRows:
     """Endless packed rows of the embedded stories.
 
-    Rows are made a volume at a time: fresh stories, best fit, little padding, in random order. Every story appears at most
-    once (the few that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean loss of a
-    perfect model is the corpus's own floor; the rest of a story that was cut has lost its opening and costs more.
+    Rows are made a volume at a time: fresh stories, best fit, little padding, in random order. Every story appears at
+    most once (the few that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean
+    loss of a perfect model is the corpus's own floor;
+    the rest of a story that was cut has lost its opening and costs more.
     """
 
     endless = True
@@ -122,7 +123,8 @@ def open_corpus(cfg: DataConfig) -> Corpus:
 
 
 def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int) -> PreparedRows:
-    """Prepared in a folder whose name follows from the content and all settings; where that was damaged, prepared anew."""
+    """Prepared in a folder whose name follows from the content and all settings;
+    where that was damaged, prepared anew."""
     corpus = open_corpus(cfg)
     recipe = make_recipe(cfg, tokenizer, corpus, align)
     folder = Path(cfg.cache_dir) / digest_of([VERSION, recipe])[:24]
@@ -160,7 +162,8 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
 
 
 def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1) -> RowSource:
-    """The rows of one split, documents starting at multiples of `align`; ConfigError when there is no such dataset or split."""
+    """The rows of one split, documents starting at multiples of `align`;
+    ConfigError when there is no such dataset or split."""
     if parts := parts_of(cfg):
         sources = [open_source(part, tokenizer, split=split, seed=seed, align=align) for part, _ in parts]
         return Mixture([part.dataset for part, _ in parts], sources, [weight for _, weight in parts], seed=seed)
@@ -181,7 +184,8 @@ def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int,
 
 
 def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> RowSource | None:
-    """The rows to evaluate on, the same for every run on this data; None where none are held out (--validation-fraction 0).
+    """The rows to evaluate on, the same for every run on this data;
+    None where none are held out (--validation-fraction 0).
 
     Of a mixture, they are those of its parts that have some.
     """
@@ -196,7 +200,8 @@ def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> R
 
 
 def fixed_sample(source: RowSource, count: int) -> np.ndarray:
-    """Numbers of rows that stand for the whole source, the same for everyone; a larger sample begins with the smaller one.
+    """Numbers of rows that stand for the whole source, the same for everyone;
+    a larger sample begins with the smaller one.
 
     Of a mixture, each part has its share of them, or all that it has.
     """

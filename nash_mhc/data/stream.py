@@ -1,10 +1,10 @@
 """Rows packed while training, from data too large to prepare: Parquet files and Hugging Face datasets.
 
-The data is divided into lanes, each read from its beginning to its end and then again; row i of the run is the next one of
-lane i mod lanes, so a process whose rows are every P-th reads only every P-th lane. A lane is cut into volumes of some text,
-each packed by itself and shuffled. So a row follows from its number and the data alone. To go straight to a row, an index
-remembers how many rows each volume had and where the reader stood behind it; without the index the lane is read again from
-its beginning, to the same rows.
+The data is divided into lanes, each read from its beginning to its end and then again; row i of the run is the next one
+of lane i mod lanes, so a process whose rows are every P-th reads only every P-th lane. A lane is cut into volumes of
+some text, each packed by itself and shuffled. So a row follows from its number and the data alone. To go straight to a
+row, an index remembers how many rows each volume had and where the reader stood behind it; without the index the lane
+is read again from its beginning, to the same rows.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ def _byte_length(piece: str, text: str) -> int:
 
 
 def hub_name(text: str) -> str | None:
-    """The name on Hugging Face that is meant: hf:NAME, or OWNER/NAME where no such folder is here. A lone word is a typo."""
+    """The name on Hugging Face that is meant: hf:NAME, or OWNER/NAME where no such folder is here.
+    A lone word is a typo."""
     if text.startswith("hf:"):
         return text[3:]
     named = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*", text)

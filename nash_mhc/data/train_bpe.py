@@ -1,4 +1,5 @@
-"""Trains a byte-level BPE tokenizer on the documents of a dataset: no text is unknown to it, and all of it comes back."""
+"""Trains a byte-level BPE tokenizer on the documents of a dataset:
+no text is unknown to it, and all of it comes back."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def corpus_texts(cfg: DataConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, *, progress: bool = False) -> int:
-    """Leaves tokenizer.json and its settings in `out`; returns how many tokens it has (fewer, where the text has no more)."""
+    """Leaves tokenizer.json and its settings in `out`;
+    returns how many tokens it has (fewer, where the text has no more)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < LEAST:

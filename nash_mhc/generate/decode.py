@@ -1,4 +1,5 @@
-"""A run's folder -> its weights on one device, ready to write; and, from where they live, the functions that then do."""
+"""A run's folder -> its weights on one device, ready to write;
+and, from where they live, the functions that then do."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Loaded:
 
 
 def _host() -> jax.Device:
-    """Where a checkpoint is unpacked: an accelerator need then only hold the weights, not the optimizer's moments, too."""
+    """Where a checkpoint is unpacked: an accelerator need then only hold the weights, not the optimizer's moments,
+    too."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS may leave the host out
@@ -39,7 +41,8 @@ def _host() -> jax.Device:
 
 
 def load(folder: str | Folder, step: int | None = None, *, say: Callable[[str], None] = lambda text: None) -> Loaded:
-    """The run in `folder` at `step` (default: its last checkpoint), on this machine's first device, whatever mesh wrote it.
+    """The run in `folder` at `step` (default:
+    its last checkpoint), on this machine's first device, whatever mesh wrote it.
 
     `say` hears of the reading, once nothing stands in its way.
     """

@@ -62,7 +62,8 @@ def lay_out(
 
 
 def on_rows(run: Callable[..., Any], each: Sequence[Rows], kernels: Sequence[str], out_axes: Any) -> Callable[..., Any]:
-    """`run` over rows of several resolutions, on each device's own ones where a kernel cannot be split by the partitioner."""
+    """`run` over rows of several resolutions,
+    on each device's own ones where a kernel cannot be split by the partitioner."""
     if set(kernels) <= set(PLAIN_KERNELS):
         return run
     of_batch = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
@@ -145,8 +146,8 @@ class Attention(eqx.Module):
         kernel = fitting_kernel(kernel, str(v_BTKH.dtype), q_BTNH.shape[1], q_BTNH.shape[-1], window)
         rows = Rows(*self.placed(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
         if kernel in PLAIN_KERNELS:
-            # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it crashes
-            # the CPU compiler of jax 0.11.2.)
+            # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it
+            # crashes the CPU compiler of jax 0.11.2.)
             rows = per_head(rows)
         run = on_rows(lambda each: (attend(*each[0], window=window, kernel=kernel),), [rows], [kernel], PER_HEAD)
         with jax.named_scope("attention"):

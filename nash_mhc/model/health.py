@@ -1,4 +1,5 @@
-"""How the architecture is doing, measured inside the step: mixing of the streams, and the game of the scales, layer by layer.
+"""How the architecture is doing, measured inside the step:
+mixing of the streams, and the game of the scales, layer by layer.
 
 Inside the scan over layers everything stays where it is on the mesh (tokens, heads); `summary` brings it together once.
 """

@@ -1,11 +1,12 @@
 """One token after another, each at the price of one: what earlier tokens left behind lies in a cache, one part a scale.
 
-Tokens are fed one by one; `step` gives the same logits as a pass of the whole model over all of them (a test holds it to
-that). The residual streams belong to a token alone and leave nothing behind, so the cache is attention's:
+Tokens are fed one by one; `step` gives the same logits as a pass of the whole model over all of them (a test holds it
+to that). The residual streams belong to a token alone and leave nothing behind, so the cache is attention's:
 
 - the convolution in front of it keeps the few tokens that it mixes with the next one;
 - the finest scale keeps keys and values of as many tokens as its window sees;
-- a coarser one keeps those of all its rows and the last two blocks of the scale below, from which its next row is pooled.
+- a coarser one keeps those of all its rows and the last two blocks of the scale below,
+  from which its next row is pooled.
   A row is computed by the token that ends its block; the others do not pay for it.
 
 All rows of a batch are at the same position, and everything runs on one device.
@@ -85,12 +86,13 @@ class _Where(NamedTuple):
 
 
 def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:
-    """(logits of the token after this one, the cache with this one in it). A cache that is full answers NaN, not nonsense."""
+    """(logits of the token after this one, the cache with this one in it).
+    A cache that is full answers NaN, not nonsense."""
     x_BTD = embed(array_of(model.embed_VD), tokens_B[:, None], cache.dtype) * model.cfg.width**0.5
     residual = residual_class(model.cfg)
 
-    # The cache is carried, not mapped over: each layer then writes its one row in place. As scanned inputs and outputs, all of
-    # it would be copied for every token.
+    # The cache is carried, not mapped over: each layer then writes its one row in place. As scanned inputs and outputs,
+    # all of it would be copied for every token.
     def one(carry: tuple[State, Cache], layer: Layer, at: _Where) -> tuple[State, Cache]:
         state, cache = carry
         layer = for_compute(layer, cache.dtype)
@@ -199,17 +201,19 @@ def _last_two_blocks(stack: Array, index: Array, i: Array) -> Array:
 
 
 def _goes_on(i: Array, batch: int) -> Array:
-    """Of the two blocks that a row is pooled from: nothing comes before the first, and before the second whatever is there."""
+    """Of the two blocks that a row is pooled from:
+    nothing comes before the first, and before the second whatever is there."""
     return jnp.broadcast_to(jnp.stack([jnp.zeros_like(i, bool), i > 0]), (batch, 2))
 
 
 def _summarize(
     mixer: Multiscale, c: int, scale: Coarse, finer: tuple[Array, Array], index: Array, t: Array
 ) -> tuple[Coarse, tuple[Array, Array]]:
-    """Scale c after token t, whose row of the scale below is `finer`; and its own row, if t ends one, for the scale above.
+    """Scale c after token t, whose row of the scale below is `finer`;
+    and its own row, if t ends one, for the scale above.
 
-    Row t // stride is under way until its last token comes. Until then zeros stand in its place, where nobody looks: writing
-    them costs one row, and what leaves a `cond` is copied, so that all rows must not.
+    Row t // stride is under way until its last token comes. Until then zeros stand in its place, where nobody looks:
+    writing them costs one row, and what leaves a `cond` is copied, so that all rows must not.
     """
     stride, below = mixer.strides[c], mixer.strides[c - 1]
     i, ended = t // stride, (t + 1) % stride == 0

@@ -89,10 +89,11 @@ class Layer(eqx.Module):
 
 
 def by_place(stack: Any, size: int) -> tuple[Any, ...]:
-    """A stack of layers, which are groups of `size` one after the other: the first ones of all groups, the second ones ...
+    """A stack of layers, which are groups of `size` one after the other:
+    the first ones of all groups, the second ones ...
 
-    Each is a stack that a scan takes apart by itself. A layer cut out of its group inside the scan would be one more thing that
-    is kept for the way back, and kept as it is used: gathered.
+    Each is a stack that a scan takes apart by itself. A layer cut out of its group inside the scan would be one more
+    thing that is kept for the way back, and kept as it is used: gathered.
     """
     return tuple(jax.tree.map(operator.itemgetter(slice(i, None, size)), stack) for i in range(size))
 
@@ -111,8 +112,9 @@ class LM(eqx.Module):
         embedding, layers, output = jax.random.split(key, 3)
         V, D = cfg.padded_vocab, cfg.width
         stack = jax.vmap(lambda k: Layer.init(cfg, key=k))(jax.random.split(layers, cfg.layers))
-        # A table that is both would have every token predict itself: the stream is still much of what entered it. With half of
-        # the channels turned round, what enters says nothing about what leaves, and the first loss is that of guessing.
+        # A table that is both would have every token predict itself: the stream is still much of what entered it. With
+        # half of the channels turned round, what enters says nothing about what leaves,
+        # and the first loss is that of guessing.
         signs_D = jnp.where(jnp.arange(D) % 2 == 0, 1.0, -1.0) if cfg.tied_embeddings else jnp.ones(D)
         return LM(
             embed_VD=init_matrix(embedding, (V, D), D, _TABLE_SCALE),
@@ -133,10 +135,11 @@ class LM(eqx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "B T D"], LayerReport]:
-        """(the normalised stream after the last layer, reports of all layers): the loss and the logits are read from the first.
+        """(the normalised stream after the last layer, reports of all layers):
+        the loss and the logits are read from the first.
 
-        Documents start at multiples of the coarsest stride, as `data/pack.py` lays them, unless `execution` has room for them
-        to start anywhere; T may be any number.
+        Documents start at multiples of the coarsest stride, as `data/pack.py` lays them, unless `execution` has room
+        for them to start anywhere; T may be any number.
         """
         T = tokens_BT.shape[1]
         missing = -T % self.cfg.coarsest_stride
@@ -144,8 +147,8 @@ class LM(eqx.Module):
             last = ((0, 0), (0, missing))
             tokens_BT = jnp.pad(tokens_BT, last)
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
-        # The table is scaled for the output, where it meets a stream of norm sqrt(D); as input that would drown in the layers'
-        # own outputs, so it enters at the scale of those.
+        # The table is scaled for the output, where it meets a stream of norm sqrt(D); as input that would drown in the
+        # layers' own outputs, so it enters at the scale of those.
         x_BTD = embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
         kernel = _kernel(self.cfg, tokens_BT.shape[1], execution)
@@ -194,13 +197,14 @@ class LM(eqx.Module):
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
     """Floating-point operations of one training token: 6 a matmul weight, and causal attention counted once.
 
-    Lookups, norms, softmaxes, convolutions, pooling, the game and the mixing of streams are left out, and so is whatever
-    remat computes again: this is useful matrix work.
+    Lookups, norms, softmaxes, convolutions, pooling, the game and the mixing of streams are left out, and so is
+    whatever remat computes again: this is useful matrix work.
     """
     attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
     maps = 2 * cfg.streams * cfg.width * (cfg.streams**2 + 2 * cfg.streams) if cfg.residual == "mhc" else 0
     weights = cfg.layers * (attention + maps + 3 * cfg.width * cfg.ffn) + cfg.vocab_size * cfg.width
-    # Keys that a query sees, on average over the row: T/2, or less within a window, and so many times fewer of a coarse scale.
+    # Keys that a query sees, on average over the row:
+    # T/2, or less within a window, and so many times fewer of a coarse scale.
     each = [min(window or seq_len, seq_len) for window in cfg.windows]
     keys = sum(w * (1 - w / (2 * seq_len)) for w in each) / len(each)
     keys += sum(seq_len / 2 / stride for stride in cfg.strides[1:])

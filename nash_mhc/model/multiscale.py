@@ -1,14 +1,16 @@
-"""Causal multiscale attention in which every token asks every scale: the tokens near by, and summaries of what lies before.
+"""Causal multiscale attention in which every token asks every scale:
+the tokens near by, and summaries of what lies before.
 
-Keys and values are pooled, queries are not. A token of some block sees the last `window` tokens as they are,
-and of each coarser scale the blocks that ended before its own one began. How much a scale has found, the log of the sum that
-its softmax divides by, is its bid; the weights that follow from the bids alone are exactly those of one softmax over all keys
-of all scales. So plain attention over the window is the special case in which the summaries score low, nothing competes for a
-share that it would not have had, and nothing can collapse. The game, where it is played, starts from these weights.
+Keys and values are pooled, queries are not. A token of some block sees the last `window` tokens as they are, and of
+each coarser scale the blocks that ended before its own one began. How much a scale has found, the log of the sum that
+its softmax divides by, is its bid; the weights that follow from the bids alone are exactly those of one softmax over
+all keys of all scales. So plain attention over the window is the special case in which the summaries score low, nothing
+competes for a share that it would not have had, and nothing can collapse.
+The game, where it is played, starts from these weights.
 
-For stride s, the s queries of a block all see the same keys: they are s heads of one row, and the coarse scale is ordinary
-causal attention with s times as many queries to a key. Its keys are one row late, and where a document begins there is none:
-a key of zeros, whose score is 0 and whose value is nothing, stands there.
+For stride s, the s queries of a block all see the same keys: they are s heads of one row, and the coarse scale is
+ordinary causal attention with s times as many queries to a key. Its keys are one row late, and where a document begins
+there is none: a key of zeros, whose score is 0 and whose value is nothing, stands there.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _CALM = math.log(math.expm1(0.05))  # before softplus: the game has hardly begun
 
 
 class GameReport(NamedTuple):
-    """What the game of one layer came to, summed over the real tokens of each row; heads apart, so nothing crosses devices."""
+    """What the game of one layer came to, summed over the real tokens of each row;
+    heads apart, so nothing crosses devices."""
 
     weight_BCN: Float[Array, "*L B C N"]
     entropy_BN: Float[Array, "*L B N"]  # of the weights, as a share of ln C; this one carries a gradient

@@ -22,8 +22,8 @@ from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards
 
 def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> Float[Array, "..."]:
     """Normal, cut at two deviations, variance scale^2 / fan_in."""
-    # Drawn as a line where small, else as a matrix: of more axes, the same numbers take a CPU's compiler several times as long.
-    # The rows of the matrix are what is summed over, so that whatever axes the mesh splits stay in front.
+    # Drawn as a line where small, else as a matrix: of more axes, the same numbers take a CPU's compiler several times
+    # as long. The rows of the matrix are what is summed over, so that whatever axes the mesh splits stay in front.
     size = math.prod(shape)
     drawn: tuple[int, ...] = (size,) if size < 1 << 20 else shape if len(shape) < 3 else (fan_in, size // fan_in)
     # Scaled before it is shaped: the same order of operations, and so the same bits, on every mesh.

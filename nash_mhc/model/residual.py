@@ -1,4 +1,5 @@
-"""What a sub-layer reads from the residual state and how its result is written back: plain addition, or mixed streams (mHC)."""
+"""What a sub-layer reads from the residual state and how its result is written back:
+plain addition, or mixed streams (mHC)."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class PlainResidual(eqx.Module):
 
 
 class HyperConnection(eqx.Module):
-    """Manifold-constrained hyper-connection: y = f(H_pre X), X' = H_res X + H_post^T y, with H_res doubly stochastic."""
+    """Manifold-constrained hyper-connection:
+    y = f(H_pre X), X' = H_res X + H_post^T y, with H_res doubly stochastic."""
 
     phi_RDM: Float[Array, "R D M"] = param("streams", "embed", "maps", role=GATE)
     bias_M: Float[Array, "M"] = param("maps", role=GATE)
@@ -93,7 +95,8 @@ class HyperConnection(eqx.Module):
         R = cfg.streams
         # At the start every stream is read alike and written alike, and each keeps to itself.
         bias = [jnp.full(R, -math.log(R - 1.0)), jnp.zeros(R), 6.0 * jnp.eye(R).ravel()]
-        # What it makes of a normalised token is of size 1 at every width, and so is what alpha, as it learns, makes of that.
+        # What it makes of a normalised token is of size 1 at every width, and so is what alpha, as it learns,
+        # makes of that.
         phi = init_small(key, (R, cfg.width, R * R + 2 * R), (R * cfg.width) ** -0.5)
         return HyperConnection(phi, jnp.concatenate(bias), jnp.full(3, 0.01), cfg.sinkhorn_iterations, cfg.norm_eps)
 
@@ -112,8 +115,8 @@ class HyperConnection(eqx.Module):
         alpha_M = jnp.repeat(self.alpha_3, np.array([R, R, R * R]), total_repeat_length=R * R + 2 * R)
         logits_BTM = alpha_M[None, None] * h_BTM + self.bias_M[None, None]
         to_maps = on_shards(functools.partial(streams.maps, iterations=self.iterations), [_MAPS], (_MAPS, _NUMBER))
-        # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials; and
-        # kept for the backward pass.
+        # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials;
+        # and kept for the backward pass.
         name = functools.partial(checkpoint_name, name=streams.COEFFICIENTS)
         return Maps(*jax.tree.map(name, jax.lax.optimization_barrier(to_maps(logits_BTM))))
 

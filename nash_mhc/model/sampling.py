@@ -43,7 +43,8 @@ def read(model: Any, cache: Any, tokens_BT: Int[Array, "B T"], count: Int[Array,
 
 
 def keep_likely(logits_V: Float[Array, "V"], top_k: int, top_p: float) -> Float[Array, "V"]:
-    """Logits with -inf outside the `top_k` best (0: all), then outside the fewest of those whose mass reaches `top_p`."""
+    """Logits with -inf outside the `top_k` best (0: all),
+    then outside the fewest of those whose mass reaches `top_p`."""
     # By rank rather than by threshold: among equal logits exactly k stay, the first ones, as argmax would choose.
     order_V = jnp.argsort(-logits_V, stable=True)
     sorted_V = logits_V[order_V]
@@ -60,7 +61,8 @@ def keep_likely(logits_V: Float[Array, "V"], top_k: int, top_p: float) -> Float[
 def sample(
     logits_V: Float[Array, "V"], key: PRNGKeyArray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> Int[Array, ""]:
-    """One token id: at temperature 0 the best, otherwise a draw from softmax(logits / temperature), cut to the likely ones."""
+    """One token id: at temperature 0 the best, otherwise a draw from softmax(logits / temperature),
+    cut to the likely ones."""
     if temperature == 0:
         return jnp.argmax(logits_V)
     # The best at zero and a floor under the divisor: no temperature, however low, divides to inf or NaN.
@@ -71,9 +73,9 @@ def sample(
 def context_start(cfg: ArchitectureConfig, count: int, seq_len: int) -> int:
     """The first of `count` tokens that the prediction of the next one sees.
 
-    All of them while the cache has room. When it is full, it begins anew with its last half, in multiples of the model's
-    alignment, so that blocks hold the same tokens as before. The answer depends on the count alone: a text goes on in the same
-    way whether it was a prompt or was generated.
+    All of them while the cache has room. When it is full, it begins anew with its last half, in multiples of the
+    model's alignment, so that blocks hold the same tokens as before. The answer depends on the count alone: a text goes
+    on in the same way whether it was a prompt or was generated.
     """
     half = seq_len // 2
     hop = seq_len - (half // cfg.alignment * cfg.alignment or half)
@@ -96,18 +98,19 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yields new tokens until `end` (not yielded) or `max_tokens`, on the one device that holds the model.
 
-    Each token is predicted from the tokens before it, from `context_start` on: at most `seq_len`, and once the text is longer
-    than that, more than half as many (the half rounded down to whole blocks). Beginning the cache anew costs half a `seq_len`
-    of steps every half `seq_len` of tokens, so a token costs about two steps however long the text is. A document begins with
-    `end`, so a prompt usually does, too. The same arguments give the same tokens. `say` hears of what takes long before the
-    first token.
+    Each token is predicted from the tokens before it, from `context_start` on: at most `seq_len`, and once the text is
+    longer than that, more than half as many (the half rounded down to whole blocks). Beginning the cache anew costs
+    half a `seq_len` of steps every half `seq_len` of tokens, so a token costs about two steps however long the text is.
+    A document begins with `end`, so a prompt usually does, too. The same arguments give the same tokens. `say` hears of
+    what takes long before the first token.
     """
     tokens = [int(t) for t in prompt_tokens]
     if not tokens:
         raise ValueError("the model needs a token to begin with; a new document begins with the tokenizer's end token")
     key = jax.random.key(seed)
     model = for_compute(model, jnp.dtype(dtype))  # once, not for every token
-    # Where the model lies, in so many words: JAX would compile once for a cache without a place and again for the one returned.
+    # Where the model lies, in so many words:
+    # JAX would compile once for a cache without a place and again for the one returned.
     (device,) = jax.tree.leaves(model)[0].devices()
     fresh = lambda: jax.device_put(architecture_of(model.cfg).empty_cache(model.cfg, 1, seq_len, dtype), device)
     cache, start, seen = fresh(), 0, 0

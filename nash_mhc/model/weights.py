@@ -1,7 +1,8 @@
-"""Weights that are more than an array: an adapter, a quantizer. Every projection, the embedding and the output go through here.
+"""Weights that are more than an array: an adapter, a quantizer.
+Every projection, the embedding and the output go through here.
 
-A module that stands where a parameter was declared makes the array that is computed with, from arrays of its own. These name
-the axes of the parameter "inputs" and "outputs":
+A module that stands where a parameter was declared makes the array that is computed with, from arrays of its own. These
+name the axes of the parameter "inputs" and "outputs":
 
     class LowRank(Weight):
         base: Array = param("inputs", "outputs")

@@ -1,7 +1,7 @@
 """What an objective is: from a model and a batch to the sum that is minimized, and to named sums with their weights.
 
-Sums, not means, so that the parts of an accumulated batch add up exactly: every token weighs the same. Whatever names an
-objective gives its sums, metrics.jsonl has their means, and evaluations theirs.
+Sums, not means, so that the parts of an accumulated batch add up exactly: every token weighs the same. Whatever names
+an objective gives its sums, metrics.jsonl has their means, and evaluations theirs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Causal attention over packed rows: one function, one meaning, several kernels.
 
-`kernel="reference"` is the plain form, all scores at once; the tests hold every other kernel against it. `kernel="xla"` runs
-anywhere: it walks blocks of queries, skips the keys that none of them may see, and computes the scores again in the backward
-pass instead of keeping them (on a CPU, where memory is what is slow, two thirds of the plain step's time: docs/log.md).
+`kernel="reference"` is the plain form, all scores at once; the tests hold every other kernel against it. `kernel="xla"`
+runs anywhere: it walks blocks of queries, skips the keys that none of them may see, and computes the scores again in
+the backward pass instead of keeping them (on a CPU, where memory is what is slow, two thirds of the plain step's time:
+docs/log.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """cuDNN's attention over packed rows, which walks the documents one by one, with and without its evidence.
 
-JAX has it (`fused_attention_stablehlo`) and does not export it; here its two primitives are called with operands of our own
-making. JAX 0.10 makes offsets of the keys that are wrong for grouped queries (scaled by the number of the queries' heads, so
-that other tokens' keys are read; 0.11.2 has it right), and its backward pass takes no gradient of the evidence.
+JAX has it (`fused_attention_stablehlo`) and does not export it; here its two primitives are called with operands of our
+own making. JAX 0.10 makes offsets of the keys that are wrong for grouped queries (scaled by the number of the queries'
+heads, so that other tokens' keys are read;
+0.11.2 has it right), and its backward pass takes no gradient of the evidence.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops.attend_rows import Documents, Found, Rows, with_gradient_of_evidence
 
-# Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so where their
-# number is not known ahead there are two sizes; rows of more documents take another way. Figures in docs/log.md.
+# Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so where
+# their number is not known ahead there are two sizes; rows of more documents take another way. Figures in docs/log.md.
 _ROOMS = (4, 32)
 _KEYS_AT_ONCE = 4096  # of the backward pass
 
@@ -42,7 +43,8 @@ def documents_of(segments_BT: Int[Array, "B T"], most: int | None = None) -> Doc
 
 
 class _Walk(NamedTuple):
-    """All documents of a batch in one list, as cuDNN wants them, the missing ones last. Starts are counted through the rows."""
+    """All documents of a batch in one list, as cuDNN wants them, the missing ones last.
+    Starts are counted through the rows."""
 
     q_lengths_BM: Int[Array, "B M"]
     k_lengths_BM: Int[Array, "B M"]
@@ -183,7 +185,8 @@ def _attend_bwd(form, saved, cotangents):  # type: ignore[no-untyped-def]
 
 
 def _parts(T: int, window: int | None) -> list[_Part]:
-    """The same bits in every run cost cuDNN a copy of dQ for every 128 keys: of long rows, it gets the keys part by part."""
+    """The same bits in every run cost cuDNN a copy of dQ for every 128 keys:
+    of long rows, it gets the keys part by part."""
     ends = [min(first + _KEYS_AT_ONCE, T) for first in range(0, T, _KEYS_AT_ONCE)]
     return [
         _Part(first, end, T if window is None else min(T, end + window - 1 + (end + window - 1) % 2))
@@ -203,8 +206,9 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 def tell_apart(module: Any) -> None:
     """Gives each backward pass in a lowered program a seed of its own, of which nothing is drawn.
 
-    Of several equal ones, XLA (with jax 0.11.2) tells the first alone to be deterministic, then looks for the others under a
-    name that they do not have: `IndexError: raw_hash_map::at` in the first step. What calls them is copied for each call.
+    Of several equal ones, XLA (with jax 0.11.2) tells the first alone to be deterministic, then looks for the others
+    under a name that they do not have: `IndexError: raw_hash_map::at` in the first step.
+    What calls them is copied for each call.
     """
     with module.context:
         symbols = ir.SymbolTable(module.operation)
@@ -255,7 +259,8 @@ def _each(each: Sequence[Rows], windows: Sequence[int | None], evident: bool, ot
     found = lambda pair: Found(*pair) if evident else pair[0]
     if each[0].segments_BT is None:
         return [found(_attend(form, *rows[:3], None)) for rows, form in zip(each, forms, strict=True)]
-    # Checkpointed: a branch's memory for the backward pass is set aside whether it is taken or not, and this one's has T x T.
+    # Checkpointed: a branch's memory for the backward pass is set aside whether it is taken or not,
+    # and this one's has T x T.
     another_way = jax.checkpoint(lambda: [otherwise(rows, window) for rows, window in zip(each, windows, strict=True)])
     if not walks_documents():
         return another_way()

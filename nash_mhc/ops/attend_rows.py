@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 
 class Documents(NamedTuple):
-    """Where the documents of each row lie, for kernels that walk them one by one; those beyond the room are left out."""
+    """Where the documents of each row lie, for kernels that walk them one by one;
+    those beyond the room are left out."""
 
     lengths_BM: Int[Array, "B M"]  # 0: no such document
     starts_BM: Int[Array, "B M"]
@@ -39,8 +40,8 @@ def with_gradient_of_evidence(
 ) -> Float[Array, "*B H"]:
     """What a flash kernel's backward pass, which knows of no gradient of the evidence, is given for `out`, in float32.
 
-    d score = weight * (dO . v - dO . O + dL). The kernel forms dO . O by itself, so O is moved along dO by what takes dL from
-    that product.
+    d score = weight * (dO . v - dO . O + dL). The kernel forms dO .
+    O by itself, so O is moved along dO by what takes dL from that product.
     """
     wide = dout.astype(jnp.float32)
     length = jnp.maximum(jnp.sum(wide * wide, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)

@@ -26,7 +26,8 @@ def _kernel(group: int, T: int, window: int | None) -> Any:
 
 
 def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
-    """(what was found, the log of the softmax's sum) of one key head: the kernel tells it, but takes no gradient of it."""
+    """(what was found, the log of the softmax's sum) of one key head:
+    the kernel tells it, but takes no gradient of it."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 def short_conv_reference(
     x_BTD: Float[Array, "B T D"], taps_JD: Float[Array, "J D"], segments_BT: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T D"]:
-    """y[t] = sum over j of taps[j] x[t - j], as far as token t - j is of the same document; tap 0 is the token's own."""
+    """y[t] = sum over j of taps[j] x[t - j], as far as token t - j is of the same document;
+    tap 0 is the token's own."""
     mixed = taps_JD[0][None, None] * x_BTD.astype(jnp.float32)
     for j in range(1, taps_JD.shape[0]):
         mixed += taps_JD[j][None, None] * _kept(_later(x_BTD, j), j, segments_BT).astype(jnp.float32)

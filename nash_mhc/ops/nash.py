@@ -1,9 +1,9 @@
 """The game of the scales: each is paid for agreeing with the consensus of all, and they settle on weights.
 
-For each token and head, the outputs O_c of C scales meet in their Gram matrix G = O O^T / H. Scale c's error against the
-consensus is e_c(w) = G_cc - 2 (G w)_c + w^T G w = |O_c - sum_m w_m O_m|^2 / H, and its best response is softmax(b - tau e(w)),
-with b what the scales bid. One that bids -inf is not there: its weight is exactly 0. The wide arrays are read once for G and
-once for the weighted sum; the game itself runs on C numbers a token and head.
+For each token and head, the outputs O_c of C scales meet in their Gram matrix G = O O^T / H. Scale c's error against
+the consensus is e_c(w) = G_cc - 2 (G w)_c + w^T G w = |O_c - sum_m w_m O_m|^2 / H, and its best response is softmax(b -
+tau e(w)), with b what the scales bid. One that bids -inf is not there: its weight is exactly 0. The wide arrays are
+read once for G and once for the weighted sum; the game itself runs on C numbers a token and head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Gram = tuple[Scales, ...]  # C x C of them
 
 
 class Rules(NamedTuple):
-    """How weights are found: `nash` plays, `convex` takes the bids as they are, `mean` treats the scales present alike."""
+    """How weights are found: `nash` plays, `convex` takes the bids as they are,
+    `mean` treats the scales present alike."""
 
     aggregation: str = "nash"
     iterations: int = 3
@@ -42,9 +43,9 @@ def _softmax(logits: Scales) -> Scales:
     return tuple(x / total for x in grown)
 
 
-# A value that is computed once a token and head and used many times over: without this, a compiler may compute it again in
-# every loop that uses it, with all that it depends on (a CPU played the whole game once a channel and entry of G: ten times
-# the step). On an accelerator, what lies between two of these is one fused pass.
+# A value that is computed once a token and head and used many times over: without this, a compiler may compute it again
+# in every loop that uses it, with all that it depends on (a CPU played the whole game once a channel and entry of G:
+# ten times the step). On an accelerator, what lies between two of these is one fused pass.
 _kept = jax.lax.optimization_barrier
 
 
@@ -153,7 +154,8 @@ def _unsettle(
 def aggregate(
     outs: Scales, bids: Scales, tau_N: Float[Array, "N"], rules: Rules
 ) -> tuple[Float[Array, "B T N H"], Scales, Float[Array, "B T N"]]:
-    """(sum_c w_c O_c, the weights w, the residual of the game) of outputs [B, T, N, H] and bids [B, T, N], finest first.
+    """(sum_c w_c O_c, the weights w, the residual of the game) of outputs [B, T, N, H] and bids [B, T, N],
+    finest first.
 
     The finest scale is always there. The residual, |BR(w) - w|_1, carries no gradient.
     """
@@ -207,7 +209,8 @@ aggregate.defvjp(_aggregate_fwd, _aggregate_bwd)
 def aggregate_reference(
     outs: Scales, bids: Scales, tau_N: Float[Array, "N"], rules: Rules
 ) -> tuple[Float[Array, "B T N H"], Scales]:
-    """The same by its definition: errors as squared distances from the consensus, no Gram matrix, ordinary gradients."""
+    """The same by its definition: errors as squared distances from the consensus, no Gram matrix,
+    ordinary gradients."""
     o_CBTNH, b_CBTN = jnp.stack([_wide(o) for o in outs]), jnp.stack(bids)
     there_CBTN = b_CBTN > -jnp.inf
     softmax = lambda x: jax.nn.softmax(jnp.where(there_CBTN, x, -jnp.inf), axis=0)

@@ -1,7 +1,8 @@
 """The game of the scales as GPU kernels (Pallas, Triton): one pass over the scales' outputs forward, and one backward.
 
-A block of threads takes some tokens of some heads, which know nothing of each other, and does all there is to do with them.
-XLA reads and writes what lies between its fusions, some sixty of them. The arithmetic is `nash.py`'s, handed in as functions.
+A block of threads takes some tokens of some heads, which know nothing of each other, and does all there is to do with
+them. XLA reads and writes what lies between its fusions, some sixty of them.
+The arithmetic is `nash.py`'s, handed in as functions.
 """
 
 from __future__ import annotations

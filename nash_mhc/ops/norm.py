@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from nash_mhc.ops.rope import rope
 
-# The reductions are kept as values of their own, and results in their own dtype: fused into what comes after (a rotation, a
-# transposed copy), a GPU computed them again for every element, and wrote float32 where half of it was asked for.
+# The reductions are kept as values of their own, and results in their own dtype: fused into what comes after (a
+# rotation, a transposed copy), a GPU computed them again for every element,
+# and wrote float32 where half of it was asked for.
 _kept = lax.optimization_barrier
 
 

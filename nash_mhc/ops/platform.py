@@ -12,8 +12,8 @@ from jax import lax
 def on_platform(*operands: Any, default: Callable[..., Any], **forms: Callable[..., Any]) -> Any:
     """`forms` by the names of platforms, `default` for all others.
 
-    Under a mesh the platform is known while a program is traced, and only its form is; JAX would trace all of them and drop
-    the others, which was a tenth of the time. Without a mesh, JAX decides where the program is lowered.
+    Under a mesh the platform is known while a program is traced, and only its form is; JAX would trace all of them and
+    drop the others, which was a tenth of the time. Without a mesh, JAX decides where the program is lowered.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform in ("cpu", "tpu"):  # a GPU calls itself by one name and its forms by another

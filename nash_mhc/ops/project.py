@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 def project(x_BTD: Float[Array, "*B D"], w_DX: Float[Array, "D *X"]) -> Float[Array, "..."]:
     """x w, over the last axis of x and the first of w.
 
-    The gradient of w is a product over all tokens, for which a CPU turns the left side round. Autodiff puts the gradient of the
-    result there, with all that it is made of: a silu, element by element across the memory, once for each weight. Here it is x,
-    which all weights of a sub-layer share. Elsewhere both cost the same.
+    The gradient of w is a product over all tokens, for which a CPU turns the left side round. Autodiff puts the
+    gradient of the result there, with all that it is made of: a silu, element by element across the memory, once for
+    each weight. Here it is x, which all weights of a sub-layer share. Elsewhere both cost the same.
     """
     return jnp.tensordot(x_BTD, w_DX, axes=1)
 

@@ -1,4 +1,5 @@
-"""Coarser and coarser views of a sequence, strictly causal: row i of a scale has read tokens up to (i + 1) s - 1, s its stride.
+"""Coarser and coarser views of a sequence, strictly causal:
+row i of a scale has read tokens up to (i + 1) s - 1, s its stride.
 
 Everything is local to a head and a document.
 """
@@ -21,12 +22,14 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-# Written down in its own dtype and read again: otherwise a compiler pools anew, in float32, in everything that uses the result.
+# Written down in its own dtype and read again:
+# otherwise a compiler pools anew, in float32, in everything that uses the result.
 _kept = lax.optimization_barrier
 
 
 def continues(segments_BI: Int[Array, "B I"]) -> Bool[Array, "B I"]:
-    """Whether the row before each row exists and belongs to the same document: only then may a pooling kernel read it."""
+    """Whether the row before each row exists and belongs to the same document:
+    only then may a pooling kernel read it."""
     same = segments_BI[:, 1:] == segments_BI[:, :-1]
     return jnp.pad(same, ((0, 0), (1, 0)))
 
@@ -67,7 +70,8 @@ def _earlier(x: Array) -> Array:
 def pool(
     z_BTNH: Float[Array, "B T N H"], kernel_JNH: Float[Array, "J N H"], continues_BI: Bool[Array, "B I"]
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B I N H"]]:
-    """(z itself, the same as `pool_reference`). Use the z that it returns: its gradient is then added to in the same pass."""
+    """(z itself, the same as `pool_reference`). Use the z that it returns:
+    its gradient is then added to in the same pass."""
     forms: dict[str, Any] = {"default": _pool_in_xla}
     if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
         forms["cuda"] = _pool_in_kernel
@@ -119,10 +123,12 @@ def _backward_in_xla(
     dout = _wide(dout_BINH)
     # What the row after each block sends back to it.
     dnext = _earlier(jnp.where(continues_BI[:, :, None, None], dout, 0.0))
-    # All slots of a block at once, by broadcasting: neither a stack, which a GPU interleaves slowly, nor 2 r reductions.
+    # All slots of a block at once, by broadcasting:
+    # neither a stack, which a GPU interleaves slowly, nor 2 r reductions.
     own, before = kernel_JNH[None, None, r:], kernel_JNH[None, None, :r]
     pooled = (dout[:, :, None] * own + dnext[:, :, None] * before).reshape(z_BTNH.shape)
-    # Rows in one axis, heads and channels in another: left as five axes, a GPU's compiler may transpose them all to sum them.
+    # Rows in one axis, heads and channels in another:
+    # left as five axes, a GPU's compiler may transpose them all to sum them.
     B, T, N, H = z_BTNH.shape
     z_IrC = _wide(z_BTNH).reshape(B * T // r, r, N * H)
     dkernel = [jnp.sum(g.reshape(B * T // r, 1, N * H) * z_IrC, axis=0) for g in (dnext, dout)]

@@ -1,4 +1,5 @@
-"""Pooling as GPU kernels (Pallas, Triton): each token is read once forward, and once backward for both of its gradients.
+"""Pooling as GPU kernels (Pallas, Triton):
+each token is read once forward, and once backward for both of its gradients.
 
 `pyramid.py` has the same functions in plain arrays. Heads and channels are one axis W here, and tokens are in blocks:
 z_BIrW has the r tokens of pooled row i at [b, i].
@@ -67,7 +68,8 @@ def pool(z_BIrW: Array, kernel_JW: Array, continues_BI: Array, *, interpret: boo
 def pool_backward(
     z_BIrW: Array, kernel_JW: Array, continues_BI: Array, dz_BIrW: Array, dout_BIW: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel). All loads of a tile go out at once."""
+    """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel).
+    All loads of a tile go out at once."""
     B, count, r, W = z_BIrW.shape
     tiles = next(n for n in range(_TILES, 0, -1) if count % (n * _ROWS) == 0)
 

@@ -23,7 +23,8 @@ Matrix = tuple[Vector, ...]  # its rows
 
 
 def sinkhorn_reference(logits: Float[Array, "R R *n"], iterations: int = 20) -> Float[Array, "R R *n"]:
-    """exp, then `iterations` times: divide columns by their sums, then rows by theirs. The definition, in its plain form."""
+    """exp, then `iterations` times: divide columns by their sums, then rows by theirs.
+    The definition, in its plain form."""
     p = jnp.exp(jnp.maximum(logits - jnp.max(logits, axis=0, keepdims=True), _LOWEST))
     for _ in range(iterations):
         p = p / jnp.sum(p, axis=0, keepdims=True)
@@ -82,8 +83,8 @@ def _stacked(m: Matrix) -> Array:
 def sinkhorn(logits: Float[Array, "R R *n"], iterations: int = 20) -> Float[Array, "R R *n"]:
     """The same as `sinkhorn_reference`, by scaling vectors: the result is diag(u) exp(logits) diag(v).
 
-    Rows sum to 1; columns nearly so, as far as the iteration got. Its gradient is that of the finite iteration, not of its
-    limit: near the identity, where training starts, the limit is many more than 20 iterations away.
+    Rows sum to 1; columns nearly so, as far as the iteration got. Its gradient is that of the finite iteration, not of
+    its limit: near the identity, where training starts, the limit is many more than 20 iterations away.
     """
     return _stacked(iterate(_rows(logits), iterations))
 
@@ -172,7 +173,8 @@ def balance(p: Float[Array, "R R *n"]) -> Float[Array, "R R *n"]:
 
 
 def balanced(p: Matrix) -> Matrix:
-    """The nearest step from rows that sum to 1 to a doubly stochastic matrix: columns that hold too much give, others take.
+    """The nearest step from rows that sum to 1 to a doubly stochastic matrix:
+    columns that hold too much give, others take.
 
     Sinkhorn's iteration is slow near the identity: with logits 6 I + N(0, 0.1) its columns are still 4e-3 off after 20
     rounds. This closes the gap at once: columns above 1 are scaled down to 1, and what their rows then lack goes to the

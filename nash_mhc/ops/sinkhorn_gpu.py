@@ -1,7 +1,7 @@
 """A function of a few numbers a token as one GPU kernel (Pallas, Triton): they stay in registers from start to end.
 
-Made for Sinkhorn's iteration, of which XLA would launch each of the 20 rounds as a kernel of its own. The arithmetic is that of
-`sinkhorn.py` and `streams.py`, which works on tuples of arrays and does not care where they lie.
+Made for Sinkhorn's iteration, of which XLA would launch each of the 20 rounds as a kernel of its own. The arithmetic is
+that of `sinkhorn.py` and `streams.py`, which works on tuples of arrays and does not care where they lie.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def over_tokens(
     aside: tuple[int, int] = (1, 1),
     interpret: bool = False,
 ) -> list[Array]:
-    """`body(numbers, aside) -> numbers` for every token: `args` are arrays [..., m], whose columns it gets one after another.
+    """`body(numbers, aside) -> numbers` for every token:
+    `args` are arrays [..., m], whose columns it gets one after another.
 
-    Its results fill arrays [..., m] of the widths `outs`. `aside` is (how many vectors, how long each) there is room for.
+    Its results fill arrays [..., m] of the widths `outs`.
+    `aside` is (how many vectors, how long each) there is room for.
     """
     shape = args[0].shape[:-1]
     tokens = math.prod(shape)

@@ -1,8 +1,8 @@
 """Rows whose documents begin anywhere, spread out so that each begins at a multiple of a stride, and gathered again.
 
-Coarse scales want every block in one document. Short documents that are laid so waste much of a row; here the row stays full,
-and only what works on blocks sees the gaps. Each slot has one place and each place at most one slot, so both ways are plain
-lookups, and so are their gradients.
+Coarse scales want every block in one document. Short documents that are laid so waste much of a row; here the row stays
+full, and only what works on blocks sees the gaps. Each slot has one place and each place at most one slot, so both ways
+are plain lookups, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Spread(NamedTuple):
 def plan(segments_BT: Int[Array, "B T"], stride: int, room: int) -> tuple[Spread, Int[Array, "B U"]]:
     """(the plan, segments of the places) for rows that need no more than `room` places, a multiple of the stride.
 
-    A gap belongs to the document before it. Places beyond the last slot belong to what is there: padding, or its document.
+    A gap belongs to the document before it. Places beyond the last slot belong to what is there:
+    padding, or its document.
     """
     B, T = segments_BT.shape
     positions_BT = positions_in_segments(segments_BT)

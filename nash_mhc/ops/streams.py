@@ -1,9 +1,10 @@
 """Residual streams: R copies of the stream, read through one set of weights and written back through two others.
 
-A token's streams are R separate arrays [B, T, D], never one [B, T, R, D]: mixing them is then elementwise, which compilers
-fuse into one pass that reads each stream once. A token's coefficients are one row of `maps_BTM`, float32: R of pre, R of post,
-R x R of res, row by row. Sums are formed in float32 whatever the streams' dtype. Each function has its gradient written
-out, so that nothing wider than the streams themselves is ever kept; the plain forms at the end are what the tests compare with.
+A token's streams are R separate arrays [B, T, D], never one [B, T, R, D]: mixing them is then elementwise, which
+compilers fuse into one pass that reads each stream once. A token's coefficients are one row of `maps_BTM`, float32: R
+of pre, R of post, R x R of res, row by row. Sums are formed in float32 whatever the streams' dtype. Each function has
+its gradient written out, so that nothing wider than the streams themselves is ever kept;
+the plain forms at the end are what the tests compare with.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ read.defvjp(_read_fwd, _read_bwd)
 
 @jax.custom_vjp
 def write(xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"]) -> tuple[Streams, Float[Array, "B T R"]]:
-    """(stream i becomes sum_j res[i][j] * stream j + post[i] * y; the `squares` of the new streams, without a gradient)."""
+    """(stream i becomes sum_j res[i][j] * stream j + post[i] * y;
+    the `squares` of the new streams, without a gradient)."""
     forms: dict[str, Any] = {"default": _write_in_xla}
     if streams_gpu.fits(y_BTD.shape):
         forms["cuda"] = _write_in_kernel

@@ -1,8 +1,9 @@
 """Passes over residual streams as GPU kernels (Pallas, Triton): each loads a token's coefficients and its streams once.
 
-XLA's own fusions load up to 24 coefficients again for every element, and split the reductions of the backward pass over many
-kernels that each read the streams anew. `streams.py` has the same functions in plain arrays; the tests hold them together.
-Streams are [tokens, D] here, and a token's coefficients one row of a [tokens, M] array: pre, post, then res row by row.
+XLA's own fusions load up to 24 coefficients again for every element, and split the reductions of the backward pass over
+many kernels that each read the streams anew. `streams.py` has the same functions in plain arrays; the tests hold them
+together. Streams are [tokens, D] here, and a token's coefficients one row of a [tokens, M] array:
+pre, post, then res row by row.
 """
 
 from __future__ import annotations

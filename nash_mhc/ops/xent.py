@@ -1,8 +1,9 @@
 """Cross-entropy over a large vocabulary without ever holding [B, T, V] logits in float32.
 
-Tokens are walked in chunks along T; each chunk's logits live only inside the loop, and its gradients are formed there and
-then (the loss is a sum, so they only need scaling later): three matmuls a chunk instead of the four of recomputation.
-With `vocab_axes` the columns are split over those mesh axes and only per-token numbers cross between devices.
+Tokens are walked in chunks along T; each chunk's logits live only inside the loop, and its gradients are formed there
+and then (the loss is a sum, so they only need scaling later): three matmuls a chunk instead of the four of
+recomputation. With `vocab_axes` the columns are split over those mesh axes
+and only per-token numbers cross between devices.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def xent_and_grads(
     smoothing: float = 0.0,
     vocab_axes: tuple[str, ...] = (),
 ) -> tuple[XentSums, Float[Array, "B T D"], Float[Array, "V D"]]:
-    """The sums, d loss / d x and d loss / d w (float32). With `vocab_axes`, d x is this device's part of a sum over them."""
+    """The sums, d loss / d x and d loss / d w (float32).
+    With `vocab_axes`, d x is this device's part of a sum over them."""
     return _walk(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=True)
 
 

@@ -17,8 +17,9 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
-# How far Muon moves a matrix at a learning rate of 1, in singular values, so that rates of the size that suits Adam suit it:
-# a square one of the reference width by 0.8 in the root of its mean square. docs/log.md has what came of 0.2 to 1.6.
+# How far Muon moves a matrix at a learning rate of 1, in singular values, so that rates of the size that suits Adam
+# suit it: a square one of the reference width by 0.8 in the root of its mean square.
+# docs/log.md has what came of 0.2 to 1.6.
 _MUON_STEP = 0.8 * math.sqrt(REFERENCE_WIDTH)
 
 
@@ -36,8 +37,8 @@ def _adam(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
 def _muon(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
     """Matrices by Muon, all else by Adam.
 
-    An orthogonal update changes the length of what comes out by the same factor whatever the width, if it is scaled by the
-    root of (outputs / inputs): the rate needs no other rule.
+    An orthogonal update changes the length of what comes out by the same factor whatever the width, if it is scaled by
+    the root of (outputs / inputs): the rate needs no other rule.
     """
     axes = matrix_axes(model)
     orthogonal = scale_by_muon(weight_dimension_numbers=lambda params: _map_present(lambda _, numbers: numbers, params, axes))
@@ -61,8 +62,8 @@ def _map_present(fn: Callable[..., Any], tree: PyTree, values: PyTree) -> PyTree
     return jax.tree.map(lambda x, value: x if is_gone(x) else fn(x, value), tree, values, is_leaf=is_gone)
 
 
-# From numbers, which may be traced, and a model, whose leaves may be shapes, to updates that neither the learning rate nor
-# weight decay is part of. What it keeps of a parameter is laid on the mesh as the parameter is.
+# From numbers, which may be traced, and a model, whose leaves may be shapes, to updates that neither the learning rate
+# nor weight decay is part of. What it keeps of a parameter is laid on the mesh as the parameter is.
 Make = Callable[[Hyperparameters, Any], optax.GradientTransformation]
 
 OPTIMIZERS: dict[str, Make] = {"adamw": _adam, "muon": _muon}

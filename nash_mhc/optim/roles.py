@@ -21,10 +21,10 @@ def decays(module: PyTree) -> PyTree:
 def rates(module: PyTree) -> PyTree:
     """The module's tree with the factor of each array's learning rate under Adam.
 
-    Adam moves every entry of a matrix by about the rate, all in directions that agree with its input: what comes out moves by
-    the rate times the width. So what has the width among its axes learns at a rate of one over it, and the same number suits
-    every width (tests/test_rates.py watches how far activations move). Scales, biases and taps move what comes out by the rate
-    itself.
+    Adam moves every entry of a matrix by about the rate, all in directions that agree with its input: what comes out
+    moves by the rate times the width. So what has the width among its axes learns at a rate of one over it, and the
+    same number suits every width (tests/test_rates.py watches how far activations move). Scales, biases and taps move
+    what comes out by the rate itself.
     """
 
     def factor(declared: Declared, array: Any) -> float:
@@ -40,7 +40,8 @@ def is_orthogonal(module: PyTree) -> PyTree:
 
 
 def matrix_axes(module: PyTree) -> PyTree:
-    """The module's tree with the axes that go into each matrix and those that come out; a stack of layers is several."""
+    """The module's tree with the axes that go into each matrix and those that come out;
+    a stack of layers is several."""
 
     def numbers(declared: Declared, _: Any) -> MuonDimensionNumbers:
         first = len(declared.axes) - len([a for a in declared.axes if a != "layers"])

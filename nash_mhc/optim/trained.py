@@ -1,4 +1,5 @@
-"""What of a model is trained: gradients, moments, averages and clipping know nothing of the rest, which stays as it is."""
+"""What of a model is trained: gradients, moments, averages and clipping know nothing of the rest,
+which stays as it is."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
         _try_config("jax_platforms", "cpu")  # keeps JAX from taking an accelerator's memory that the run will not use
     processes = start(cfg)
     if wanted > 1:
-        # Host devices are emulated: as many as the mesh asks for, spread over all processes. Accelerators are not affected.
+        # Host devices are emulated: as many as the mesh asks for, spread over all processes.
+        # Accelerators are not affected.
         _try_config("jax_num_cpu_devices", -(-wanted // processes))
     if cfg.platform == "auto":
         return next(devices for devices in map(_found, _PLATFORMS) if devices)
@@ -68,8 +69,8 @@ def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, ...]:
         raise ConfigError(
             f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here; use --num-devices {there}"
         )
-    # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use; and so does the
-    # default mesh anywhere: the first run of a newcomer takes one device and is told of the others.
+    # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use; and so
+    # does the default mesh anywhere: the first run of a newcomer takes one device and is told of the others.
     sizes = cfg.axes.values()
     by_mesh = (platform == "cpu" and -1 not in sizes) or set(sizes) == {1}
     in_use = cfg.num_devices or (math.prod(sizes) if by_mesh else there)

@@ -2,7 +2,8 @@
 
     gate_DF: Float[Array, "D F"] = param("embed", "ffn")
 
-`parallel/sharding.py` lays it on the mesh by its axes, `optim/` chooses its rate, its decay and its optimizer by its role.
+`parallel/sharding.py` lays it on the mesh by its axes, `optim/` chooses its rate,
+its decay and its optimizer by its role.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Role(NamedTuple):
 MATRIX = Role("matrix", orthogonal=True)  # maps one vector to another
 TABLE = Role("table")  # a vector for each token
 VECTOR = Role("vector", decays=False)  # scales, biases, taps of convolutions
-# Makes few numbers of a whole token, such as logits of weights, which are squashed afterwards: it learns faster than what it
-# weighs. docs/log.md has what came of 0.1, 1 and 16.
+# Makes few numbers of a whole token, such as logits of weights, which are squashed afterwards: it learns faster than
+# what it weighs. docs/log.md has what came of 0.1, 1 and 16.
 GATE = Role("gate", rate=4.0)
 
 
@@ -53,7 +54,8 @@ class Declared(NamedTuple):
 def param(*axes: str, role: Role | None = None, inputs: int = 1, cast: bool = True) -> Any:
     """Declares a parameter field. Without a role, what has one axis is a VECTOR and everything else a MATRIX.
 
-    Vectors of one axis neither decay nor leave float32: a norm scale near 1 has no bits left for its updates in bfloat16.
+    Vectors of one axis neither decay nor leave float32:
+    a norm scale near 1 has no bits left for its updates in bfloat16.
     """
     role = role or (MATRIX if len(axes) > 1 else VECTOR)
     return eqx.field(metadata={"declared": Declared(axes, role, inputs, cast and len(axes) > 1)})

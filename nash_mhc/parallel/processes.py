@@ -1,4 +1,5 @@
-"""Several processes as one run: started from flags or from what the scheduler says, with a board to leave each other notes."""
+"""Several processes as one run: started from flags or from what the scheduler says,
+with a board to leave each other notes."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def _own_device(env: Mapping[str, str], local_index: int, local_count: int) -> i
 
 
 def _by_slurm(env: Mapping[str, str]) -> Place | None:
-    # Only what srun has started has a step and a number in it: a shell inside an allocation is alone, whatever its size.
+    # Only what srun has started has a step and a number in it:
+    # a shell inside an allocation is alone, whatever its size.
     count = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
     if count < 2 or not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(env):
         return None
@@ -140,7 +142,8 @@ def _joined() -> Any:
 
 
 def start(cfg: MeshConfig) -> int:
-    """Joins the run's other processes, if there are any, before the first use of a device; returns how many there are."""
+    """Joins the run's other processes, if there are any, before the first use of a device;
+    returns how many there are."""
     if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
         return _joined().num_processes or 1
     jax.config.update("jax_enable_preemption_service", False)  # signals are ours: runtime/signals.py

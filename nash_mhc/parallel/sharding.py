@@ -78,7 +78,8 @@ def named(mesh: Mesh, *axes: str) -> NamedSharding:
 
 
 def _ambient() -> bool:
-    """Whether code is being traced for a mesh (`jax.set_mesh`). Without one, a model runs on whatever holds its arrays."""
+    """Whether code is being traced for a mesh (`jax.set_mesh`).
+    Without one, a model runs on whatever holds its arrays."""
     return not jax.sharding.get_abstract_mesh().empty
 
 
@@ -105,7 +106,8 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def for_compute(module: PyTree, dtype: Any) -> PyTree:
-    """One layer's parameters as its operations want them: in the compute dtype unless declared otherwise, whole along fsdp."""
+    """One layer's parameters as its operations want them:
+    in the compute dtype unless declared otherwise, whole along fsdp."""
 
     def prepare(declared: Declared, w: Array) -> Array:
         if declared.cast:
@@ -120,7 +122,8 @@ def for_compute(module: PyTree, dtype: Any) -> PyTree:
 def is_gathered_weight(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether an operation's result is a weight that `for_compute` put together: what no remat policy may save.
 
-    By its name, and by the constraint that made it: the only one that leaves fsdp out, which activations carry in their batch.
+    By its name, and by the constraint that made it:
+    the only one that leaves fsdp out, which activations carry in their batch.
     """
     if primitive.name == "name":
         return params["name"] == GATHERED_WEIGHT

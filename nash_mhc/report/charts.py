@@ -47,7 +47,8 @@ def _thin(points: Points, most: int = 600) -> Points:
 
 
 def chart(title: str, line: Points, dots: Points | None = None, floor: float | None = None, *, big: bool = False) -> str:
-    """An SVG: a line (training), dots joined by a thin line (held out), a dashed level. Or a note that there is nothing yet."""
+    """An SVG: a line (training), dots joined by a thin line (held out), a dashed level.
+    Or a note that there is nothing yet."""
     W, H, left, right, top, bottom = (960, 360, 62, 14, 12, 40) if big else (320, 170, 46, 14, 8, 24)
     dots = dots or []
     known = [(x, y) for x, y in [*line, *dots] if y is not None]

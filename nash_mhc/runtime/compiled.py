@@ -28,8 +28,8 @@ def signature(tree: Any) -> tuple[str, ...]:
 class CompiledStep:
     """Ahead-of-time compilation of `fn(state, batch, *constants)`; the state is donated, its shape never changes.
 
-    `constants` are scalars that stay the same from step to step but are no part of the program: with others, the same one runs.
-    `traces` counts how often Python ran the function: once a run, or `warn` is told what changed.
+    `constants` are scalars that stay the same from step to step but are no part of the program: with others, the same
+    one runs. `traces` counts how often Python ran the function: once a run, or `warn` is told what changed.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class CompiledStep:
         self._placed: list[Any] | None = None  # on the mesh
         self._compiled: dict[tuple[str, ...], Any] = {}  # shared as well
         self._latest: tuple[str, ...] | None = None  # shape of this one's last batch
-        # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is told otherwise.
-        # Everywhere else the same program gives the same bits.
+        # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is told
+        # otherwise. Everywhere else the same program gives the same bits.
         platform = mesh.devices.flat[0].platform
         self._compiler_options: dict[str, str | bool] = {}
         self._deterministic_gpu = platform == "gpu" and deterministic
@@ -94,7 +94,8 @@ class CompiledStep:
     def begin(self, state: Any, batch: Any) -> Callable[[], None]:
         """Starts to compile in a thread of its own; the function that is returned waits for the end of it.
 
-        Other things can be compiled meanwhile, and an interrupt gets through, which a compiler in the main thread holds up.
+        Other things can be compiled meanwhile, and an interrupt gets through,
+        which a compiler in the main thread holds up.
         """
         failure: list[BaseException] = []
 

@@ -20,7 +20,8 @@ _PEAKS = {
 
 
 def cores() -> float:
-    """Processors that this process may keep busy: as many as it is bound to, or fewer where a container grants it less."""
+    """Processors that this process may keep busy:
+    as many as it is bound to, or fewer where a container grants it less."""
     bound = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -64,7 +65,8 @@ def processors(mesh: Mesh) -> int:
 
 
 def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> float:
-    """FLOP/s of the whole mesh: the data sheet's for bfloat16 on a known chip, the measured matmul rate for anything else."""
+    """FLOP/s of the whole mesh: the data sheet's for bfloat16 on a known chip,
+    the measured matmul rate for anything else."""
     device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
     if dtype == "bfloat16" and (teraflops := known_peak(device.device_kind)):
         return teraflops * 1e12 * mesh.size

@@ -21,8 +21,8 @@ _LEFT_BEHIND_S = 3600.0  # who has written nothing to a part of a file for so lo
 
 
 def write_programs_whole() -> None:
-    """JAX writes a compiled program in place. A kill in that moment leaves one that every later start stumbles over, and a
-    process beside this one may read half of it: here it is written beside its place, and then put there."""
+    """JAX writes a compiled program in place. A kill in that moment leaves one that every later start stumbles over,
+    and a process beside this one may read half of it: here it is written beside its place, and then put there."""
     try:
         from jax._src import lru_cache
     except ImportError:
@@ -50,9 +50,11 @@ def write_programs_whole() -> None:
 
 
 def use_compilation_cache(folder: Folder) -> None:
-    """A restarted run starts in seconds: compiled programs are kept beside the runs, unless the user keeps them elsewhere.
+    """A restarted run starts in seconds:
+    compiled programs are kept beside the runs, unless the user keeps them elsewhere.
 
-    Those of a run in an object store lie where the runs of this machine have theirs: they are of no use to another machine.
+    Those of a run in an object store lie where the runs of this machine have theirs:
+    they are of no use to another machine.
     """
     write_programs_whole()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:

@@ -53,8 +53,8 @@ class Signals:
     def listen(self) -> None:
         """For a process that is a training run from its start to its end.
 
-        A handler in Python waits until the main thread comes back from C++, out of a compilation for instance. The bytes
-        that the interpreter's own handler writes are read by a thread that does not wait for it.
+        A handler in Python waits until the main thread comes back from C++, out of a compilation for instance. The
+        bytes that the interpreter's own handler writes are read by a thread that does not wait for it.
         """
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
@@ -98,7 +98,8 @@ class Signals:
     def at_work(self) -> Iterator[None]:
         """Inside, what has been computed is worth saving: a signal is remembered, for the one who asks for `caught`.
 
-        In a notebook or a script, which did not ask to `listen`, signals mean what they always do before and behind this.
+        In a notebook or a script, which did not ask to `listen`,
+        signals mean what they always do before and behind this.
         """
         in_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in self._wanted()} if in_main and not self.listening else {}

@@ -40,7 +40,8 @@ class Appended:
 
 
 class Rewritten:
-    """In an object store, which can add nothing to an object: written again as a whole, in the background and now and then."""
+    """In an object store, which can add nothing to an object:
+    written again as a whole, in the background and now and then."""
 
     def __init__(self, path: Folder, first: bytes = b"", *, pause: float = 30.0) -> None:
         self._path, self._pause, self._next = path, pause, 0.0

@@ -1,4 +1,5 @@
-"""What goes wrong with storage, as one kind of error and without the noise: Orbax and TensorStore each have their own."""
+"""What goes wrong with storage, as one kind of error and without the noise:
+Orbax and TensorStore each have their own."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def _as_os_error(error: BaseException | None) -> OSError | None:
     text = str(error)
     if code := re.search(r"os_error_code='(\d+)'", text):
         return OSError(int(code[1]), os.strerror(int(code[1])))
-    # TensorStore raises ValueErrors that begin with the name of a status (UNAVAILABLE: ...), and so does XLA its own errors.
+    # TensorStore raises ValueErrors that begin with the name of a status (UNAVAILABLE:
+    # ...), and so does XLA its own errors.
     of_tensorstore = re.match(r"[A-Z]+(_[A-Z]+)*: ", text) and type(error).__name__ != "JaxRuntimeError"
     if of_tensorstore or type(error).__module__.partition(".")[0] in _OF_OBJECT_STORES:
         return OSError(text[:160])
@@ -63,13 +65,15 @@ def reason(fault: OSError) -> str:
 
 
 def _not_told_twice(record: logging.LogRecord) -> bool:
-    """They log a fault with its traceback, some in each thread that it passes, and raise it as well: one line tells it."""
+    """They log a fault with its traceback, some in each thread that it passes, and raise it as well:
+    one line tells it."""
     return not (record.levelno == logging.ERROR and record.exc_info and _as_os_error(record.exc_info[1]))
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """It logs whatever goes wrong in its threads, and of a folder that is gone says the strangest things; what matters of it is
-    raised. By who is calling: this logger may not know (it was made before absl could make one of its own kind)."""
+    """It logs whatever goes wrong in its threads, and of a folder that is gone says the strangest things; what matters
+    of it is raised. By who is calling: this logger may not know (it was made before absl could make one of its own
+    kind)."""
     frame = sys._getframe()
     for _ in range(16):
         if frame is None or frame.f_globals.get("__name__", "").startswith("orbax."):

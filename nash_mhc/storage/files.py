@@ -1,4 +1,5 @@
-"""What a run does with whole folders and files, on this machine and in an object store, which has neither folders nor renames.
+"""What a run does with whole folders and files, on this machine and in an object store,
+which has neither folders nor renames.
 
 Only the standard library, for folders of this machine.
 """
@@ -99,7 +100,8 @@ def create_whole(path: Folder, text: str) -> None:
 
 
 def sync(folder: Folder) -> None:
-    """Until every file in the folder, and the folder itself, would outlive a loss of power. An object store sees to that."""
+    """Until every file in the folder, and the folder itself, would outlive a loss of power.
+    An object store sees to that."""
     if is_remote(folder):
         return
     for path in [*folder.rglob("*"), folder, folder.parent]:

@@ -1,4 +1,5 @@
-"""Where the numbers of a run go. A sink takes rows and writes them when it can; `stream.py` gives every row to all of them."""
+"""Where the numbers of a run go. A sink takes rows and writes them when it can;
+`stream.py` gives every row to all of them."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class JsonLines:
 
 
 class EventFile:
-    """For TensorBoard, whose own writer has a thread that dies of the first fault; its records are simple enough to append."""
+    """For TensorBoard, whose own writer has a thread that dies of the first fault;
+    its records are simple enough to append."""
 
     def __init__(self, folder: Folder, start_step: int) -> None:
         self.name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"

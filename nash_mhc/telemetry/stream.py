@@ -14,8 +14,9 @@ from nash_mhc.telemetry.sinks import EventFile, JsonLines, Sink
 class Telemetry:
     """Rows by step, to the files under `folder` and to the sinks `others`.
 
-    A resumed run first drops the rows of the steps that it is about to take again, and of evaluations after step `evaluated`,
-    which it is about to make again: an earlier process may have done both, and have left no checkpoint of it.
+    A resumed run first drops the rows of the steps that it is about to take again, and of evaluations after step
+    `evaluated`, which it is about to make again:
+    an earlier process may have done both, and have left no checkpoint of it.
 
     What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
     """

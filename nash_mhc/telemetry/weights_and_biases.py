@@ -1,4 +1,5 @@
-"""Weights & Biases as a sink of a run's numbers. The library is an extra, and is imported only where it is asked for."""
+"""Weights & Biases as a sink of a run's numbers.
+The library is an extra, and is imported only where it is asked for."""
 
 from __future__ import annotations
 

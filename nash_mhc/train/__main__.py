@@ -44,7 +44,8 @@ def _sample(result: Result, cfg: RunConfig) -> Iterator[str]:
 
 
 def _show_sample(result: Result, cfg: RunConfig) -> None:
-    """A first look at what was learned, as it is written. The run is over and saved: whatever happens here is no failure."""
+    """A first look at what was learned, as it is written. The run is over and saved:
+    whatever happens here is no failure."""
     held_here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(result.state.model))
     if jax.process_index() or not held_here or count_parameters(cfg.model) > _LARGEST_SAMPLED:
         return

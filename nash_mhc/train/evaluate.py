@@ -26,11 +26,14 @@ class BrokenOff(Exception):
 
 
 class Evaluator:
-    """`evaluate(model)` -> loss and whatever else the objective measures, on a fixed random sample of the held-out rows.
+    """`evaluate(model)` -> loss and whatever else the objective measures,
+    on a fixed random sample of the held-out rows.
 
-    Of an objective with a cross-entropy (`loss/ce`) that is the loss, without the terms that are there for training only.
+    Of an objective with a cross-entropy (`loss/ce`) that is the loss,
+    without the terms that are there for training only.
 
-    The rows do not depend on the run's seed or batch size (up to where the last batch ends), so that runs can be compared.
+    The rows do not depend on the run's seed or batch size (up to where the last batch ends),
+    so that runs can be compared.
     """
 
     def __init__(self, cfg: RunConfig, held_out: RowSource, tokenizer: Tokenizer, mesh: Mesh) -> None:
@@ -53,7 +56,8 @@ class Evaluator:
         should_stop: Callable[[], bool] = lambda: False,
         only: Callable[[Rows], np.ndarray] | None = None,
     ) -> dict[str, float]:
-        """BrokenOff as soon as `should_stop`, which is asked before every batch, says so; `only` says which targets count.
+        """BrokenOff as soon as `should_stop`, which is asked before every batch, says so;
+        `only` says which targets count.
 
         Where none does, all is NaN.
         """

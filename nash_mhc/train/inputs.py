@@ -1,4 +1,5 @@
-"""What a run reads and where it writes, opened and checked: whatever must be refused is refused here, and leaves nothing."""
+"""What a run reads and where it writes, opened and checked:
+whatever must be refused is refused here, and leaves nothing."""
 
 from __future__ import annotations
 

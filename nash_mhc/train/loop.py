@@ -1,4 +1,5 @@
-"""The training loop: dispatch a step, then read the metrics of the one before. The host never waits for the newest step."""
+"""The training loop: dispatch a step, then read the metrics of the one before.
+The host never waits for the newest step."""
 
 from __future__ import annotations
 

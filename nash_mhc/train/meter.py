@@ -17,8 +17,8 @@ _OF_A_STEP = ("tokens", "spike", "skipped", "empty")
 
 
 class Interval:
-    """Sums over the steps since the last row. They are saved with a checkpoint: a run that goes on writes the row of one
-    that was never stopped. What is not finite is left out, and so are steps in which nothing counted."""
+    """Sums over the steps since the last row. They are saved with a checkpoint: a run that goes on writes the row of
+    one that was never stopped. What is not finite is left out, and so are steps in which nothing counted."""
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         saved = saved or {}
@@ -29,7 +29,8 @@ class Interval:
         self._newest: dict[str, float] = dict(saved.get("newest", {}))
 
     def add(self, metrics: dict[str, Any], weights: dict[str, float]) -> None:
-        """`weights`: what means were taken over, of which steps have more or fewer; other metrics weigh the same in each."""
+        """`weights`: what means were taken over, of which steps have more or fewer;
+        other metrics weigh the same in each."""
         self.steps += 1
         for name, value in metrics.items():
             if name in _OF_A_STEP or metrics["empty"]:
@@ -47,7 +48,8 @@ class Interval:
                 self._sums[name] = total + weight * np.asarray(value, np.float64), before + weight
 
     def means(self, last: dict[str, Any]) -> dict[str, Any]:
-        """By name, in the order of a step's own metrics: numbers, and for what is measured layer by layer, lists of them."""
+        """By name, in the order of a step's own metrics:
+        numbers, and for what is measured layer by layer, lists of them."""
         row: dict[str, Any] = {}
         for name, value in last.items():
             if name in _NEWEST:
@@ -68,12 +70,14 @@ class Interval:
 
 
 class Meter:
-    """Turns the metrics of finished steps into rows. Times are between completions seen, so they are the device's own."""
+    """Turns the metrics of finished steps into rows.
+    Times are between completions seen, so they are the device's own."""
 
     def __init__(
         self, cfg: RunConfig, flops_per_token: float, peak_flops: float, *, step: int, updates: int, saved: dict[str, Any]
     ) -> None:
-        """`saved` is what lies beside the checkpoint that the run goes on from, at `step` with so many `updates` made."""
+        """`saved` is what lies beside the checkpoint that the run goes on from,
+        at `step` with so many `updates` made."""
         self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
         self.tokens_seen: int = saved.get("tokens_seen", 0)
         self.empty: int = saved.get("empty_steps", 0)

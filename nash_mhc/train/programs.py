@@ -1,4 +1,5 @@
-"""What a run has compiled: the step and the evaluation. The same ones serve every later run of the process that needs them.
+"""What a run has compiled: the step and the evaluation.
+The same ones serve every later run of the process that needs them.
 
 A notebook that trains again, with another rate, seed, text or folder, does not wait for the compiler a second time.
 """
@@ -38,7 +39,8 @@ def make_objective(cfg: RunConfig, source: RowSource | None = None, *, most_docu
 
 
 def _room(cfg: RunConfig, source: RowSource | None) -> int | None:
-    """Places of a row of attention, where documents begin anywhere: whole blocks of the coarsest scale, and few lengths."""
+    """Places of a row of attention, where documents begin anywhere:
+    whole blocks of the coarsest scale, and few lengths."""
     if source is None or source.room is None:
         return None
     stride = cfg.model.alignment
@@ -59,7 +61,8 @@ def compile_train_step(
     most_documents: int | None = None,
     warn: Callable[[str], None] = print,
 ) -> CompiledStep:
-    """The real step, donated, with the state pinned to its shardings: what the run, the benchmark and the tests all use."""
+    """The real step, donated, with the state pinned to its shardings:
+    what the run, the benchmark and the tests all use."""
     most_documents = source.most_documents if source is not None else most_documents
     return _train_step(shaping(cfg), mesh, most_documents, _room(cfg, source), registered(cfg)).again(
         [Hyperparameters.of(cfg)], warn

@@ -1,4 +1,5 @@
-"""What depends on the devices of a run: its mesh, its dtype, its kernels. Filled in once, before anything else is done."""
+"""What depends on the devices of a run: its mesh, its dtype, its kernels.
+Filled in once, before anything else is done."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
 
 
 def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
-    """Fills in what depends on the kind of device (dtype, kernel, unrolling); refuses a kernel that cannot run there."""
+    """Fills in what depends on the kind of device (dtype, kernel, unrolling);
+    refuses a kernel that cannot run there."""
     dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
     attention = _attention_kernel(cfg, platform, dtype)
     unroll = cfg.train.unroll

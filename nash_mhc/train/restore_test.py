@@ -45,7 +45,8 @@ def wanted_state(checkpoint: Folder) -> TrainState:
 
 
 def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:
-    """A line for every array that is not as its configuration wants it; another saved dtype would be cast in silence."""
+    """A line for every array that is not as its configuration wants it;
+    another saved dtype would be cast in silence."""
     restored = named_leaves(state)
     for name, like in named_leaves(wanted).items():
         if saved[name] != (like.shape, str(like.dtype)):

@@ -1,4 +1,5 @@
-"""What a run goes on from: its folder's last whole checkpoint, another run's, its weights, or fresh ones; and what fits it."""
+"""What a run goes on from: its folder's last whole checkpoint, another run's, its weights, or fresh ones;
+and what fits it."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def _with_rows_a_step(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> None:
-    """A run that is continued has the same model and, in its own folder, reads on (the same `rows`) where it stopped."""
+    """A run that is continued has the same model and, in its own folder,
+    reads on (the same `rows`) where it stopped."""
     if (described := folder.description()) is None:
         return
     before, now = _with_rows_a_step(described.config), _with_rows_a_step(flat(cfg.to_dict()))

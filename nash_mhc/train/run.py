@@ -48,9 +48,9 @@ def run(
 ) -> Result:
     """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
 
-    Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there. `each_step` is called
-    with the number of each step that has finished, while the next one runs. `sinks` get the rows of metrics and evaluations, as
-    the run's own files do; of several processes, those of the first.
+    Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there. `each_step` is
+    called with the number of each step that has finished, while the next one runs. `sinks` get the rows of metrics and
+    evaluations, as the run's own files do; of several processes, those of the first.
     """
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as held:

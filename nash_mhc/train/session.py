@@ -1,4 +1,5 @@
-"""A run that is ready to train: its step compiled, its state restored, its files open; and what it does between steps."""
+"""A run that is ready to train: its step compiled, its state restored, its files open;
+and what it does between steps."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def _evaluation_missing(inputs: Inputs, start: Start) -> bool:
 
 
 def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
-    """Project and id of the run at Weights & Biases; the same as before where this folder's run has some, in use or not."""
+    """Project and id of the run at Weights & Biases;
+    the same as before where this folder's run has some, in use or not."""
     wanted, known = inputs.cfg.telemetry.wandb, inputs.folder.description()
     before = known.wandb if known is not None else None
     if wanted is None or (before is not None and before.get("project") == wanted):
@@ -199,7 +201,8 @@ def _wandb_sink(inputs: Inputs, run: dict[str, str] | None, reporter: Reporter) 
 def _open_files(
     inputs: Inputs, texts: dict[str, str], evaluated: int, step: int, reporter: Reporter, others: Sequence[Sink]
 ) -> Telemetry:
-    """Writes what is known of the run; opens its rows, of which those after `step`, and evaluations after `evaluated`, go."""
+    """Writes what is known of the run; opens its rows, of which those after `step`, and evaluations after `evaluated`,
+    go."""
     try:
         inputs.folder.write(texts)
         return Telemetry(

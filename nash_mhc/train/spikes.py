@@ -11,13 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 KEPT = 64  # steps that a new one is compared with
 MEASURES = {"loss": "loss", "grad_norm": "gradient norm"}  # name among the metrics -> in words
 _NORMAL = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
-# Of the median: where values hardly vary, a hair's breadth is no spike. Gradient norms have a long tail, single batches of
-# several times the median are ordinary, and clipping takes care of them.
+# Of the median: where values hardly vary, a hair's breadth is no spike. Gradient norms have a long tail, single batches
+# of several times the median are ordinary, and clipping takes care of them.
 _LEAST_SPREAD = {"loss": 0.02, "grad_norm": 0.25}
 
 
 class Recent(eqx.Module):
-    """The last finite values of each measure, in a ring. Part of the state: a resumed run judges as the unbroken one does."""
+    """The last finite values of each measure, in a ring. Part of the state:
+    a resumed run judges as the unbroken one does."""
 
     values_MN: Float[Array, "M N"]
     count: Int[Array, ""]  # finite values seen so far: the next one goes to count mod N
@@ -50,8 +51,8 @@ def scores(recent: Recent, values_M: Float[Array, " M"]) -> Float[Array, " M"]:
 def remember(recent: Recent, values_M: Float[Array, " M"], spike: Bool[Array, ""]) -> Recent:
     """With these values in the ring, unless one of them is not finite.
 
-    A spike enters as well: a few of them do not move a median, and a real change of level is what is usual after half a ring;
-    were it kept out, every step after it would be a spike for ever.
+    A spike enters as well: a few of them do not move a median, and a real change of level is what is usual after half a
+    ring; were it kept out, every step after it would be a spike for ever.
     """
     finite = jnp.isfinite(values_M).all()
     values_MN = recent.values_MN.at[:, recent.count % KEPT].set(values_M)

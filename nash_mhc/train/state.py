@@ -53,7 +53,8 @@ def shaping(cfg: RunConfig) -> RunConfig:
 
 
 def registered(cfg: RunConfig) -> tuple[Any, ...]:
-    """What the names in a configuration stand for now: in a notebook, another function may be registered under the same one."""
+    """What the names in a configuration stand for now:
+    in a notebook, another function may be registered under the same one."""
     return (
         architecture_of(cfg.model),
         optimizers.OPTIMIZERS.get(cfg.optim.optimizer),
@@ -62,7 +63,8 @@ def registered(cfg: RunConfig) -> tuple[Any, ...]:
 
 
 def initial_state(cfg: RunConfig, model: Any) -> TrainState:
-    """The state before the first step of a model; pure, so it can be traced for shapes alone or made in place on a mesh."""
+    """The state before the first step of a model;
+    pure, so it can be traced for shapes alone or made in place on a mesh."""
     training = Training.of(cfg.optim)
     trained, _ = training.split(model)
     optimizer = training.make_optimizer(Hyperparameters.of(cfg), trained)
@@ -103,7 +105,8 @@ def _state_shardings(cfg: RunConfig, mesh: Mesh, _: tuple[Any, ...]) -> TrainSta
 
 
 def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the state, without an array: what restoring and ahead-of-time compiling start from."""
+    """Shapes, dtypes and shardings of the state, without an array:
+    what restoring and ahead-of-time compiling start from."""
     place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
     return jax.tree.map(place, abstract_state(cfg), state_shardings(cfg, mesh))
 

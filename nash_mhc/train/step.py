@@ -60,8 +60,9 @@ def make_train_step(
         scores_M = spikes.scores(state.recent, measured_M)
         spike = (jnp.max(scores_M) > h.spike_score) & ~empty
         recent = spikes.remember(state.recent, jnp.where(empty, jnp.nan, measured_M), spike)
-        # A step without a finite loss and gradients changes nothing, nor does a spike where the user wants it so. Chosen
-        # element by element, where the update is written anyway: no branch, no copy of the state, no word to the host.
+        # A step without a finite loss and gradients changes nothing, nor does a spike where the user wants it so.
+        # Chosen element by element, where the update is written anyway:
+        # no branch, no copy of the state, no word to the host.
         good = jnp.isfinite(measured_M).all() & ~(spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
         metrics |= {"skipped": 1.0 * ~(good | empty), "empty": 1.0 * empty, "spike": 1.0 * spike, "spikes": recent.spikes}

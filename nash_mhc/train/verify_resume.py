@@ -1,7 +1,8 @@
-"""`python -m nash_mhc.train --verify-resume`: is a run that was killed and resumed the run that was not? Tried, not promised.
+"""`python -m nash_mhc.train --verify-resume`:
+is a run that was killed and resumed the run that was not? Tried, not promised.
 
-Real processes train a few steps of the user's own run, in a temporary folder; one of them kills itself. The process that starts
-and compares them uses no accelerator, so that each of the others finds all devices free.
+Real processes train a few steps of the user's own run, in a temporary folder; one of them kills itself. The process
+that starts and compares them uses no accelerator, so that each of the others finds all devices free.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def short_run(cfg: RunConfig, folder: Path) -> RunConfig:
 
 
 def other_mesh(cfg: RunConfig, platform: str, there: int) -> MeshConfig | None:
-    """Another mesh that this run fits on: of as many devices if it can be, split along several axes; None where there is none.
+    """Another mesh that this run fits on: of as many devices if it can be, split along several axes;
+    None where there is none.
 
     `cfg` has its mesh resolved. Devices of a CPU are emulated, as many as one likes.
     """
@@ -89,7 +91,8 @@ def different_losses(unbroken: Path, resumed: Path, tolerance: float) -> Iterato
 
 
 def _contents(folder: Path) -> dict[str, str]:
-    """Name -> hash of every array of the last checkpoint; and the plain values beside them. One state in memory at a time."""
+    """Name -> hash of every array of the last checkpoint; and the plain values beside them.
+    One state in memory at a time."""
     with Store(folder) as store:
         state, values = store.restore(STEPS, wanted_state(RunFolder(folder).checkpoints / str(STEPS)))
     found = {name: hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for name, leaf in named_leaves(state).items()}
@@ -106,7 +109,8 @@ def different_states(unbroken: Path, resumed: Path) -> list[str]:
 
 
 def kill_after(folder: Path, step: int) -> Callable[[int], None]:
-    """For `run(each_step=...)`: ends this process without a chance to clean up, while the step after `step` is under way."""
+    """For `run(each_step=...)`: ends this process without a chance to clean up,
+    while the step after `step` is under way."""
 
     def finished(number: int) -> None:
         if number >= step:
@@ -140,7 +144,8 @@ def _train(cfg: RunConfig, what: str, *, killed: bool = False) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Whatever ends the process that started this one closes its end of our standard input: then nothing shall stay behind."""
+    """Whatever ends the process that started this one closes its end of our standard input:
+    then nothing shall stay behind."""
     os.read(0, 1)  # sys.stdin would hold a lock that the interpreter wants at its end
     # Deleted from outside and a little later: this process goes on writing until its last moment.
     delete = "import shutil, sys, time; time.sleep(1); shutil.rmtree(sys.argv[1], ignore_errors=True)"
@@ -163,7 +168,8 @@ def _say(differences: list[str], equal: str) -> bool:
 
 
 def _resumed(cfg: RunConfig, folder: Path) -> bool:
-    """Whether the run that was killed and resumed equals the unbroken one; leaves both, and a copy of the killed one."""
+    """Whether the run that was killed and resumed equals the unbroken one;
+    leaves both, and a copy of the killed one."""
     unbroken, resumed = folder / "unbroken", folder / "resumed"
     print(f"1/4 {STEPS} steps without a break ...", flush=True)
     _train(short_run(cfg, unbroken), "the unbroken run")
@@ -197,7 +203,8 @@ def _moved(folder: Path) -> bool:
 
 
 def verify_resume(cfg: RunConfig) -> int:
-    """Exit code 0 when all runs are equal, 1 when not (their folders then stay, to be looked at), 2 for the user's mistakes."""
+    """Exit code 0 when all runs are equal, 1 when not (their folders then stay, to be looked at),
+    2 for the user's mistakes."""
     if find_place(cfg.mesh, os.environ) is not None:
         raise ConfigError(
             "--verify-resume starts processes of its own; give the command once, without the scheduler's launcher"

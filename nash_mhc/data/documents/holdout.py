@@ -1,7 +1,7 @@
 """Which documents are held out: whole ones, by a hash of their text, so that all copies of a text lie on the same side.
 
-In a corpus of many documents each is held out or not by itself, whoever reads it. Of a few, the hash only says in what order
-they are asked, until the wanted share of the text is reached: a single long one shall not be most of the data.
+In a corpus of many documents each is held out or not by itself, whoever reads it. Of a few, the hash only says in what
+order they are asked, until the wanted share of the text is reached: a single long one shall not be most of the data.
 """
 
 from __future__ import annotations

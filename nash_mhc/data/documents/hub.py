@@ -1,4 +1,5 @@
-"""Hugging Face datasets as a corpus: by name, from a folder that `save_to_disk` left, or from one that `load_dataset` reads."""
+"""Hugging Face datasets as a corpus: by name, from a folder that `save_to_disk` left,
+or from one that `load_dataset` reads."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Hub:
         return found.to_iterable_dataset(num_shards=max(1, min(len(found) // least, 16)))
 
     def table(self, split: str, least: int = 1) -> Any:
-        """The library's own stream of one split, with the wanted columns; in shards of at least so many records, if it can."""
+        """The library's own stream of one split, with the wanted columns;
+        in shards of at least so many records, if it can."""
         stream = self._stream(split, least)
         columns = stream.column_names
         for field in self._fields:

@@ -1,7 +1,7 @@
 """Files -> raw documents, one after the other, in an order that follows from their names alone.
 
-Reading is all that happens here; decoding, parsing and tokenizing are done by many processes (prepare.py). A document's place
-is a file and a line (or row) in it, for messages and for `inspect`.
+Reading is all that happens here; decoding, parsing and tokenizing are done by many processes (prepare.py). A document's
+place is a file and a line (or row) in it, for messages and for `inspect`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def first_fields(path: Path) -> list[str] | None:
-    """The names in the first record of a file; None where there is none, or none that could be read: whoever reads it tells."""
+    """The names in the first record of a file; None where there is none, or none that could be read:
+    whoever reads it tells."""
     with _readable(path):
         if kind_of(path) == "parquet":
             with _parquet(path) as table:

@@ -1,8 +1,8 @@
 """One record -> the text of its document, in spans that count in the loss or do not.
 
-Plain text is one span. Prompts and chats are messages, each written by a template; with `--loss-on response`, what counts is
-an assistant's message and what the template puts behind it, so that the model learns to answer and to stop. A template may
-spell the tokenizer's special tokens; whatever a record spells is text.
+Plain text is one span. Prompts and chats are messages, each written by a template; with `--loss-on response`, what
+counts is an assistant's message and what the template puts behind it, so that the model learns to answer and to stop. A
+template may spell the tokenizer's special tokens; whatever a record spells is text.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def _check_ids(ids: np.ndarray, job: Job, raw: Raw) -> None:
 
 
 def wastes_alignment(job: Job, documents: Iterator[Document]) -> bool:
-    """Whether so many documents are short that room for each to start at a multiple would be more than a trifle of the rows.
+    """Whether so many documents are short
+    that room for each to start at a multiple would be more than a trifle of the rows.
 
     By the first few hundred, or the first few MB of them: what they show decides for all, whoever prepares the rest.
     """

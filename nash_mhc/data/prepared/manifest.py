@@ -131,7 +131,8 @@ class Manifest:
 
 
 def again_command(folder: Path, values: dict[str, Any]) -> str:
-    """What to type to prepare the data of this manifest again; where it does not know the data's place, with a word for it."""
+    """What to type to prepare the data of this manifest again;
+    where it does not know the data's place, with a word for it."""
     recipe, files = values.get("recipe") or {}, values.get("files") or ["..."]
     dataset = (values.get("about") or {}).get("dataset") or (files[0] if len(files) == 1 else f"FOLDER_WITH_{files[0]}")
     words = ["python", "-m", "nash_mhc.data", "prepare", "--dataset", dataset]
@@ -174,7 +175,8 @@ def _digest_of_state(path: Path, size: int, modified_ns: int) -> str:
 
 
 def digests_of_sources(paths: Iterable[Path]) -> list[str]:
-    """The same for a user's files, which a run opens for each split: each is read once in a process, unless it changes."""
+    """The same for a user's files, which a run opens for each split:
+    each is read once in a process, unless it changes."""
     states = [(path, path.stat()) for path in paths]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda s: _digest_of_state(s[0].absolute(), s[1].st_size, s[1].st_mtime_ns), states))

@@ -1,8 +1,8 @@
 """Documents -> tokens -> packed rows on disk, in parallel, once.
 
-The corpus is read in chunks, whose borders follow from its content; a chunk becomes its own shards, whoever makes them. So
-the result does not depend on the number of processes, and a preparation that was killed goes on with the chunks that are
-missing: byte for byte what an unbroken one leaves.
+The corpus is read in chunks, whose borders follow from its content; a chunk becomes its own shards, whoever makes them.
+So the result does not depend on the number of processes, and a preparation that was killed goes on with the chunks that
+are missing: byte for byte what an unbroken one leaves.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
 
 
 def _decided(recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
-    """What is decided before anything is made: which documents are held out (those of a small corpus are all looked at), and
-    whether they are worth aligning."""
+    """What is decided before anything is made: which documents are held out (those of a small corpus are all looked
+    at), and whether they are worth aligning."""
     documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
     rule = survey(((d.key, d.size) for d in documents() if d.size), recipe["validation_fraction"])
     job = Job(recipe, tokenizer, corpus.names, folder, rule)
@@ -127,7 +127,8 @@ def _decided(recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Corpus, folde
 
 
 def _run_with_both_splits(job: Job, corpus: Corpus, workers: int, watch: Watch) -> tuple[Job, list[dict[str, Any]]]:
-    """The notes, and the job that they are of: where chance gave a split no piece at all of a single document, another one."""
+    """The notes, and the job that they are of:
+    where chance gave a split no piece at all of a single document, another one."""
     notes, recipe = run_chunks(job, corpus, workers, watch), job.recipe
     if job.held_out.by_piece and len({name for note in notes for name in note["splits"]}) == 1:
         keys = [note[which] for note in notes for which in ("lowest", "highest") if note[which] is not None]
@@ -178,9 +179,11 @@ def prepare(
     workers: int | None = None,
     watch: Watch = lambda *_: None,
 ) -> Manifest:
-    """Prepares into `out`, or finds it prepared already. ConfigError, and nothing left behind, for data that cannot be used.
+    """Prepares into `out`, or finds it prepared already.
+    ConfigError, and nothing left behind, for data that cannot be used.
 
-    The work is done in OUT.partial, which a killed process leaves for the next one; the finished folder appears at once.
+    The work is done in OUT.partial, which a killed process leaves for the next one;
+    the finished folder appears at once.
     """
     recipe = make_recipe(cfg, tokenizer, corpus, align)
     partial = out.with_name(out.name + ".partial")
@@ -253,7 +256,8 @@ def _prepare_in(
 def _sole_owner(partial: Path) -> Iterator[None]:
     """Holds a lock on the folder; who waited for another process finds what that one has left."""
     while True:
-        # The one before may rename or remove the folder at any moment. (mkdir's own exist_ok looks again, and would fail then.)
+        # The one before may rename or remove the folder at any moment.
+        # (mkdir's own exist_ok looks again, and would fail then.)
         with contextlib.suppress(FileExistsError):
             partial.mkdir()
         try:

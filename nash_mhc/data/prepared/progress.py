@@ -1,4 +1,5 @@
-"""How far a preparation is: a bar on a terminal, elsewhere a line now and then; on stderr, so that stdout is the result."""
+"""How far a preparation is: a bar on a terminal, elsewhere a line now and then;
+on stderr, so that stdout is the result."""
 
 from __future__ import annotations
 

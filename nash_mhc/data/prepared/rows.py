@@ -1,7 +1,8 @@
 """Prepared rows on disk: records of one size, read by number, checked on the way in.
 
-A record is the number of slots in use, T + 1 tokens, and two bits a slot (a document starts here; the target counts): about
-2.25 bytes a token. Reading is by `pread`: memory does not grow with the files, and processes and threads share a descriptor.
+A record is the number of slots in use, T + 1 tokens, and two bits a slot (a document starts here; the target counts):
+about 2.25 bytes a token. Reading is by `pread`:
+memory does not grow with the files, and processes and threads share a descriptor.
 """
 
 from __future__ import annotations
