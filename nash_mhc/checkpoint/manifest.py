@@ -6,16 +6,13 @@ Only the standard library: a checkpoint can be checked where no JAX is.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
+from nash_mhc.storage.digests import digest_of_file, digests_of_files
 from nash_mhc.storage.errors import as_os_errors, reason
 from nash_mhc.storage.paths import Folder, is_remote
 
@@ -33,21 +30,11 @@ def _files(checkpoint: Folder) -> dict[str, int]:
     return {name: size for name, size in files.sizes(checkpoint).items() if name != FILE}
 
 
-def _digest(path: Folder) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digests(paths: Iterable[Folder]) -> list[str]:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
-        return list(pool.map(_digest, paths))
-
-
 def write(checkpoint: Folder) -> None:
     """Hashes what is there, once it is safely on the disk. All of the manifest appears, or nothing of it."""
     files.sync(checkpoint)
     found = _files(checkpoint)
-    digests = _digests(checkpoint / name for name in found)
+    digests = digests_of_files(checkpoint / name for name in found)
     entries = {name: {"bytes": size, "sha256": digest} for (name, size), digest in zip(found.items(), digests, strict=True)}
     part = checkpoint.with_name(f"{checkpoint.name}.{FILE}.part")  # beside the checkpoint, whose files are all accounted for
     files.write_whole(checkpoint / FILE, json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n", part=part)
@@ -78,7 +65,7 @@ def read(checkpoint: Folder) -> dict[str, tuple[int, str]]:
 
 def identity(checkpoint: Folder) -> str:
     """One hash that stands for all files: two checkpoints that have the same one are the same."""
-    return _digest(checkpoint / FILE)
+    return digest_of_file(checkpoint / FILE)
 
 
 def problem(checkpoint: Folder) -> str | None:
@@ -100,7 +87,7 @@ def problem(checkpoint: Folder) -> str | None:
                     return f"{name} has {found[name]:,} bytes instead of {size:,}"
             if extra := sorted(set(found) - set(expected)):
                 return f"{extra[0]} does not belong to it"
-            digests = _digests(checkpoint / name for name in expected)
+            digests = digests_of_files(checkpoint / name for name in expected)
             for (name, (_, digest)), found_digest in zip(expected.items(), digests, strict=True):
                 if digest != found_digest:
                     return f"the content of {name} has changed"

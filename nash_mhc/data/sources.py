@@ -19,13 +19,14 @@ from nash_mhc.data.mixture import Mixture, NothingHeldOut, RowSource
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Rows, pack
 from nash_mhc.data.prepared.chunks import make_recipe
-from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest, digest_of
+from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.stream import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, hub_name
+from nash_mhc.storage.digests import digest_of
 
 _SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same
 

@@ -29,8 +29,9 @@ from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Laid, Rows, lay, unfold
 from nash_mhc.data.prepared.chunks import Document, Job, document_of, make_recipe, pieces_of
-from nash_mhc.data.prepared.manifest import VERSION, digest_of
+from nash_mhc.data.prepared.manifest import VERSION
 from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.storage.digests import digest_of
 
 LANES = 16  # at most: divisible by the usual numbers of processes
 LEAST_DOCUMENTS = 1000  # of a lane, on average: a short lane would come round again long before the others

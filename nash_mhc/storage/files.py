@@ -120,17 +120,20 @@ def _sync(path: Folder) -> None:
             raise
 
 
-def write_whole(path: Folder, text: str, *, part: Folder | None = None) -> None:
-    """All of the text or nothing, even if power is lost; `part` is where it grows, if not beside the file."""
+def write_whole(path: Folder, content: str | bytes, *, part: Folder | None = None, durable: bool = True) -> None:
+    """All of it or nothing, even if power is lost where it is `durable`; `part` is where it grows, if not beside it."""
+    data = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        path.write_text(text)  # an object appears when it is whole
+        path.write_bytes(data)  # an object appears when it is whole
         return
     part = part or path.with_name(f".{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        _sync(part)
+        part.write_bytes(data)
+        if durable:
+            _sync(part)
         part.replace(path)
-        _sync(path.parent)
+        if durable:
+            _sync(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
             part.unlink()

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import find_files, kind_of, open_unpacked
 from nash_mhc.data.documents.holdout import key_of
-from nash_mhc.data.prepared.manifest import digest_of, digests_of_sources
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
+from nash_mhc.storage.digests import digest_of, digests_of_sources
 
 BLOCK = 4 << 20  # bytes of a text file that are handled at once: a document may be larger than memory
 

@@ -18,9 +18,10 @@ from nash_mhc.data.documents.holdout import HeldOut, key_of
 from nash_mhc.data.documents.readers import Content, Corpus, Raw
 from nash_mhc.data.documents.records import Span, check_template, spans_of
 from nash_mhc.data.pack import Piece, cut, lay, room_of
-from nash_mhc.data.prepared.manifest import digest_of, write_whole
+from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.prepared.rows import RowFormat
 from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.storage.digests import digest_of
 
 _SMALLEST, _LARGEST = 4 << 20, 32 << 20  # bytes of text in a chunk: enough to pack well, few enough for memory
 _AT_ONCE = 1 << 20  # bytes of text given to the tokenizer in one call
@@ -201,7 +202,7 @@ def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
         mine = [piece for piece, key in zip(pieces, keys, strict=True) if (key in rule) == held_out]
         if mine:
             note["splits"][name] = _write_shard(job, chunk, name, mine, documents)
-    write_whole(job.folder / f"chunk-{chunk.number:05d}.json", json.dumps(note).encode())
+    write_file(job.folder / f"chunk-{chunk.number:05d}.json", json.dumps(note).encode())
     return note
 
 
@@ -223,8 +224,8 @@ def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], docume
     buffer = io.BytesIO()
     np.save(buffer, np.array(places, np.int64))
     name = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', split)}-{chunk.number:05d}"
-    write_whole(job.folder / f"{name}.rows", records)
-    write_whole(job.folder / f"{name}.origins", buffer.getvalue())
+    write_file(job.folder / f"{name}.rows", records)
+    write_file(job.folder / f"{name}.origins", buffer.getvalue())
     shard = {"name": name, "rows": len(rows), "sha256": sha256(records).hexdigest()}
     return {
         "shard": shard | {"origins_sha256": sha256(buffer.getvalue()).hexdigest()},

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,8 @@ from typing import Any
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
 from nash_mhc.config.words import counted
 from nash_mhc.data.documents.files import counted_endings
+from nash_mhc.storage.digests import digest_of, digests_of_files
+from nash_mhc.storage.files import write_whole
 
 FILE = "manifest.json"
 _ALIGN = ModelConfig().alignment  # of documents in their rows, where nothing else is said
@@ -108,7 +106,7 @@ class Manifest:
         return Manifest(files=tuple(values["files"]), splits=splits, **rest)
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / FILE, json.dumps(self.to_dict(), indent=1, sort_keys=True).encode() + b"\n")
+        write_file(folder / FILE, json.dumps(self.to_dict(), indent=1, sort_keys=True).encode() + b"\n")
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -147,39 +145,10 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
     return shlex.join([*words, "--out", str(folder)])
 
 
-def digest_of(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """All of the file or nothing of it."""
+def write_file(path: Path, data: bytes) -> None:
+    """All of the file or nothing of it. Losing power may lose it: its hash, which is checked, then says so."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")  # a process that was left over may be writing the same file
-    part.write_bytes(data)
-    part.replace(path)
-
-
-def digest_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digests_of_files(paths: Iterable[Path]) -> list[str]:
-    """Many files at once: hashing lets other threads run."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(digest_of_file, paths))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _digest_of_state(path: Path, size: int, modified_ns: int) -> str:
-    return digest_of_file(path)
-
-
-def digests_of_sources(paths: Iterable[Path]) -> list[str]:
-    """The same for a user's files, which a run opens for each split:
-    each is read once in a process, unless it changes."""
-    states = [(path, path.stat()) for path in paths]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda s: _digest_of_state(s[0].absolute(), s[1].st_size, s[1].st_mtime_ns), states))
+    write_whole(path, data, part=part, durable=False)
 
 
 def check_files(folder: Path, expected: dict[str, tuple[int | None, str]]) -> None:

@@ -36,7 +36,7 @@ from nash_mhc.data.prepared.chunks import (
     rule_digest,
     wastes_alignment,
 )
-from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_whole
+from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_file
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
 from nash_mhc.storage.paths import still_names
@@ -228,7 +228,7 @@ def _prepare_in(
     if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
         for entry in partial.iterdir():  # of other data or settings
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        write_whole(partial / RECIPE, text)
+        write_file(partial / RECIPE, text)
     try:
         job = _decided(recipe, tokenizer, corpus, partial)
         job, notes = _run_with_both_splits(job, corpus, workers or os.cpu_count() or 1, watch)
