@@ -75,8 +75,8 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(autouse=True)
 def _nothing_outlives_its_test():
     yield
-    if "lives" in sys.modules:
-        sys.modules["lives"].Life.kill_those_left()
+    if "training_process" in sys.modules:
+        sys.modules["training_process"].TrainingProcess.kill_those_left()
 
 
 def pytest_sessionstart():

@@ -16,6 +16,7 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.feed import abstract_batch, to_device
+from nash_mhc.train.meter import Meter
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import TrainState, create_state, shaping, sharded_abstract_state, state_shardings
 
@@ -143,3 +144,11 @@ def assert_same_run(got: Any, want: Any, *, rtol: float = 1e-4, health: bool = T
         for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
             # By norm: where a gradient is nearly zero, Adam turns rounding into a visible part of one element's step.
             assert np.linalg.norm(a - b) <= share * np.linalg.norm(b) + rest
+
+
+def small_meter(history, saved=None, **state):
+    """A meter that has taken in the metrics of these steps."""
+    meter = Meter(config(), 1.0, 1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
+    for metrics in history:
+        meter.add({k: np.asarray(v) for k, v in metrics.items()})
+    return meter

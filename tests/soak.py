@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import conftest  # noqa: F401  (the environment of the tests: host devices, a compilation cache)
 import numpy as np
-from lives import Life, arrays, pair
-from test_run import rows
+from runs import rows
+from training_process import TrainingProcess, arrays, pair
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config.words import duration
@@ -40,9 +40,9 @@ class Soaked:
     def __init__(self, folder: Path, processes: int, steps: int) -> None:
         self.folder, self.processes, self.steps, self.done = folder, processes, steps, 0
 
-    def start(self) -> tuple[Life, ...]:
+    def start(self) -> tuple[TrainingProcess, ...]:
         if self.processes == 1:
-            return (Life(self.folder, *flags(self.steps)),)
+            return (TrainingProcess(self.folder, *flags(self.steps)),)
         return pair(self.folder, *flags(self.steps), *MESH)
 
     def disturb(self, chance: random.Random) -> str:

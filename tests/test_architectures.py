@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from test_run import RUN, assert_equal_states, at
+from runs import RUN, assert_equal_states, at
 
 from nash_mhc.bench.step import bench_step
 from nash_mhc.config.fields import key

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_sources import save_tokenizer
+from corpora import save_tokenizer
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.sources import open_source

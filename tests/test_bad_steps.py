@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from test_run import RUN, assert_equal_states, at, rows
+from runs import RUN, assert_equal_states, at, rows
 
 from nash_mhc.config import ConfigError
 from nash_mhc.optim.schedule import Hyperparameters

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from saves import data_file, flip
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
@@ -43,16 +44,6 @@ def two(tmp_path_factory):
 @pytest.fixture
 def run(two, tmp_path):
     return shutil.copytree(two, tmp_path / "run")
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-
-
-def data_file(checkpoint):
-    return max((checkpoint / "state").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
 
 
 DAMAGES = {

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_checkpoint import data_file, flip
+from saves import data_file, flip
 
 from nash_mhc.checkpoint import __main__ as command
 from nash_mhc.checkpoint import manifest

@@ -14,10 +14,9 @@ from pathlib import Path
 import jax
 import pytest
 import small
-from lives import MODEL
-from test_prepare import prepared, stories, write_jsonl
-from test_run import RUN, at
-from test_sources import save_tokenizer
+from corpora import prepared, save_tokenizer, stories, write_jsonl
+from runs import RUN, at
+from training_process import MODEL
 
 from nash_mhc import __main__ as commands
 from nash_mhc.checkpoint.run_folder import RunFolder

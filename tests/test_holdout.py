@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_prepare import BYTES, prepared, stories, texts, write_jsonl
+from corpora import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import HeldOut, key_of, survey

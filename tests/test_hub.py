@@ -6,7 +6,7 @@ from typing import Any
 
 import datasets
 import pytest
-from test_prepare import DOCUMENTS, prepared, texts
+from corpora import DOCUMENTS, prepared, texts
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.sources import open_corpus

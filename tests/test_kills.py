@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from lives import Life, arrays
-from test_run import rows
+from runs import losses
+from training_process import TrainingProcess, arrays
 
 from nash_mhc.checkpoint import manifest
 
@@ -19,10 +19,6 @@ FLAGS = (
     f"--total-steps {STEPS} --checkpoint-interval 2 --log-interval 1 --keep-last 2 --schedule constant --warmup-steps 0 "
     "--ema-decay 0.9"
 ).split()
-
-
-def losses(folder):
-    return [(row["step"], row["loss"], row["grad_norm"], row["tokens_seen"]) for row in rows(folder)]
 
 
 def is_saving(folder):
@@ -36,7 +32,7 @@ class Killed:
     def __init__(self, folder, chance, kills):
         self.folder, self.kills, self.while_saving = folder, 0, 0
         while True:
-            self.last = life = Life(folder, *FLAGS, NO_EVALUATION="1")
+            self.last = life = TrainingProcess(folder, *FLAGS, NO_EVALUATION="1")
             if self.kills < kills:
                 if chance.random() < 0.25:
                     time.sleep(chance.uniform(0, 2))  # starting, restoring, setting aside
@@ -73,7 +69,7 @@ def storms(tmp_path_factory):
         thread.start()
     for thread in threads:
         thread.join()
-    unbroken = Life(folder / "unbroken", *FLAGS, NO_EVALUATION="1")
+    unbroken = TrainingProcess(folder / "unbroken", *FLAGS, NO_EVALUATION="1")
     assert unbroken.end() == 0, unbroken.said
     yield folder / "unbroken", found
     shutil.rmtree(folder)

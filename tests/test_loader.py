@@ -1,7 +1,6 @@
 """Batches: step k holds the same rows however many processes, workers or restarts there were."""
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -10,14 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from lives import children_of
+from corpora import take
+from training_process import children_of
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.loader import batches, count_bytes
+from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.prepared.prepare import prepare
@@ -39,15 +38,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> RowSource:
     (folder / "numbers.txt").write_text(" ".join(map(str, range(400))))
     cfg = DataConfig(dataset=str(folder / "numbers.txt"), seq_len=T, cache_dir=str(folder / "cache"))
     return open_source(cfg, BYTES, split="train", seed=0)
-
-
-def take(source: RowSource, count: int, **options: Any) -> list[Rows]:
-    """The first batches; the reader is closed again."""
-    reader = batches(source, **({"batch_size": 8, "grad_accum": 1, "seed": 0} | options))
-    try:
-        return list(itertools.islice(reader, count))
-    finally:
-        reader.close()  # type: ignore[attr-defined]
 
 
 def keys(rows: Rows) -> list[bytes]:

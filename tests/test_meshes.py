@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 import small
-from lives import arrays
-from test_run import RUN, at, rows
+from runs import RUN, at, rows
+from training_process import arrays
 
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.runtime.compiled import CompiledStep

@@ -6,7 +6,7 @@ import shutil
 import time
 
 import numpy as np
-from lives import Life, arrays
+from training_process import TrainingProcess, arrays
 
 MOVES, STEPS = 50, 100_000
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 1 --log-interval 1 --schedule constant --warmup-steps 0".split()
@@ -14,7 +14,7 @@ FLAGS = f"--total-steps {STEPS} --checkpoint-interval 1 --log-interval 1 --sched
 
 def test_a_run_whose_folder_is_moved_at_fifty_moments_goes_on_and_is_the_unbroken_one(tmp_path):
     folder, chance = tmp_path / "run", random.Random(0)
-    life = Life(folder, *FLAGS, IMPATIENT="1", NO_EVALUATION="1").until("step      1/")
+    life = TrainingProcess(folder, *FLAGS, IMPATIENT="1", NO_EVALUATION="1").until("step      1/")
     for number in range(MOVES):
         # Until it is made again and a save is under way: then at any moment of it, or shortly after.
         while not list(folder.glob("checkpoints/*.saving")):
@@ -34,13 +34,13 @@ def test_a_run_whose_folder_is_moved_at_fifty_moments_goes_on_and_is_the_unbroke
     step = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
     assert f"stopped: step {step} is saved in {folder}" in said
     # What is there is whole, and what the run would have come to without any of this.
-    quiet = Life(tmp_path / "quiet", *FLAGS, "--total-steps", str(step), "--checkpoint-interval", "0")
+    quiet = TrainingProcess(tmp_path / "quiet", *FLAGS, "--total-steps", str(step), "--checkpoint-interval", "0")
     assert quiet.end() == 0, quiet.said
     found, wanted = arrays(folder, step), arrays(tmp_path / "quiet", step)
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
-    again = Life(folder, *FLAGS, "--total-steps", str(step + 5))
+    again = TrainingProcess(folder, *FLAGS, "--total-steps", str(step + 5))
     assert again.end() == 0, again.said
     assert f"starting from step {step} of this run" in again.said
     shutil.rmtree(tmp_path)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 from fake_gcs import serve
-from test_run import assert_equal_states, at
-from test_saving import LIKE, config, saver_of, tree, until_due
+from runs import assert_equal_states, at, config
+from saves import LIKE, saver_of, tree, until_due
 
 from nash_mhc.checkpoint import __main__ as command
 from nash_mhc.checkpoint.store import Store

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from test_run import RUN, at, rows
+from runs import RUN, at, rows
 
 from nash_mhc.config.schema import ConfigError, ObjectiveConfig
 from nash_mhc.objectives import registry
@@ -78,7 +78,7 @@ def test_names_and_weights_of_a_registered_objective_are_those_of_rows_and_evalu
 
 
 def test_a_mean_over_steps_weighs_each_by_what_its_sum_was_over(another):
-    from test_step import small_meter
+    from small import small_meter
 
     cfg = with_objective(small.config(), "every_second")
     batches = [small.random_rows(cfg, seed) for seed in range(3)]

@@ -14,8 +14,8 @@ import time
 import numpy as np
 import pytest
 from fake_gcs import serve
-from lives import Life, arrays, pair
-from test_kills import losses
+from runs import losses
+from training_process import TrainingProcess, arrays, pair
 
 from nash_mhc.checkpoint import manifest, ownership
 from nash_mhc.checkpoint.ownership import LOCK, OBJECT, OTHERS, accompany, hold
@@ -34,7 +34,7 @@ HELD = r"error: --checkpoint-dir \S+: another run holds it \(process \d+ on \S+,
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    life = Life(tmp_path_factory.mktemp("ownership") / "run", *FLAGS)
+    life = TrainingProcess(tmp_path_factory.mktemp("ownership") / "run", *FLAGS)
     assert life.end() == 0, life.said
     return life.log.with_suffix("")
 
@@ -44,10 +44,10 @@ def content(folder):
 
 
 def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path):
-    first = Life(tmp_path / "run", *FLAGS, "--total-steps", "100000").until("step      5/")
+    first = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000").until("step      5/")
     first.send(signal.SIGSTOP)  # so that whatever changes now was not its doing
     before = content(tmp_path / "run")
-    second = Life(tmp_path / "run", *FLAGS, "--total-steps", "100000", log="second")
+    second = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000", log="second")
     assert second.end() == 2
     assert re.match(HELD, second.said), second.said
     assert f"(process {first.pid} on " in second.said
@@ -61,8 +61,12 @@ def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbroken, tmp_path, end):
     """The case that every cluster knows: the new process starts before the old one has saved and left, or has died."""
-    dying = Life(tmp_path / "run", *FLAGS).until("step  5/").send(signal.SIGSTOP)  # it has not ended when the next one asks
-    requeued = Life(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", log="requeued").until("waiting for it, 100 s at most")
+    dying = (
+        TrainingProcess(tmp_path / "run", *FLAGS).until("step  5/").send(signal.SIGSTOP)
+    )  # it has not ended when the next one asks
+    requeued = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", log="requeued").until(
+        "waiting for it, 100 s at most"
+    )
     assert f"another run holds it (process {dying.pid} on " in requeued.said
     dying.send(end).send(signal.SIGCONT)
     assert dying.end() == (TRY_AGAIN if end == signal.SIGTERM else -end), dying.said
@@ -79,10 +83,10 @@ def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbr
 def test_a_wait_ends_with_one_line_and_can_be_stopped(tmp_path):
     (tmp_path / "run").mkdir()
     owner = hold(tmp_path / "run")
-    life = Life(tmp_path / "run", *FLAGS, "--wait-for-lock", "1")
+    life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "1")
     assert life.end() == 2
     assert re.search(HELD + r" \(waited for \d+ s\); stop that one", life.said), life.said
-    life = Life(tmp_path / "run", *FLAGS, "--wait-for-lock", "100").until("waiting for it").send()
+    life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100").until("waiting for it").send()
     assert life.end() == TRY_AGAIN
     owner.release()
     assert list((tmp_path / "run").iterdir()) == []
@@ -96,7 +100,7 @@ def test_the_others_of_a_run_are_waited_for_when_its_first_process_has_died(tmp_
     both[1].send(signal.SIGSTOP)
     both[0].send(signal.SIGKILL)
     assert both[0].end() == -signal.SIGKILL
-    next_run = Life(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--wait-for-lock", "100", log="next")
+    next_run = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--wait-for-lock", "100", log="next")
     next_run.until("another run holds it (processes of a run whose first one has ended)")
     both[1].send(signal.SIGKILL).send(signal.SIGCONT)
     next_run.until("compiled in").send()
@@ -299,7 +303,7 @@ def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):
 
 
 def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
-    from test_saving import config
+    from runs import config
 
     from nash_mhc.train import run
 

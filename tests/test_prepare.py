@@ -1,7 +1,6 @@
 """Preparing: every source and tokenizer, the same bytes whoever made them and however often they were killed,
 no waste."""
 
-import gzip
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_sources import save_tokenizer
+from corpora import BYTES, DOCUMENTS, prepared, save_tokenizer, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import __main__ as command
@@ -26,37 +25,11 @@ from nash_mhc.data.pack import cut, positions
 from nash_mhc.data.prepared import chunks
 from nash_mhc.data.prepared import prepare as prepare_module
 from nash_mhc.data.prepared import rows as rows_module
-from nash_mhc.data.prepared.manifest import Manifest
-from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
-from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.stories.corpus import StoryCorpus
-from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from nash_mhc.data.tokenizer import load_tokenizer
 
-BYTES = ByteTokenizer()
 ROOT = Path(__file__).parent.parent
-
-
-def stories(count: int, start: int = 0) -> list[str]:
-    corpus = StoryCorpus()
-    return [corpus.story(9, "train", start + i).text for i in range(count)]
-
-
-def prepared(out: Path, dataset: Path | str, tokenizer: Tokenizer = BYTES, align: int = 8, **settings: Any) -> Manifest:
-    workers = settings.pop("workers", 1)
-    cfg = DataConfig(**{"dataset": str(dataset), "seq_len": 256} | settings)
-    return prepare(cfg, tokenizer, open_corpus(cfg), out, align=align, workers=workers)
-
-
-def texts(folder: Path, split: str = "train", tokenizer: Tokenizer = BYTES) -> list[str]:
-    """What each segment of each row decodes to."""
-    rows = PreparedRows(folder, split)
-    found = []
-    for i in range(len(rows)):
-        row = rows[i]
-        for s in range(1, row.segments.max() + 1):
-            found.append(tokenizer.decode(row.targets[(row.segments == s) & (row.weights > 0)]))
-    return found
 
 
 def every_byte(folder: Path) -> dict[str, bytes]:
@@ -66,22 +39,9 @@ def every_byte(folder: Path) -> dict[str, bytes]:
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-def write_jsonl(path: Path, documents: list[str], field: str = "text") -> Path:
-    data = "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)).encode()
-    if path.suffix == ".zst":
-        with pa.CompressedOutputStream(str(path), "zstd") as out:
-            out.write(data)
-    else:
-        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
-
-
 def write_parquet(path: Path, documents: list[str | None], field: str = "text") -> Path:
     pq.write_table(pa.table({"id": list(range(len(documents))), field: documents}), path, row_group_size=7)
     return path
-
-
-DOCUMENTS = ["naïve café, 東京, 🙂", "second\nline", *(f"document {i} " + "x" * (7 * i % 90) for i in range(40))]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from lives import Life, arrays, pair, slurm_pair
-from test_run import rows
+from runs import rows
+from training_process import TrainingProcess, arrays, pair, slurm_pair
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
@@ -57,10 +57,10 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
         if step > HALF:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
     flags = [flag for flag in FLAGS if flag not in MESH]
-    alone = Life(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2")
+    alone = TrainingProcess(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2")
     assert alone.end() == 0, alone.said
     assert f"starting from step {HALF} of this run" in alone.said
-    first = Life(tmp_path / "first", *flags, "--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2")
+    first = TrainingProcess(tmp_path / "first", *flags, "--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2")
     assert first.end() == 0, first.said
     for folder in (tmp_path / "run", tmp_path / "first"):
         for (step, loss, tokens), (wanted_step, wanted, wanted_tokens) in zip(losses(folder), losses(unbroken), strict=True):
@@ -123,7 +123,7 @@ def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_pat
 
 
 def test_one_process_that_stalls_says_where(tmp_path):
-    life = Life(tmp_path / "run", "--total-steps", "9", STALL_AT_STEP="5", SHORT_STALL_ONCE=str(tmp_path / "now"))
+    life = TrainingProcess(tmp_path / "run", "--total-steps", "9", STALL_AT_STEP="5", SHORT_STALL_ONCE=str(tmp_path / "now"))
     life.until("stalled")
     (tmp_path / "now").touch()
     assert life.end() == TRY_AGAIN

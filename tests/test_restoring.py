@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from test_checkpoint import data_file, flip
+from saves import data_file, flip
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store

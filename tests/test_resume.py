@@ -8,8 +8,8 @@ import shutil
 import jax
 import pytest
 import small
-from test_checkpoint import data_file, flip
-from test_run import RUN, assert_equal_states, at, rows
+from runs import RUN, assert_equal_states, at, rows
+from saves import data_file, flip
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store

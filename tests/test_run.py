@@ -6,9 +6,9 @@ import math
 import time
 
 import jax
-import numpy as np
 import pytest
 import small
+from runs import RUN, assert_equal_states, at, rows
 
 from nash_mhc.checkpoint.run_folder import make_run_folder
 from nash_mhc.config import ConfigError, presets
@@ -17,30 +17,15 @@ from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.train import run
 from nash_mhc.train.evaluate import Evaluator
 
-RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 ROW = {
     "step", "loss", "loss/ce", "loss/sparsity", "lr", "grad_norm", "tokens_per_s", "mfu", "tokens_seen", "step_ms",
     "data_wait_ms", "save_ms",
 }  # fmt: skip
 
 
-def at(folder, cfg=RUN, **changes):
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder), **changes))
-    return run(cfg, quiet=True)
-
-
-def rows(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     return at(tmp_path_factory.mktemp("unbroken") / "run")
-
-
-def assert_equal_states(a, b, **tolerance):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), **tolerance)
 
 
 def test_a_run_leaves_a_row_a_log_interval_with_every_figure(unbroken):

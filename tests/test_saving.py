@@ -2,7 +2,6 @@
 and a clean stop when they last."""
 
 import contextlib
-import dataclasses
 import functools
 import resource
 import shutil
@@ -10,14 +9,12 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_run
-from test_run import RUN, assert_equal_states, at, rows
+from runs import assert_equal_states, at, config, rows
+from saves import LIKE, saver_of, tree, until_due
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
@@ -28,14 +25,6 @@ from nash_mhc.train import run as train
 
 session_module = sys.modules["nash_mhc.train.session"]
 LIMIT = 40_000  # bytes a file may have while a fault lasts: less than the arrays, more than what a test prints
-
-
-def tree(value):
-    """Larger than LIMIT, and not to be compressed."""
-    return {"a": jax.random.normal(jax.random.key(value), (64, 1024)), "b": jnp.asarray(value, jnp.int32)}
-
-
-LIKE = jax.eval_shape(lambda: tree(0))
 
 
 @contextlib.contextmanager
@@ -60,19 +49,6 @@ def store(tmp_path):
         store.save(1, tree(1), {})
         store.wait()
         yield store
-
-
-def saver_of(store, heard, **options):
-    options = {"attempts": 5, "first_pause": 0.05, "longest_pause": 0.1} | options
-    files = {"run.json": "{}\n", "parameters.txt": "a 3\n"}
-    RunFolder(store.folder.parent).write(files)
-    return Saver(store, files, say=heard.append, **options)
-
-
-def until_due(saver):
-    """As the loop asks, after each step."""
-    while not saver.due():
-        time.sleep(0.01)
 
 
 class Clock:
@@ -261,10 +237,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(session_module, "Saver", functools.partial(Saver, first_pause=0.01, longest_pause=0.01))
 
 
-def config(folder, **changes):
-    return dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, checkpoint_dir=str(folder), **changes))
-
-
 def during(step, fault):
     """A telemetry that, once it has written the row of `step`, lets the fault happen."""
 
@@ -362,7 +334,7 @@ def test_rows_wait_for_a_full_disk_and_none_is_lost_or_cut(tmp_path, heard):
     telemetry.write(4, {"loss": 1.0})
     assert heard[1:] == [f"metrics are written to {tmp_path} again, with the rows that had waited"]
     telemetry.close()
-    assert [row["step"] for row in test_run.rows(tmp_path)] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert len(heard) == 2
 
 

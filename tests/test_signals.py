@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from lives import MODEL, Life, catches
-from test_run import assert_equal_states, at, rows
+from runs import assert_equal_states, at, rows
+from training_process import MODEL, TrainingProcess, catches
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
@@ -49,7 +49,7 @@ def test_during_preparation(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "a few words, again and again"}\n' * 400_000)
     flags = ["--dataset", str(text), "--cache-dir", str(tmp_path / "cache"), "--total-steps", "1"]
-    life = Life(tmp_path / "run", *flags)
+    life = TrainingProcess(tmp_path / "run", *flags)
     while not list(tmp_path.glob("cache/*.partial")):
         assert life.alive, life.said
         time.sleep(0.01)
@@ -61,7 +61,7 @@ def test_during_preparation(tmp_path):
 
 def test_during_compilation(tmp_path):
     nash = [*"--seq-len 64 --batch-size 4 --model-width 64 --model-layers 2 --model-heads 4 --model-kv-heads 4".split()]
-    life = Life(tmp_path / "run", model=nash, JAX_ENABLE_COMPILATION_CACHE="false", TELL_OF_THE_COMPILER="1")
+    life = TrainingProcess(tmp_path / "run", model=nash, JAX_ENABLE_COMPILATION_CACHE="false", TELL_OF_THE_COMPILER="1")
     life.until("in the compiler")  # from where Python does not come back for seconds
     assert life.send().end() == TRY_AGAIN
     assert "out of the compiler" not in life.said
@@ -183,13 +183,13 @@ def test_a_second_signal_in_a_notebook_is_an_ordinary_interrupt(tmp_path, monkey
 
 def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
     flags = ["--total-steps", "100000", "--checkpoint-interval", "0", "--log-interval", "1"]
-    life = Life(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT)
+    life = TrainingProcess(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT)
     assert life.end() == TRY_AGAIN
     saved = checkpoints(tmp_path / "run")[-1]
     assert "SIGINT: the last finished step is saved, then the run ends; a second signal ends it at once" in life.said
     assert f"stopped: step {saved} is saved in {tmp_path / 'run'}; the same command goes on from there" in life.said
     # Steps of many parts: the first signal waits for the end of one, the second does not.
-    slow = Life(tmp_path / "slow", *flags, "--grad-accum", "200").until("step      1/").send()
+    slow = TrainingProcess(tmp_path / "slow", *flags, "--grad-accum", "200").until("step      1/").send()
     slow.until("SIGTERM: the last finished step is saved").send()
     assert slow.end() == TRY_AGAIN
     assert "SIGTERM again: leaving at once" in slow.said

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import save_tokenizer
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import count_bytes
@@ -224,27 +225,6 @@ def test_byte_lengths_of_bytes() -> None:
     assert BYTES.byte_lengths.shape == (BYTES.vocab_size,)
     assert BYTES.byte_lengths[BYTES.encode(MIXED)].sum() == len(MIXED.encode())
     assert BYTES.byte_lengths[BYTES.end] == 0
-
-
-def save_tokenizer(folder: Path, *, ends: bool = True) -> str:
-    """A tiny byte-level BPE tokenizer, as `save_pretrained` would leave it."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(["the cat sat on the mat, the cat sat on the hat " * 5], trainer)
-    # As many published ones do, it would put its end behind every text; documents get theirs from `pack`.
-    backend.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    special = {"eos_token": "<eos>"} if ends else {}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from test_prepare import BYTES, prepared
-from test_sources import save_tokenizer
+from corpora import BYTES, prepared, save_tokenizer
 
 from nash_mhc.config.schema import DataConfig
 from nash_mhc.data.pack import Piece, lay, positions, room_of, unfold

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lives import Life, arrays, children_of
-from test_kills import losses
+from runs import losses
+from training_process import TrainingProcess, arrays, children_of
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.runtime.signals import TRY_AGAIN
@@ -33,7 +33,7 @@ def started_and_signalled(folder: Path, seed: int, count: int, *flags: str, long
     for number in range(count):
         caches = ["--cache-dir", str(folder.with_name(f"cache-{seed}-{number}"))] if flags else []
         evaluation = {} if flags else {"NO_EVALUATION": "1"}
-        life = Life(folder, *FLAGS, *flags, *caches, log=f"log{number}", **evaluation)
+        life = TrainingProcess(folder, *FLAGS, *flags, *caches, log=f"log{number}", **evaluation)
         life.until_listening()
         if chance.random() < 0.3:  # however slow the machine is, all of the start is seen
             life.until(chance.choice(["compiling the step", "compiled in", f"/{STEPS}"]))
@@ -88,7 +88,7 @@ def test_a_hundred_signals_at_any_moment_of_the_start_are_all_the_same_to_it(sta
 def test_the_run_that_was_never_allowed_to_start_ends_as_any_other(starts):
     folder, _ = starts
     end = max(manifest.numbered(folder / "plain" / "checkpoints"), default=0) + 5
-    last, unbroken = (Life(folder / name, *FLAGS, "--total-steps", str(end)) for name in ("plain", "unbroken"))
+    last, unbroken = (TrainingProcess(folder / name, *FLAGS, "--total-steps", str(end)) for name in ("plain", "unbroken"))
     assert (last.end(), unbroken.end()) == (0, 0), last.said
     assert losses(folder / "plain") == losses(folder / "unbroken")
     wanted = arrays(folder / "unbroken", end)

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 import small
+from small import small_meter
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.train import spikes
-from nash_mhc.train.meter import Meter
 
 MODELS = {"dense": small.config, "nash": small.nash_config}
 MESHES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2)]
@@ -159,13 +159,6 @@ def test_a_batch_without_any_weight_changes_nothing_and_enters_no_statistic(accu
     assert {k: v for k, v in rows[0].items() if k not in timed} == {k: v for k, v in rows[1].items() if k not in timed}
     assert (meters[0].empty, meters[1].empty) == (2, 0)
     assert spikes.line(2, history[1], 0) == "step 2: none of its tokens counts in the loss; it changes nothing"
-
-
-def small_meter(history, saved=None, **state):
-    meter = Meter(small.config(), 1.0, 1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
-    for metrics in history:
-        meter.add({k: np.asarray(v) for k, v in metrics.items()})
-    return meter
 
 
 def test_a_row_holds_means_over_its_interval_and_a_stopped_run_writes_the_same_row():

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_loader import take
-from test_prepare import stories
+from corpora import stories, take
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import stream

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import small
-from test_prepare import prepared, write_jsonl
-from test_sources import save_tokenizer
+from corpora import prepared, save_tokenizer, write_jsonl
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import HeldOut

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import small
-from test_run import RUN, assert_equal_states, at
+from runs import RUN, assert_equal_states, at
 
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, OptimConfig

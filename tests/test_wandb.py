@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from test_run import RUN, at, rows
+from runs import RUN, at, rows
 
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.telemetry import weights_and_biases

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from test_run import RUN, assert_equal_states, at
+from runs import RUN, assert_equal_states, at
 
 from nash_mhc.config.schema import ARCHITECTURES, ModelConfig
 from nash_mhc.model import architectures, incremental

@@ -1,48 +1,85 @@
-"""Named starting points: functions that return complete configurations. They set keys, they never add any."""
+"""Named starting points: a complete configuration a size, as it stands. docs/presets.md has the exact counts."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 
-# width, layers, heads, kv_heads, head_dim, ffn, vocabulary, T of each size; docs/presets.md has the exact counts.
-_SHAPES: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
-    "tiny": (128, 2, 8, 8, 16, 384, 257, 256),
-    "small": (640, 12, 10, 10, 64, 1792, 65_536, 2048),
-    "medium": (1024, 14, 16, 8, 64, 2816, 65_536, 2048),
-    "big": (1536, 16, 12, 12, 128, 4096, 65_536, 2048),
-    "max": (1792, 18, 14, 14, 128, 4608, 65_536, 4096),
-    "1b": (2048, 16, 16, 16, 128, 5504, 32_768, 4096),
-    "3b": (2816, 28, 22, 22, 128, 7680, 65_536, 4096),
-}
+# One rate for all: a parameter's role and width do the rest (`rates` in optim/roles.py).
+_OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1)
+_TRAIN = TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500)
+
+_SIZES: dict[str, RunConfig] = {
+    # Learns the built-in stories on a laptop in three minutes; what it does not say here are the defaults of schema.py.
+    "tiny": RunConfig(
+        model_size="tiny",
+        model=ModelConfig(
+            vocab_size=257, width=128, layers=2, heads=8, kv_heads=8, head_dim=16, ffn=384, window=32, rope_theta=10_000.0,
+        ),
+    ),
+    "small": RunConfig(
+        model_size="small",
+        model=ModelConfig(
+            vocab_size=65_536, width=640, layers=12, heads=10, kv_heads=10, head_dim=64, ffn=1792, window=512,
+            rope_theta=500_000.0,
+        ),
+        data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN,
+    ),
+    "medium": RunConfig(
+        model_size="medium",
+        model=ModelConfig(
+            vocab_size=65_536, width=1024, layers=14, heads=16, kv_heads=8, head_dim=64, ffn=2816, window=512,
+            rope_theta=500_000.0,
+        ),
+        data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN,
+    ),
+    "big": RunConfig(
+        model_size="big",
+        model=ModelConfig(
+            vocab_size=65_536, width=1536, layers=16, heads=12, kv_heads=12, head_dim=128, ffn=4096, window=512,
+            rope_theta=500_000.0,
+        ),
+        data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN,
+    ),
+    "max": RunConfig(
+        model_size="max",
+        model=ModelConfig(
+            vocab_size=65_536, width=1792, layers=18, heads=14, kv_heads=14, head_dim=128, ffn=4608, window=512,
+            rope_theta=500_000.0,
+        ),
+        data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN,
+    ),
+    "1b": RunConfig(
+        model_size="1b",
+        model=ModelConfig(
+            vocab_size=32_768, width=2048, layers=16, heads=16, kv_heads=16, head_dim=128, ffn=5504, window=512,
+            rope_theta=500_000.0, tied_embeddings=False,
+        ),
+        data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN,
+    ),
+    "3b": RunConfig(
+        model_size="3b",
+        model=ModelConfig(
+            vocab_size=65_536, width=2816, layers=28, heads=22, kv_heads=22, head_dim=128, ffn=7680, window=512,
+            rope_theta=500_000.0, tied_embeddings=False,
+        ),
+        data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN,
+    ),
+}  # fmt: skip
 
 
 def sizes() -> tuple[str, ...]:
-    return tuple(_SHAPES)
-
-
-def model(name: str = "tiny") -> ModelConfig:
-    """The model of that size."""
-    if name not in _SHAPES:
-        raise ConfigError(f"unknown model size {name!r}; there are {', '.join(_SHAPES)}")
-    width, layers, heads, kv_heads, head_dim, ffn, vocab, _ = _SHAPES[name]
-    return ModelConfig(
-        vocab_size=vocab, width=width, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn,
-        window=32 if name == "tiny" else 512,
-        rope_theta=10_000.0 if name == "tiny" else 500_000.0, tied_embeddings=name not in ("1b", "3b"),
-    )  # fmt: skip
+    return tuple(_SIZES)
 
 
 def run(name: str = "tiny") -> RunConfig:
-    """A whole run with that model: what `--model-size` starts from."""
-    config = RunConfig(model_size=name, model=model(name))
-    if name == "tiny":
-        return config
-    return dataclasses.replace(
-        config,
-        data=DataConfig(batch_size=8, seq_len=_SHAPES[name][-1]),
-        # One rate for all: a parameter's role and width do the rest (`rates` in optim/roles.py).
-        optim=OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1),
-        train=TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500),
-    )
+    """A whole run with the model of that size: what `--model-size` starts from."""
+    if name not in _SIZES:
+        raise ConfigError(f"unknown model size {name!r}; there are {', '.join(_SIZES)}")
+    return _SIZES[name]
+
+
+def model(name: str = "tiny") -> ModelConfig:
+    """Its model alone."""
+    found = run(name).model
+    assert isinstance(found, ModelConfig)
+    return found

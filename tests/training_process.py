@@ -127,10 +127,10 @@ def _tell_of_the_compiler() -> None:
     jax.stages.Lowered.compile = told  # type: ignore[method-assign]
 
 
-class Life:
+class TrainingProcess:
     """One process of a run."""
 
-    _left: ClassVar[list[Life]] = []  # those that have not been waited for
+    _left: ClassVar[list[TrainingProcess]] = []  # those that have not been waited for
 
     def __init__(self, folder: Path, *flags: str, model: list[str] = MODEL, log: str = "log", **env: str) -> None:
         self.log = folder.with_name(f"{folder.name}.{log}")
@@ -139,13 +139,13 @@ class Life:
         self._process = _server.Process(target=_train, args=(argv, str(self.log), env))
         with _asking:
             self._process.start()
-        Life._left.append(self)
+        TrainingProcess._left.append(self)
 
     @staticmethod
     def kill_those_left() -> None:
         """After a test that has failed: what runs on would take its time from all others."""
-        while Life._left:
-            life = Life._left.pop()
+        while TrainingProcess._left:
+            life = TrainingProcess._left.pop()
             if life.alive:
                 life._process.kill()
                 life._process.join()
@@ -154,7 +154,7 @@ class Life:
     def said(self) -> str:
         return self.log.read_text()
 
-    def until(self, text: str) -> Life:
+    def until(self, text: str) -> TrainingProcess:
         """Waits for a text in what it says."""
         end = time.monotonic() + _HANGS_S
         while text not in self.said:
@@ -163,7 +163,7 @@ class Life:
             time.sleep(0.01)
         return self
 
-    def until_listening(self) -> Life:
+    def until_listening(self) -> TrainingProcess:
         """Before that, the interpreter has not come to our first line, and signals are none of our business."""
         while self.alive and not catches(self.pid, signal.SIGTERM):
             time.sleep(0.001)
@@ -173,7 +173,7 @@ class Life:
     def pid(self) -> int:
         return self._process.pid or 0
 
-    def send(self, number: signal.Signals = signal.SIGTERM) -> Life:
+    def send(self, number: signal.Signals = signal.SIGTERM) -> TrainingProcess:
         os.kill(self.pid, number)
         return self
 
@@ -181,8 +181,8 @@ class Life:
         """Its exit code; negative for the signal that killed it."""
         multiprocessing.connection.wait([self._process.sentinel], _HANGS_S)
         assert not self.alive, f"still there after {_HANGS_S} s:\n{self.said}"
-        if self in Life._left:
-            Life._left.remove(self)
+        if self in TrainingProcess._left:
+            TrainingProcess._left.remove(self)
         assert self._process.exitcode is not None
         return self._process.exitcode
 
@@ -218,19 +218,21 @@ def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
         return jax.device_get(reader.restore(checkpoint / "state", like))
 
 
-def pair(folder: Path, *flags: str, second: dict[str, str] | None = None, **env: str) -> tuple[Life, Life]:
+def pair(
+    folder: Path, *flags: str, second: dict[str, str] | None = None, **env: str
+) -> tuple[TrainingProcess, TrainingProcess]:
     """A run in two processes, which share its devices; `second` is added to the environment of the second one."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     where = ("--coordinator-address", address, "--num-processes", "2", "--process-id")
     return (
-        Life(folder, *flags, *where, "0", log="log0", **env),
-        Life(folder, *flags, *where, "1", log="log1", **env, **(second or {})),
+        TrainingProcess(folder, *flags, *where, "0", log="log0", **env),
+        TrainingProcess(folder, *flags, *where, "1", log="log1", **env, **(second or {})),
     )
 
 
-def slurm_pair(folder: Path, *flags: str) -> tuple[Life, Life]:
+def slurm_pair(folder: Path, *flags: str) -> tuple[TrainingProcess, TrainingProcess]:
     """The same, as srun would start it."""
     for job in range(os.getpid(), os.getpid() + 100):
         with socket.socket() as free, contextlib.suppress(OSError):
@@ -238,4 +240,4 @@ def slurm_pair(folder: Path, *flags: str) -> tuple[Life, Life]:
             break
     env = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
     first, second = (env | {"SLURM_PROCID": number, "SLURM_LOCALID": number} for number in "01")
-    return Life(folder, *flags, log="log0", **first), Life(folder, *flags, log="log1", **second)
+    return TrainingProcess(folder, *flags, log="log0", **first), TrainingProcess(folder, *flags, log="log1", **second)

@@ -1,0 +1,34 @@
+"""Runs of a tiny model, made in this process, and what they leave."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import small
+
+from nash_mhc.train import run
+
+RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
+
+
+def at(folder, cfg=RUN, **changes):
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder), **changes))
+    return run(cfg, quiet=True)
+
+
+def rows(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def assert_equal_states(a, b, **tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), **tolerance)
+
+
+def losses(folder):
+    return [(row["step"], row["loss"], row["grad_norm"], row["tokens_seen"]) for row in rows(folder)]
+
+
+def config(folder, **changes):
+    return dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, checkpoint_dir=str(folder), **changes))
