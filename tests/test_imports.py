@@ -130,6 +130,41 @@ def test_no_file_imports_a_command() -> None:
             assert ".".join(module.split(".")[:2]) not in commands, f"{dotted(file)} imports {module}"
 
 
+# JAX's private modules, each used in one file, which says what to do should it vanish.
+PRIVATE = {
+    "jax._src.cudnn": "nash_mhc.ops.attend_cudnn",
+    "jax._src.distributed": "nash_mhc.parallel.processes",
+    "jax._src.lru_cache": "nash_mhc.runtime.program_cache",
+}
+
+
+def test_each_private_module_of_jax_is_used_in_one_file() -> None:
+    for file in files():
+        for module in imports_of(file):
+            if module.startswith(("jax._src", "jaxlib")):
+                (name,) = [name for name in PRIVATE if module.startswith(name)]
+                assert dotted(file) == PRIVATE[name], f"{dotted(file)} imports {module}"
+                assert f"`{name}" in file.read_text() and "vanish" in file.read_text()
+
+
+def test_no_test_imports_from_another_test() -> None:
+    for file in (ROOT / "tests").glob("*.py"):
+        for module in imported(file.read_text(encoding="utf-8"), "tests"):
+            assert not module.startswith("test_"), f"{file.name} imports {module}: what several use is in a helper module"
+
+
+def test_no_function_is_longer_than_80_lines_and_no_file_than_320() -> None:
+    """Those that are have their sentence in docs/log.md."""
+    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    for file in files():
+        name, text = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 320 or f"`{name}` is longer" in log, name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 80 or f"`{node.name}` in `{name}` is longer" in log, f"{name}: {node.name}, {length}"
+
+
 def test_no_file_imports_itself_by_way_of_others() -> None:
     modules = {dotted(file) for file in files()}
 

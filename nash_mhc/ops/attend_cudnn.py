@@ -2,8 +2,9 @@
 
 JAX has it (`fused_attention_stablehlo`) and does not export it; here its two primitives are called with operands of our
 own making. JAX 0.10 makes offsets of the keys that are wrong for grouped queries (scaled by the number of the queries'
-heads, so that other tokens' keys are read;
-0.11.2 has it right), and its backward pass takes no gradient of the evidence.
+heads, so that other tokens' keys are read; 0.11.2 has it right), and its backward pass takes no gradient of the
+evidence. Should that private module (`jax._src.cudnn`) vanish, `walks_documents` says no, and attention takes another
+kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
+from jax.extend.mlir import ir
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops.attend_rows import Documents, Found, Rows, with_gradient_of_evidence

@@ -135,7 +135,11 @@ def _by_kubernetes(env: Mapping[str, str]) -> Place | None:
 
 
 def _joined() -> Any:
-    """What JAX knows of the processes. No public name leads to it before there are devices; Orbax goes the same way."""
+    """What JAX knows of the processes. No public name leads to it before there are devices; Orbax goes the same way.
+
+    Should `jax._src.distributed` vanish, this function and `Board` need another way to the coordinator's notes
+    (`key_value_set` and its kin); nothing else here does.
+    """
     from jax._src import distributed
 
     return distributed.global_state
