@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import subprocess
 import sys
@@ -534,3 +535,33 @@ def test_one_line_errors(capsys):
     assert "Traceback" not in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         commands.one_line_errors(broken)
+
+
+def test_the_folder_of_a_run_needs_no_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    parse = lambda *argv: cli.parse(argv, folder="train.checkpoint_dir")
+    for name in ("runs/notes", "./notes", "gs://bucket/run", "there"):
+        assert parse("--seed", "1", name).config == cli.parse(["--checkpoint-dir", name, "--seed", "1"]).config
+    assert parse("runs/notes").origins["train.checkpoint_dir"] == "argument runs/notes"
+    with pytest.raises(ConfigError, match="two folders are given, runs/a and runs/b; name one"):
+        parse("runs/a", "runs/b")
+    with pytest.raises(
+        ConfigError, match=r"unexpected argument 'smal'; .*; the folder of a run has a slash in its name: runs/smal"
+    ):
+        parse("smal")  # a typo begins no run
+    with pytest.raises(ConfigError, match=r"unexpected argument 'runs/notes'; write --flag value or section.key=value$"):
+        cli.parse(["runs/notes"])  # of a command that has no run's folder
+
+
+@pytest.mark.parametrize("command", ["bench step", "bench quality", "data prepare", "data train-bpe"])
+def test_every_command_with_keys_shows_its_configuration_and_stops(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package, name = command.split()
+    main = importlib.import_module(f"nash_mhc.{package}.__main__").main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [package, name, "--batch-size", "3", "--print-config"])
+    assert main() == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["batch_size"] == 3
+    assert not list(tmp_path.iterdir())

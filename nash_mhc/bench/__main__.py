@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.cli import Settings, parse
+from nash_mhc.config.cli import Settings, parse, shown
 from nash_mhc.config.commands import chosen_command, one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 
@@ -110,6 +110,8 @@ def main() -> int:
     own = lambda group: _own_flags(command, group)
     options: dict[str, Any] = {"found": _found} if command == "quality" else {}  # the only one that reads the user's data
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
+    if shown(parsed):
+        return 0
     file = _writable("--json", parsed.own.json) if parsed.own.json != "-" else None
     drawn = _writable("--picture", getattr(parsed.own, "picture", None))
     figures = _run(command, parsed.config, parsed.own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from nash_mhc.config.keys import SMALL, Key, find, keys, sections
 from nash_mhc.config.schema import ConfigError, RunConfig, at_home, check_field, weighted_parts
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-__all__ = ["Key", "Parsed", "as_flags", "keys", "parse", "render", "sections", "usage"]
+__all__ = ["Key", "Parsed", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
 
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
 Settings = dict[str, tuple[Any, str]]  # path -> value, origin
@@ -132,8 +133,16 @@ def _misplaced(name: str, section: str) -> str:
     return f"unknown key {section + '.' if section else ''}{name}{hint or '; there are ' + ', '.join(here)}"
 
 
-def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool]:
-    """Applies argv from left to right; returns the settings and whether --print-config was there."""
+def _is_folder(word: str) -> bool:
+    """Whether a word alone is meant as a folder: a typo of a preset or a flag is not to begin a run of its name."""
+    return "/" in word or "\\" in word or os.path.isdir(word)
+
+
+def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = None) -> tuple[Settings, bool]:
+    """Applies argv from left to right; returns the settings and whether --print-config was there.
+
+    `folder` is the path of the key that a folder without a flag is for.
+    """
     by_flag = {k.flag: k for k in keys().values()}
     off = {"--no-" + k.flag[2:]: k for k in keys().values() if bool in k.kinds}
     settings: Settings = {}
@@ -146,8 +155,14 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[Settings, bool
             flag = dashed  # --learning_rate
         key = by_flag.get(flag)
         if not token.startswith("-"):
+            if folder is not None and "=" not in token and _is_folder(token):
+                if folder in settings:
+                    raise ConfigError(f"two folders are given, {settings[folder][0]} and {token}; name one")
+                settings[folder] = (_convert(keys()[folder], token, folder), f"argument {token}")
+                continue
             if not equals or not flag:
-                raise ConfigError(f"unexpected argument {token!r}; write --flag value or section.key=value")
+                hint = f"; the folder of a run has a slash in its name: runs/{token}" if folder is not None else ""
+                raise ConfigError(f"unexpected argument {token!r}; write --flag value or section.key=value{hint}")
             with _at(f"override {token}"):
                 if (key := find(flag)) is None:
                     guess, valid = find(flag, loose=True), [*keys(), *(k.short for k in keys().values())]
@@ -221,13 +236,18 @@ def _nothing(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
 
 
 def parse(
-    argv: Sequence[str], *, prog: str = "python -m nash_mhc.train", own: OwnFlags | None = None, found: Found = _nothing
+    argv: Sequence[str],
+    *,
+    prog: str = "python -m nash_mhc.train",
+    own: OwnFlags | None = None,
+    found: Found = _nothing,
+    folder: str | None = None,
 ) -> Parsed:
     """Raises ConfigError on any mistake; -h or --help prints and exits with 0.
 
     `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`.
     `found` is asked for settings that follow from others (what the user has set, all values):
-    they hold unless the user has set them.
+    they hold unless the user has set them. `folder` is the path of the key that a folder without a flag is for.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
@@ -237,9 +257,16 @@ def parse(
         if behind and not behind[0].startswith("-"):
             print(section_help(behind[0]), end="")
         else:
-            print(usage(prog) + (f"\n{parser.format_help()}" if own else ""), end="")
+            print(usage(prog, folder=folder is not None) + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
-    settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings])
+    settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings], folder)
     given = {path: value for path, (value, _) in settings.items()}
     return Parsed(*_build(settings, found), print_config, given, namespace)
+
+
+def shown(parsed: Parsed) -> bool:
+    """Prints the configuration where --print-config asks for it, and nothing else is to be done."""
+    if parsed.print_config:
+        print(render(parsed.config, parsed.origins), end="")
+    return parsed.print_config

@@ -85,8 +85,11 @@ def section_help(section: str) -> str:
     return "\n".join([f"{title} ({section}.*):", *lines]) + "\n"
 
 
-def usage(prog: str) -> str:
-    """The help text: all keys of pretraining by section, then the names of the further sections."""
+def usage(prog: str, *, folder: bool = False) -> str:
+    """The help text: all keys of pretraining by section, then the names of the further sections.
+
+    `folder`: whether the command takes the folder of a run without a flag.
+    """
     width, defaults = _width(), presets.run().to_dict()
     note = (
         "The last setting wins, in the order given. In brackets: the default with "
@@ -94,11 +97,12 @@ def usage(prog: str) -> str:
         "shows. A flag with [BOOL] also has a --no-... form."
     )
     out = [
-        f"usage: {prog} [--flag value] [key=value] [--config FILE] ...\n\nexamples:",
+        f"usage: {prog} {'[DIR] ' * folder}[--flag value] [key=value] [--config FILE] ...\n\nexamples:",
         f"  {prog} --total-steps 50",
         f"  {prog} --model-size small --batch-size 32 learning_rate=1e-3",
         f"  {prog} --config run.yaml --seed 1 --print-config\n",
         textwrap.fill(note, width, break_on_hyphens=False) + "\n\ngeneral:",
+        *([_line("DIR", "the folder of the run, with a slash in its name: the same as --checkpoint-dir", width)] * folder),
         _line("-h, --help", "show this text", width),
         _line("--config FILE", "read keys from a YAML file, at this place in the order", width),
         _line("--print-config", "print every key with its origin, as YAML for --config, and stop", width),

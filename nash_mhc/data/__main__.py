@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RUN, RunFolder
-from nash_mhc.config.cli import as_flags, parse
+from nash_mhc.config.cli import as_flags, parse, shown
 from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
 from nash_mhc.config.schema import ConfigError
 
@@ -44,6 +44,8 @@ def _given_out(own: argparse.Namespace, example: str) -> Path:
 
 def prepare_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags)
+    if shown(parsed):
+        return 0
     cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "data/notes")
     if own.workers < 0:
         raise ConfigError(f"--workers must be at least 0, not {own.workers}")
@@ -111,6 +113,8 @@ def _bpe_flags(group: argparse._ArgumentGroup) -> None:
 
 def train_bpe_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
+    if shown(parsed):
+        return 0
     cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "tokenizers/notes")
     from nash_mhc.data.sources import open_corpus, parts_of
     from nash_mhc.data.train_bpe import corpus_texts, train_bpe

@@ -88,7 +88,9 @@ def _own_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def main() -> int:
-    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.train", own=_own_flags, found=found_settings)
+    parsed = parse(
+        sys.argv[1:], prog="python -m nash_mhc.train", own=_own_flags, found=found_settings, folder="train.checkpoint_dir"
+    )
     if parsed.own.verify_resume:
         return verify_resume(parsed.config)
     if parsed.print_config:
