@@ -3,7 +3,7 @@ the same bytes for everyone.
 
 `python -m nash_mhc.bench corpus --out DIR` fetches the archives from the package index that pip uses here, each of one
 fixed version, and writes DIR/code.jsonl (their Python) and DIR/english.jsonl (their documentation), a document a line.
-What comes out is told by its digest: figures that were measured on the same digest can be compared.
+What comes out is known by its digest: figures that were measured on the same digest can be compared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DIGESTS = {
 _ENDINGS = {".py": "code", ".rst": "english", ".md": "english", ".txt": "english"}
 _LEAST, _MOST = 1_000, 1_000_000  # bytes of a document: neither a stub nor a table of numbers
 # Descriptions of interfaces: the folder of their JSON, and the key that holds prose.
-_TOLD_IN = {
+_TEXT_IN = {
     "botocore": ("/botocore/data/", "documentation"),
     "google-api-python-client": ("/discovery_cache/documents/", "description"),
 }
@@ -109,14 +109,14 @@ def _fetched(archive: str, index: str, cache: Path) -> Path:
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:
     """(kind, text) of an archive's files, in the order of their names."""
-    place, key = next((told for name, told in _TOLD_IN.items() if file.name.startswith(f"{name}-")), ("", ""))
+    place, key = next((place for name, place in _TEXT_IN.items() if file.name.startswith(f"{name}-")), ("", ""))
     with tarfile.open(fileobj=io.BytesIO(file.read_bytes())) as archive:
         members = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
         code = 0
         for member in members:
             if place and place in member.name and member.name.endswith(".json"):
-                if told := _told(json.loads(_read(archive, member)), key):
-                    yield "english", told
+                if text := _sentences(json.loads(_read(archive, member)), key):
+                    yield "english", text
                 continue
             kind = _ENDINGS.get(Path(member.name).suffix)
             if kind is None or not _LEAST <= member.size <= _MOST:
@@ -138,7 +138,7 @@ def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return content.read()
 
 
-def _told(value: Any, key: str) -> str:
+def _sentences(value: Any, key: str) -> str:
     """What a description of an interface says in sentences, each of them once; empty where that is little."""
     found: dict[str, None] = {}
 

@@ -59,7 +59,7 @@ class _Progress:
 
 @dataclass
 class Setting:
-    """What is the same for all variants: the data, how they are read, where it runs, and who is told."""
+    """What is the same for all variants: the data, how they are read, where it runs, and how progress is shown."""
 
     tokenizer: Tokenizer
     mesh: Mesh

@@ -76,8 +76,8 @@ def list_command(folder: Folder, step: int | None) -> int:
         checkpoint = folder / name
         loss, tokens = manifest.held_out_loss(checkpoint), manifest.values_of(checkpoint).get("tokens_seen")
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(files.changed(checkpoint)))
-        told = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
-        lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,}", told, saved, _state(folder, name)))
+        shown = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
+        lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,}", shown, saved, _state(folder, name)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print("\n".join("  ".join(f"{word:<{width}}" for word, width in zip(line, widths, strict=True)).rstrip() for line in lines))
     return 0

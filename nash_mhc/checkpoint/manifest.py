@@ -123,7 +123,7 @@ def held_out_loss(checkpoint: Folder, *, strict: bool = False) -> float:
 def kept(folder: Folder, *, last: int, every: int) -> set[int]:
     """Of the finished checkpoints: the last few, those at multiples of `every` (0: none) and the best by held-out loss.
 
-    OSError where that cannot be told just now: nothing may be deleted for want of an answer.
+    OSError where that cannot be found out just now: nothing may be deleted for want of an answer.
     """
     steps = [step for step in numbered(folder) if files.exists(folder / str(step) / FILE)]
     chosen = set(steps[-last:]) | {step for step in steps if every and step % every == 0}

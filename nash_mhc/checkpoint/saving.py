@@ -1,4 +1,4 @@
-"""Checkpoints in spite of the storage: a save that fails is told and tried again,
+"""Checkpoints in spite of the storage: a save that fails is reported and tried again,
 and the run stops only when it must."""
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Saver:
         return "there is no whole checkpoint" if self.last is None else f"the last one, step {self.last}, is gone"
 
     def _missing(self) -> list[str]:
-        """What someone has deleted or moved away, if that can be told; where it cannot, saving will fail and tell."""
+        """What someone has deleted or moved away, if that can be found out;
+        where it cannot, saving will fail and say so."""
         missing: list[str] = []
         with contextlib.suppress(OSError), as_os_errors():
             missing = self._run.missing(self._texts)

@@ -205,7 +205,7 @@ class Store:
 
     def newest(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
         """The last step whose checkpoint is whole.
-        Each one passed over is told in a line and, with `set_aside`, renamed.
+        Each one passed over is reported in a line and, with `set_aside`, renamed.
 
         ConfigError when all there were are damaged. A save that never ended was never a checkpoint.
         """

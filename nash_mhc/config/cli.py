@@ -253,9 +253,9 @@ def parse(
     if own is not None:
         own(parser.add_argument_group("this command"))
     if asked := [at for at, word in enumerate(argv) if word in ("-h", "--help")]:
-        behind = argv[asked[0] + 1 : asked[0] + 2]
-        if behind and not behind[0].startswith("-"):
-            print(section_help(behind[0]), end="")
+        section = argv[asked[0] + 1 : asked[0] + 2]
+        if section and not section[0].startswith("-"):
+            print(section_help(section[0]), end="")
         else:
             print(usage(prog, folder=folder is not None) + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)

@@ -1,4 +1,4 @@
-"""What every command shares: mistakes told in one line, the nearest valid name, exit codes."""
+"""What every command shares: mistakes reported in one line, the nearest valid name, exit codes."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def chosen_command(about: Mapping[str, str], usage: str, kind: str = "command") -> tuple[str, list[str]] | None:
-    """(the command's name, the arguments behind it) of this process; None once its help has been shown."""
+    """(the command's name, the arguments after it) of this process; None once its help has been shown."""
     command, *argv = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
         print(f"usage: {usage}\n", *(f"  {name:<12}  {text}" for name, text in about.items()), sep="\n")
-        print("\n--help behind one of these names lists its flags.")
+        print("\n--help after one of these names lists its flags.")
         return None
     if command not in about:
         raise ConfigError(f"unknown {kind} {command!r}{did_you_mean(command, about)}; there are: {usage}")

@@ -146,7 +146,7 @@ class TrainConfig(Section):
         "auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash")
     )
     deterministic: bool = key(
-        True, "the same bits in every run, which a GPU has to be told; costs it memory, and speed where rows are long"
+        True, "the same bits in every run, which a GPU does not give by itself; costs it memory, and speed where rows are long"
     )
     unroll: str = key(
         "auto",

@@ -49,7 +49,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "data/notes")
     if own.workers < 0:
         raise ConfigError(f"--workers must be at least 0, not {own.workers}")
-    # After the flags: a typo is told at once.
+    # After the flags: a typo is reported at once.
     from nash_mhc.data.prepared.prepare import prepare
     from nash_mhc.data.prepared.progress import watching
     from nash_mhc.data.sources import open_corpus

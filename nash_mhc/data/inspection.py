@@ -38,8 +38,8 @@ def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int
     for segment in range(1, int(row.segments.max()) + 1):
         slots = np.flatnonzero(row.segments == segment)
         place, offset = by_slot.get(int(slots[0]), ("", 0))
-        behind = f", from its token {offset} on" if offset else ""
-        lines.append(f"-- slots {slots[0]} to {slots[-1]}{f', {place}' if place else ''}{behind}")
+        continued = f", from its token {offset} on" if offset else ""
+        lines.append(f"-- slots {slots[0]} to {slots[-1]}{f', {place}' if place else ''}{continued}")
         lines.append(_text(row, slots, tokenizer))
     return "\n".join(lines)
 
@@ -48,7 +48,7 @@ def _text(row: Rows, slots: np.ndarray, tokenizer: Tokenizer) -> str:
     """The targets of a document, in runs that count and runs that do not;
     the filling up to the next start is left out."""
     targets, counts = row.targets[slots], row.weights[slots] > 0
-    if not counts.all():  # behind the last target that counts there is only filling
+    if not counts.all():  # after the last target that counts there is only filling
         last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else len(counts)
         targets, counts = targets[:last], counts[:last]
     borders = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(counts)]

@@ -20,8 +20,8 @@ class NothingHeldOut(ConfigError):
 
 def passes(epochs: Mapping[str, float]) -> str:
     """`reads 35% of notes/`, `reads notes/ 3.2 times over`: what a run reads of each finite dataset."""
-    told = [f"{share:.0%} of {name}" if share <= 1 else f"{name} {share:.3g} times over" for name, share in epochs.items()]
-    return f"reads {', '.join(told)}" if told else ""
+    parts = [f"{share:.0%} of {name}" if share <= 1 else f"{name} {share:.3g} times over" for name, share in epochs.items()]
+    return f"reads {', '.join(parts)}" if parts else ""
 
 
 @runtime_checkable
@@ -73,8 +73,8 @@ class Mixture:
 
     @property
     def held_out(self) -> str:
-        told = [(source.name, source.held_out) for source in self._sources]
-        return "; ".join(f"{name}: {text}" for name, text in told if text)
+        parts = [(source.name, source.held_out) for source in self._sources]
+        return "; ".join(f"{name}: {text}" for name, text in parts if text)
 
     @property
     def identity(self) -> str:

@@ -41,9 +41,9 @@ def best_fit(lengths: Sequence[int], capacity: int, most_rows: int | None = None
 
 
 class Piece(NamedTuple):
-    """The part of a document that lies in one row: a token a slot, the token behind the last slot, and what counts.
+    """The part of a document that lies in one row: a token a slot, the token after the last slot, and what counts.
 
-    The target of a slot is the token behind it. Where a piece does not fill its row, that is the document's end, or the
+    The target of a slot is the token after it. Where a piece does not fill its row, that is the document's end, or the
     last slot does not count.
     """
 
@@ -107,7 +107,7 @@ def lay(
         for item in items:
             piece = pieces[item]
             stop = at + len(piece.counts)
-            tokens[r, at : stop + 1] = piece.tokens  # the next piece overwrites the token behind the last slot
+            tokens[r, at : stop + 1] = piece.tokens  # the next piece overwrites the token after the last slot
             starts[r, at] = True
             counts[r, at:stop] = piece.counts
             at += slots_of[item]

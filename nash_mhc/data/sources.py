@@ -107,7 +107,7 @@ def parts_of(cfg: DataConfig) -> list[tuple[DataConfig, str]]:
 
 
 def open_corpus(cfg: DataConfig) -> Corpus:
-    """The documents behind --dataset; ConfigError when there is nothing of that name."""
+    """The documents of --dataset; ConfigError when there is nothing of that name."""
     if parts_of(cfg):
         raise ConfigError(f"--dataset {cfg.dataset}: is a mixture; prepare its parts, each by itself, and mix the folders")
     if cfg.dataset == "stories":

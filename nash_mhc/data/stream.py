@@ -3,7 +3,7 @@
 The data is divided into lanes, each read from its beginning to its end and then again; row i of the run is the next one
 of lane i mod lanes, so a process whose rows are every P-th reads only every P-th lane. A lane is cut into volumes of
 some text, each packed by itself and shuffled. So a row follows from its number and the data alone. To go straight to a
-row, an index remembers how many rows each volume had and where the reader stood behind it; without the index the lane
+row, an index remembers how many rows each volume had and where the reader stood after it; without the index the lane
 is read again from its beginning, to the same rows.
 """
 

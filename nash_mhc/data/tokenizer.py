@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """Bytes of text behind each token id, for bits per byte."""
+        """Bytes of text of each token id, for bits per byte."""
 
     def encode(self, text: str) -> np.ndarray:
         """Text that spells a special token is text: no document can end itself, or begin another."""
@@ -137,7 +137,7 @@ def write_tokenizer_config(folder: Path, end: str) -> None:
 
 
 def _byte_length(piece: str, text: str) -> int:
-    """Bytes of text behind one token, from its name in the vocabulary and what it decodes to on its own."""
+    """Bytes of text of one token, from its name in the vocabulary and what it decodes to on its own."""
     if "\ufffd" in text and "\ufffd" not in piece:
         # Part of a character: a byte by its number, or byte-level pieces, whose names have one letter a byte.
         return 1 if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece) else len(piece)

@@ -1,7 +1,7 @@
 """Worker processes that outlive every signal but the one that they get from the process that started them.
 
 A scheduler signals every process that it finds. The run saves and ends by itself then, and needs its workers until it
-has: they ignore what it is told, from their first instruction on, and end with it.
+has: they ignore the signals that it gets, from their first instruction on, and end with it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is told without JAX
+    from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is reported without JAX
     from nash_mhc.runtime.program_cache import use_compilation_cache
 
     # Beside the text, not in it: `generate > file` writes nothing but text.

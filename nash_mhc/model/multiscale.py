@@ -189,7 +189,7 @@ def report(
     real_BT = real_BT.astype(residual_BTN.dtype)
     # w ln w goes to 0 with w; the inner max keeps the gradient there finite.
     entropy_BTN = -sum(w * jnp.log(jnp.maximum(w, 1e-30)) for w in weights) / math.log(max(len(weights), 2))
-    # As products with a row of ones: a reduction over T with so short an axis behind it would be slow on a GPU.
+    # As products with a row of ones: a reduction over T with so short an axis after it would be slow on a GPU.
     over_time = lambda x_BTN: jnp.einsum("bt,btn->bn", real_BT, x_BTN, precision=jax.lax.Precision.HIGHEST)
     return GameReport(
         weight_BCN=jnp.stack([over_time(jax.lax.stop_gradient(w)) for w in weights], axis=1),

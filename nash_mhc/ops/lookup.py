@@ -18,7 +18,7 @@ def rows_of(table_VD: Float[Array, "V D"], index_BT: Int[Array, "B T"]) -> Float
     """`table_VD[index_BT]`.
 
     Its gradient adds up the rows of each number. A GPU does that with atomic additions in whatever order they come, or,
-    where it is told to be exact, after sorting every single element:
+    where it has to be exact, after sorting every single element:
     60 ms of a 1b model's step, against 7 ms as a matmul.
     """
     return table_VD[index_BT]

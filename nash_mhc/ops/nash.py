@@ -125,7 +125,7 @@ def _gram(outs: Sequence[Array], keep: Keep) -> Gram:
 
 
 def _settle(rules: Rules, keep: Keep, outs: list[Array], bids: Scales, tau: Array) -> tuple[Array, Scales, Array]:
-    """(y, w, residual) for tokens of any shape; `outs` have one more axis behind."""
+    """(y, w, residual) for tokens of any shape; `outs` have one more axis at the end."""
     gram = _gram(outs, keep) if rules.aggregation == "nash" else ()
     w, _ = play(gram, bids, tau, rules, keep)
     answer = best_response(gram, bids, tau, w, keep).after if rules.aggregation == "nash" else w

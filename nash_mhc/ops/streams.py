@@ -27,7 +27,7 @@ from nash_mhc.ops.sinkhorn import Matrix, Vector, balance, balanced, iterate, re
 Streams = tuple[Float[Array, "B T D"], ...]
 
 
-COEFFICIENTS = "stream_coefficients"  # checkpoint name of what is small and dear: a few numbers a token, a whole pass to get
+COEFFICIENTS = "stream_coefficients"  # checkpoint name of what is small and costly: a few numbers a token, a whole pass to get
 
 # Written down in its own dtype and read again: otherwise a compiler keeps the float32 sums instead, twice the bytes.
 _kept = lax.optimization_barrier

@@ -70,7 +70,7 @@ def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, ...]:
             f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here; use --num-devices {there}"
         )
     # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use; and so
-    # does the default mesh anywhere: the first run of a newcomer takes one device and is told of the others.
+    # does the default mesh anywhere: the first run of a newcomer takes one device and hears of the others.
     sizes = cfg.axes.values()
     by_mesh = (platform == "cpu" and -1 not in sizes) or set(sizes) == {1}
     in_use = cfg.num_devices or (math.prod(sizes) if by_mesh else there)

@@ -149,6 +149,6 @@ def on_shards(fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> 
 
 
 def mesh_axis(logical: str) -> tuple[str, ...]:
-    """The mesh axes behind a logical axis that really split it: what collectives inside `on_shards` run over."""
+    """The mesh axes of a logical axis that really split it: what collectives inside `on_shards` run over."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(a for a in RULES[logical] if sizes.get(a, 1) > 1)

@@ -29,7 +29,7 @@ class CompiledStep:
     """Ahead-of-time compilation of `fn(state, batch, *constants)`; the state is donated, its shape never changes.
 
     `constants` are scalars that stay the same from step to step but are no part of the program: with others, the same
-    one runs. `traces` counts how often Python ran the function: once a run, or `warn` is told what changed.
+    one runs. `traces` counts how often Python ran the function: once a run, or `warn` hears what changed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CompiledStep:
         self._placed: list[Any] | None = None  # on the mesh
         self._compiled: dict[tuple[str, ...], Any] = {}  # shared as well
         self._latest: tuple[str, ...] | None = None  # shape of this one's last batch
-        # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is told
+        # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is asked
         # otherwise. Everywhere else the same program gives the same bits.
         platform = mesh.devices.flat[0].platform
         self._compiler_options: dict[str, str | bool] = {}

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-TRY_AGAIN = 75  # EX_TEMPFAIL: nothing is wrong, start the same command again; schedulers can be told to requeue on it
+TRY_AGAIN = 75  # EX_TEMPFAIL: nothing is wrong, start the same command again; schedulers can requeue on it
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -45,7 +45,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.caught: str | None = None  # the first one's name
-        self.before_leaving: Callable[[str], None] = lambda _: None  # told when there is nothing to wait for
+        self.before_leaving: Callable[[str], None] = lambda _: None  # called when there is nothing to wait for
         self._work = False  # whether there is something to save
         self.listening = False  # from the process's start to its end
         self.ending: int | None = None  # the exit code of a command that has done its work and is on its way out
@@ -99,7 +99,7 @@ class Signals:
         """Inside, what has been computed is worth saving: a signal is remembered, for the one who asks for `caught`.
 
         In a notebook or a script, which did not ask to `listen`,
-        signals mean what they always do before and behind this.
+        signals mean what they always do before and after this.
         """
         in_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in self._wanted()} if in_main and not self.listening else {}

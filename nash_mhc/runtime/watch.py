@@ -32,7 +32,7 @@ _kept: list[Any] = []  # C calls these until the process ends
 
 
 class Watch:
-    """`doing(phase)` is told what comes next, `should_stop()` asked wherever all processes could stop together."""
+    """`doing(phase)` hears what comes next, `should_stop()` is asked wherever all processes could stop together."""
 
     def __init__(self, *, stall_timeout: float) -> None:
         global _runs  # noqa: PLW0603  (a process may train several times; the notes of each time are its own)

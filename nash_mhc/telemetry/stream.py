@@ -18,7 +18,7 @@ class Telemetry:
     `evaluated`, which it is about to make again:
     an earlier process may have done both, and have left no checkpoint of it.
 
-    What cannot be written waits in memory and is told once: numbers are no reason to stop a run.
+    What cannot be written waits in memory and is reported once: numbers are no reason to stop a run.
     """
 
     def __init__(

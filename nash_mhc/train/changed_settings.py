@@ -1,4 +1,4 @@
-"""Settings that changed since a run began: told in a line at the start, and kept in run.json."""
+"""Settings that changed since a run began: listed in a line at the start, and kept in run.json."""
 
 from __future__ import annotations
 

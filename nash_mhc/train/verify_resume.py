@@ -217,7 +217,7 @@ def verify_resume(cfg: RunConfig) -> int:
         code = 0 if all(same) else 1
     except Ended as error:
         print(error, file=sys.stderr)
-        code = 2 if error.code == 2 else 1  # its mistake has been told by the run itself
+        code = 2 if error.code == 2 else 1  # the run itself has said what is wrong
     finally:
         if code != 1:
             shutil.rmtree(folder, ignore_errors=True)

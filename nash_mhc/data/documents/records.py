@@ -1,7 +1,7 @@
 """One record -> the text of its document, in spans that count in the loss or do not.
 
 Plain text is one span. Prompts and chats are messages, each written by a template; with `--loss-on response`, what
-counts is an assistant's message and what the template puts behind it, so that the model learns to answer and to stop. A
+counts is an assistant's message and what the template puts after it, so that the model learns to answer and to stop. A
 template may spell the tokenizer's special tokens; whatever a record spells is text.
 """
 
@@ -110,14 +110,14 @@ def _messages(record: Any, where: str, recipe: Mapping[str, Any]) -> list[Span]:
     messages = _field(record, "messages", where, "chat data needs a list of messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages must be a list that is not empty")
-    before, _, behind = recipe["template"].partition("{content}")
+    before, _, after = recipe["template"].partition("{content}")
     spans: list[Span] = []
     for message in messages:
         role = _text(_field(message, "role", where, "a message has role and content"), where, "role")
         content = _text(_field(message, "content", where, "a message has role and content"), where, "content")
         counts = recipe["loss_on"] == "all" or role in ANSWERS
         spans.append(Span(_filled(before, role), recipe["loss_on"] == "all"))
-        spans.append(Span((Part(content), *_filled(behind, role)), counts))
+        spans.append(Span((Part(content), *_filled(after, role)), counts))
     if not any(span.counts for span in spans):
         raise ConfigError(
             f"{where}: no message of role {ANSWERS[0]}, so nothing would be learned; leave it out or use --loss-on all"
