@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from nash_mhc.config.schema import ARCHITECTURES
+from nash_mhc.data.documents import files, readers
 from nash_mhc.model import architectures
 from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
+from nash_mhc.parallel import sharding
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 
@@ -19,6 +21,9 @@ def nothing_stays_registered(monkeypatch):
     monkeypatch.setattr(architectures, "_KNOWN", dict(architectures._KNOWN))
     monkeypatch.setattr(registry, "OBJECTIVES", dict(registry.OBJECTIVES))
     monkeypatch.setattr(optimizers, "OPTIMIZERS", dict(optimizers.OPTIMIZERS))
+    monkeypatch.setattr(files, "FORMATS", formats := dict(files.FORMATS))
+    monkeypatch.setattr(readers, "FORMATS", formats)
+    monkeypatch.setitem(sharding.RULES, "batch", sharding.RULES["batch"])  # put back afterwards
     known = dict(ARCHITECTURES)
     yield
     ARCHITECTURES.clear()

@@ -5,11 +5,33 @@ from __future__ import annotations
 import glob
 import io
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from nash_mhc.config.schema import ConfigError
+
+
+class Format(NamedTuple):
+    """What files of an ending of the user's own hold."""
+
+    read: Callable[[BinaryIO], Iterator[str | dict[str, Any]]]  # a text or a record a document, from a file's bytes
+    version: str  # part of the data's identity: another one makes other data of the same files
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register_format(ending: str, read: Callable[[BinaryIO], Iterator[str | dict[str, Any]]], *, version: str = "1") -> None:
+    """Files with this ending (`.fasta`), packed ones (`.fasta.gz`) too, hold the documents that `read(file)` yields.
+
+    A record has the fields that a JSON line would have. Raise the `version` when `read` makes other documents of the
+    same file: what was prepared before is then not taken for it.
+    """
+    if not ending.startswith(".") or ending in {*_KINDS, *_TEXT, *_PACKED}:
+        raise ConfigError(f"{ending!r}: must be an ending such as .fasta that has no format yet")
+    FORMATS[ending] = Format(read, version)
+
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 # Files of a folder that are a document each, unless --extensions says otherwise: prose, and source code.
@@ -27,8 +49,8 @@ def ending_of(path: Path) -> str:
 
 
 def kind_of(path: Path) -> str:
-    """`jsonl`, `parquet`, or else `text`."""
-    return _KINDS.get(ending_of(path), "text")
+    """`jsonl`, `parquet`, `registered`, or else `text`."""
+    return "registered" if ending_of(path) in FORMATS else _KINDS.get(ending_of(path), "text")
 
 
 def parsed_endings(text: str) -> frozenset[str]:
@@ -64,7 +86,7 @@ def _in_folder(folder: Path) -> Iterable[Path]:
 
 def find_files(dataset: str, extensions: str | None = None) -> Found:
     """The files that a file name, a folder or a glob stands for, sorted by name; ConfigError when there is none."""
-    wanted = _TEXT | (frozenset(_KINDS) - {".json"}) if extensions is None else parsed_endings(extensions)
+    wanted = _TEXT | frozenset(FORMATS) | (frozenset(_KINDS) - {".json"}) if extensions is None else parsed_endings(extensions)
     path, left_out = Path(dataset), Counter[str]()
     if path.is_file():
         return Found([path], {})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.files import find_files, kind_of, open_unpacked
+from nash_mhc.data.documents.files import FORMATS, ending_of, find_files, kind_of, open_unpacked
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.storage.digests import digest_of, digests_of_sources
@@ -89,7 +89,8 @@ class Files:
             hashes = digests_of_sources(self._paths)
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
-        self.content = digest_of([self.files, hashes])
+        versions = {end: FORMATS[end].version for p in self._paths if (end := ending_of(p)) in FORMATS}
+        self.content = digest_of([self.files, hashes, *([versions] if versions else [])])
         records = next((p for p in self._paths if kind_of(p) != "text"), None)
         self.format = format_of(cfg, None if records is None else first_fields(records))
         self._fields = fields_of(cfg, self.format)
@@ -100,6 +101,8 @@ class Files:
             with _readable(path):
                 if kind == "parquet":
                     yield from _read_parquet(number, path, self._fields)
+                elif kind == "registered":
+                    yield from _read_registered(number, path, self._fields)
                 elif kind == "jsonl":
                     with open_unpacked(path) as file:
                         yield from _read_lines(number, file)
@@ -123,7 +126,10 @@ def first_fields(path: Path) -> list[str] | None:
             with _parquet(path) as table:
                 return list(table.schema_arrow.names)
         with open_unpacked(path) as file, contextlib.suppress(ValueError):
-            record = json.loads(next((line for line in file if line.strip()), b"null"))
+            if kind_of(path) == "registered":
+                record = next(iter(FORMATS[ending_of(path)].read(file)), None)
+            else:
+                record = json.loads(next((line for line in file if line.strip()), b"null"))
             return list(record) if isinstance(record, dict) else None
     return None
 
@@ -208,6 +214,20 @@ def _read_parquet(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[
     contents = itertools.chain.from_iterable(parquet_batches(path, fields))
     for row, content in enumerate(contents, start=1):
         yield Raw(number, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
+
+
+def _read_registered(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
+    whole = len(fields) > 1 or fields[0] == "messages"
+    with open_unpacked(path) as file:
+        for row, document in enumerate(FORMATS[ending_of(path)].read(file), start=1):
+            content: Any = document
+            if isinstance(document, dict) and not whole:
+                if fields[0] not in document:
+                    there = ", ".join(document) or "none"
+                    remedy = "name the text's with --text-field"
+                    raise ConfigError(f"{path}:{row}: no field {fields[0]!r}, there are {there}; {remedy}")
+                content = document[fields[0]]
+            yield Raw(number, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
 
 
 class Stories:
