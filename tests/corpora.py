@@ -14,6 +14,7 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.data.prepared.manifest import Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import RowSource, open_corpus
 from nash_mhc.data.stories.corpus import StoryCorpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
@@ -29,7 +30,9 @@ def stories(count: int, start: int = 0) -> list[str]:
 def prepared(out: Path, dataset: Path | str, tokenizer: Tokenizer = BYTES, align: int = 8, **settings: Any) -> Manifest:
     workers = settings.pop("workers", 1)
     cfg = DataConfig(**{"dataset": str(dataset), "seq_len": 256} | settings)
-    return prepare(cfg, tokenizer, open_corpus(cfg), out, align=align, workers=workers)
+    corpus = open_corpus(cfg)
+    recipe = make_recipe(cfg, tokenizer, corpus, align)
+    return prepare(recipe, tokenizer, corpus, out, dataset=cfg.dataset, workers=workers)
 
 
 def texts(folder: Path, split: str = "train", tokenizer: Tokenizer = BYTES) -> list[str]:

@@ -18,11 +18,14 @@ import pytest
 from corpora import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data import pieces
 from nash_mhc.data.documents.holdout import HeldOut, key_of, survey
+from nash_mhc.data.pieces import Document
 from nash_mhc.data.prepared import chunks
 from nash_mhc.data.prepared.manifest import Manifest
 from nash_mhc.data.prepared.rows import PreparedRows
-from nash_mhc.data.sources import StoryRows, fixed_sample, open_held_out, open_source
+from nash_mhc.data.sources import fixed_sample, open_held_out, open_source
+from nash_mhc.data.stories.rows import StoryRows
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +44,7 @@ def sides(folder: Path) -> tuple[set[str], set[str]]:
 def test_no_copy_of_a_text_is_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: bool) -> None:
     """A hundred copies of each of twenty texts, in files of every kind, in any order and in many chunks."""
     if small_chunks:
-        monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 20_000)
+        monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 20_000)
     repeated, rest = documents(20), documents(300, seed=1)
     lines = repeated * 97 + rest
     random.Random(0).shuffle(lines)
@@ -87,7 +90,7 @@ def test_of_a_single_document_rows_are_held_out_and_it_is_said(tmp_path: Path, w
 
 def test_a_document_that_is_read_in_many_blocks_is_on_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
-    monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 3000)
+    monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 3000)
     (tmp_path / "books").mkdir()
     for number in range(12):
         text = "".join(f"book {number}, line {i}\n" for i in range(300))
@@ -204,13 +207,17 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path) -> None:
 
 def test_a_long_text_is_not_read_whole_to_see_how_long_documents_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
-    monkeypatch.setattr("nash_mhc.data.prepared.chunks._LOOKED_AT_BYTES", 3000)
-    monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 1000)
+    monkeypatch.setattr("nash_mhc.data.pieces._LOOKED_AT_BYTES", 3000)
+    monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 1000)
     sizes: list[int] = []
-    pieces_of = chunks.pieces_of
-    monkeypatch.setattr(
-        chunks, "pieces_of", lambda docs, job: (sizes.append(sum(doc.size for doc in docs)), pieces_of(docs, job))[1]
-    )
+    tokenized = pieces.pieces_of
+
+    def measured(documents: list[Document], *args: Any) -> Any:
+        sizes.append(sum(document.size for document in documents))
+        return tokenized(documents, *args)
+
+    monkeypatch.setattr(pieces, "pieces_of", measured)  # where the first documents are looked at
+    monkeypatch.setattr(chunks, "pieces_of", measured)  # and where chunks are made
     (tmp_path / "long.txt").write_text("some words of a long text. " * 4000)
     prepared(tmp_path / "out", tmp_path / "long.txt", align=16)
     assert max(sizes) <= 5000

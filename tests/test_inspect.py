@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import small
+from corpora import prepared
 
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
+from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data import __main__ as command
 from nash_mhc.data.inspection import of_prepared, of_run, rows_of_step
 from nash_mhc.data.loader import batches
-from nash_mhc.data.prepared.prepare import prepare
-from nash_mhc.data.sources import open_corpus, open_source
+from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -27,8 +27,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in range(3):
         lines = [json.dumps({"text": text}) + "\n" for text in FACTS[part * 100 : part * 100 + 100]]
         (folder / "src" / f"part{part}.jsonl").write_text("".join(lines))
-    cfg = DataConfig(dataset=str(folder / "src"), seq_len=256)
-    prepare(cfg, BYTES, open_corpus(cfg), folder / "out", align=16, workers=1)
+    prepared(folder / "out", folder / "src", align=16)
     return folder
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import take
+from corpora import prepared, take
 from training_process import children_of
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.prepared.prepare import prepare
-from nash_mhc.data.sources import RowSource, StoryRows, open_corpus, open_source
+from nash_mhc.data.sources import RowSource, open_source
+from nash_mhc.data.stories.rows import StoryRows
 from nash_mhc.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -173,13 +173,13 @@ def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(s
 
 
 def test_workers_of_a_preparation_are_left_alone_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.prepared.chunks._SMALLEST", 20_000)
+    monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 20_000)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 200}) + "\n" for i in range(200)))
-    cfg = DataConfig(dataset=str(tmp_path / "a.jsonl"), seq_len=T)
+    make = lambda name, workers: prepared(tmp_path / name, tmp_path / "a.jsonl", align=1, workers=workers, seq_len=T)
     with storm_of_signals() as sent:
-        made = prepare(cfg, BYTES, open_corpus(cfg), tmp_path / "stormy", align=1, workers=2)
+        made = make("stormy", 2)
     assert len(set(sent)) >= 2
-    assert made.identity == prepare(cfg, BYTES, open_corpus(cfg), tmp_path / "calm", align=1, workers=1).identity
+    assert made.identity == make("calm", 1).identity
 
 
 def test_a_mixture_has_its_shares_and_reads_every_row_of_a_source_before_any_again(mixture: RowSource) -> None:

@@ -22,7 +22,6 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import __main__ as command
 from nash_mhc.data.documents.readers import BLOCK, Files
 from nash_mhc.data.pack import cut, positions
-from nash_mhc.data.prepared import chunks
 from nash_mhc.data.prepared import prepare as prepare_module
 from nash_mhc.data.prepared import rows as rows_module
 from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
@@ -117,7 +116,7 @@ def test_a_text_larger_than_a_block_is_one_document(tmp_path: Path, monkeypatch:
         assert sum((rows[i].targets[rows[i].weights > 0] == BYTES.end).sum() for i in range(len(rows))) == 1
 
 
-def test_pieces_of_an_open_document_predict_every_token_behind_their_first() -> None:
+def test_pieces_of_an_open_document_predict_every_token_after_their_first() -> None:
     for opens, closes, length in [
         (True, False, 5),
         (False, False, 17),
@@ -225,23 +224,23 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_SMALLEST", 100_000)
+    monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 100_000)
 
 
-# The command with small chunks; none is begun any more once there are as many as it is told:
+# The command with small chunks; none is begun any more once there are as many as it is to make:
 # it waits there to be killed.
 COMMAND = """
-import os, sys, time, nash_mhc.data.prepared.chunks as p, nash_mhc.data.prepared.prepare, nash_mhc.data.__main__ as m
+import os, sys, time, nash_mhc.data.recipe, nash_mhc.data.prepared.prepare as p, nash_mhc.data.__main__ as m
 from nash_mhc.config.commands import one_line_errors
 
-p._SMALLEST, make_chunk = 100_000, p.make_chunk
+nash_mhc.data.recipe._SMALLEST, make_chunk = 100_000, p.make_chunk
 
 def held(job, chunk):
     while len(list(job.folder.glob("chunk-*.json"))) >= int(os.environ["HOLD_AT"]):
         time.sleep(0.01)
     return make_chunk(job, chunk)
 
-nash_mhc.data.prepared.prepare.make_chunk = held
+p.make_chunk = held
 if __name__ == "__main__":
     sys.exit(one_line_errors(m.main))
 """
@@ -394,7 +393,7 @@ def test_a_token_outside_the_vocabulary_is_found_by_file_and_row(tmp_path: Path)
 def test_threads_that_open_the_same_shards_do_not_close_them_on_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "_SMALLEST", 3000)
+    monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 3000)
     write_jsonl(tmp_path / "a.jsonl", stories(200))
     prepared(tmp_path / "out", tmp_path / "a.jsonl", seq_len=64)
     whole = PreparedRows(tmp_path / "out", "train")

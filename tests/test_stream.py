@@ -110,7 +110,7 @@ def test_an_epoch_holds_every_document_once(folders: Path, tmp_path: Path, form:
                 tokens.update(part.astype(np.uint16).tobytes()[i : i + 2] for i in range(0, 2 * len(part), 2))
         found.append(tokens)
     train = sum(found, Counter())
-    assert source._job.recipe["validation_fraction"] == (0 if form == "files" else 0.1)
+    assert source._recipe["validation_fraction"] == (0 if form == "files" else 0.1)
     end = np.uint16(BYTES.end).tobytes()
     every = Counter(bytes([byte, 0]) for byte in "".join(TEXTS).encode())
     ends = train.pop(end)

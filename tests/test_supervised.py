@@ -14,12 +14,11 @@ import small
 from corpora import prepared, save_tokenizer, write_jsonl
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
-from nash_mhc.data.documents.holdout import HeldOut
 from nash_mhc.data.documents.readers import Raw
 from nash_mhc.data.documents.records import check_template, spans_of
 from nash_mhc.data.inspection import of_prepared, show_row
 from nash_mhc.data.mixture import Mixture
-from nash_mhc.data.prepared.chunks import Job, document_of, pieces_of
+from nash_mhc.data.pieces import document_of, pieces_of
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -108,7 +107,7 @@ def test_long_chats_are_cut_and_parts_without_an_answer_left_out() -> None:
     recipe = {"format": "prompt", "template": check_template(TEMPLATE), "loss_on": "response", "seq_len": 32}
     raw = Raw(0, 1, {"prompt": "p" * 100, "response": "r" * 50}, 150, "table")
     document = document_of(raw, ("a",), recipe)
-    pieces, _ = pieces_of([document], Job(recipe, BYTES, ("a",), Path(), HeldOut()))
+    pieces, _ = pieces_of([document], recipe, BYTES, ("a",))
     targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.counts, strict=True) if counts]
     assert BYTES.decode(np.array(targets)) == "r" * 50 + "\n"
     assert document.size == len("user: \nassistant: \n") + 150

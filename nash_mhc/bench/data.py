@@ -25,6 +25,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.loader import batches
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from nash_mhc.data.train_bpe import train_bpe
@@ -137,7 +138,9 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
             """The rows, and tokens a second from the file to them, processes and hashes included."""
             data = dataclasses.replace(cfg.data, dataset=str(folder / "one.jsonl"))
             began = time.perf_counter()
-            manifest = prepare(data, tokenizer, open_corpus(data), folder / out, align=align)
+            corpus = open_corpus(data)
+            recipe = make_recipe(data, tokenizer, corpus, align)
+            manifest = prepare(recipe, tokenizer, corpus, folder / out, dataset=data.dataset)
             tokens = sum(split.tokens for split in manifest.splits.values())
             return PreparedRows(folder / out, "train"), tokens / (time.perf_counter() - began)
 

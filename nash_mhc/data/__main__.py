@@ -52,21 +52,15 @@ def prepare_command(argv: Sequence[str]) -> int:
     # After the flags: a typo is reported at once.
     from nash_mhc.data.prepared.prepare import prepare
     from nash_mhc.data.prepared.progress import watching
+    from nash_mhc.data.recipe import make_recipe
     from nash_mhc.data.sources import open_corpus
     from nash_mhc.data.tokenizer import load_tokenizer
 
     tokenizer, began = load_tokenizer(cfg.data.tokenizer), time.monotonic()
     corpus = open_corpus(cfg.data)
     with watching(f"preparing {cfg.data.dataset}") as watch:
-        manifest = prepare(
-            cfg.data,
-            tokenizer,
-            corpus,
-            out,
-            align=cfg.model.alignment,
-            workers=own.workers or None,
-            watch=watch,
-        )
+        recipe = make_recipe(cfg.data, tokenizer, corpus, cfg.model.alignment)
+        manifest = prepare(recipe, tokenizer, corpus, out, dataset=cfg.data.dataset, workers=own.workers or None, watch=watch)
     print(f"{manifest.summary()}\nprepared in {out} in {time.monotonic() - began:.1f} s. Next:")
     # The folder knows all about its rows.
     kept = ("data.batch_size", "data.num_workers", "data.worker_buffer_size")

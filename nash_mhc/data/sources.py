@@ -1,4 +1,5 @@
-"""Where rows come from: random-access sources of packed rows, each row a function of its number alone."""
+"""From what the configuration names to rows:
+the built-in stories, prepared folders, files, the Hub, mixtures of them."""
 
 from __future__ import annotations
 
@@ -6,8 +7,6 @@ import dataclasses
 import glob
 import shutil
 import sys
-import threading
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -16,83 +15,19 @@ from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.documents.hub import Hub, is_saved
 from nash_mhc.data.documents.readers import Corpus, Files, Stories
 from nash_mhc.data.mixture import Mixture, NothingHeldOut, RowSource
-from nash_mhc.data.order import combine, permuted
-from nash_mhc.data.pack import Rows, pack
-from nash_mhc.data.prepared.chunks import make_recipe
+from nash_mhc.data.order import permuted
 from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
+from nash_mhc.data.stories.rows import StoryRows
 from nash_mhc.data.stream import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, hub_name
 from nash_mhc.storage.digests import digest_of
 
 _SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same
-
-
-class StoryRows:
-    """Endless packed rows of the embedded stories.
-
-    Rows are made a volume at a time: fresh stories, best fit, little padding, in random order. Every story appears at
-    most once (the few that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean
-    loss of a perfect model is the corpus's own floor;
-    the rest of a story that was cut has lost its opening and costs more.
-    """
-
-    endless = True
-    most_documents: int | None = None
-    room: int | None = None
-    name, identity, held_out = "stories", "stories-2", ""
-    rows_per_volume = 64
-
-    def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
-        self._corpus, self._tokenizer = StoryCorpus(), tokenizer
-        self._seed, self._split, self._seq_len, self._align = seed, split, seq_len, align
-        self._volumes: OrderedDict[int, Rows] = OrderedDict()
-        self._lock = threading.Lock()  # grain's reader threads share this source
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> Rows:
-        volume, row = divmod(int(index), self.rows_per_volume)
-        with self._lock:
-            if volume not in self._volumes:
-                self._volumes[volume] = self._make(volume)
-            self._volumes.move_to_end(volume)
-            rows = self._volumes[volume]
-            while len(self._volumes) > 4:
-                self._volumes.popitem(last=False)
-        return Rows(*(a[row] for a in rows))
-
-    def epochs(self, position: int) -> dict[str, float]:
-        return {}
-
-    def take(self, indices: np.ndarray | list[int]) -> Rows:
-        return Rows(*(np.stack(a) for a in zip(*(self[int(i)] for i in indices), strict=True)))
-
-    def __getstate__(self) -> dict[str, object]:  # worker processes get the recipe, not the lock
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_volumes")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock(), _volumes=OrderedDict())
-
-    def _make(self, volume: int) -> Rows:
-        documents, slots = [], 0
-        capacity = self.rows_per_volume * self._seq_len
-        for number in range(1 << 20):
-            # One number a story, volumes far apart: no story is ever used twice.
-            story = self._corpus.story(self._seed, self._split, (volume << 20) + number)
-            tokens = self._tokenizer.encode(story.text)
-            slots += -(-(len(tokens) + 1) // self._align) * self._align
-            if slots > capacity:
-                break
-            documents.append(tokens)
-        rows = pack(documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align)
-        # Best fit lays the longest first: in that order, the first rows of a volume would be no sample of it.
-        order = permuted(np.arange(self.rows_per_volume), self.rows_per_volume, combine(self._seed, volume))
-        return Rows(*(a[order] for a in rows))
 
 
 def _is_hub(dataset: str) -> bool:
@@ -132,7 +67,7 @@ def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int
 
     def prepared() -> PreparedRows:
         with watching(f"preparing {cfg.dataset}") as watch:
-            prepare(cfg, tokenizer, corpus, folder, align=align, watch=watch)
+            prepare(recipe, tokenizer, corpus, folder, dataset=cfg.dataset, watch=watch)
         return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
 
     try:

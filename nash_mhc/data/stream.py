@@ -28,8 +28,9 @@ from nash_mhc.data.documents.readers import Raw, check_columns, fields_of, first
 from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Laid, Rows, lay, unfold
-from nash_mhc.data.prepared.chunks import Document, Job, document_of, make_recipe, pieces_of
+from nash_mhc.data.pieces import Document, document_of, pieces_of
 from nash_mhc.data.prepared.manifest import VERSION
+from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.digests import digest_of
 
@@ -212,7 +213,7 @@ class StreamRows:
             )
         self._text = text_of_volume(cfg.seq_len)
         self.name = cfg.dataset
-        self._job = Job(recipe, tokenizer, lanes.names, Path(), by_share(recipe["validation_fraction"]))
+        self._recipe, self._rule = recipe, by_share(recipe["validation_fraction"])
         self.identity = digest_of(["stream", VERSION, recipe, split, self.count, self._text])
         folder = Path(cfg.cache_dir) / f"stream-{self.identity[:24]}"
         self.lanes = [Lane(folder / f"lane-{number:02d}.jsonl") for number in range(self.count)]
@@ -220,7 +221,7 @@ class StreamRows:
 
     @property
     def held_out(self) -> str:
-        fraction = self._job.recipe["validation_fraction"]
+        fraction = self._recipe["validation_fraction"]
         return f"held out: {fraction:.1%} of the documents, as they come" if fraction else ""
 
     def epochs(self, position: int) -> dict[str, float]:
@@ -267,14 +268,14 @@ class StreamRows:
                 after = [epoch + 1, None]
                 break
             # A document that comes twice is held out twice: what decides is its text.
-            document = document_of(raw, self._job.names, self._job.recipe)
-            if (document.key in self._job.held_out) == self._is_held_out:
+            document = document_of(raw, self._lanes.names, self._recipe)
+            if (document.key in self._rule) == self._is_held_out:
                 documents.append(document)
                 size += raw.size
         if after is None:
             after, lane.reader = [epoch, reader.state], (volume + 1, reader)
-        pieces, _ = pieces_of(documents, self._job)
-        recipe = self._job.recipe
+        recipe = self._recipe
+        pieces, _ = pieces_of(documents, recipe, self._tokenizer, self._lanes.names)
         laid, rows = lay(pieces, self._tokenizer.end, recipe["seq_len"], align=recipe["align"])
         if volume == len(lane.ends) - 1:
             lane.add(len(rows), after)

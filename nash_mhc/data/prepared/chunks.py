@@ -13,20 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import HeldOut, key_of
-from nash_mhc.data.documents.readers import Content, Corpus, Raw
-from nash_mhc.data.documents.records import Span, check_template, spans_of
-from nash_mhc.data.pack import Piece, cut, lay, room_of
+from nash_mhc.data.documents.readers import Corpus, Raw
+from nash_mhc.data.pack import Piece, lay, room_of
+from nash_mhc.data.pieces import Document, document_of, pieces_of
 from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.prepared.rows import RowFormat
+from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.digests import digest_of
-
-_SMALLEST, _LARGEST = 4 << 20, 32 << 20  # bytes of text in a chunk: enough to pack well, few enough for memory
-_AT_ONCE = 1 << 20  # bytes of text given to the tokenizer in one call
-_LOOKED_AT, _LOOKED_AT_BYTES = 256, 2 << 20  # documents, or bytes of them, that tell how long they are
-_TRIFLE = 0.02  # share of the rows that may go into alignment
 
 
 class Chunk(NamedTuple):
@@ -39,7 +34,7 @@ class Chunk(NamedTuple):
 class Job:
     """What a process needs to make the shards of a chunk."""
 
-    recipe: dict[str, Any]
+    recipe: Recipe
     tokenizer: Tokenizer
     names: tuple[str, ...]  # of the files, for messages
     folder: Path
@@ -47,43 +42,7 @@ class Job:
     is_dense: bool = False  # documents start anywhere in a row, not only at multiples of the alignment
 
 
-class Document(NamedTuple):
-    """What a raw one says; or, of a long text, the part of it that was read at once."""
-
-    raw: Raw
-    spans: list[Span]
-    key: int  # of the whole text
-    size: int  # bytes of text
-
-
-def document_of(raw: Raw, names: tuple[str, ...], recipe: dict[str, Any]) -> Document:
-    spans = spans_of(raw, names[raw.file], recipe)
-    texts = [span.text.encode("utf-8") for span in spans]
-    return Document(raw, spans, key_of(texts) if raw.key is None else raw.key, sum(map(len, texts)))
-
-
-def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: int) -> dict[str, Any]:
-    """Everything that the rows follow from; equal recipes give equal bytes."""
-    if cfg.split == cfg.eval_split:
-        raise ConfigError(f"--eval-split {cfg.eval_split}: is what is trained on (--split); choose another name")
-    return {
-        "content": corpus.content,
-        "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
-        "seq_len": cfg.seq_len,
-        "align": align,
-        "format": corpus.format,
-        "text_field": cfg.text_field,
-        "template": check_template(cfg.template or TEMPLATE),
-        "loss_on": cfg.loss_on,
-        "split": cfg.split,
-        "eval_split": cfg.eval_split,
-        "validation_fraction": 0.0 if cfg.eval_split in corpus.splits else cfg.validation_fraction,
-        "max_documents": cfg.max_documents,
-        "chunk_bytes": min(_LARGEST, max(_SMALLEST, corpus.total // 32)),
-    }
-
-
-def read_split(corpus: Corpus, recipe: dict[str, Any], split: str) -> Iterator[Raw]:
+def read_split(corpus: Corpus, recipe: Recipe, split: str) -> Iterator[Raw]:
     """What of a split is used."""
     documents = 0
     for raw in corpus.read(split):
@@ -93,7 +52,7 @@ def read_split(corpus: Corpus, recipe: dict[str, Any], split: str) -> Iterator[R
         yield raw
 
 
-def read_chunks(corpus: Corpus, recipe: dict[str, Any]) -> Iterator[Chunk]:
+def read_chunks(corpus: Corpus, recipe: Recipe) -> Iterator[Chunk]:
     """The corpus in pieces of `chunk_bytes`, each of one split."""
     number = 0
     for split in (recipe["split"], *({recipe["eval_split"]} & {*corpus.splits})):
@@ -110,88 +69,11 @@ def read_chunks(corpus: Corpus, recipe: dict[str, Any]) -> Iterator[Chunk]:
             number += 1
 
 
-def tokenized(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """In calls of bounded size: a batch's tokens are Python objects for a moment."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _AT_ONCE:
-            yield from tokenizer.encode_batch(batch)
-            batch, size = [], 0
-    yield from tokenizer.encode_batch(batch)
-
-
-def _units(span: Span, tokenizer: Tokenizer) -> list[str | int]:
-    """Text to tokenize as one, and the special tokens that the template spells between it."""
-    units: list[str | int] = []
-    for part in span.parts:
-        for unit in tokenizer.split_special(part.text) if part.is_template else [part.text]:
-            if isinstance(unit, str) and units and isinstance(units[-1], str):
-                units[-1] += unit
-            else:
-                units.append(unit)
-    return units
-
-
-def pieces_of(documents: list[Document], job: Job) -> tuple[list[Piece], int]:
-    """(pieces, documents left out because they are empty); a piece's document is its place in `documents`."""
-    units = [[_units(span, job.tokenizer) for span in document.spans] for document in documents]
-    texts = [unit for spans in units for span in spans for unit in span if isinstance(unit, str)]
-    tokens = tokenized(texts, job.tokenizer)
-    pieces: list[Piece] = []
-    empty = 0
-    for number, (document, spans) in enumerate(zip(documents, units, strict=True)):
-        raw = document.raw
-        parts = [[next(tokens) if isinstance(unit, str) else np.array([unit], np.int32) for unit in span] for span in spans]
-        whole = [np.concatenate(part) if part else np.zeros(0, np.int32) for part in parts]
-        if not any(len(part) for part in whole):
-            empty += raw.opens and raw.closes
-            continue
-        counts = np.concatenate([np.full(len(part), s.counts) for part, s in zip(whole, document.spans, strict=True)])
-        ids = np.concatenate(whole)
-        _check_ids(ids, job, raw)
-        found = cut(
-            ids, job.tokenizer.end, job.recipe["seq_len"], opens=raw.opens, closes=raw.closes,
-            counts=np.append(counts, counts[-1]), document=number,
-        )  # fmt: skip
-        pieces += [piece for piece in found if piece.counts.any()]  # a row of nothing but prompt would teach nothing
-    return pieces, empty
-
-
-def _check_ids(ids: np.ndarray, job: Job, raw: Raw) -> None:
-    """Files keep two bytes a token where that is enough: an id that is too large would come back as another one."""
-    if ids.max() >= job.tokenizer.vocab_size or ids.min() < 0:
-        bad = int(ids[(ids >= job.tokenizer.vocab_size) | (ids < 0)][0])
-        raise ConfigError(
-            f"{job.names[raw.file]}:{raw.line}: the tokenizer makes token {bad} of this document, and says that it has "
-            f"{job.tokenizer.vocab_size} (0 to {job.tokenizer.vocab_size - 1}); mend its vocabulary or use another --tokenizer"
-        )
-
-
-def wastes_alignment(job: Job, documents: Iterator[Document]) -> bool:
-    """Whether so many documents are short
-    that room for each to start at a multiple would be more than a trifle of the rows.
-
-    By the first few hundred, or the first few MB of them: what they show decides for all, whoever prepares the rest.
-    """
-    stride, seq_len = job.recipe["align"], job.recipe["seq_len"]
-    looked_at: list[Document] = []
-    for document in documents:
-        looked_at.append(document)
-        if len(looked_at) >= _LOOKED_AT or sum(seen.size for seen in looked_at) >= _LOOKED_AT_BYTES:
-            break
-    pieces, _ = pieces_of(looked_at, job)
-    gaps = sum(-len(piece.counts) % stride for piece in pieces if len(piece.counts) < seq_len)
-    return gaps > _TRIFLE * max(1, sum(len(piece.counts) for piece in pieces))
-
-
 def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
     """Writes the shards of a chunk and, last, the note that says they are there; returns the note."""
     recipe = job.recipe
     documents = [document_of(raw, job.names, recipe) for raw in chunk.raws]
-    pieces, empty = pieces_of(documents, job)
+    pieces, empty = pieces_of(documents, recipe, job.tokenizer, job.names)
     is_own = chunk.split == recipe["eval_split"] != recipe["split"]  # the data's own held-out split
     rule = HeldOut() if is_own else job.held_out
     by_piece = lambda piece: key_of([piece.tokens.tobytes()])

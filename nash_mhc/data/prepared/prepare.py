@@ -22,21 +22,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.documents.holdout import HeldOut, survey
 from nash_mhc.data.documents.readers import Corpus, Unreachable
-from nash_mhc.data.prepared.chunks import (
-    Chunk,
-    Job,
-    document_of,
-    make_chunk,
-    make_recipe,
-    read_chunks,
-    read_split,
-    rule_digest,
-    wastes_alignment,
-)
+from nash_mhc.data.pieces import document_of, wastes_alignment
+from nash_mhc.data.prepared.chunks import Chunk, Job, make_chunk, read_chunks, read_split, rule_digest
 from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_file
+from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
 from nash_mhc.storage.paths import still_names
@@ -117,13 +109,15 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
     return [notes[number] for number in sorted(notes)]
 
 
-def _decided(recipe: dict[str, Any], tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
+def _decided(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
     """What is decided before anything is made: which documents are held out (those of a small corpus are all looked
     at), and whether they are worth aligning."""
     documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
     rule = survey(((d.key, d.size) for d in documents() if d.size), recipe["validation_fraction"])
     job = Job(recipe, tokenizer, corpus.names, folder, rule)
-    return dataclasses.replace(job, is_dense=recipe["align"] > 1 and wastes_alignment(job, documents()))
+    return dataclasses.replace(
+        job, is_dense=recipe["align"] > 1 and wastes_alignment(documents(), recipe, tokenizer, corpus.names)
+    )
 
 
 def _run_with_both_splits(job: Job, corpus: Corpus, workers: int, watch: Watch) -> tuple[Job, list[dict[str, Any]]]:
@@ -138,7 +132,7 @@ def _run_with_both_splits(job: Job, corpus: Corpus, workers: int, watch: Watch) 
     return job, notes
 
 
-def _told(job: Job, splits: dict[str, Split]) -> str:
+def _held_out_in_words(job: Job, splits: dict[str, Split]) -> str:
     """What is held out, in words; empty where nothing is, or where the data has a split for it."""
     held = splits.get(job.recipe["eval_split"])
     if not job.recipe["validation_fraction"] or held is None:
@@ -165,17 +159,17 @@ def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: st
         room = max(part["room"] for part in parts) if job.is_dense else None
         splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
     counted = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
-    about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _told(job, splits)}
+    about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _held_out_in_words(job, splits)}
     return Manifest(job.recipe, corpus.files, splits, **counted, about=about)
 
 
 def prepare(
-    cfg: DataConfig,
+    recipe: Recipe,
     tokenizer: Tokenizer,
     corpus: Corpus,
     out: Path,
     *,
-    align: int,
+    dataset: str,
     workers: int | None = None,
     watch: Watch = lambda *_: None,
 ) -> Manifest:
@@ -185,7 +179,6 @@ def prepare(
     The work is done in OUT.partial, which a killed process leaves for the next one;
     the finished folder appears at once.
     """
-    recipe = make_recipe(cfg, tokenizer, corpus, align)
     partial = out.with_name(out.name + ".partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +197,7 @@ def prepare(
                     return before
             elif out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise ConfigError(f"--out {out}: is there already and holds no prepared data; choose another folder")
-            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers, watch, cfg.dataset)
+            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers, watch, dataset)
     except BrokenProcessPool:
         raise ConfigError(
             f"{partial}: a worker process was stopped from outside (no memory left?); start again to go on"
@@ -217,7 +210,7 @@ def prepare(
 def _prepare_in(
     partial: Path,
     out: Path,
-    recipe: dict[str, Any],
+    recipe: Recipe,
     tokenizer: Tokenizer,
     corpus: Corpus,
     workers: int | None,
