@@ -15,7 +15,7 @@ from nash_mhc.config.schema import DataConfig, MeshConfig, ModelConfig, OptimCon
 from nash_mhc.data.pack import Rows
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.compiled import CompiledStep
-from nash_mhc.train.feed import abstract_batch, to_device
+from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import TrainState, create_state, shaping, sharded_abstract_state, state_shardings

@@ -22,7 +22,7 @@ from runs import rows
 from training_process import TrainingProcess, arrays, pair
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.config.words import duration
+from nash_mhc.config.humanize import duration
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 ENDS = {signal.SIGKILL: 0.5, signal.SIGTERM: 0.3, signal.SIGINT: 0.1, signal.SIGHUP: 0.1}

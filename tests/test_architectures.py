@@ -23,7 +23,7 @@ from nash_mhc.model.parts import init_matrix
 from nash_mhc.model.protocol import Architecture, Execution, LanguageModel
 from nash_mhc.parallel.params import TABLE, param
 from nash_mhc.parallel.sharding import constrain
-from nash_mhc.train.resolve import resolve
+from nash_mhc.train.resolve_devices import resolve
 
 
 @dataclass(frozen=True)

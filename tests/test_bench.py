@@ -19,7 +19,7 @@ import small
 from jax.experimental import topologies
 
 from nash_mhc.bench import __main__ as command
-from nash_mhc.bench import findings, picture, quality, variants
+from nash_mhc.bench import findings, plot, quality, variants
 from nash_mhc.bench.aot import bench_compile
 from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_step
@@ -29,8 +29,8 @@ from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import flops_per_token
 from nash_mhc.runtime.hardware import known_peak
-from nash_mhc.train import evaluate, feed
-from nash_mhc.train.resolve import resolve
+from nash_mhc.train import device_batches, evaluate
+from nash_mhc.train.resolve_devices import resolve
 
 
 def test_figures_follow_from_one_another():
@@ -122,7 +122,7 @@ def compared():
         patch.setattr(module, "to_device", lambda rows, mesh: note(rows) or real(rows, mesh))
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(seen.said):
-        spy(patch, feed, lambda rows: seen.trained.append(rows) or seen.runs[-1][1].append(rows))
+        spy(patch, device_batches, lambda rows: seen.trained.append(rows) or seen.runs[-1][1].append(rows))
         spy(patch, evaluate, seen.held_out.append)
         compiled, created = quality.compile_train_step, quality.create_state
         patch.setattr(quality, "compile_train_step", lambda *a, **k: seen.steps.append(compiled(*a, **k)) or seen.steps[-1])
@@ -385,11 +385,11 @@ def test_the_line_of_a_run_that_diverged_ends_there(compared):
     figures = copy.deepcopy(compared.figures)
     for curve in (v["curve"] for v in figures["variants"].values()):
         curve[-1][2] = None
-    assert picture.picture(figures).count(" L") < picture.picture(compared.figures).count(" L")
+    assert plot.picture(figures).count(" L") < plot.picture(compared.figures).count(" L")
     for curve in (v["curve"] for v in figures["variants"].values()):
         for point in curve:
             point[2] = None
-    ElementTree.fromstring(picture.picture(figures))
+    ElementTree.fromstring(plot.picture(figures))
 
 
 def test_the_best_rate_at_the_edge_is_no_verdict():

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from nash_mhc.config import cli, commands, presets
-from nash_mhc.config.keys import FURTHER
+from nash_mhc.config.key_names import FURTHER
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 # A value for every flag that must exist, different from what any preset would hold.

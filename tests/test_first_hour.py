@@ -22,8 +22,8 @@ from nash_mhc import __main__ as commands
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import cli
 from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.humanize import duration, short
 from nash_mhc.config.schema import ConfigError, DataConfig, TrainConfig
-from nash_mhc.config.words import duration, short
 from nash_mhc.data.inspection import of_run
 from nash_mhc.data.mixture import passes
 from nash_mhc.parallel.mesh import describe

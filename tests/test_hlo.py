@@ -10,7 +10,7 @@ import pytest
 import small
 
 from nash_mhc.bench.aot import communicating, count_collectives
-from nash_mhc.train.feed import abstract_batch
+from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.state import sharded_abstract_state
 
 STORED = Path(__file__).parent / "expected_collectives.json"

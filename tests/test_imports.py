@@ -1,6 +1,7 @@
 """The direction of imports: every folder of the package uses only those that lie before it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +152,19 @@ def test_no_test_imports_from_another_test() -> None:
     for file in (ROOT / "tests").glob("*.py"):
         for module in imported(file.read_text(encoding="utf-8"), "tests"):
             assert not module.startswith("test_"), f"{file.name} imports {module}: what several use is in a helper module"
+
+
+def test_the_names_of_the_architecture_page_are_the_names_of_the_code() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named: dict[str, set[str]] = {}
+    for folder, text in re.findall(r"\*\*(\w+)\*\*: (.*?)(?=\*\*\w+\*\*: |\n\n)", page, flags=re.DOTALL):
+        named[folder] = set(re.findall(r"`(\w+)`", text))
+    assert set(named) == set(ORDER) - {"plan"}
+    for folder, names in named.items():
+        there = {f.stem for f in (PACKAGE / folder).rglob("*.py")} - {"__init__", "__main__"}
+        assert there <= names, f"{folder}: not on the page"
+        functions = {"save", "newest", "restore"}  # which store.py is told by
+        assert names - functions <= there, f"{folder}: on the page only"
 
 
 def test_no_function_is_longer_than_80_lines_and_no_file_than_320() -> None:

@@ -14,10 +14,10 @@ import pytest
 from nash_mhc.config.cli import parse
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
-from nash_mhc.train.resolve import resolve
+from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.run import run
 
 SMALL = RunConfig(

@@ -13,7 +13,7 @@ from runs import RUN, at, rows
 from nash_mhc.config.schema import ConfigError, ObjectiveConfig
 from nash_mhc.objectives import registry
 from nash_mhc.objectives.base import Aux, Sum
-from nash_mhc.train.resolve import resolve
+from nash_mhc.train.resolve_devices import resolve
 
 
 def with_objective(cfg, name, **settings):

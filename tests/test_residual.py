@@ -12,7 +12,7 @@ import small
 
 from nash_mhc.model import LM
 from nash_mhc.model.residual import HyperConnection, PlainResidual, StreamState
-from nash_mhc.ops import streams
+from nash_mhc.ops import residual_streams
 from nash_mhc.parallel.sharding import for_compute
 
 CFG = dataclasses.replace(small.NASH, streams=4)
@@ -34,7 +34,7 @@ def connection(kind):
 @jax.jit
 def pass_through(connection, state, y_BTD):
     """(maps, what the sub-layer reads, the state after it)."""
-    state = StreamState(state, streams.squares(state))
+    state = StreamState(state, residual_streams.squares(state))
     x_BTD, maps = connection.read(state)
     return (maps.pre, maps.post, maps.res), x_BTD, connection.write(state, y_BTD, maps).xs
 

@@ -20,7 +20,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.storage.errors import one_line
-from nash_mhc.telemetry.stream import Telemetry
+from nash_mhc.telemetry.fan_out import Telemetry
 from nash_mhc.train import run as train
 
 session_module = sys.modules["nash_mhc.train.session"]

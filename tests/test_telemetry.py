@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
 
-from nash_mhc.telemetry.stream import Telemetry
+from nash_mhc.telemetry.fan_out import Telemetry
 from nash_mhc.telemetry.terminal import Reporter
 
 ROW = {"loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "step_ms": 12.0, "tokens_per_s": 34567.0, "mfu": 0.42}

@@ -9,7 +9,7 @@ from runs import RUN, at, rows
 
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.telemetry import weights_and_biases
-from nash_mhc.telemetry.stream import Telemetry
+from nash_mhc.telemetry.fan_out import Telemetry
 
 OFFLINE = dataclasses.replace(RUN, telemetry=TelemetryConfig(wandb="stories", wandb_mode="offline"))
 

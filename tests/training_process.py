@@ -26,7 +26,7 @@ import small
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import arrays_of
 from nash_mhc.data.pack import Rows
-from nash_mhc.runtime.watch import Watch
+from nash_mhc.runtime.watchdog import Watch
 
 # Small and dense: what is tested with it does not depend on the architecture.
 MODEL = (

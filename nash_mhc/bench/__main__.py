@@ -116,7 +116,7 @@ def main() -> int:
     drawn = _writable("--picture", getattr(parsed.own, "picture", None))
     figures = _run(command, parsed.config, parsed.own)
     if drawn:
-        from nash_mhc.bench.picture import picture
+        from nash_mhc.bench.plot import picture
 
         drawn.write_text(picture(figures))
     if parsed.own.json == "-":

@@ -12,10 +12,10 @@ from jax.sharding import AxisType
 
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import count_parameters
-from nash_mhc.parallel.fit import check_fit
-from nash_mhc.train.feed import abstract_batch
+from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.resolve import for_platform
+from nash_mhc.train.resolve_devices import for_platform
 from nash_mhc.train.state import sharded_abstract_state
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

@@ -15,9 +15,9 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, processors
-from nash_mhc.train.feed import to_device
+from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.resolve import resolve
+from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.state import create_state
 
 _DOCUMENTS = 2  # in a row

@@ -138,7 +138,7 @@ def restore_test_command(folder: Folder, step: int | None) -> int:
     checkpoint = _last(folder, step)
     # In a process of its own, without the accelerators that may be here: the states of models are beyond this folder,
     # which knows only files and arrays.
-    argv = [sys.executable, "-m", "nash_mhc.train.restore_test", str(folder.parent), checkpoint.name]
+    argv = [sys.executable, "-m", "nash_mhc.train.restore_drill", str(folder.parent), checkpoint.name]
     return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from nash_mhc.checkpoint.ownership import Nobody, Owner
 from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
+from nash_mhc.checkpoint.run_lock import Nobody, Owner
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.humanize import duration
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.config.words import duration
 from nash_mhc.parallel.processes import in_any_process
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason

@@ -21,7 +21,7 @@ import yaml
 from nash_mhc.config import presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
 from nash_mhc.config.help import as_flags, render, section_help, usage
-from nash_mhc.config.keys import SMALL, Key, find, keys, sections
+from nash_mhc.config.key_names import SMALL, Key, find, keys, sections
 from nash_mhc.config.schema import ConfigError, RunConfig, at_home, check_field, weighted_parts
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}

@@ -12,7 +12,7 @@ import yaml
 
 from nash_mhc.config import presets
 from nash_mhc.config.commands import what_there_is
-from nash_mhc.config.keys import FURTHER, SMALL, Key, keys, sections
+from nash_mhc.config.key_names import FURTHER, SMALL, Key, keys, sections
 from nash_mhc.config.schema import ConfigError, RunConfig, weighted_parts
 
 TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}

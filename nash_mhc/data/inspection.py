@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.config.words import counted
 from nash_mhc.data.mixture import Mixture, RowSource, passes
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows

@@ -23,7 +23,7 @@ from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.stories.rows import StoryRows
-from nash_mhc.data.stream import open_stream
+from nash_mhc.data.streamed_rows import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, hub_name
 from nash_mhc.storage.digests import digest_of
 

@@ -20,7 +20,7 @@ from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.model.weights import array_of
 from nash_mhc.ops.attend import best_kernel
-from nash_mhc.ops.streams import COEFFICIENTS
+from nash_mhc.ops.residual_streams import COEFFICIENTS
 from nash_mhc.parallel.params import TABLE, param, stacked
 from nash_mhc.parallel.sharding import for_compute, is_gathered_weight
 

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import init_small
-from nash_mhc.ops import streams
+from nash_mhc.ops import residual_streams
+from nash_mhc.ops.residual_streams import Streams
 from nash_mhc.ops.sinkhorn import Matrix, Vector
-from nash_mhc.ops.streams import Streams
 from nash_mhc.parallel.params import GATE, param
 from nash_mhc.parallel.sharding import constrain, on_shards
 
@@ -44,15 +44,15 @@ class Maps(NamedTuple):
 
     @property
     def pre(self) -> Vector:
-        return streams.coefficients(self.all_BTM)[0]
+        return residual_streams.coefficients(self.all_BTM)[0]
 
     @property
     def post(self) -> Vector:
-        return streams.coefficients(self.all_BTM)[1]
+        return residual_streams.coefficients(self.all_BTM)[1]
 
     @property
     def res(self) -> Matrix:
-        return streams.coefficients(self.all_BTM)[2]
+        return residual_streams.coefficients(self.all_BTM)[2]
 
 
 State = Any  # x_BTD, or StreamState
@@ -103,7 +103,7 @@ class HyperConnection(eqx.Module):
     @staticmethod
     def enter(cfg: ModelConfig, x_BTD: Float[Array, "B T D"]) -> State:
         xs = (x_BTD,) * cfg.streams
-        return StreamState(xs, constrain(jax.lax.stop_gradient(streams.squares(xs)), *_SQUARES))
+        return StreamState(xs, constrain(jax.lax.stop_gradient(residual_streams.squares(xs)), *_SQUARES))
 
     @staticmethod
     def leave(state: State) -> Float[Array, "B T D"]:
@@ -111,24 +111,24 @@ class HyperConnection(eqx.Module):
 
     def maps(self, state: State) -> Maps:
         R = len(state.xs)
-        h_BTM = streams.project(state.xs, state.squares_BTR, self.phi_RDM, self.eps)
+        h_BTM = residual_streams.project(state.xs, state.squares_BTR, self.phi_RDM, self.eps)
         alpha_M = jnp.repeat(self.alpha_3, np.array([R, R, R * R]), total_repeat_length=R * R + 2 * R)
         logits_BTM = alpha_M[None, None] * h_BTM + self.bias_M[None, None]
-        to_maps = on_shards(functools.partial(streams.maps, iterations=self.iterations), [_MAPS], (_MAPS, _NUMBER))
+        to_maps = on_shards(functools.partial(residual_streams.maps, iterations=self.iterations), [_MAPS], (_MAPS, _NUMBER))
         # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials;
         # and kept for the backward pass.
-        name = functools.partial(checkpoint_name, name=streams.COEFFICIENTS)
+        name = functools.partial(checkpoint_name, name=residual_streams.COEFFICIENTS)
         return Maps(*jax.tree.map(name, jax.lax.optimization_barrier(to_maps(logits_BTM))))
 
     def read(self, state: State) -> tuple[Float[Array, "B T D"], Any]:
         with jax.named_scope("mhc"):
             maps = self.maps(state)
-            return checkpoint_name(constrain(streams.read(state.xs, maps.all_BTM), *_TOKENS), READ), maps
+            return checkpoint_name(constrain(residual_streams.read(state.xs, maps.all_BTM), *_TOKENS), READ), maps
 
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:
         with jax.named_scope("mhc"):
             all_streams = (_TOKENS,) * len(state.xs)
-            write = on_shards(streams.write, [all_streams, _TOKENS, _MAPS], (all_streams, _SQUARES))
+            write = on_shards(residual_streams.write, [all_streams, _TOKENS, _MAPS], (all_streams, _SQUARES))
             return StreamState(*write(state.xs, y_BTD, maps.all_BTM))
 
 

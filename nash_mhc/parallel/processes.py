@@ -22,7 +22,7 @@ from nash_mhc.config.schema import ConfigError, MeshConfig
 
 T = TypeVar("T")
 _CONNECT_S = 300  # a peer whose container is still being pulled comes late
-_NEVER_S = 10**6  # JAX ends a run whose peer is silent with an abort that names nobody: runtime/watch.py is to be first
+_NEVER_S = 10**6  # JAX ends a run whose peer is silent with an abort that names nobody: runtime/watchdog.py is to be first
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def _as_os_error(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def as_os_errors() -> Iterator[None]:
-    """A lost peer, in whatever form Orbax hands it on, is JAX's error: runtime/watch.py finds out who it was."""
+    """A lost peer, in whatever form Orbax hands it on, is JAX's error: runtime/watchdog.py finds out who it was."""
     try:
         yield
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nash_mhc.config.words import duration, short
+from nash_mhc.config.humanize import duration, short
 
 
 class Reporter:

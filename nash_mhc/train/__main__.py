@@ -22,7 +22,7 @@ from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.train.inferred_settings import found_settings
-from nash_mhc.train.resolve import for_platform, resolve
+from nash_mhc.train.resolve_devices import for_platform, resolve
 from nash_mhc.train.run import Result, run
 from nash_mhc.train.verify_resume import STEPS, verify_resume
 

@@ -17,7 +17,7 @@ from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Sums
-from nash_mhc.train.feed import own_rows, to_device
+from nash_mhc.train.device_batches import own_rows, to_device
 from nash_mhc.train.programs import compile_evaluation
 
 

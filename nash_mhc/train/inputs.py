@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from nash_mhc.checkpoint.ownership import Owner, accompany, hold
 from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
+from nash_mhc.checkpoint.run_lock import Owner, accompany, hold
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.mixture import RowSource
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.parallel.processes import from_leader, leader_first
-from nash_mhc.runtime.watch import Watch
+from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import one_line
 from nash_mhc.storage.files import exists
 from nash_mhc.telemetry import weights_and_biases

@@ -20,7 +20,7 @@ from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch, Objective, Sums
 from nash_mhc.objectives.registry import objective_of
 from nash_mhc.optim.schedule import Hyperparameters
-from nash_mhc.optim.trained import Training
+from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.state import registered, shaping, state_shardings

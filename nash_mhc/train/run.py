@@ -13,18 +13,18 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.mixture import passes
 from nash_mhc.model.architectures import count_parameters
-from nash_mhc.optim.trained import Training
+from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.program_cache import use_compilation_cache
 from nash_mhc.runtime.signals import SIGNALS, Interrupted
-from nash_mhc.runtime.watch import Watch
+from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.paths import Folder
 from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.terminal import Reporter
-from nash_mhc.train.feed import host_batches, prefetched
+from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.inputs import Inputs, open_inputs
 from nash_mhc.train.loop import train_loop
-from nash_mhc.train.resolve import resolve
+from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.session import BadSteps, Session, begin
 from nash_mhc.train.state import TrainState, abstract_state
 

@@ -20,20 +20,20 @@ from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.hardware import peak_flops
-from nash_mhc.runtime.watch import Watch
+from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import reason
 from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.telemetry.fan_out import Nowhere, Telemetry
 from nash_mhc.telemetry.sinks import Sink
-from nash_mhc.telemetry.stream import Nowhere, Telemetry
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train import changed_settings
-from nash_mhc.train.description import described
+from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import BrokenOff
-from nash_mhc.train.feed import abstract_batch
 from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resume import Start, checkpoint_values, starting_state
+from nash_mhc.train.run_json import described
 from nash_mhc.train.state import TrainState, sharded_abstract_state
 
 

@@ -19,7 +19,7 @@ from nash_mhc.model.architectures import abstract_model, architecture_of
 from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
 from nash_mhc.optim.schedule import Hyperparameters
-from nash_mhc.optim.trained import Training
+from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.sharding import named, shardings
 from nash_mhc.train.spikes import Recent
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.optim.optimizers import averaged
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
-from nash_mhc.optim.trained import Training
+from nash_mhc.optim.trainable import Training
 from nash_mhc.train import spikes
 from nash_mhc.train.state import TrainState
 

@@ -32,10 +32,10 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
-from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
-from nash_mhc.train.restore_test import wanted_state
+from nash_mhc.train.restore_drill import wanted_state
 from nash_mhc.train.run import run
 
 STEPS, SAVED, KILLED = 8, 3, 5  # of the check; the checkpoint that is resumed from; the last step that the killed run finishes

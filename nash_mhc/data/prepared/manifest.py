@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
-from nash_mhc.config.words import counted
 from nash_mhc.data.documents.files import counted_endings
 from nash_mhc.storage.digests import digest_of, digests_of_files
 from nash_mhc.storage.files import write_whole

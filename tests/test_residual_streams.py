@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops import streams
+from nash_mhc.ops import residual_streams
 
 R, B, T, D, M = 4, 2, 64, 64, 24  # 128 tokens: a whole block of every kernel
 
@@ -31,16 +31,16 @@ def forms(name, dtype=jnp.float32):
     """(fast form, plain form, arguments)."""
     xs, y, maps, phi = inputs(dtype)
     return {
-        "read": (streams.read, streams.read_reference, (xs, maps)),
-        "write": (lambda *args: streams.write(*args)[0], streams.write_reference, (xs, y, maps)),
+        "read": (residual_streams.read, residual_streams.read_reference, (xs, maps)),
+        "write": (lambda *args: residual_streams.write(*args)[0], residual_streams.write_reference, (xs, y, maps)),
         "project": (
-            lambda xs, phi: streams.project(xs, streams.squares(xs), phi, 1e-6),
-            lambda xs, phi: streams.project_reference(xs, phi, 1e-6),
+            lambda xs, phi: residual_streams.project(xs, residual_streams.squares(xs), phi, 1e-6),
+            lambda xs, phi: residual_streams.project_reference(xs, phi, 1e-6),
             (xs, phi),
         ),
         "maps": (
-            lambda x: streams.maps(x, 20)[0],
-            lambda x: streams.maps_reference(x, 20),
+            lambda x: residual_streams.maps(x, 20)[0],
+            lambda x: residual_streams.maps_reference(x, 20),
             (logits(jnp.promote_types(dtype, jnp.float32)),),
         ),
     }[name]
@@ -83,10 +83,14 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
     x, dmaps = logits(jnp.float32), jax.random.normal(jax.random.key(3), (B, T, M))
     here = functools.partial(functools.partial, interpret=True)
     pairs = [
-        (streams._write_in_xla, here(streams._write_in_kernel), (xs, y, maps)),
-        (streams._write_sums_in_xla, here(streams._write_sums_in_kernel), (xs, y, maps, tuple(reversed(xs)))),
-        (functools.partial(streams._maps_in_xla, 20), here(streams._maps_in_kernel, 20), (x,)),
-        (functools.partial(streams._maps_backward_in_xla, 20), here(streams._maps_backward_in_kernel, 20), (x, dmaps)),
+        (residual_streams._write_in_xla, here(residual_streams._write_in_kernel), (xs, y, maps)),
+        (residual_streams._write_sums_in_xla, here(residual_streams._write_sums_in_kernel), (xs, y, maps, tuple(reversed(xs)))),
+        (functools.partial(residual_streams._maps_in_xla, 20), here(residual_streams._maps_in_kernel, 20), (x,)),
+        (
+            functools.partial(residual_streams._maps_backward_in_xla, 20),
+            here(residual_streams._maps_backward_in_kernel, 20),
+            (x, dmaps),
+        ),
     ]
     for in_xla, in_kernel, args in pairs:
         want, got = jax.jit(in_xla)(*args), jax.jit(in_kernel)(*args)
@@ -98,8 +102,8 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
 
 def test_the_mixing_is_doubly_stochastic_for_every_token():
     """Also where Sinkhorn's iteration has not arrived after 20 rounds; `unbalanced` says by how much it had not."""
-    maps, unbalanced = jax.jit(streams.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
-    res = np.array(jax.tree.map(np.asarray, streams.coefficients(maps)[2]))
+    maps, unbalanced = jax.jit(residual_streams.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
+    res = np.array(jax.tree.map(np.asarray, residual_streams.coefficients(maps)[2]))
     assert res.min() >= 0.0
     np.testing.assert_allclose(res.sum(axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(res.sum(axis=0), 1.0, atol=2e-6)
@@ -110,7 +114,7 @@ def test_squares_are_those_of_the_streams_as_written():
     """Rounded as they are: the next sub-layer divides by them."""
     for dtype in (jnp.float32, jnp.bfloat16):
         xs, y, maps, _ = inputs(dtype)
-        written, squares = jax.jit(streams.write)(xs, y, maps)
+        written, squares = jax.jit(residual_streams.write)(xs, y, maps)
         want = np.stack([np.sum(np.asarray(x, np.float64) ** 2, axis=-1) for x in written], axis=-1)
         np.testing.assert_allclose(squares, want, rtol=1e-5)
 
@@ -118,6 +122,6 @@ def test_squares_are_those_of_the_streams_as_written():
 def test_an_empty_token_has_finite_maps_and_gradients():
     xs = tuple(jnp.zeros((B, T, D)) for _ in range(R))
     phi = inputs()[-1]
-    loss = lambda xs: weighted(streams.project(xs, streams.squares(xs), phi, 1e-6))
+    loss = lambda xs: weighted(residual_streams.project(xs, residual_streams.squares(xs), phi, 1e-6))
     value, grads = jax.jit(jax.value_and_grad(loss))(xs)
     assert np.isfinite(value) and all(np.isfinite(g).all() for g in grads)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from nash_mhc.ops import sinkhorn_gpu, streams_gpu
+from nash_mhc.ops import residual_streams_gpu, sinkhorn_gpu
 from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.sinkhorn import Matrix, Vector, balance, balanced, iterate, reverse, reverse_in_kernel, sinkhorn_reference
 
@@ -91,7 +91,7 @@ def write(xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T
     """(stream i becomes sum_j res[i][j] * stream j + post[i] * y;
     the `squares` of the new streams, without a gradient)."""
     forms: dict[str, Any] = {"default": _write_in_xla}
-    if streams_gpu.fits(y_BTD.shape):
+    if residual_streams_gpu.fits(y_BTD.shape):
         forms["cuda"] = _write_in_kernel
     return _kept(on_platform(xs, y_BTD, maps_BTM, **forms))
 
@@ -111,7 +111,7 @@ def _flat(arrays: Sequence[Array]) -> list[Array]:
 
 def _write_in_kernel(xs: Streams, y_BTD: Array, maps_BTM: Array, *, interpret: bool = False) -> tuple[Streams, Array]:
     *flat_xs, y, maps = _flat([*xs, y_BTD, maps_BTM])
-    outs, sums = streams_gpu.write(flat_xs, y, maps, interpret=interpret)
+    outs, sums = residual_streams_gpu.write(flat_xs, y, maps, interpret=interpret)
     return tuple(out.reshape(y_BTD.shape) for out in outs), sums.reshape(*y_BTD.shape[:2], len(xs))
 
 
@@ -126,7 +126,7 @@ def _write_bwd(saved, cotangents):  # type: ignore[no-untyped-def]
     wide = [_wide(d) for d in douts]
     dxs = tuple(_sum([res[i][j][..., None] * d for i, d in enumerate(wide)]).astype(x.dtype) for j, x in enumerate(xs))
     forms: dict[str, Any] = {"default": _write_sums_in_xla}
-    if streams_gpu.fits(y_BTD.shape):
+    if residual_streams_gpu.fits(y_BTD.shape):
         forms["cuda"] = _write_sums_in_kernel
     return dxs, *on_platform(xs, y_BTD, maps_BTM, douts, **forms)
 
@@ -144,7 +144,7 @@ def _write_sums_in_kernel(
     xs: Streams, y_BTD: Array, maps_BTM: Array, douts: Streams, *, interpret: bool = False
 ) -> tuple[Array, Array]:
     *flat_xs, y, maps = _flat([*xs, y_BTD, maps_BTM])
-    dy, dmaps = streams_gpu.write_backward(flat_xs, y, maps, _flat(douts), interpret=interpret)
+    dy, dmaps = residual_streams_gpu.write_backward(flat_xs, y, maps, _flat(douts), interpret=interpret)
     return dy.reshape(y_BTD.shape), dmaps.reshape(maps_BTM.shape)
 
 

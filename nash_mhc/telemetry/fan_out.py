@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nash_mhc.checkpoint.ownership import Nobody, Owner
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, ROW_FILES, Row
+from nash_mhc.checkpoint.run_lock import Nobody, Owner
 from nash_mhc.storage.errors import as_os_errors, reason
 from nash_mhc.storage.paths import Folder
 from nash_mhc.telemetry.sinks import EventFile, JsonLines, Sink

@@ -17,8 +17,8 @@ from fake_gcs import serve
 from runs import losses
 from training_process import TrainingProcess, arrays, pair
 
-from nash_mhc.checkpoint import manifest, ownership
-from nash_mhc.checkpoint.ownership import LOCK, OBJECT, OTHERS, accompany, hold
+from nash_mhc.checkpoint import manifest, run_lock
+from nash_mhc.checkpoint.run_lock import LOCK, OBJECT, OTHERS, accompany, hold
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
@@ -34,7 +34,7 @@ HELD = r"error: --checkpoint-dir \S+: another run holds it \(process \d+ on \S+,
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    life = TrainingProcess(tmp_path_factory.mktemp("ownership") / "run", *FLAGS)
+    life = TrainingProcess(tmp_path_factory.mktemp("run_lock") / "run", *FLAGS)
     assert life.end() == 0, life.said
     return life.log.with_suffix("")
 
@@ -203,8 +203,8 @@ def served():
 @pytest.fixture(params=["bucket", "disk without locks"])
 def beating(request, tmp_path, monkeypatch, served):
     """A folder without locks, where life is quicker than elsewhere."""
-    monkeypatch.setattr(ownership, "BEAT_S", 0.1)
-    monkeypatch.setattr(ownership, "_machine", lambda machine=iter(range(99)): [f"host-{next(machine)}"])
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(run_lock, "_machine", lambda machine=iter(range(99)): [f"host-{next(machine)}"])
     if request.param == "bucket":
         served.objects.clear()
         return place("gs://bucket/run")
@@ -236,7 +236,7 @@ def test_a_living_owner_is_named_and_keeps_the_folder(beating):
 
 
 def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(beating, monkeypatch):
-    monkeypatch.setattr(ownership, "DEAD_S", 1.0)
+    monkeypatch.setattr(run_lock, "DEAD_S", 1.0)
     heard = []
     frozen = hold(beating)
     frozen._ended.set()  # a machine that was put to sleep
@@ -268,7 +268,7 @@ def test_what_another_owner_has_half_written_is_not_written_over(beating, monkey
 
 @pytest.mark.parametrize("beating", ["disk without locks"], indirect=True)  # a bucket's client asks for the size first
 def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
-    monkeypatch.setattr(ownership, "BEAT_S", 0.0005)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.0005)
     owner = hold(beating)
     began, read = owner_of(beating)["beat"], 0
     while owner_of(beating)["beat"] < began + 50 or read < 200:
@@ -277,7 +277,7 @@ def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
 
 
 def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monkeypatch):
-    monkeypatch.setattr(ownership, "DEAD_S", 0.3)
+    monkeypatch.setattr(run_lock, "DEAD_S", 0.3)
     owner = hold(beating)
     owner._ended.set()  # no beat arrives any more
     owner._thread.join()
@@ -290,8 +290,8 @@ def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monke
 
 
 def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):
-    monkeypatch.setattr(ownership, "_machine", lambda: ["here"])
-    monkeypatch.setattr(ownership, "DEAD_S", 1e6)
+    monkeypatch.setattr(run_lock, "_machine", lambda: ["here"])
+    monkeypatch.setattr(run_lock, "DEAD_S", 1e6)
     with pytest.raises(ConfigError, match="another run holds it"):
         first = hold(beating)
         hold(beating, say=lambda text: None)
@@ -308,7 +308,7 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
     from nash_mhc.train import run
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ownership, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     served.objects.clear()
     name, other = ("bucket", f"run/{OBJECT}"), {"id": "other", "machine": ["far"], "pid": 1, "since": "now"}
     seen = []

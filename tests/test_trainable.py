@@ -14,7 +14,7 @@ from nash_mhc.model.lm import LM
 from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.train.resolve import resolve
+from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.resume import starting_state
 from nash_mhc.train.state import abstract_state
 

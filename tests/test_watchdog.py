@@ -10,7 +10,7 @@ import pytest
 
 from nash_mhc.parallel import processes
 from nash_mhc.parallel.processes import Board, coordinator_answers
-from nash_mhc.runtime import heartbeat, verdict, watch
+from nash_mhc.runtime import heartbeat, verdict, watchdog
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 
@@ -37,10 +37,10 @@ def left(monkeypatch):
         gone.set()
         raise SystemExit(code)
 
-    monkeypatch.setattr(watch, "Board", Notes)
-    monkeypatch.setattr(watch, "leave", leave)
+    monkeypatch.setattr(watchdog, "Board", Notes)
+    monkeypatch.setattr(watchdog, "leave", leave)
     monkeypatch.setattr(verdict, "leave", leave)
-    monkeypatch.setattr(watch.Watch, "_catch_aborts", lambda _: None)
+    monkeypatch.setattr(watchdog.Watch, "_catch_aborts", lambda _: None)
     monkeypatch.setattr(heartbeat, "SILENCE_S", 0.2)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # SystemExit there ends the thread, as `leave` the process
@@ -48,7 +48,7 @@ def left(monkeypatch):
 
 
 def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
-    watching = watch.Watch(stall_timeout=0.5)
+    watching = watchdog.Watch(stall_timeout=0.5)
     with pytest.raises(SystemExit), watching:
         raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED")
     watching._ended.set()  # its thread would have ended with the process
@@ -59,7 +59,7 @@ def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
 
 def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEGIN_S", 0.3)
-    with watch.Watch(stall_timeout=0.5):
+    with watchdog.Watch(stall_timeout=0.5):
         assert left.wait(60)
     assert left.code == TRY_AGAIN
     assert "process 1 connected and has given no sign of life since" in capsys.readouterr().err
@@ -67,8 +67,8 @@ def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch)
 
 def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENCE_S", 60.0)
-    monkeypatch.setattr(watch.Watch, "_let_the_thread_find_out", lambda _: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watch.Watch(stall_timeout=0.5) as watched:
+    monkeypatch.setattr(watchdog.Watch, "_let_the_thread_find_out", lambda _: None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watchdog.Watch(stall_timeout=0.5) as watched:
         watched._board.write("life/1", watched._sign() | {"name": "process 1"})
         while not watched._others.looked:  # until it has looked who is there
             time.sleep(0.01)
@@ -77,8 +77,8 @@ def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch)
 
 
 def test_a_process_that_is_aborted_for_the_loss_of_another_one_names_it_first(left, capsys, monkeypatch):
-    monkeypatch.setattr(watch, "coordinator_answers", lambda: True)
-    with watch.Watch(stall_timeout=0.5) as watching:
+    monkeypatch.setattr(watchdog, "coordinator_answers", lambda: True)
+    with watchdog.Watch(stall_timeout=0.5) as watching:
         watching._board.write("life/1", {"name": "process 1", "phase": "step 7", "moves": 3, "at": 0.0, "ended": False})
         watching._aborted()
         assert left.is_set()

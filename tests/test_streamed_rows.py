@@ -13,10 +13,10 @@ import pytest
 from corpora import stories, take
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data import stream
+from nash_mhc.data import streamed_rows
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import open_source
-from nash_mhc.data.stream import Lane, ParquetLanes, StreamRows
+from nash_mhc.data.streamed_rows import Lane, ParquetLanes, StreamRows
 from nash_mhc.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -27,8 +27,8 @@ TEXTS = stories(240)
 
 @pytest.fixture(autouse=True)
 def small_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "text_of_volume", lambda _: 2000)
-    monkeypatch.setattr(stream, "LEAST_DOCUMENTS", 10)
+    monkeypatch.setattr(streamed_rows, "text_of_volume", lambda _: 2000)
+    monkeypatch.setattr(streamed_rows, "LEAST_DOCUMENTS", 10)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_an_index_that_was_cut_is_completed(folders: Path, tmp_path: Path) -> No
 
 def test_small_data_has_few_lanes(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that each has something to train on, and all of them come round at about the same time."""
-    monkeypatch.setattr(stream, "LEAST_DOCUMENTS", 1000)
+    monkeypatch.setattr(streamed_rows, "LEAST_DOCUMENTS", 1000)
     for form in ("parquet", "saved"):
         for split in ("train", "validation"):
             source = opened(folders, form, tmp_path / "cache", split)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.ops.attend import best_kernel, why_not
-from nash_mhc.parallel.fit import check_fit
+from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.programs import make_objective
 from nash_mhc.train.state import abstract_state
