@@ -238,12 +238,12 @@ def test_a_page_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, monke
     write_page(run, out)
     before = out.read_text()
 
-    def full(self: Path, text: str, **_: object) -> int:
-        with self.open("w") as half:
-            half.write(text[:100])
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as half:
+            half.write(data[:100])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         write_page(run, out)
     assert out.read_text() == before
