@@ -99,7 +99,7 @@ def test_the_run_says_when_more_scales_go_without_weight(capsys):
 
 def test_scales_without_a_finished_block_have_no_weight_at_all():
     """Through the whole mixer: by positions that never come to the end of a block of 4, of 2, and that do."""
-    cfg = CFG.model
+    cfg = small.NASH
     mixer = jax.jit(lambda: Multiscale.init(cfg, key=jax.random.key(0)))()
     x_BTD = jax.random.normal(jax.random.key(1), (3, 8, cfg.width))
     positions_BT = jnp.arange(8)[None] % jnp.array([1, 3, 8])[:, None]

@@ -37,12 +37,8 @@ MIXERS = {
     "ratio 3, two scales, mean": {"scales": 2, "ratio": 3, "window": None, "aggregation": "mean"},
 }
 F32, BF16 = Execution(attention="xla"), Execution("bfloat16", attention="xla")
-# The same model once more in bfloat16, and on eight devices.
-ELSEWHERE = {
-    "three scales in bfloat16": ("three scales", BF16, (1, 1, 1)),
-    "three scales on 2x2x2": ("three scales", F32, (2, 2, 2)),
-    "three scales on 1x1x8 in bfloat16": ("three scales", BF16, (1, 1, 8)),
-}
+# The same model once more, in bfloat16 and on eight devices.
+ELSEWHERE = {"three scales on 1x2x4 in bfloat16": ("three scales", BF16, (1, 2, 4))}
 CASES = {name: (name, F32, (1, 1, 1)) for name in MIXERS} | ELSEWHERE
 
 
@@ -193,21 +189,19 @@ def trained(shape, dtype="float32"):
     return small.train(cfg, [small.random_rows(cfg, seed) for seed in range(2)])
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (8, 1, 1), (1, 4, 2), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 2), (8, 1, 1), (1, 1, 8)], ids=str)
 def test_one_mesh_equals_another(shape):
     small.assert_same_run(trained(shape), trained((1, 1, 1)))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_bfloat16_stays_close_to_float32(shape):
-    exact, rounded = (trained(shape, dtype)[1] for dtype in ("float32", "bfloat16"))
+def test_bfloat16_stays_close_to_float32():
+    exact, rounded = (trained((2, 2, 2), dtype)[1] for dtype in ("float32", "bfloat16"))
     for a, b in zip(rounded, exact, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-2)
         assert a["loss"] != b["loss"]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "shape"), [("float32", (1, 1, 1)), ("bfloat16", (2, 2, 2))], ids=str)
 @pytest.mark.parametrize("kind", ["all-zero", "huge", "identical"])
 def test_extreme_inputs_give_finite_losses_and_gradients(kind, dtype, shape):
     cfg = small.mesh_config(small.nash_config(train__dtype=dtype), *shape)

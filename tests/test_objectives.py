@@ -20,11 +20,10 @@ def with_objective(cfg, name, **settings):
     return dataclasses.replace(cfg, objective=ObjectiveConfig(name=name, **settings))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_the_parts_of_a_smoothed_loss_are_named_and_add_up(shape):
+def test_the_parts_of_a_smoothed_loss_are_named_and_add_up():
     cfg = with_objective(small.nash_config(optim__z_loss=1e-3, optim__sparsity=1e-2), "smoothed", label_smoothing=0.2)
     batches = [small.random_rows(cfg, seed) for seed in range(2)]
-    _, history, _ = small.train(small.mesh_config(cfg, *shape), batches)
+    _, history, _ = small.train(small.mesh_config(cfg, 2, 2, 2), batches)
     for row in history:
         parts = [row[f"loss/{name}"] for name in ("ce", "z", "smoothing", "sparsity")]
         assert all(abs(part) > 1e-6 for part in parts)
