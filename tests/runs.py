@@ -12,9 +12,9 @@ from nash_mhc.train import run
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 
 
-def at(folder, cfg=RUN, **changes):
+def at(folder, cfg=RUN, *, each_step=None, **changes):
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder), **changes))
-    return run(cfg, quiet=True)
+    return run(cfg, quiet=True, each_step=each_step)
 
 
 def rows(folder, name="metrics.jsonl"):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from nash_mhc.checkpoint.manifest import numbered, values_of
+from nash_mhc.checkpoint.manifest import FILE, numbered, values_of
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line, reason
@@ -128,6 +128,15 @@ class RunFolder:
                     return row
         return {}
 
+    def last_written(self) -> float | None:
+        """When the last row came, in seconds since the epoch: the run's last sign of life;
+        None where there is no row."""
+        return max(filter(None, (_changed(self.path / name) for name in ROW_FILES)), default=None)
+
+    def written(self, step: int) -> float | None:
+        """When that checkpoint was whole; None where it is not."""
+        return _changed(self.checkpoints / str(step) / FILE)
+
     def steps(self) -> list[int]:
         """Steps with a checkpoint, whole or not, oldest first."""
         return numbered(self.checkpoints)
@@ -151,6 +160,12 @@ class RunFolder:
             # An object store knows no empty folders.
             gone = not is_remote(self.path) and not files.exists(self.checkpoints, kind="directory")
             return [CHECKPOINTS] * gone + [name for name in names if not files.exists(self.path / name, kind="file")]
+
+
+def _changed(path: Folder) -> float | None:
+    with contextlib.suppress(OSError), as_os_errors():
+        return files.changed(path) if files.exists(path) else None
+    return None
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", 
 # What a run may do besides pretraining: --help names these sections, and --help SECTION shows one.
 FURTHER = {
     "objective": "what is minimized, where it is not the next token's cross-entropy",
-    "telemetry": "more places for a run's numbers: Weights & Biases",
+    "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
 }
 
 

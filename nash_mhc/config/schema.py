@@ -216,6 +216,24 @@ class TelemetryConfig(Section):
 
     wandb: str | None = key(None, "project at Weights & Biases that gets the numbers as well (none: no project)")
     wandb_mode: str = key("online", "offline: kept in the run's folder for wandb sync", choices=("online", "offline"))
+    log_format: str = key("text", "json: an object a line on stdout, for machines", choices=("text", "json"))
+    profile: str | None = key(
+        None, "steps to profile, such as 50:55: a trace in the run's folder, and the ten most costly parts of the step"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.profiled
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First and last of the steps to profile."""
+        if self.profile is None:
+            return None
+        first, colon, last = self.profile.partition(":")
+        if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ConfigError(f"telemetry.profile {self.profile!r}: must be the first and the last step, such as 50:55")
+        return int(first), int(last)
 
 
 # The configurations of all kinds of models that are known, by name.

@@ -77,10 +77,13 @@ class Layer(eqx.Module):
         x_BTD = self.attention_norm(x_BTD)
         if self.attention_conv is not None:
             x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
-        y_BTD, game = self.attention(x_BTD, layout, window=window, kernel=kernel)
+        with jax.named_scope("mixer"):
+            y_BTD, game = self.attention(x_BTD, layout, window=window, kernel=kernel)
         state = self.attention_residual.write(state, y_BTD, attention_maps)
         x_BTD, ffn_maps = self.ffn_residual.read(state)
-        state = self.ffn_residual.write(state, self.ffn(self.ffn_norm(x_BTD)), ffn_maps)
+        with jax.named_scope("ffn"):
+            y_BTD = self.ffn(self.ffn_norm(x_BTD))
+        state = self.ffn_residual.write(state, y_BTD, ffn_maps)
         if composite is None:
             return state, None, LayerReport(game, None)
         with jax.named_scope("health"):

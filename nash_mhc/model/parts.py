@@ -84,7 +84,8 @@ def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: An
         return lax.psum_scatter(rows, vocab_axes, scatter_dimension=1, tiled=True)
 
     axes = [("vocab", "embed"), ("batch", "time")]
-    return on_shards(lookup, axes, ("batch", "time_split", "width"))(table_VD, tokens_BT)
+    with jax.named_scope("embedding"):
+        return on_shards(lookup, axes, ("batch", "time_split", "width"))(table_VD, tokens_BT)
 
 
 class SwiGLU(eqx.Module):

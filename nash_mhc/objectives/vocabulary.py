@@ -52,7 +52,8 @@ def sharded_xent(
         settings = _settings(vocab_size, z_weight, smoothing)
         return _over_batch(xent(x, w, targets, weights, **settings))
 
-    return on_shards(local, [_X, _W, _TOKENS, _TOKENS], _SCALARS)(x_BTD, w_VD, targets_BT, weights_BT)
+    with jax.named_scope("loss"):
+        return on_shards(local, [_X, _W, _TOKENS, _TOKENS], _SCALARS)(x_BTD, w_VD, targets_BT, weights_BT)
 
 
 def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing):  # type: ignore[no-untyped-def]
@@ -69,7 +70,8 @@ def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothin
         return _over_batch(sums), dx, dw
 
     out = (_SCALARS, _X, _W)
-    sums, dx_BTD, dw_VD = on_shards(local, [_X, _W, _TOKENS, _TOKENS], out)(x_BTD, w_VD, targets_BT, weights_BT)
+    with jax.named_scope("loss"):
+        sums, dx_BTD, dw_VD = on_shards(local, [_X, _W, _TOKENS, _TOKENS], out)(x_BTD, w_VD, targets_BT, weights_BT)
     return sums, (dx_BTD, dw_VD.astype(w_VD.dtype))
 
 

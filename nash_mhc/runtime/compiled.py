@@ -116,6 +116,11 @@ class CompiledStep:
 
         return wait
 
+    def text(self) -> str:
+        """Of the program that ran last: every instruction with the names of what it is part of."""
+        assert self._latest is not None
+        return str(self._compiled[self._latest].as_text())
+
     def again(self, constants: Sequence[Any] = (), warn: Callable[[str], None] = print) -> CompiledStep:
         """The same programs, those that are compiled already among them, with other numbers, for another run."""
         other = copy.copy(self)

@@ -71,3 +71,11 @@ def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> fl
     if dtype == "bfloat16" and (teraflops := known_peak(device.device_kind)):
         return teraflops * 1e12 * mesh.size
     return (measured_rate or _rate_here(dtype, device)) * processors(mesh)
+
+
+def peak_memory(mesh: Mesh) -> int | None:
+    """Bytes that the fullest of this process's devices has held at most;
+    None where a device does not say, such as a CPU."""
+    mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index() and d.platform != "cpu"]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mine]
+    return max((peak for peak in peaks if peak is not None), default=None)

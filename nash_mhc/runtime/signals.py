@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -48,6 +49,8 @@ class Signals:
         self.before_leaving: Callable[[str], None] = lambda _: None  # called when there is nothing to wait for
         self._work = False  # whether there is something to save
         self.listening = False  # from the process's start to its end
+        self._started = time.time()  # this is among the first modules of a process that trains
+        self._runs = 0
         self.ending: int | None = None  # the exit code of a command that has done its work and is on its way out
 
     def listen(self) -> None:
@@ -63,6 +66,11 @@ class Signals:
             signal.signal(number, lambda *_: None)
         self.listening, self._sockets = True, (ours, theirs)
         threading.Thread(target=self._read, args=(ours,), name="signals", daemon=True).start()
+
+    def began_with_process(self) -> float | None:
+        """When the process began, for its first run where it is there for that run alone; None for any other."""
+        self._runs += 1
+        return self._started if self.listening and self._runs == 1 else None
 
     @staticmethod
     def _wanted() -> list[signal.Signals]:

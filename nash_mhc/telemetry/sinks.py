@@ -44,7 +44,7 @@ def without_nan(value: Any) -> Any:
     """JSON has no NaN: a diverged run must still leave a file that every reader can parse."""
     if isinstance(value, list):
         return [without_nan(v) for v in value]
-    return value if math.isfinite(value) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,10 @@
-"""What a person watches of a run: a progress bar on a terminal, otherwise lines."""
+"""What is seen of a run while it goes on: a progress bar on a terminal, otherwise lines; JSON for machines."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nash_mhc.config.humanize import duration, short
+from nash_mhc.telemetry.sinks import without_nan
 
 
 class Reporter:
@@ -90,6 +94,58 @@ class Reporter:
             f"{short(row['tokens_seen'])} tokens{data}  {clock}"
         )
 
+    def evaluation(self, step: int, found: dict[str, float], floor: tuple[float, float] | None) -> None:
+        self.say(_evaluation_line(step, found, floor))
+
     def end(self) -> None:
         if self._bar:
             self._bar.stop()
+
+
+class JsonReporter(Reporter):
+    """For machines (`--log-format json`): an object a line, with what happened (`event`) and when."""
+
+    def __init__(self, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> None:
+        self.floor: float | None = None
+        self._quiet, self._each_step = quiet, each_step
+
+    def tell(self, event: str, **values: Any) -> None:
+        if self._quiet:
+            return
+        clean = {name: without_nan(value) for name, value in values.items()}
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        with contextlib.suppress(OSError):  # a log file on a full disk: the run goes on without it
+            print(json.dumps({"event": event, "at": now} | clean), flush=True)
+
+    def say(self, text: str) -> None:
+        self.tell("message", text=text)
+
+    def begin(self, step: int) -> None:
+        self.tell("training", step=step)
+
+    def advance(self, step: int) -> None:
+        if self._each_step:
+            self._each_step(step)
+
+    def row(self, step: int, row: dict[str, Any]) -> None:
+        self.tell("metrics", step=step, **row)
+
+    def evaluation(self, step: int, found: dict[str, float], floor: tuple[float, float] | None) -> None:
+        known = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
+        self.tell("evaluation", step=step, **found, **known)
+
+    def end(self) -> None:
+        pass
+
+
+def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
+    loss = evaluation["eval/loss"]
+    text = f"held out at step {step}: loss {loss:.4f}"
+    if "eval/bits_per_byte" in evaluation:
+        text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
+        text += f", perplexity {evaluation['eval/perplexity']:.2f}"
+    if "eval/accuracy" in evaluation:
+        text += f", accuracy {evaluation['eval/accuracy']:.1%}"
+    if floor is not None:
+        text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
+    return text

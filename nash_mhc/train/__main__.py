@@ -21,6 +21,7 @@ from nash_mhc.data.tokenizer import load_tokenizer, stream_text
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
+from nash_mhc.telemetry.terminal import JsonReporter
 from nash_mhc.train.inferred_settings import found_settings
 from nash_mhc.train.resolve_devices import for_platform, resolve
 from nash_mhc.train.run import Result, run
@@ -109,6 +110,10 @@ def main() -> int:
         if jax.process_index() == 0:
             print(f"stopped: {stopped}; the same command goes on from there", file=sys.stderr)
         return TRY_AGAIN
+    if parsed.config.telemetry.log_format == "json":
+        done = JsonReporter(quiet=jax.process_index() > 0)
+        done.tell("done", folder=str(result.folder), steps=int(result.state.step), **result.evaluation)
+        return 0
     _show_sample(result, parsed.config)
     if jax.process_index() == 0:
         print(next_commands(result, parsed.given))

@@ -20,7 +20,7 @@ def train_loop(session: Session, state: TrainState, feed: Iterator[Batch]) -> tu
 
     Evaluates and saves at their intervals and after the last step; a save that failed is tried again between two steps.
     """
-    cfg, meter, watch = session.cfg.train, session.meter, session.watch
+    cfg, meter, watch, clock = session.cfg.train, session.meter, session.watch, session.clock
     pending: tuple[int, Any] | None = None  # the newest step, and its metrics on the device
 
     def read_pending() -> None:
@@ -41,10 +41,16 @@ def train_loop(session: Session, state: TrainState, feed: Iterator[Batch]) -> tu
                 read_pending()
                 return state, step - 1
             asked = time.perf_counter()
+            clock.enter("input")
             batch = next(feed)
+            clock.enter("step")
             meter.data_wait += time.perf_counter() - asked
             watch.doing(f"step {step}", working=True)
+            if session.profile is not None:
+                session.profile.before(step)
             state, metrics = session.step_fn(state, batch)
+            if session.profile is not None:
+                meter.leave_out(session.profile.after(step, state))
             read_pending()
             pending = (step, metrics)
             to_save = session.saver.due() or due(step, cfg.checkpoint_interval)

@@ -20,7 +20,8 @@ from nash_mhc.runtime.signals import SIGNALS, Interrupted
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.paths import Folder
 from nash_mhc.telemetry.sinks import Sink
-from nash_mhc.telemetry.terminal import Reporter
+from nash_mhc.telemetry.terminal import JsonReporter, Reporter
+from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.inputs import Inputs, open_inputs
 from nash_mhc.train.loop import train_loop
@@ -52,25 +53,30 @@ def run(
     called with the number of each step that has finished, while the next one runs. `sinks` get the rows of metrics and
     evaluations, as the run's own files do; of several processes, those of the first.
     """
+    clock = WallClock(SIGNALS.began_with_process())
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as held:
-        reporter = Reporter(cfg.train.total_steps, None, quiet=quiet or jax.process_index() > 0, each_step=each_step)
+        quiet = quiet or jax.process_index() > 0
+        if cfg.telemetry.log_format == "json":
+            reporter: Reporter = JsonReporter(quiet=quiet, each_step=each_step)
+        else:
+            reporter = Reporter(cfg.train.total_steps, None, quiet=quiet, each_step=each_step)
         inputs = open_inputs(cfg, mesh, watch, held, reporter.say)
         use_compilation_cache(inputs.folder.path)
         _introduce(inputs, mesh, reporter)
         with Store(inputs.folder.path, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
-            session = begin(inputs, mesh, store, watch=watch, reporter=reporter, sinks=sinks)
-            state = _train(session, mesh)
+            session = begin(inputs, mesh, store, watch=watch, reporter=reporter, clock=clock, sinks=sinks)
+            state = _train(session)
     return Result(inputs.folder.path, state, dict(session.evaluation), inputs.floor)
 
 
-def _train(session: Session, mesh: Mesh) -> TrainState:
+def _train(session: Session) -> TrainState:
     """From the session's start to the last step, which is saved; Interrupted, once the newest step is saved."""
     cfg, inputs, start, reporter = session.cfg, session.inputs, session.start, session.reporter
     rows = host_batches(
-        cfg.data, inputs.source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start.step
+        cfg.data, inputs.source, session.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start.step
     )
-    feed = prefetched(rows, mesh)
+    feed = prefetched(rows, session.mesh)
     if read := passes(inputs.source.epochs(cfg.train.total_steps * inputs.rows_a_step)):
         reporter.say(f"the run {read}")
     reporter.begin(start.step)
@@ -92,6 +98,8 @@ def _train(session: Session, mesh: Mesh) -> TrainState:
         raise session.stopped_by(bad) from None
     finally:
         reporter.end()
+        if session.profile is not None:
+            session.profile.close()
         feed.close()  # type: ignore[attr-defined]
         rows.close()  # type: ignore[attr-defined]
         session.telemetry.close()

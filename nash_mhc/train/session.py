@@ -7,6 +7,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -19,13 +20,16 @@ from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.runtime.compiled import CompiledStep
-from nash_mhc.runtime.hardware import peak_flops
+from nash_mhc.runtime.hardware import peak_flops, peak_memory
+from nash_mhc.runtime.profile import Profile
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import reason
+from nash_mhc.storage.paths import is_remote
 from nash_mhc.telemetry import weights_and_biases
 from nash_mhc.telemetry.fan_out import Nowhere, Telemetry
 from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.terminal import Reporter
+from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train import changed_settings
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import BrokenOff
@@ -48,6 +52,7 @@ class BadSteps(Exception):
 @dataclass
 class Session:
     inputs: Inputs
+    mesh: Mesh
     start: Start
     step_fn: CompiledStep
     store: Store
@@ -56,6 +61,8 @@ class Session:
     meter: Meter
     reporter: Reporter
     watch: Watch
+    clock: WallClock
+    profile: Profile | None = None
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)  # the last one
     evaluated_at: int | None = None  # its step
 
@@ -82,9 +89,10 @@ class Session:
             return self.watch.should_stop()
 
         try:
-            found = evaluator.evaluate(state.model, should_stop)
-            if state.ema is not None:
-                found["eval/loss_ema"] = evaluator.evaluate(state.best_model, should_stop)["eval/loss"]
+            with self.clock.during("evaluation"):
+                found = evaluator.evaluate(state.model, should_stop)
+                if state.ema is not None:
+                    found["eval/loss_ema"] = evaluator.evaluate(state.best_model, should_stop)["eval/loss"]
         except BrokenOff:
             self.reporter.say(f"the evaluation at step {step} is broken off; the run that goes on from here begins with it")
             return
@@ -92,17 +100,17 @@ class Session:
         self.evaluated_at = step
         if write_row:
             self.telemetry.write(step, self.evaluation, file=EVALUATIONS)
-        self.reporter.say(_evaluation_line(step, self.evaluation, self.inputs.floor))
+        self.reporter.evaluation(step, self.evaluation, self.inputs.floor)
 
     def save(self, state: TrainState, step: int, *, wait: bool = False) -> None:
         """Starts to save; with `wait`, returns when the checkpoint is whole."""
         self.watch.doing(f"saving step {step}")  # which storage may hold up for as long as it likes
-        with jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
+        with self.clock.during("checkpoint"), jax.transfer_guard("allow"):  # Orbax copies the state to the host in its own way
             values = checkpoint_values(
                 self.cfg,
                 step,
                 rows=self.inputs.source.identity,
-                counted=self.meter.to_json(),
+                counted=self.meter.to_json() | {"clock": self.clock.to_json()},
                 metrics=self.meter.last,
                 evaluation=dict(self.evaluation) if self.evaluated_at == step else None,
             )
@@ -110,7 +118,9 @@ class Session:
 
     def write_row(self, step: int) -> None:
         """What the steps since the last row amount to, and what no step has measured."""
-        row = self.meter.row()
+        row = self.meter.row() | self.clock.row()
+        if (peak := peak_memory(self.mesh)) is not None:
+            row["memory_gib"] = peak / 2**30
         if self.saver.last is not None:
             row["last_checkpoint"] = self.saver.last
         epochs = self.inputs.source.epochs(step * self.inputs.rows_a_step)
@@ -132,7 +142,16 @@ class Session:
         )
 
 
-def begin(inputs: Inputs, mesh: Mesh, store: Store, *, watch: Watch, reporter: Reporter, sinks: Sequence[Sink] = ()) -> Session:
+def begin(
+    inputs: Inputs,
+    mesh: Mesh,
+    store: Store,
+    *,
+    watch: Watch,
+    reporter: Reporter,
+    clock: WallClock,
+    sinks: Sequence[Sink] = (),
+) -> Session:
     """Compiles the step and, meanwhile, makes or restores the state; then writes the run's first files."""
     cfg, source = inputs.cfg, inputs.source
     reporter.say("compiling the step ...")
@@ -141,6 +160,9 @@ def begin(inputs: Inputs, mesh: Mesh, store: Store, *, watch: Watch, reporter: R
     compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
     start = starting_state(cfg, mesh, store, reporter.say)
     store.warm_up(start.state)
+    if start.own and "clock" in start.values:
+        written, alive = inputs.folder.written(start.step), inputs.folder.last_written()
+        clock.go_on(start.values["clock"], written=written, alive=alive)
     changed = changed_settings.changes(start.before.config, cfg) if start.before is not None else {}
     wandb = from_leader(lambda: _wandb_run(inputs))
     known = {
@@ -155,9 +177,10 @@ def begin(inputs: Inputs, mesh: Mesh, store: Store, *, watch: Watch, reporter: R
         evaluated = start.step - _evaluation_missing(inputs, start)
         telemetry = _open_files(inputs, texts, evaluated, start.step, reporter, others)
     saver = Saver(store, texts, say=reporter.say, owner=inputs.owner, last=start.step if start.own else None)
-    if inputs.evaluator is not None:
-        inputs.evaluator.compile(start.state.model)
-    compiled()
+    with clock.during("compile"):
+        if inputs.evaluator is not None:
+            inputs.evaluator.compile(start.state.model)
+        compiled()
     reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")
     for line in changed_settings.about(changed, cfg, int(start.state.step)):
         reporter.say(line)
@@ -169,7 +192,8 @@ def begin(inputs: Inputs, mesh: Mesh, store: Store, *, watch: Watch, reporter: R
         updates=int(start.state.step),
         saved=start.values,
     )
-    return Session(inputs, start, step_fn, store, saver, telemetry, meter, reporter, watch)
+    profile = _profile(inputs, start, step_fn, reporter)
+    return Session(inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, profile)
 
 
 def _evaluation_missing(inputs: Inputs, start: Start) -> bool:
@@ -177,6 +201,17 @@ def _evaluation_missing(inputs: Inputs, start: Start) -> bool:
     return inputs.evaluator is not None and start.evaluation_missing(
         1 if start.step >= cfg.train.total_steps else cfg.train.eval_interval
     )
+
+
+def _profile(inputs: Inputs, start: Start, step_fn: CompiledStep, reporter: Reporter) -> Profile | None:
+    """Of the first process; those of a run in an object store lie where the runs of this machine have theirs."""
+    if (steps := inputs.cfg.telemetry.profiled) is None or jax.process_index() > 0:
+        return None
+    if steps[0] <= start.step:
+        reporter.say(f"--profile {inputs.cfg.telemetry.profile}: the run goes on after step {start.step}; nothing is profiled")
+        return None
+    folder = inputs.folder.path / "profile" if not is_remote(inputs.folder.path) else Path("runs") / "profile"
+    return Profile(*steps, folder, step_fn.text, reporter.say)
 
 
 def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
@@ -211,16 +246,3 @@ def _open_files(
     except OSError as error:
         remedy = "make room there or choose another folder"
         raise ConfigError(f"--checkpoint-dir {inputs.folder}: cannot be written ({reason(error)}); {remedy}") from error
-
-
-def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
-    loss = evaluation["eval/loss"]
-    text = f"held out at step {step}: loss {loss:.4f}"
-    if "eval/bits_per_byte" in evaluation:
-        text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
-        text += f", perplexity {evaluation['eval/perplexity']:.2f}"
-    if "eval/accuracy" in evaluation:
-        text += f", accuracy {evaluation['eval/accuracy']:.1%}"
-    if floor is not None:
-        text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
-    return text

@@ -45,9 +45,10 @@ def make_train_step(
         weight = sums["loss"].weight
         # One division at the end: every token weighs the same, whichever part of the batch it came in.
         grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
-        updates, opt_state = training.make_optimizer(h, trained).update(grads, state.opt_state, trained)
-        trained = optax.apply_updates(trained, updates)
-        ema = None if state.ema is None else averaged(h, state.ema, trained, state.step)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = training.make_optimizer(h, trained).update(grads, state.opt_state, trained)
+            trained = optax.apply_updates(trained, updates)
+            ema = None if state.ema is None else averaged(h, state.ema, trained, state.step)
         metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
         metrics |= {
             "lr": learning_rate(h, state.step),

@@ -1,0 +1,87 @@
+"""`--profile 50:55`: an XProf trace of those steps, and what they were spent on, by the names of the model's parts."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata=\{[^}]*op_name=\"([^\"]+)\"", re.MULTILINE)
+# What JAX puts between and around the names that the code gives: calls and loops, differentiation.
+_NOT_NAMES = re.compile(r"p?jit\(.*|while|body|cond|branch\w*|closed_call|checkpoint|remat\w*|custom_\w+|scan|.*->.*")
+SHOWN = 10
+
+
+class Profile:
+    """Of steps `first` to `last`, into `folder`.
+
+    `program` gives the text of the compiled step, which knows whose each instruction is.
+    """
+
+    def __init__(self, first: int, last: int, folder: Path, program: Callable[[], str], say: Callable[[str], None]) -> None:
+        self.first, self.last = first, last
+        self._folder, self._program, self._say = folder, program, say
+        self._running = False
+
+    def before(self, step: int) -> None:
+        """The step is about to be dispatched."""
+        if step == self.first:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+
+    def after(self, step: int, state: Any) -> float:
+        """It has been, and will return this. The last one is waited for, so that all of it is in the trace; then, for
+        so many seconds, the trace is written and read."""
+        if not (self._running and step == self.last):
+            return 0.0
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        self.close()
+        self._report()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def _report(self) -> None:
+        steps = self.last - self.first + 1
+        self._say(f"profile of steps {self.first} to {self.last}: {self._folder} (xprof or tensorboard --logdir shows it)")
+        parts = costs(self._folder, parts_of(self._program()))
+        whole = sum(parts.values())
+        for name, seconds in sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]:
+            self._say(f"  {seconds / whole:6.1%}  {1e3 * seconds / steps:8.2f} ms a step  {name}")
+
+
+def parts_of(program: str) -> dict[str, str]:
+    """Instruction -> the part of the model that it is of: `layer/attention`, `layer/attention (backward)`."""
+    return {name: _part(scope) for name, scope in _INSTRUCTION.findall(program)}
+
+
+def _part(scope: str) -> str:
+    # A name inside of what JAX puts around it: transpose(jvp(attention)) is attention, on the way back.
+    words = [word for word in scope.split("/")[:-1] if not _NOT_NAMES.fullmatch(word)]
+    names = [name for name in (re.sub(r"^(?:\w+\()+|\)+$", "", word) for word in words) if name]
+    named = "/".join(dict.fromkeys(names)) or "everything else"
+    return f"{named} (backward)" if "transpose(" in scope else named
+
+
+def costs(folder: Path, parts: Mapping[str, str]) -> dict[str, float]:
+    """Part -> seconds of the devices, of all instructions in the newest trace under the folder."""
+    file = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    with gzip.open(file, "rt") as trace:
+        events = json.load(trace)["traceEvents"]
+    found: collections.Counter[str] = collections.Counter()
+    for event in events:
+        operation = (event.get("args") or {}).get("hlo_op")
+        if event.get("ph") == "X" and operation is not None:
+            found[parts.get(operation, "everything else")] += event["dur"] / 1e6
+    return dict(found)

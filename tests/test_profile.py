@@ -1,0 +1,53 @@
+"""A profile of some steps: a trace that XProf reads, and the parts of the model that they were spent on."""
+
+import dataclasses
+import re
+
+import pytest
+from runs import RUN
+
+from nash_mhc.config.schema import ConfigError, TelemetryConfig
+from nash_mhc.runtime.profile import SHOWN, parts_of
+from nash_mhc.train import run
+
+
+def with_profile(folder, steps):
+    train = dataclasses.replace(RUN.train, checkpoint_dir=str(folder))
+    return dataclasses.replace(RUN, train=train, telemetry=TelemetryConfig(profile=steps))
+
+
+def test_the_most_costly_parts_are_named(tmp_path, capsys):
+    run(with_profile(tmp_path, "3:4"))
+    said = capsys.readouterr().out.splitlines()
+    (at,) = [n for n, line in enumerate(said) if line.startswith("profile of steps 3 to 4: ")]
+    found = [re.fullmatch(r" +([\d.]+)% +([\d.]+) ms a step  (.+)", line) for line in said[at + 1 : at + 1 + SHOWN]]
+    shares = [float(match[1]) for match in found if match]
+    assert shares == sorted(shares, reverse=True)
+    assert 50.0 < sum(shares) <= 100.1
+    names = [match[3] for match in found if match]
+    assert any("attention" in name for name in names)
+    assert any("(backward)" in name for name in names)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_instructions_belong_to_the_names_that_the_code_gives():
+    program = """
+  %fusion.1 = f32[8]{0} fusion(%p), metadata={op_name="jit(traced)/while/body/checkpoint/attention/dot_general" x=1}
+  ROOT %dot.2 = f32[8]{0} dot(%a), metadata={op_name="jit(traced)/transpose(jvp(mhc))/attention/mul"}
+  %add.3 = f32[8]{0} add(%a), metadata={op_name="jit(traced)/add"}
+"""
+    assert parts_of(program) == {"fusion.1": "attention", "dot.2": "mhc/attention (backward)", "add.3": "everything else"}
+
+
+@pytest.mark.parametrize("text", ["5", "5:", ":5", "6:5", "0:3", "a:b", "3-5"])
+def test_what_are_no_steps_is_refused(text):
+    with pytest.raises(ConfigError, match=rf"telemetry.profile '{text}': must be the first and the last step"):
+        TelemetryConfig(profile=text)
+
+
+def test_steps_that_are_done_already_are_not_profiled(tmp_path, capsys):
+    run(with_profile(tmp_path, None), quiet=True)
+    longer = with_profile(tmp_path, "3:4")
+    run(dataclasses.replace(longer, train=dataclasses.replace(longer.train, total_steps=7)))
+    assert "--profile 3:4: the run goes on after step 6; nothing is profiled" in capsys.readouterr().out
+    assert not (tmp_path / "profile").exists()
