@@ -10,11 +10,12 @@ import time
 import numpy as np
 import pytest
 from runs import losses
+from storms import times
 from training_process import TrainingProcess, arrays
 
 from nash_mhc.checkpoint import manifest
 
-STEPS, KILLS, STORMS = 100, 10, 2
+STEPS, KILLS, STORMS = 100, times(10, 6), 2
 FLAGS = (
     f"--total-steps {STEPS} --checkpoint-interval 2 --log-interval 1 --keep-last 2 --schedule constant --warmup-steps 0 "
     "--ema-decay 0.9"

@@ -1,4 +1,4 @@
-"""A hundred signals at random moments of the start:
+"""Signals at random moments of the start:
 always exit code 75, never a traceback, and the next start just works."""
 
 import contextlib
@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import losses
+from storms import times
 from training_process import TrainingProcess, arrays, children_of
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.runtime.signals import TRY_AGAIN
 
-STEPS, PLAIN, CROWDED = 100_000, 90, 10  # more than all starts together come to
+STEPS = 100_000  # more than all starts together come to
+PLAIN, CROWDED = times(90, 45), times(10, 5)
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 50 --log-interval 1 --schedule constant --warmup-steps 0".split()
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -72,7 +74,7 @@ def starts(tmp_path_factory):
     return folder, said
 
 
-def test_a_hundred_signals_at_any_moment_of_the_start_are_all_the_same_to_it(starts):
+def test_signals_at_any_moment_of_the_start_are_all_the_same_to_it(starts):
     _, said = starts
     assert {name: len(lines) for name, lines in said.items()} == {"plain": PLAIN, "crowded": CROWDED}
     phases = {
