@@ -248,3 +248,16 @@ def test_a_page_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, monke
         write_page(run, out)
     assert out.read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl", "report.html", "run.json"]
+
+
+def test_the_page_shows_where_the_time_went(tmp_path: Path) -> None:
+    assert "Where the time went" not in page(open_run(make_run(tmp_path / "old", [row(1)])))
+    spent = {"time/start": 10.0, "time/step": 80.0, "time/lost": 10.0, "time/down": 0.0, "time/<b>": 0.0001, "goodput": 0.8}
+    run = open_run(make_run(tmp_path / "new", [row(1), row(2, **spent)]))
+    text = page(run)
+    assert "Where the time went: 1 min 40 s" in text
+    assert 'class="step" style="width:80.00%"' in text
+    assert "lost 10 s, 10.0%" in text
+    assert 'class="down"' not in text  # of nothing there is nothing to see
+    assert "<b>" not in text
+    assert facts(run)["goodput (share of time in steps)"] == "80.0%"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, Row, RunFolder
+from nash_mhc.config.humanize import duration
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.charts import Points, chart
 from nash_mhc.storage.errors import as_os_errors, reason
@@ -74,6 +75,8 @@ def facts(run: Run) -> dict[str, str]:
         "held-out loss / floor": f"{loss / nats:.3f}x" if loss is not None and nats else "",
         "tokens a second (median)": show(median("tokens_per_s"), "{:,.0f}"),
         "MFU (median)": show(median("mfu"), "{:.1%}"),
+        "goodput (share of time in steps)": show(_number(last, "goodput"), "{:.1%}"),
+        "peak memory of a device": show(_number(last, "memory_gib"), "{:.1f} GiB"),
     }
     return {name: text for name, text in found.items() if text}
 
@@ -97,9 +100,34 @@ svg{display:block;width:100%;height:auto}text{font:11px system-ui,sans-serif;fil
 .floor{stroke:var(--soft);stroke-dasharray:6 5}.key{float:right;font-weight:400;color:var(--soft);font-size:13px}
 .key i{display:inline-block;width:14px;height:3px;border-radius:2px;margin:0 6px 3px 16px;background:var(--train)}
 .key i+span+i{background:var(--held);width:8px;height:8px;border-radius:4px;margin-bottom:1px}
+.time>div{display:flex;height:18px;border-radius:5px;overflow:hidden}.time{margin:0 0 12px}.time p{margin:8px 0 0;
+font-size:13px;color:var(--soft);display:flex;flex-wrap:wrap;gap:4px 18px}.time p i{display:inline-block;width:10px;
+height:10px;border-radius:3px;margin-right:6px}.step{background:#2f9e6e}.start,.compile{background:#8b7fd6}
+.compile{background:#b39ddb}.input{background:#4aa3df}.evaluation{background:#d9730d}.checkpoint{background:#c9a227}
+.lost{background:#d64545}.down{background:#8a8a86}
 summary{cursor:pointer;font-weight:600}table{border-collapse:collapse;margin-top:10px;width:100%;font-size:13px}
 td{padding:3px 12px 3px 0;border-top:1px solid var(--line);overflow-wrap:anywhere}td:first-child{color:var(--soft)}
 """
+
+
+def _where_time_went(run: Run) -> str:
+    """A bar of all time since the first start, by what it was spent on; nothing where the run has not counted it."""
+    last = run.rows[-1] if run.rows else {}
+    seconds = {name.removeprefix("time/"): _number(last, name) or 0.0 for name in last if name.startswith("time/")}
+    whole = sum(seconds.values())
+    if whole <= 0:
+        return ""
+    shown = {name: s for name, s in seconds.items() if s / whole >= 0.0005}
+    share = lambda s: f"{s / whole:.1%}"
+    bar = "".join(
+        f'<i class="{html.escape(name)}" style="width:{100 * s / whole:.2f}%" title="{html.escape(name)} {share(s)}"></i>'
+        for name, s in shown.items()
+    )
+    key = "".join(
+        f'<span><i class="{html.escape(name)}"></i>{html.escape(name)} {duration(s)}, {share(s)}</span>'
+        for name, s in shown.items()
+    )
+    return f'<div class="card time"><h2>Where the time went: {duration(whole)}</h2><div>{bar}</div><p>{key}</p></div>'
 
 
 def page(run: Run) -> str:
@@ -127,7 +155,7 @@ def page(run: Run) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{esc(name)}</title><style>{_STYLE}</style><h1>{esc(name)}</h1>"
         f'<p class="sub">{esc(str(run.folder))} &middot; {count}</p><dl>{tiles}</dl>'
-        f'<div class="card big"><h2>{key}Loss</h2>{loss}</div><div class="small">{small}</div>'
+        f'<div class="card big"><h2>{key}Loss</h2>{loss}</div>{_where_time_went(run)}<div class="small">{small}</div>'
         f"<details><summary>Configuration</summary><table>{table}</table></details></html>\n"
     )
 
