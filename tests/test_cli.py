@@ -545,8 +545,17 @@ def test_the_folder_of_a_run_needs_no_flag(tmp_path: Path, monkeypatch: pytest.M
     for name in ("runs/notes", "./notes", "gs://bucket/run", "there"):
         assert parse("--seed", "1", name).config == cli.parse(["--checkpoint-dir", name, "--seed", "1"]).config
     assert parse("runs/notes").origins["train.checkpoint_dir"] == "argument runs/notes"
-    with pytest.raises(ConfigError, match="two folders are given, runs/a and runs/b; name one"):
-        parse("runs/a", "runs/b")
+    for two in (["runs/a", "runs/b"], ["--checkpoint-dir", "runs/a", "runs/b"], ["runs/b", "--checkpoint-dir", "runs/a"]):
+        with pytest.raises(ConfigError, match="two folders are given, runs/a and runs/b; name one"):
+            parse(*two)
+    (tmp_path / "run.yaml").write_text("train:\n  checkpoint_dir: null\n")  # as --print-config writes it
+    for argv in (["runs/a", "--config", "run.yaml"], ["--config", "run.yaml", "runs/a"]):
+        assert parse(*argv).config.train.checkpoint_dir == "runs/a"
+    (tmp_path / "there" / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match="there: is there and holds no run; give a new folder, or --dataset there"):
+        parse("there")
+    (tmp_path / "there" / "run.json").write_text("{}")
+    assert parse("there").config.train.checkpoint_dir == "there"
     with pytest.raises(
         ConfigError, match=r"unexpected argument 'smal'; .*; the folder of a run has a slash in its name: runs/smal"
     ):

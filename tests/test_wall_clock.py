@@ -39,23 +39,36 @@ def test_every_moment_has_one_part(calendar):
     assert clock.row()["goodput"] == pytest.approx(40 / 62)
 
 
+def at_row(*, step=40.0, down=0.0):
+    """A row of a run whose checkpoint was saved 40 s after its start: the time of everything since is in it."""
+    return {f"time/{part}": 0.0 for part in PARTS} | {"time/step": step, "time/down": down}
+
+
 @pytest.mark.parametrize(
-    ("written", "alive", "lost", "checkpoint", "down"),
+    ("written", "row", "lost", "checkpoint", "down"),
     [
-        (1050.0, 1080.0, 40.0, 0.0, 120.0),  # killed 40 s after its last checkpoint was begun, the next start 120 s later
-        (1050.0, 1030.0, 0.0, 10.0, 150.0),  # asked to stop: it ended with the checkpoint
-        (None, None, 0.0, 0.0, 160.0),  # what cannot be found out is not made up
-        (9999.0, 9999.0, 0.0, 160.0, 0.0),  # a folder that was copied, and has later times
+        (1050.0, at_row(step=80.0), 40.0, 0.0, 120.0),  # killed 40 s after its last checkpoint, the next start 120 s later
+        (1050.0, at_row(step=30.0), 0.0, 10.0, 150.0),  # asked to stop: it ended with the checkpoint
+        (1050.0, at_row(step=60.0, down=90.0), 20.0, 0.0, 140.0),  # killed in a later start, which had come 90 s later
+        (None, {}, 0.0, 0.0, 160.0),  # what cannot be found out is not made up
+        (9999.0, at_row(step=9999.0), 0.0, 160.0, 0.0),  # a folder that was copied, and has later times
     ],
 )
-def test_a_run_that_goes_on_knows_what_was_lost_and_when_nothing_ran(calendar, written, alive, lost, checkpoint, down):
+def test_a_run_that_goes_on_knows_what_was_lost_and_when_nothing_ran(calendar, written, row, lost, checkpoint, down):
     saved = {"at": 1040.0, "seconds": {"step": 40.0}}
     calendar.at = 1200.0
     clock = WallClock()
-    clock.go_on(saved, written=written, alive=alive)
+    clock.go_on(saved, written=written, row=row)
     found = clock.seconds()
     assert (found["lost"], found["checkpoint"], found["down"]) == (lost, checkpoint, down)
     assert sum(found.values()) == 1200.0 - 1000.0  # since the first start, whatever became of it
+
+
+def test_a_calendar_that_is_behind_makes_no_time_negative(calendar):
+    clock = WallClock()
+    clock.go_on({"at": 2000.0, "seconds": {"step": 40.0}}, written=2010.0, row=at_row(step=60.0))
+    calendar.at += 5.0
+    assert clock.seconds() == dict.fromkeys(PARTS, 0.0) | {"step": 40.0, "start": 5.0}
 
 
 def test_the_parts_add_up_over_a_kill_and_a_resume(tmp_path):

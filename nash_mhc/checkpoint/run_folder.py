@@ -88,14 +88,14 @@ class RunFolder:
         there is no run, or nothing of it is usable."""
         try:
             info = json.loads((self.path / RUN).read_text())
-            history = list(info.get("history", []))
-            return Description(flat(info["config"]), str(info["rows"]), history, info.get("init_from"), info.get("wandb"))
+            config, history = _usable(flat(info["config"])), list(info.get("history", []))
+            return Description(config, str(info["rows"]), history, info.get("init_from"), info.get("wandb"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # lost or damaged: every checkpoint knows it as well
         for step in reversed(self.steps()):
             values = values_of(self.checkpoints / str(step))
             try:
-                return Description(flat(values["config"]), str(values["data"]["rows"]), [], None)
+                return Description(_usable(flat(values["config"])), str(values["data"]["rows"]), [], None)
             except (KeyError, TypeError, AttributeError):
                 continue
         return None
@@ -128,14 +128,12 @@ class RunFolder:
                     return row
         return {}
 
-    def last_written(self) -> float | None:
-        """When the last row came, in seconds since the epoch: the run's last sign of life;
-        None where there is no row."""
-        return max(filter(None, (_changed(self.path / name) for name in ROW_FILES)), default=None)
-
     def written(self, step: int) -> float | None:
-        """When that checkpoint was whole; None where it is not."""
-        return _changed(self.checkpoints / str(step) / FILE)
+        """When that checkpoint was whole, in seconds since the epoch; None where it is not."""
+        path = self.checkpoints / str(step) / FILE
+        with contextlib.suppress(OSError), as_os_errors():
+            return files.changed(path) if files.exists(path) else None
+        return None
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, whole or not, oldest first."""
@@ -162,10 +160,10 @@ class RunFolder:
             return [CHECKPOINTS] * gone + [name for name in names if not files.exists(self.path / name, kind="file")]
 
 
-def _changed(path: Folder) -> float | None:
-    with contextlib.suppress(OSError), as_os_errors():
-        return files.changed(path) if files.exists(path) else None
-    return None
+def _usable(values: dict[str, Any]) -> dict[str, Any]:
+    """The same; KeyError or TypeError where what everyone asks for is missing."""
+    int(values["data.batch_size"]), int(values["train.grad_accum"])
+    return values
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -138,6 +138,14 @@ def _is_folder(word: str) -> bool:
     return "/" in word or "\\" in word or os.path.isdir(word)
 
 
+def _run_folder(name: str) -> str:
+    """ConfigError for a folder of other things: a run's files would lie among them."""
+    there = set(os.listdir(name)) if os.path.isdir(name) else set()
+    if there and not there & {"run.json", "checkpoints", ".lock"}:
+        raise ConfigError(f"{name}: is there and holds no run; give a new folder, or --dataset {name} for what to train on")
+    return name
+
+
 def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = None) -> tuple[Settings, bool]:
     """Applies argv from left to right; returns the settings and whether --print-config was there.
 
@@ -147,6 +155,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
     off = {"--no-" + k.flag[2:]: k for k in keys().values() if bool in k.kinds}
     settings: Settings = {}
     print_config = False
+    alone: str | None = None  # the folder without a flag
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -156,9 +165,9 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
         key = by_flag.get(flag)
         if not token.startswith("-"):
             if folder is not None and "=" not in token and _is_folder(token):
-                if folder in settings:
-                    raise ConfigError(f"two folders are given, {settings[folder][0]} and {token}; name one")
-                settings[folder] = (_convert(keys()[folder], token, folder), f"argument {token}")
+                if alone is not None:
+                    raise ConfigError(f"two folders are given, {alone} and {token}; name one")
+                alone = _run_folder(token)
                 continue
             if not equals or not flag:
                 hint = f"; the folder of a run has a slash in its name: runs/{token}" if folder is not None else ""
@@ -203,6 +212,11 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                 _read_yaml(text, settings)
             else:
                 raise ConfigError("--config needs a value, the name of a YAML file")
+    if folder is not None and alone is not None:  # as plain as a flag: what a file says about it does not count
+        before, origin = settings.get(folder, (None, ""))
+        if origin.startswith(("flag", "override")):
+            raise ConfigError(f"two folders are given, {before} and {alone}; name one")
+        settings[folder] = (_convert(keys()[folder], alone, folder), f"argument {alone}")
     return settings, print_config
 
 

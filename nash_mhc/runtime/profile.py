@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gzip
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,26 @@ class Profile:
         self._folder, self._program, self._say = folder, program, say
         self._running = False
 
-    def before(self, step: int) -> None:
-        """The step is about to be dispatched."""
-        if step == self.first:
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """A trace that cannot be begun, written or read is no reason to end a run."""
+        try:
+            yield
+        except Exception as error:  # of the profiler, of the disk, of a trace that is not as we know it
+            self._running = False
+            self._say(f"no profile: {type(error).__name__}: {' '.join(str(error).split())[:200]}; training goes on")
+
+    def before(self, step: int, state: Any) -> float:
+        """The step is about to be dispatched, on this state, which is waited for: the step that makes it is none of
+        these. Returns the seconds that beginning took."""
+        if step != self.first:
+            return 0.0
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        with self._harmless():
             jax.profiler.start_trace(str(self._folder))
             self._running = True
+        return time.perf_counter() - began
 
     def after(self, step: int, state: Any) -> float:
         """It has been, and will return this. The last one is waited for, so that all of it is in the trace; then, for
@@ -43,14 +59,20 @@ class Profile:
             return 0.0
         jax.block_until_ready(state)
         began = time.perf_counter()
-        self.close()
-        self._report()
+        with self._harmless():
+            self._stop()
+            self._report()
         return time.perf_counter() - began
 
     def close(self) -> None:
+        """Of a run that ends before the last of the steps."""
         if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
+            with self._harmless():
+                self._stop()
+
+    def _stop(self) -> None:
+        self._running = False
+        jax.profiler.stop_trace()
 
     def _report(self) -> None:
         steps = self.last - self.first + 1

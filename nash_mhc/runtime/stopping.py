@@ -4,14 +4,11 @@ whichever of them was sent it."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from nash_mhc.parallel.processes import Board
 from nash_mhc.runtime.heartbeat import SILENCE_S
 from nash_mhc.runtime.signals import SIGNALS
-
-
-class NoAgreement(Exception):
-    """A process did not say how far it is."""
 
 
 class StoppingPoint:
@@ -38,7 +35,7 @@ class StoppingPoint:
     def agreed(self) -> bool:
         return self._stop_at is not None
 
-    def agree(self, why: str) -> None:
+    def agree(self, why: str, give_up: Callable[[str], None]) -> None:
         """Finds the first point that no process has passed yet; nobody passes another one meanwhile.
 
         This is between the threads, because the main ones may be waiting for each other inside a step.
@@ -50,5 +47,7 @@ class StoppingPoint:
             try:
                 points = [self._board.wait(f"points/{index}", 3 * SILENCE_S) for index in range(self._count)]
             except TimeoutError as late:
-                raise NoAgreement(f"{why}, and process {str(late).rpartition('/')[2]} did not answer") from late
-            self._stop_at = 1 + max(points)
+                # Still inside: nobody here passes another point before this process leaves.
+                give_up(f"{why}, and process {str(late).rpartition('/')[2]} did not answer")
+            else:
+                self._stop_at = 1 + max(points)

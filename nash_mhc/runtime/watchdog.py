@@ -23,7 +23,7 @@ from nash_mhc.parallel.processes import Board, coordinator_answers
 from nash_mhc.runtime import heartbeat
 from nash_mhc.runtime.heartbeat import Heartbeat, Sign
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
-from nash_mhc.runtime.stopping import NoAgreement, StoppingPoint
+from nash_mhc.runtime.stopping import StoppingPoint
 from nash_mhc.runtime.verdict import Verdicts
 
 _PATIENCE_S = 300.0  # that nobody waits longer than, whatever becomes of the board
@@ -118,10 +118,7 @@ class Watch:
             why = notes.get("stop") or f"{self._name} was sent {SIGNALS.caught}"
             if not self._begun:
                 self._judge(f"{why}, and training had not begun everywhere")
-            try:
-                self._stopping.agree(why)
-            except NoAgreement as failed:
-                self._judge(str(failed))
+            self._stopping.agree(why, self._judge)
 
     def _accuse(self) -> None:
         """This process has not moved for too long. Whoever has come least far is what the others wait for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import sys
@@ -114,8 +113,12 @@ class JsonReporter(Reporter):
             return
         clean = {name: without_nan(value) for name, value in values.items()}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        with contextlib.suppress(OSError):  # a log file on a full disk: the run goes on without it
+        try:
             print(json.dumps({"event": event, "at": now} | clean), flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass  # a log file on a full disk: the run goes on without it
 
     def say(self, text: str) -> None:
         self.tell("message", text=text)

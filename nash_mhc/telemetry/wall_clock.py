@@ -47,16 +47,24 @@ class WallClock:
         finally:
             self.enter(before)
 
-    def go_on(self, saved: dict[str, Any], *, written: float | None, alive: float | None) -> None:
+    def go_on(self, saved: dict[str, Any], *, written: float | None, row: dict[str, Any]) -> None:
         """This run has begun before: `saved` (`to_json`) lies in the checkpoint that it goes on from, which was whole
-        at `written`; the last row that the process before left is of `alive`, if there is any."""
+        at `written`; `row` is the last one that was written, by this checkpoint's process or a later one."""
         at = float(saved["at"])
-        written, alive = (min(max(at, moment or at), self._started) for moment in (written, alive))
         for part, seconds in saved["seconds"].items():
             self._seconds[part] += seconds
-        # A process that was asked to stop has ended with its checkpoint; one that was killed had gone on meanwhile.
-        self._seconds["lost" if alive > written else "checkpoint"] += max(alive, written) - at
-        self._seconds["down"] += self._started - max(alive, written)
+        begun = max(at, self._started)  # another machine's calendar may be behind
+        written = min(max(at, written or at), begun)
+        # A row knows how much time had passed since the first start, and for how much of it no process was there.
+        since = {part: float(row.get(f"time/{part}") or 0.0) - saved["seconds"].get(part, 0.0) for part in PARTS}
+        alive = min(at + sum(since.values()), begun) if f"time/{PARTS[0]}" in row else at
+        if alive > written:  # it was killed later than that
+            down = max(0.0, since["down"])
+            self._seconds["lost"] += alive - at - down
+            self._seconds["down"] += down + begun - alive
+        else:  # it was asked to stop, and ended with its checkpoint
+            self._seconds["checkpoint"] += written - at
+            self._seconds["down"] += begun - written
 
     def seconds(self) -> dict[str, float]:
         """By part, until now."""

@@ -112,7 +112,7 @@ def main() -> int:
         return TRY_AGAIN
     if parsed.config.telemetry.log_format == "json":
         done = JsonReporter(quiet=jax.process_index() > 0)
-        done.tell("done", folder=str(result.folder), steps=int(result.state.step), **result.evaluation)
+        done.tell("done", folder=str(result.folder), steps=parsed.config.train.total_steps, **result.evaluation)
         return 0
     _show_sample(result, parsed.config)
     if jax.process_index() == 0:

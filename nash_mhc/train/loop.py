@@ -47,7 +47,7 @@ def train_loop(session: Session, state: TrainState, feed: Iterator[Batch]) -> tu
             meter.data_wait += time.perf_counter() - asked
             watch.doing(f"step {step}", working=True)
             if session.profile is not None:
-                session.profile.before(step)
+                meter.leave_out(session.profile.before(step, state))
             state, metrics = session.step_fn(state, batch)
             if session.profile is not None:
                 meter.leave_out(session.profile.after(step, state))

@@ -98,11 +98,11 @@ def _train(session: Session) -> TrainState:
         raise session.stopped_by(bad) from None
     finally:
         reporter.end()
-        if session.profile is not None:
-            session.profile.close()
         feed.close()  # type: ignore[attr-defined]
         rows.close()  # type: ignore[attr-defined]
         session.telemetry.close()
+        if session.profile is not None:
+            session.profile.close()
     return state
 
 

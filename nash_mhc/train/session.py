@@ -161,8 +161,7 @@ def begin(
     start = starting_state(cfg, mesh, store, reporter.say)
     store.warm_up(start.state)
     if start.own and "clock" in start.values:
-        written, alive = inputs.folder.written(start.step), inputs.folder.last_written()
-        clock.go_on(start.values["clock"], written=written, alive=alive)
+        clock.go_on(start.values["clock"], written=inputs.folder.written(start.step), row=inputs.folder.last_row())
     changed = changed_settings.changes(start.before.config, cfg) if start.before is not None else {}
     wandb = from_leader(lambda: _wandb_run(inputs))
     known = {
@@ -207,11 +206,14 @@ def _profile(inputs: Inputs, start: Start, step_fn: CompiledStep, reporter: Repo
     """Of the first process; those of a run in an object store lie where the runs of this machine have theirs."""
     if (steps := inputs.cfg.telemetry.profiled) is None or jax.process_index() > 0:
         return None
-    if steps[0] <= start.step:
-        reporter.say(f"--profile {inputs.cfg.telemetry.profile}: the run goes on after step {start.step}; nothing is profiled")
+    first, last, total = *steps, inputs.cfg.train.total_steps
+    if not start.step < first <= total:
+        reporter.say(f"--profile {first}:{last}: this start takes steps {start.step + 1} to {total}; nothing is profiled")
         return None
+    if (every := inputs.cfg.train.eval_interval) and (first - 1) // every != (last - 1) // every:
+        reporter.say(f"--profile {first}:{last}: an evaluation lies within these steps, and is counted with them")
     folder = inputs.folder.path / "profile" if not is_remote(inputs.folder.path) else Path("runs") / "profile"
-    return Profile(*steps, folder, step_fn.text, reporter.say)
+    return Profile(first, min(last, total), folder, step_fn.text, reporter.say)
 
 
 def _wandb_run(inputs: Inputs) -> dict[str, str] | None:

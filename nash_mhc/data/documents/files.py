@@ -28,7 +28,8 @@ def register_format(ending: str, read: Callable[[BinaryIO], Iterator[str | dict[
     A record has the fields that a JSON line would have. Raise the `version` when `read` makes other documents of the
     same file: what was prepared before is then not taken for it.
     """
-    if not ending.startswith(".") or ending in {*_KINDS, *_TEXT, *_PACKED}:
+    ending = ending.lower()  # as the endings of files are compared
+    if not ending.startswith(".") or "." in ending[1:] or ending in {*_KINDS, *_TEXT, *_PACKED}:
         raise ConfigError(f"{ending!r}: must be an ending such as .fasta that has no format yet")
     FORMATS[ending] = Format(read, version)
 

@@ -216,10 +216,23 @@ def _read_parquet(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[
         yield Raw(number, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
 
 
+def _documents(path: Path, file: io.BufferedReader) -> Iterator[Any]:
+    """By the user's own function, whose mistakes are told with the file."""
+    count = 0
+    try:
+        for document in FORMATS[ending_of(path)].read(file):
+            yield document
+            count += 1
+    except (OSError, ConfigError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{path}: its format cannot read document {count + 1} ({type(error).__name__}: {error})") from error
+
+
 def _read_registered(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
     whole = len(fields) > 1 or fields[0] == "messages"
     with open_unpacked(path) as file:
-        for row, document in enumerate(FORMATS[ending_of(path)].read(file), start=1):
+        for row, document in enumerate(_documents(path, file), start=1):
             content: Any = document
             if isinstance(document, dict) and not whole:
                 if fields[0] not in document:
