@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.parallel.mesh import describe
-from nash_mhc.runtime.hardware import matmul_rate, peak_flops, processors
+from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
 from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resolve_devices import resolve
@@ -31,11 +32,10 @@ def random_rows(cfg: RunConfig, seed: int) -> Rows:
     return Rows(tokens[..., :-1], tokens[..., 1:], segments, np.ones(shape, np.float32))
 
 
-def _peak_memory(compiled: Any, device: jax.Device) -> int | None:
+def _peak_memory(compiled: Any, mesh: Mesh) -> int | None:
     """Bytes on one device at the worst moment: as the allocator saw it, or as the compiler planned it."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "peak_bytes_in_use" in stats:
-        return int(stats["peak_bytes_in_use"])
+    if (seen := peak_memory(mesh)) is not None:
+        return seen
     plan = compiled.memory_analysis()
     return None if plan is None else int(plan.argument_size_in_bytes + plan.temp_size_in_bytes)
 
@@ -81,7 +81,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
         "matmul_tflops_per_s": rate * processors(mesh) / 1e12,
         "share_of_matmul": flops / seconds / (rate * processors(mesh)),
         "mfu": flops / seconds / peak_flops(mesh, cfg.train.dtype, rate),
-        "peak_memory_gib": None if (peak := _peak_memory(compiled, device)) is None else peak / 2**30,
+        "peak_memory_gib": None if (peak := _peak_memory(compiled, mesh)) is None else peak / 2**30,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "finite": bool(np.isfinite(losses).all()),
