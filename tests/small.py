@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nash_mhc.config.schema import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TelemetryConfig, TrainConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.compiled import CompiledStep
@@ -37,6 +37,7 @@ def config(**changes: Any) -> RunConfig:
         data=DataConfig(batch_size=8, seq_len=32),
         optim=OptimConfig(learning_rate=1.5e-4, warmup_steps=2),
         train=TrainConfig(total_steps=10, dtype="float32", attention="xla", log_interval=2, eval_interval=0, eval_batches=2),
+        telemetry=TelemetryConfig(sample_tokens=0),
     )
     for name, value in changes.items():
         section, key = name.split("__")
@@ -151,6 +152,6 @@ def assert_same_run(got: Any, want: Any, *, rtol: float = 1e-4, health: bool = T
 def small_meter(history, saved=None, **state):
     """A meter that has taken in the metrics of these steps."""
     meter = Meter(config(), 1.0, 1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
-    for metrics in history:
-        meter.add({k: np.asarray(v) for k, v in metrics.items()})
+    for number, metrics in enumerate(history, start=1):
+        meter.add(number, {k: np.asarray(v) for k, v in metrics.items()})
     return meter

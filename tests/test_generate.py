@@ -22,7 +22,6 @@ from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.__main__ import main
 from nash_mhc.generate.decode import Loaded, generate_tokens, keep_likely, load, sample, stream_text
 from nash_mhc.model.sampling import context_start
-from nash_mhc.train import __main__ as train_command
 from nash_mhc.train.run import Result, run
 from nash_mhc.train.state import abstract_state, state_shardings
 
@@ -237,49 +236,6 @@ def test_command_prints_the_prompt_and_its_continuation(
     code, text, _ = command(monkeypatch, capsys, "--checkpoint-dir", folder, "--prompt", "", "--max-tokens", 3)
     assert code == 0
     assert text.endswith("\n")
-
-
-def test_training_ends_with_a_sample_of_what_was_learned(
-    trained: Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (trained.folder / "run.yaml").write_text(json.dumps(tiny_config(trained.folder).to_dict()))
-    monkeypatch.setattr(train_command, "run", lambda cfg: trained)
-    monkeypatch.setattr(sys, "argv", ["train", "--config", str(trained.folder / "run.yaml")])
-    assert one_line_errors(train_command.main) == 0
-    made = generate_tokens(load(trained.folder).model, [256], seq_len=T, end=256, max_tokens=300, temperature=0.8, seed=0)
-    text = BYTES.decode(np.array(list(made)))
-    assert capsys.readouterr().out.startswith(
-        f"\nA sample (temperature 0.8):\n{text}\n\nThe run is in {trained.folder}. Next:\n"
-    )
-
-
-def test_a_sample_comes_from_any_mesh_and_never_fails_a_run(
-    trained: Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cfg = tiny_config(trained.folder)
-
-    def shown(result: Result) -> str:
-        train_command._show_sample(result, cfg)
-        return capsys.readouterr().out
-
-    on_one = shown(trained)
-    mesh = jax.make_mesh((2, 2, 2), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(cfg, mesh).model)
-    spread = dataclasses.replace(trained, state=eqx.tree_at(lambda s: s.model, trained.state, model))
-    assert len(model.embed_VD.devices()) == 8
-    assert shown(spread) == on_one
-    with monkeypatch.context() as patched:
-        patched.setattr(train_command, "generate_tokens", lambda model, *_, **__: [48 + len(model.embed_VD.devices())])
-        assert shown(spread).endswith(":\n1\n")  # the number of devices that the sampled model lies on
-    with monkeypatch.context() as patched:
-        patched.setattr(train_command, "stream_text", lambda tokens, tokenizer: 1 / 0)
-        assert shown(trained).endswith("\n(no sample: ZeroDivisionError: division by zero)\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(train_command, "_LARGEST_SAMPLED", 1000)
-        assert shown(trained) == ""
-    with monkeypatch.context() as patched:
-        patched.setattr(jax, "process_index", lambda: 1)
-        assert shown(trained) == ""
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams
 SHAPES = {
     "scale_weight": (L, C), "scale_entropy": (L,), "nash_residual": (L,), "res_deviation": (L,), "sinkhorn_deviation": (L,),
     "gain_forward": (L,), "gain_backward": (L,), "stream_rms": (L, R), "scales_unused": (L,),
+    "res": (L, 2, R, R),
 }  # fmt: skip
 
 
@@ -49,6 +50,11 @@ def test_a_step_reports_every_layer_within_its_range(batch):
         for gain in ("gain_forward", "gain_backward"):
             np.testing.assert_allclose(found[gain], 1.0, atol=1e-4)
         assert found["stream_rms"].min() > 0.0
+        # A mean of doubly stochastic matrices is one, and at the start each stream keeps to itself.
+        for axis in (2, 3):
+            np.testing.assert_allclose(found["res"].sum(axis=axis), 1.0, atol=1e-5)
+        assert found["res"].min() >= 0.0
+        assert found["res"].diagonal(axis1=2, axis2=3).min() > 0.9
 
 
 def test_a_plain_model_has_nothing_to_report():

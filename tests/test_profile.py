@@ -13,7 +13,7 @@ from nash_mhc.train import run
 
 def with_profile(folder, steps):
     train = dataclasses.replace(RUN.train, checkpoint_dir=str(folder))
-    return dataclasses.replace(RUN, train=train, telemetry=TelemetryConfig(profile=steps))
+    return dataclasses.replace(RUN, train=train, telemetry=TelemetryConfig(sample_tokens=0, profile=steps))
 
 
 def test_the_most_costly_parts_are_named(tmp_path, capsys):
@@ -42,7 +42,7 @@ def test_instructions_belong_to_the_names_that_the_code_gives():
 @pytest.mark.parametrize("text", ["5", "5:", ":5", "6:5", "0:3", "a:b", "3-5"])
 def test_what_are_no_steps_is_refused(text):
     with pytest.raises(ConfigError, match=rf"telemetry.profile '{text}': must be the first and the last step"):
-        TelemetryConfig(profile=text)
+        TelemetryConfig(sample_tokens=0, profile=text)
 
 
 def test_steps_that_are_done_already_are_not_profiled(tmp_path, capsys):

@@ -3,50 +3,22 @@
 import json
 import re
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_files import make_run, row, serving
 
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.__main__ import main
-from nash_mhc.report.charts import chart
-from nash_mhc.report.page import facts, open_run, page
-
-CHARTS = [
-    "loss",
-    "learning rate",
-    "gradient norm",
-    "token accuracy",
-    "tokens a second",
-    "ms a step",
-    "ms a step waiting for data",
-]
-
-
-def make_run(folder: Path, rows: list[dict[str, Any]], evals: list[dict[str, Any]] = [], **info: Any) -> Path:  # noqa: B006
-    """The files of a run, as training writes them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    described = {
-        "config": RunConfig().to_dict(),
-        "parameters": 475840,
-        "mesh": {"data": 2, "fsdp": 2, "tp": 1},
-        "devices": {"platform": "cpu", "kind": "cpu", "count": 4},
-        "versions": {"jax": "0.10.2"},
-        "floor": {"nats_per_token": 0.5, "bits_per_byte": 0.75},
-    }
-    (folder / "run.json").write_text(json.dumps(described | info))
-    for name, found in (("metrics.jsonl", rows), ("eval.jsonl", evals)):
-        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in found))
-    return folder
-
-
-def row(step: int, **values: Any) -> dict[str, Any]:
-    base = {"step": step, "loss": 8 / step, "lr": 0.001, "grad_norm": 1.5, "accuracy": 0.4, "tokens_per_s": 1000.0 * step}
-    return base | {"mfu": 0.25, "tokens_seen": 64 * step, "step_ms": 12.0, "data_wait_ms": 0.5} | values
-
+from nash_mhc.report.contents import contents, facts, in_words, open_run
+from nash_mhc.report.live import LiveServer
+from nash_mhc.report.page import data_of
 
 EVAL = {"step": 4, "eval/loss": 2.0, "eval/bits_per_byte": 2.885, "eval/accuracy": 0.45, "eval/perplexity": 7.39}
 
@@ -90,27 +62,34 @@ def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
     }
 
 
+def shown(text: str) -> dict[str, Any]:
+    """What the page is made from, as its script reads it."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
 def test_page_is_whole_and_needs_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = make_run(tmp_path / "a <b> run", [row(s) for s in (1, 2, 3, 4)], [EVAL])
+    folder = make_run(tmp_path / "a <b> run", [row(s) for s in (1, 2, 3, 4)], [EVAL | {"sample": "</script><b>&"}])
     code, out, err = command(monkeypatch, capsys, folder)
     assert (code, err) == (0, "")
     assert out.endswith(f"report: {folder / 'report.html'}\n")
     assert re.search(r"^held-out loss / floor +4\.000x$", out, re.M)
+    assert "\nStep 4 of 300. The held-out loss is 2.0000 nats a token at step 4, 4.00 times the floor of this text.\n" in out
     text = (folder / "report.html").read_text()
     elements = Elements(text)
-    assert [svg["aria-label"] for svg in elements.of("svg")] == CHARTS
-    assert "<b>" not in text
-    assert "a &lt;b&gt; run" in text
-    assert not elements.of("script") + elements.of("link") + elements.of("img")
-    assert not re.search(r"https?:|url\(|@import", text)
-    assert "prefers-color-scheme:dark" in text
-    assert "stroke-dasharray" in text
-    assert text.count('class="floor"') == 1
-    assert "held out at step 4: 2.0000" in text
-    assert "<td>optim.learning_rate</td><td>0.0012</td>" in text
-    assert "<td>model.window</td><td>none</td>" in text
+    assert [script.get("src") for script in elements.of("script")] == [None] * 3
+    assert not elements.of("link") + elements.of("img") + elements.of("b")
+    assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg)|url\((?!#)|@import", text)
+    (allowed,) = [meta["content"] for meta in elements.of("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in str(allowed)
+    assert "connect-src 'none'" in str(allowed)
+    (run,) = shown(text)["runs"]
+    assert (run["name"], run["samples"]) == ("a <b> run", [{"step": 4, "text": "</script><b>&"}])
+    assert run["config"]["optim.learning_rate"] == "0.0012"
+    assert run["config"]["model.window"] == "none"
     assert sorted(p.name for p in folder.iterdir()) == ["eval.jsonl", "metrics.jsonl", "report.html", "run.json"]
 
 
@@ -123,76 +102,71 @@ def test_a_run_that_has_hardly_begun(
     code, out, err = command(monkeypatch, capsys, folder, "--out", tmp_path / "page.html")
     assert (code, err) == (0, "")
     assert note in out
-    text = (tmp_path / "page.html").read_text()
-    assert len(Elements(text).of("svg")) == (len(CHARTS) if count else 0)
-    assert text.count("no values yet") == (0 if count else len(CHARTS))
-    assert "nan" not in text.lower()
+    (run,) = shown((tmp_path / "page.html").read_text())["runs"]
+    assert run["count"] == [count, 0]
+    assert run["rows"]["step"] == [20] * count
 
 
-def numbers(path: str) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path)]
+def test_what_is_no_number_is_a_gap(tmp_path: Path) -> None:
+    rows = [row(1), row(2, loss=float("nan"), grad_norm="?"), row(3, loss=float("inf"), grad_norm=[1.0]), row(4)]
+    found = contents(open_run(make_run(tmp_path, rows)))
+    assert found["rows"]["loss"] == [8.0, None, None, 2.0]
+    assert found["rows"]["grad_norm"] == [1.5, None, None, 1.5]
+    json.dumps(found, allow_nan=False)
+    odd = contents(open_run(make_run(tmp_path / "odd", [row(1, grad_norm=[1.0], **{"health/scale_weight": [0.5, [1.0]]})])))
+    assert "grad_norm" not in odd["rows"]
+    assert odd["health"] == {}
 
 
-def line_of(svg: str, css: str = "train") -> str:
-    return str(next(p["d"] for p in Elements(svg).of("path") if p["class"] == css))
+def test_what_is_measured_layer_by_layer(tmp_path: Path) -> None:
+    inside = {"health/gain_forward": [1.0, 1.01], "health/scale_weight": [[0.5, 0.5], [0.25, None]], "loss/sparsity": 0.0}
+    mixing = [[[[0.9, 0.1], [0.1, 0.9]]] * 2] * 2
+    run = open_run(make_run(tmp_path, [row(s, **inside) for s in range(1, 301)], [EVAL | {"health/res": mixing}]))
+    found = contents(run)
+    health = found["health"]
+    assert set(health["values"]) == {"gain_forward", "scale_weight"}
+    assert health["step"][-1] == 300
+    assert len(health["step"]) == len(health["values"]["scale_weight"]) == 100
+    assert health["values"]["scale_weight"][0] == [[0.5, 0.5], [0.25, None]]
+    assert found["mixing"] == mixing
 
 
-def test_missing_values_are_gaps() -> None:
-    path = line_of(chart("x", [(1.0, 1.0), (2.0, 2.0), (3.0, None), (4.0, 1.0), (5.0, None), (6.0, 2.0), (7.0, 2.0)]))
-    assert path.count("M") == 3
-    assert path.count("L") == 2
-    assert len(numbers(path)) == 5
+def test_a_long_run_keeps_its_spikes_and_stays_small(tmp_path: Path) -> None:
+    rows = [row(s, loss=1000.0 if s == 3_333 else 1.0 + s % 7) for s in range(1, 5_001)]
+    rows[1_776]["skipped_steps"] = [1_777]
+    found = contents(open_run(make_run(tmp_path, rows)))
+    assert len(found["rows"]["step"]) < 3_200
+    assert found["rows"]["loss"][found["rows"]["step"].index(3_333)] == 1000.0
+    assert 1_777 in found["rows"]["step"]
+    assert (found["rows"]["step"][0], found["rows"]["step"][-1]) == (1, 5_000)
 
 
-def test_nan_and_text_in_a_row_are_gaps_too(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, [row(1), row(2, loss=float("nan"), grad_norm="?"), row(3, loss=float("inf")), row(4)])
-    text = page(open_run(folder))
-    assert line_of(text).count("M") == 2
-    assert not re.search(r'[dxy]="[^"]*(nan|inf)', text)
+def test_a_step_that_stands_out_comes_with_the_command_that_shows_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "my run", [row(10, spike_steps=[3, 7]), row(20, skipped_steps=[7, 12]), row(30)])
+    found = contents(open_run(folder))["marks"]
+    assert [(mark["step"], mark["what"]) for mark in found] == [(3, "spike"), (7, "spike, skipped"), (12, "skipped")]
+    assert found[0]["command"] == f"python -m nash_mhc.data inspect '{folder}' --step 3"
 
 
-def test_what_is_measured_layer_by_layer_is_left_aside(tmp_path: Path) -> None:
-    """Rows of a whole model hold lists; the page is that of the same rows without them."""
-    health = {"health/gain_forward": [1.0, 1.01], "health/scale_weight": [[0.5, 0.5], [0.25, None]], "loss/sparsity": 0.0}
-    plain, listed = ([row(s, **more) for s in (1, 2, 3)] for more in ({}, health))
-    runs = [open_run(make_run(tmp_path / "r", rows, [EVAL])) for rows in (plain, listed)]
-    assert page(runs[1]) == page(runs[0])
-    # Even where a number is expected: a gap, not a failure.
-    assert "no values yet" in page(open_run(make_run(tmp_path / "odd", [row(1, grad_norm=[1.0]), row(2, grad_norm=[2.0])])))
+def test_evaluations_lie_where_their_steps_were(tmp_path: Path) -> None:
+    """They know their step only; tokens and time are those of the rows around it."""
+    rows = [row(2, **{"time/step": 20.0}), row(4, **{"time/step": 40.0})]
+    evals = [{"step": s, "eval/loss": 1.0} for s in (1, 2, 3, 4, 5)]
+    found = contents(open_run(make_run(tmp_path, rows, evals)))["evals"]
+    assert found["tokens"] == [64.0, 128.0, 192.0, 256.0, None]
+    assert found["seconds"] == [10.0, 20.0, 30.0, 40.0, None]
 
 
-def test_points_lie_where_their_values_say() -> None:
-    (xa, ya), (xb, yb), (xc, yc) = numbers(line_of(chart("x", [(0.0, 0.0), (5.0, 5.0), (10.0, 10.0)])))
-    assert xb == pytest.approx((xa + xc) / 2, abs=0.11)
-    assert yb == pytest.approx((ya + yc) / 2, abs=0.11)
-    assert xa < xc
-    assert ya > yc  # up is more
-
-
-def test_a_loss_that_falls_far_is_drawn_logarithmically() -> None:
-    svg = chart("loss", [(1.0, 8.0), (2.0, 4.0), (3.0, 2.0)], floor=1.0, big=True)
-    ys = [y for _, y in numbers(line_of(svg))]
-    assert ys[1] - ys[0] == pytest.approx(ys[2] - ys[1], abs=0.11)
-    assert "log scale" in svg
-    assert "log scale" not in chart("loss", [(1.0, 2.0), (2.0, 1.9)], big=True)
-
-
-def test_a_long_run_keeps_its_spikes_and_stays_small() -> None:
-    points: list[tuple[float, float | None]] = [(float(i), 1000.0 if i == 13_333 else 1.0 + i % 7) for i in range(20_000)]
-    svg = chart("x", points)
-    drawn = numbers(line_of(svg))
-    assert len(svg) < 40_000
-    assert min(y for _, y in drawn) < 20  # the spike is the only one up there
-    assert sum(y < 100 for _, y in drawn) == 1
-
-
-@pytest.mark.parametrize("values", [[5.0], [0.0, 0.0], [-3.0, -3.0], [1e30, 1.0], [1e-9, 2e-9], [-5.0, 4.0]])
-@pytest.mark.parametrize("big", [True, False])
-def test_any_range_has_ticks_and_stays_inside(values: list[float], big: bool) -> None:
-    svg = chart("x", [(float(i), v) for i, v in enumerate(values)], big=big)
-    height = float(str(Elements(svg).of("svg")[0]["viewbox"]).split()[-1])
-    assert all(0 <= y <= height for _, y in numbers(line_of(svg)))
-    assert 1 <= svg.count('class="grid"') <= 40
+def test_several_runs_are_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / name / "r", [row(s) for s in (1, 2)], [EVAL]) for name in "ab"]
+    code, out, err = command(monkeypatch, capsys, *runs, "--out", tmp_path / "both.html")
+    assert (code, err) == (0, "")
+    assert "held-out loss / floor" in out
+    found = shown((tmp_path / "both.html").read_text())["runs"]
+    assert [run["name"] for run in found] == ["r", "r (2)"]
+    assert [run["folder"] for run in found] == [str(run) for run in runs]
 
 
 def test_a_half_written_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -222,7 +196,14 @@ def test_each_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     make_run(tmp_path, [row(1), row(2)])
     assert error(tmp_path, "--uot=x") == "unknown flag --uot; did you mean --out?"
     assert error(tmp_path, "--zzz") == "unknown flag --zzz; --help lists them all"
-    assert error(tmp_path, "again") == "unexpected argument 'again'; one folder at a time"
+    assert error(tmp_path, tmp_path / "again").startswith("DIR/again: no such folder")
+    assert error(tmp_path, "--port", 1) == "--port is that of the live page; add --live"
+    assert error(tmp_path, "--live", "--out", "x") == "--live writes no file; leave out --out, or --live"
+    taken = LiveServer([tmp_path], 0)
+    number = taken.server_address[1]
+    assert error(tmp_path, "--live", "--port", number).startswith(f"--port {number}: cannot be used (Address already in use)")
+    taken.server_close()
+    assert error(tmp_path, "--live", "--port", 99999).startswith("--port 99999: cannot be used (")
     assert error(tmp_path, "--out") == "--out: expected one argument"
     missing = error(tmp_path, "--out", tmp_path / "no" / "page.html")
     assert missing == "--out DIR/no/page.html: cannot be written (No such file or directory); choose another file"
@@ -235,7 +216,7 @@ def test_a_page_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, monke
 
     run = open_run(make_run(tmp_path, [row(1), row(2)]))
     out = tmp_path / "report.html"
-    write_page(run, out)
+    write_page([run], out)
     before = out.read_text()
 
     def full(self: Path, data: bytes) -> int:
@@ -245,19 +226,57 @@ def test_a_page_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError, match="No space left on device"):
-        write_page(run, out)
+        write_page([run], out)
     assert out.read_text() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl", "report.html", "run.json"]
 
 
-def test_the_page_shows_where_the_time_went(tmp_path: Path) -> None:
-    assert "Where the time went" not in page(open_run(make_run(tmp_path / "old", [row(1)])))
+def test_where_the_time_went(tmp_path: Path) -> None:
+    assert contents(open_run(make_run(tmp_path / "old", [row(1)])))["spent"] == {}
     spent = {"time/start": 10.0, "time/step": 80.0, "time/lost": 10.0, "time/down": 0.0, "time/<b>": 0.0001, "goodput": 0.8}
     run = open_run(make_run(tmp_path / "new", [row(1), row(2, **spent)]))
-    text = page(run)
-    assert "Where the time went: 1 min 40 s" in text
-    assert 'class="step" style="width:80.00%"' in text
-    assert "lost 10 s, 10.0%" in text
-    assert 'class="down"' not in text  # of nothing there is nothing to see
-    assert "<b>" not in text
+    assert contents(run)["spent"] == {"start": 10.0, "step": 80.0, "lost": 10.0}  # of nothing there is nothing to see
+    assert in_words(run).endswith("It took 1 min 40 s, 80% of it in steps and 10% lost to stops.")
     assert facts(run)["goodput (share of time in steps)"] == "80.0%"
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveServer]:
+    with serving([make_run(tmp_path / "r", [row(1), row(2)])]) as server:
+        yield server
+
+
+def asked(server: LiveServer, path: str, host: str = "localhost") -> tuple[int, str]:
+    request = urllib.request.Request(server.address + path, headers={"Host": f"{host}:{server.server_address[1]}"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, refused.read().decode()
+
+
+def test_a_live_page_follows_the_run(live: LiveServer, tmp_path: Path) -> None:
+    code, text = asked(live, "")
+    assert code == 200
+    assert "data-live" in text
+    assert "connect-src 'self'" in text
+    assert shown(text)["runs"][0]["rows"]["step"] == [1, 2]
+    with (tmp_path / "r" / "metrics.jsonl").open("a") as out:
+        out.write(json.dumps(row(3)) + "\n")
+    code, text = asked(live, "data.json")
+    assert code == 200
+    assert json.loads(text) == data_of([open_run(tmp_path / "r")])
+    assert json.loads(text)["runs"][0]["rows"]["step"] == [1, 2, 3]
+    assert not (tmp_path / "r" / "report.html").exists()
+
+
+def test_a_live_page_is_for_this_machine_and_survives_its_folder(live: LiveServer, tmp_path: Path) -> None:
+    assert live.server_address[0] == "127.0.0.1"
+    assert asked(live, "", host="elsewhere.example")[0] == 403
+    assert asked(live, "run.json")[0] == 404
+    (tmp_path / "r").rename(tmp_path / "moved")
+    code, text = asked(live, "data.json")
+    assert (code, text.count("\n")) == (503, 1)
+    assert "no such folder" in text
+    (tmp_path / "moved").rename(tmp_path / "r")
+    assert asked(live, "data.json")[0] == 200

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
 
@@ -119,6 +121,31 @@ def test_tensorboard_reads_the_same_scalars(tmp_path: Path) -> None:
     expected = {(tag, step): value for step, row in written.items() for tag, value in row.items()}
     expected["eval/loss", 20] = 0.125
     assert scalars(tmp_path) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def test_tensorboard_reads_texts_and_pictures(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, texts={"configuration": "    seed: 1\n"})
+    mixing = [[[[0.75, 0.25], [0.25, 0.75]], [[1.0, 0.0], [0.0, 1.0]]]] * 3  # three layers of two streams
+    inside = {"health/res": mixing, "health/scale_weight": [[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]]}
+    telemetry.write(20, {"eval/loss": 0.5, "sample": "*Once*\n<b>"} | inside, file="eval.jsonl")
+    telemetry.write(20, {"loss": 1.0, "spike_steps": [13, 17]})
+    telemetry.close()
+    [written] = rows_of(tmp_path / "eval.jsonl")
+    assert written == {"step": 20, "eval/loss": 0.5, "sample": "*Once*\n<b>"} | inside
+    board = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "tensors": 0, "scalars": 0})
+    board.Reload()
+    assert set(board.Tags()["scalars"]) == {"eval/loss", "loss"}
+    texts = {tag: board.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in board.PluginTagToContent("text")}
+    assert texts == {"configuration": "    seed: 1\n", "sample": "    *Once*\n    <b>\n"}
+    found = {tag: board.Images(tag)[0] for tag in board.Tags()["images"]}
+    sizes = {tag: (image.width, image.height) for tag, image in found.items()}
+    # Three matrices of two columns with two gaps, two of them below each other with one; three layers of two scales.
+    assert sizes == {"inside/H_res_by_layer": (14 * 8, 14 * 5), "inside/scale_weight_by_layer": (14 * 2, 14 * 3)}
+    decoded = {tag: Image.open(io.BytesIO(image.encoded_image_string)) for tag, image in found.items()}
+    assert {tag: image.size for tag, image in decoded.items()} == sizes
+    weights = decoded["inside/scale_weight_by_layer"].convert("L")
+    at = lambda scale, layer: weights.getpixel((14 * scale + 7, 14 * layer + 7))
+    assert at(0, 1) == at(1, 2) < at(0, 0) == at(1, 0) < at(1, 1) == at(0, 2)  # more is darker
 
 
 def test_off_a_terminal_a_row_is_one_plain_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,13 +95,14 @@ def test_the_parts_add_up_over_a_kill_and_a_resume(tmp_path):
     began = time.time()
     at(tmp_path / "next", resume_from=str(tmp_path), total_steps=10, log_interval=1)
     last = rows(tmp_path / "next")[-1]
-    assert sum(last[f"time/{part}"] for part in PARTS) == pytest.approx(time.time() - began, rel=0.1, abs=0.5)
+    wall = (tmp_path / "next" / "metrics.jsonl").stat().st_mtime - began
+    assert sum(last[f"time/{part}"] for part in PARTS) == pytest.approx(wall, rel=0.02, abs=0.1)
     assert last["time/down"] == last["time/lost"] == 0.0
 
 
 def test_json_for_machines_holds_the_rows_of_the_files(tmp_path, capsys):
     train = dataclasses.replace(RUN.train, checkpoint_dir=str(tmp_path / "run"))
-    cfg = dataclasses.replace(RUN, train=train, telemetry=TelemetryConfig(log_format="json"))
+    cfg = dataclasses.replace(RUN, train=train, telemetry=TelemetryConfig(sample_tokens=0, log_format="json"))
     run(cfg)
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(set(entry) >= {"event", "at"} for entry in said)

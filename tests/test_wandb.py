@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import struct
 import sys
 
 import pytest
 from runs import RUN, at, rows
+from wandb.proto.wandb_internal_pb2 import Record
 
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.telemetry import weights_and_biases
 from nash_mhc.telemetry.fan_out import Telemetry
+from nash_mhc.telemetry.sinks import scalars
 
-OFFLINE = dataclasses.replace(RUN, telemetry=TelemetryConfig(wandb="stories", wandb_mode="offline"))
+OFFLINE = dataclasses.replace(RUN, telemetry=TelemetryConfig(sample_tokens=4, wandb="stories", wandb_mode="offline"))
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,51 @@ def kept(folder):
 
 def ids(folder):
     return {path.stem.removeprefix("run-") for path in folder.glob("wandb/offline-run-*/*.wandb")}
+
+
+def records(data):
+    """Those of one of its files: a log of blocks, in which a record may go on in the next one."""
+    block, header, whole = 32768, 7, b""
+    at = header  # of the file itself
+    while at < len(data):
+        if block - at % block < header:  # too little is left of the block for another one
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + header : at + header + length]
+        at += header + length
+        if kind in (1, 4):  # it is all, or the last part
+            yield whole
+            whole = b""
+
+
+def logged(folder):
+    """(step, name) -> value of everything that waits to be sent."""
+    found = {}
+    for data in kept(folder):
+        for content in records(data):
+            record = Record()
+            record.ParseFromString(content)
+            values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            found |= {(record.history.step.num, name): value for name, value in values.items() if not name.startswith("_")}
+    return found
+
+
+def test_it_gets_the_same_numbers_as_the_runs_own_files(tmp_path):
+    sink = weights_and_biases.WeightsAndBiases(OFFLINE.telemetry, tmp_path, weights_and_biases.new_id(), {})
+    telemetry = Telemetry(tmp_path, others=[sink])
+    for step in range(1, 400):  # more than fits into one of its blocks
+        layers = [[0.25 * step, 0.75], [0.5, 1.0 / step]]
+        telemetry.write(step, {"loss": 1.0 / step, "tokens_seen": step, "health/scale_weight": layers, "spike_steps": [step]})
+    telemetry.write(399, {"eval/loss": 0.5, "sample": "Once", "health/res": [[[[1.0]]]]}, file="eval.jsonl")
+    telemetry.close()
+    expected = {}
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        for row in rows(tmp_path, name):
+            step = row.pop("step")
+            expected |= {(step, tag): value for tag, value in scalars(row, name)}
+    assert {(399, "health/scale_weight/01/01"), (399, "eval/loss"), (1, "tokens_seen")} <= set(expected)
+    assert logged(tmp_path) == expected | {(399, "sample"): "Once"}
 
 
 def test_rows_of_metrics_and_of_evaluations_are_kept_for_it_and_a_resumed_run_has_the_same_id(tmp_path):
@@ -54,7 +102,7 @@ def test_another_project_is_another_run_there(tmp_path):
     assert told[0] != told[1]
     at(tmp_path / "run", OFFLINE, total_steps=2)
     before = json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]
-    other = dataclasses.replace(OFFLINE, telemetry=TelemetryConfig(wandb="other", wandb_mode="offline"))
+    other = dataclasses.replace(OFFLINE, telemetry=TelemetryConfig(sample_tokens=0, wandb="other", wandb_mode="offline"))
     at(tmp_path / "run", other, total_steps=4)
     after = json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]
     assert after["project"] == "other"
@@ -62,7 +110,7 @@ def test_another_project_is_another_run_there(tmp_path):
 
 
 def test_without_an_account_or_the_library_nothing_begins(tmp_path, monkeypatch):
-    online = dataclasses.replace(RUN, telemetry=TelemetryConfig(wandb="stories"))
+    online = dataclasses.replace(RUN, telemetry=TelemetryConfig(sample_tokens=0, wandb="stories"))
     with pytest.raises(ConfigError, match=r"--wandb stories: .*--wandb-mode offline"):
         at(tmp_path / "run", online)
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import html
+import math
 from typing import Any
-
-from nash_mhc.report.charts import short, ticks
 
 _COLORS = ("#d9480f", "#1c6fd6", "#2b8a3e", "#862e9c", "#5c5f66", "#b08800")
 _WIDTH, _HEIGHT = 460, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 16, 58, 46
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten) within the range, about `count` of them."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((f * power for f in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / rough)))
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def short(value: float) -> str:
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size <= abs(value) < 1e13:
+            return f"{value / (1e3 if suffix == 'k' else size):g}{suffix}"
+    mantissa, e, exponent = f"{value:.4g}".partition("e")
+    return mantissa + (f"e{int(exponent)}" if e else "")
 
 
 def _panel(at: int, what: str, lines: dict[str, list[tuple[float, float]]]) -> str:

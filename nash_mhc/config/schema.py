@@ -220,6 +220,8 @@ class TelemetryConfig(Section):
     profile: str | None = key(
         None, "steps to profile, such as 50:55: a trace in the run's folder, and the ten most costly parts of the step"
     )
+    sample_tokens: int = key(160, "length of the sample that is written at every evaluation (0: none)", low=0)
+    sample_prompt: str | None = key(None, "text that samples go on from (none: they begin a new text)")
 
     def __post_init__(self) -> None:
         super().__post_init__()

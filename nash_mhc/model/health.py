@@ -7,6 +7,7 @@ Inside the scan over layers everything stays where it is on the mesh (tokens, he
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from nash_mhc.model.multiscale import GameReport
 from nash_mhc.model.residual import Maps, State
 from nash_mhc.ops.sinkhorn import Matrix
 
+_STRETCHES = 16  # of a row, at most: sums over them stay on the device that holds the tokens
 UNUSED = 1e-3  # mean weight of a scale in a head, below which the head does without it
 
 
@@ -30,6 +32,7 @@ class StreamReport(NamedTuple):
     forward_gain_BT: Float[Array, "*L B T"]  # largest absolute row sum of the product of all H_res so far
     backward_gain_BT: Float[Array, "*L B T"]  # and column sum
     rms_BTR: Float[Array, "*L B T R"]  # of each stream as it enters the layer
+    mixing_BSPM: Float[Array, "*L B S P M"]  # H_res of both sub-layers (P), row by row, added up over stretches of the row (S)
 
 
 class LayerReport(NamedTuple):
@@ -64,12 +67,21 @@ def watch_streams(entered: State, composite: Matrix, maps: Sequence[Maps]) -> tu
         forward_gain_BT=largest(sums[: len(composite)]),
         backward_gain_BT=largest(sums[len(composite) :]),
         rms_BTR=jnp.sqrt(entered.squares_BTR / entered.xs[0].shape[-1]),
+        mixing_BSPM=jnp.stack([_sums(m.all_BTM[..., -(len(entered.xs) ** 2) :]) for m in maps], axis=2),
     )
     return composite, report
 
 
+def _sums(x_BTM: Float[Array, "B T M"]) -> Float[Array, "B S M"]:
+    """Over stretches of the row. The row may be split over devices: one sum over all of it would cross them, in every
+    layer, only to be watched."""
+    B, T, M = x_BTM.shape
+    S = math.gcd(T, _STRETCHES)
+    return jnp.sum(x_BTM.reshape(B, S, T // S, M), axis=2)
+
+
 def summary(reports: LayerReport) -> dict[str, Array]:
-    """One value or one short vector a layer, by name; reports of all layers stacked."""
+    """One value or one short vector a layer, by name, and two matrices (`res`); reports of all layers stacked."""
     out: dict[str, Array] = {}
     if reports.game is not None:
         game = reports.game
@@ -88,4 +100,7 @@ def summary(reports: LayerReport) -> dict[str, Array]:
         out["gain_forward"] = largest(streams.forward_gain_BT)
         out["gain_backward"] = largest(streams.backward_gain_BT)
         out["stream_rms"] = jnp.mean(streams.rms_BTR, axis=(1, 2))
+        R, (B, T) = streams.rms_BTR.shape[-1], streams.deviation_BT.shape[1:]
+        mixing_LPM = jnp.sum(streams.mixing_BSPM, axis=(1, 2)) / (B * T)
+        out["res"] = mixing_LPM.reshape(*mixing_LPM.shape[:2], R, R)
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, ROW_FILES, Row
 from nash_mhc.checkpoint.run_lock import Nobody, Owner
@@ -30,12 +30,13 @@ class Telemetry:
         say: Callable[[str], None] = lambda text: None,
         owner: Owner = Nobody(),
         others: Sequence[Sink] = (),
+        texts: Mapping[str, str] = {},
     ) -> None:
         self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
         with as_os_errors():
             until = {METRICS: start_step, EVALUATIONS: start_step if evaluated is None else evaluated}
             rows = [JsonLines(folder, name, until[name]) for name in ROW_FILES]
-        self._sinks: list[Sink] = [*rows, EventFile(folder, start_step), *others]
+        self._sinks: list[Sink] = [*rows, EventFile(folder, start_step, texts), *others]
         self._flush()
 
     def write(self, step: int, row: Row, *, file: str = METRICS) -> None:

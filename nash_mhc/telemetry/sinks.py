@@ -1,5 +1,5 @@
 """Where the numbers of a run go. A sink takes rows and writes them when it can;
-`stream.py` gives every row to all of them."""
+`fan_out.py` gives every row to all of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from nash_mhc.checkpoint.run_folder import Row
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, Row
 from nash_mhc.storage.append_log import growing
 from nash_mhc.storage.files import exists, write_whole
 from nash_mhc.storage.paths import Folder
+from nash_mhc.telemetry.pictures import pictures
 
 _NUMBERS = itertools.count()  # of the event files of this process
 
@@ -47,11 +50,23 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """For those that know only numbers: a list becomes one tag an entry."""
+def scalars(row: Row, file: str) -> Iterator[tuple[str, float]]:
+    """For those that know only numbers: a list becomes one tag an entry.
+
+    Texts, names of steps and what an evaluation shows as pictures are none.
+    """
+    for tag, value in row.items():
+        if isinstance(value, list):
+            if file != EVALUATIONS and not tag.endswith("_steps"):
+                yield from _entries(tag, value)
+        elif not isinstance(value, str):
+            yield tag, value
+
+
+def _entries(tag: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, list):
         for index, entry in enumerate(value):
-            yield from scalars(f"{tag}/{index:02d}", entry)
+            yield from _entries(f"{tag}/{index:02d}", entry)
     else:
         yield tag, value
 
@@ -85,22 +100,41 @@ class EventFile:
     """For TensorBoard, whose own writer has a thread that dies of the first fault;
     its records are simple enough to append."""
 
-    def __init__(self, folder: Folder, start_step: int) -> None:
+    def __init__(self, folder: Folder, start_step: int, texts: Mapping[str, str] = {}) -> None:
+        """`texts` (tag -> Markdown) stand at the start."""
         self.name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         first = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if start_step:
             # TensorBoard, too, forgets what an earlier process wrote past this point.
             restart = SessionLog(status=SessionLog.START)
             first += _record(Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
+        about = [_text(tag, text) for tag, text in texts.items()]
+        if about:
+            first += _record(Event(wall_time=time.time(), step=start_step, summary=Summary(value=about)))
         self._file = growing(folder / self.name, first)
         self.waiting = 0  # whatever is not here is in metrics.jsonl
 
     def add(self, step: int, row: Row, file: str) -> None:
-        values = [Summary.Value(tag=tag, simple_value=v) for k, x in row.items() for tag, v in scalars(k, x)]
+        values = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars(row, file)]
+        values += [_text(tag, _quoted(value)) for tag, value in row.items() if isinstance(value, str)]
+        if file == EVALUATIONS:
+            for tag, (width, height, png) in pictures(row):
+                image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+                values.append(Summary.Value(tag=tag, image=image))
         self._file.add(_record(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
 
     def flush(self, *, last: bool = False) -> None:
         self._file.flush(last=last)
+
+
+def _text(tag: str, markdown: str) -> Summary.Value:
+    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary.Value(tag=tag, metadata=plugin, tensor=TensorProto(dtype=DT_STRING, string_val=[markdown.encode()]))
+
+
+def _quoted(text: str) -> str:
+    """As it stands: TensorBoard would take it for Markdown."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 def _record(event: Event) -> bytes:

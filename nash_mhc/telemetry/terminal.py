@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nash_mhc.config.humanize import duration, short
 from nash_mhc.telemetry.sinks import without_nan
 
+_SHOWN = 160  # characters of a sample, on a line
+
 
 class Reporter:
     """What a person watches: a progress bar on a terminal, otherwise one plain line a log interval."""
@@ -93,8 +95,12 @@ class Reporter:
             f"{short(row['tokens_seen'])} tokens{data}  {clock}"
         )
 
-    def evaluation(self, step: int, found: dict[str, float], floor: tuple[float, float] | None) -> None:
+    def evaluation(
+        self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
+    ) -> None:
         self.say(_evaluation_line(step, found, floor))
+        if sample is not None and step < self._total:  # the last one is shown as a whole, when the run has ended
+            self.say(f"it writes: {' '.join(sample.split())[:_SHOWN] or '(nothing)'}")
 
     def end(self) -> None:
         if self._bar:
@@ -133,9 +139,12 @@ class JsonReporter(Reporter):
     def row(self, step: int, row: dict[str, Any]) -> None:
         self.tell("metrics", step=step, **row)
 
-    def evaluation(self, step: int, found: dict[str, float], floor: tuple[float, float] | None) -> None:
+    def evaluation(
+        self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
+    ) -> None:
         known = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
-        self.tell("evaluation", step=step, **found, **known)
+        written = {} if sample is None else {"sample": sample}
+        self.tell("evaluation", step=step, **found, **known, **written)
 
     def end(self) -> None:
         pass

@@ -39,7 +39,7 @@ class WeightsAndBiases:
         import wandb
 
         self.name = f"wandb {cfg.wandb}"
-        self._rows: list[tuple[int, Row]] = []
+        self._rows: list[tuple[int, Row, str]] = []
         mode: Literal["online", "offline"] = "online" if cfg.wandb_mode == "online" else "offline"
         settings = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
         try:
@@ -51,13 +51,14 @@ class WeightsAndBiases:
             raise ConfigError(f"--wandb {cfg.wandb}: {_first_line(error)}; --wandb-mode offline needs no network") from None
 
     def add(self, step: int, row: Row, file: str) -> None:
-        self._rows.append((step, row))
+        self._rows.append((step, row, file))
 
     def flush(self, *, last: bool = False) -> None:
         try:
             while self._rows:
-                step, row = self._rows[0]
-                self._run.log({tag: v for k, x in row.items() for tag, v in scalars(k, x)}, step=step)
+                step, row, file = self._rows[0]
+                texts = {tag: value for tag, value in row.items() if isinstance(value, str)}
+                self._run.log(dict(scalars(row, file)) | texts, step=step)
                 self._rows.pop(0)
             if last:
                 self._run.finish()

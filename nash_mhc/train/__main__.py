@@ -8,7 +8,7 @@ import io
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +16,21 @@ import jax
 
 from nash_mhc.config.cli import as_flags, parse, render
 from nash_mhc.config.commands import one_line_errors, this_python
-from nash_mhc.config.schema import RunConfig
-from nash_mhc.data.tokenizer import load_tokenizer, stream_text
-from nash_mhc.model.architectures import count_parameters
-from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
 from nash_mhc.train.inferred_settings import found_settings
-from nash_mhc.train.resolve_devices import for_platform, resolve
+from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.run import Result, run
+from nash_mhc.train.samples import TEMPERATURE
 from nash_mhc.train.verify_resume import STEPS, verify_resume
 
-_SAMPLE_TOKENS, _TEMPERATURE = 300, 0.8
-_LARGEST_SAMPLED = 200_000_000  # parameters: a larger model may not fit on one device beside its own optimizer state
 
-
-def _sample(result: Result, cfg: RunConfig) -> Iterator[str]:
-    """Text in pieces, from a copy of the trained weights on one device of the mesh."""
-    model = result.state.best_model
-    device = min(jax.tree.leaves(model)[0].devices(), key=lambda d: d.id)
-    dtype = "float32" if device.platform == "cpu" else for_platform(cfg, device.platform).train.dtype
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
-    tokens = generate_tokens(
-        jax.device_put(model, device), [tokenizer.end], seq_len=cfg.data.seq_len, end=tokenizer.end,
-        max_tokens=_SAMPLE_TOKENS, temperature=_TEMPERATURE, seed=0, dtype=dtype,
-    )  # fmt: skip
-    yield from stream_text(tokens, tokenizer)
-
-
-def _show_sample(result: Result, cfg: RunConfig) -> None:
-    """A first look at what was learned, as it is written. The run is over and saved:
-    whatever happens here is no failure."""
-    held_here = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(result.state.model))
-    if jax.process_index() or not held_here or count_parameters(cfg.model) > _LARGEST_SAMPLED:
-        return
-    print(f"\nA sample (temperature {_TEMPERATURE}):", flush=True)
-    try:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
-        shown = ""
-        for piece in _sample(result, cfg):
-            print(piece, end="", flush=True)
-            shown += piece
-        print("" if shown.strip() else "(it is blank: the model has not learned to begin a text yet)")
-    except Exception as error:
-        print(f"\n(no sample: {type(error).__name__}: {error})")
+def _show_sample(sample: str) -> None:
+    """A first look at what was learned."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
+    print(f"\nA sample (temperature {TEMPERATURE}):")
+    print(sample if sample.strip() else "(it is blank: the model has not learned to begin a text yet)")
 
 
 def next_commands(result: Result, given: Mapping[str, Any]) -> str:
@@ -114,8 +84,9 @@ def main() -> int:
         done = JsonReporter(quiet=jax.process_index() > 0)
         done.tell("done", folder=str(result.folder), steps=parsed.config.train.total_steps, **result.evaluation)
         return 0
-    _show_sample(result, parsed.config)
     if jax.process_index() == 0:
+        if result.sample is not None:
+            _show_sample(result.sample)
         print(next_commands(result, parsed.given))
     return 0
 

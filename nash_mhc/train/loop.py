@@ -71,7 +71,7 @@ def train_loop(session: Session, state: TrainState, feed: Iterator[Batch]) -> tu
 def _read(session: Session, step: int, metrics: dict[str, Any]) -> None:
     """Takes in the metrics of a finished step; BadSteps where too many in a row were skipped."""
     cfg, meter = session.cfg.train, session.meter
-    meter.add(metrics)
+    meter.add(step, metrics)
     session.reporter.advance(step)
     bad = meter.skipped_in_a_row
     if line := spikes.line(step, metrics, bad):

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from nash_mhc.config.schema import RunConfig
+from nash_mhc.telemetry.sinks import without_nan
 
 _WEIGHT = "weight/"  # what the mean of that name was taken over
 _NEWEST = ("lr", "param_norm", "spikes")  # a mean of these would say less than the last
 _LEAST = ("health/scales_unused",)  # those of every step of the interval
-_OF_A_STEP = ("tokens", "spike", "skipped", "empty")
+_OF_A_STEP = ("tokens", "spike", "skipped", "empty", "health/res")
+_INSIDE = ("health/res", "health/scale_weight")  # shown as pictures, of single steps
+_MOST_NAMED = 100  # steps of one interval that are named one by one
 
 
 class Interval:
@@ -27,6 +30,13 @@ class Interval:
         self._most: dict[str, float] = dict(saved.get("most", {}))
         self._least = {name: np.array(value) for name, value in saved.get("least", {}).items()}
         self._newest: dict[str, float] = dict(saved.get("newest", {}))
+        self._named: dict[str, list[int]] = {name: list(steps) for name, steps in saved.get("named", {}).items()}
+
+    def name_step(self, step: int, what: str) -> None:
+        """So that whoever sees a spike in a row can look at what the very step has read."""
+        steps = self._named.setdefault(f"{what}_steps", [])
+        if len(steps) < _MOST_NAMED:
+            steps.append(step)
 
     def add(self, metrics: dict[str, Any], weights: dict[str, float]) -> None:
         """`weights`: what means were taken over, of which steps have more or fewer;
@@ -61,12 +71,14 @@ class Interval:
             elif name not in _OF_A_STEP:
                 total, weight = self._sums.get(name, (np.full(np.shape(value), math.nan), 1.0))
                 row[name] = (total / weight).tolist()
-        return row
+        return row | self._named
 
     def to_json(self) -> dict[str, Any]:
         sums = {name: [total.tolist(), weight] for name, (total, weight) in self._sums.items()}
         least = {name: value.tolist() for name, value in self._least.items()}
-        return {"steps": self.steps, "sums": sums, "most": self._most, "least": least, "newest": self._newest}
+        return {"steps": self.steps, "sums": sums, "most": self._most, "least": least, "newest": self._newest} | (
+            {"named": self._named} if self._named else {}
+        )
 
 
 class Meter:
@@ -83,6 +95,7 @@ class Meter:
         self.empty: int = saved.get("empty_steps", 0)
         self.skipped, self.skipped_in_a_row = step - updates - self.empty, 0
         self.last: dict[str, Any] = {}  # metrics of the step that was added last
+        self._inside: dict[str, Any] = {k: v for k, v in saved.get("metrics", {}).items() if k in _INSIDE}
         self._interval = Interval(saved.get("interval"))
         self.reset()
 
@@ -95,11 +108,20 @@ class Meter:
         """Time that belongs to no step: an evaluation, a save."""
         self._since += seconds
 
-    def add(self, metrics: dict[str, Any]) -> None:
+    @property
+    def inside(self) -> dict[str, Any]:
+        """What is shown of the last step as pictures: H_res and the weights of the scales, layer by layer."""
+        return self._inside
+
+    def add(self, step: int, metrics: dict[str, Any]) -> None:
         self._steps += 1
         weights = {name.removeprefix(_WEIGHT): float(value) for name, value in metrics.items() if name.startswith(_WEIGHT)}
         self.last = metrics = {name: value for name, value in metrics.items() if not name.startswith(_WEIGHT)}
+        self._inside = {k: without_nan(metrics[k].tolist()) for k in _INSIDE if k in metrics}
         self._interval.add(metrics, weights)
+        for what in ("spike", "skipped"):
+            if metrics[what] and not metrics["empty"]:
+                self._interval.name_step(step, what)
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self._tokens += tokens
         self.tokens_seen += tokens

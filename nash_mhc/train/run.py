@@ -32,12 +32,13 @@ from nash_mhc.train.state import TrainState, abstract_state
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves: the folder, the final state and the last evaluation."""
+    """What a run leaves: the folder, the final state, the last evaluation and what was written at it."""
 
     folder: Folder
     state: TrainState
     evaluation: dict[str, float]
     floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
+    sample: str | None = None  # what the model wrote at its last evaluation
 
 
 def run(
@@ -67,7 +68,7 @@ def run(
         with Store(inputs.folder.path, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
             session = begin(inputs, mesh, store, watch=watch, reporter=reporter, clock=clock, sinks=sinks)
             state = _train(session)
-    return Result(inputs.folder.path, state, dict(session.evaluation), inputs.floor)
+    return Result(inputs.folder.path, state, dict(session.evaluation), inputs.floor, session.sample)
 
 
 def _train(session: Session) -> TrainState:

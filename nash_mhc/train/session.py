@@ -4,6 +4,7 @@ and what it does between steps."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from nash_mhc.train.meter import Meter
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resume import Start, checkpoint_values, starting_state
 from nash_mhc.train.run_json import described
+from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import TrainState, sharded_abstract_state
 
 
@@ -62,9 +64,11 @@ class Session:
     reporter: Reporter
     watch: Watch
     clock: WallClock
+    samples: Samples
     profile: Profile | None = None
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)  # the last one
     evaluated_at: int | None = None  # its step
+    sample: str | None = None  # the last one
 
     @property
     def cfg(self) -> RunConfig:
@@ -80,8 +84,10 @@ class Session:
         return _evaluation_missing(self.inputs, self.start)
 
     def evaluate(self, state: TrainState, step: int, *, write_row: bool = True) -> None:
-        """On the held-out text, if there is any; a signal breaks it off."""
+        """On the held-out text, if there is any, with a sample of what the model writes; a signal breaks it off."""
         if (evaluator := self.inputs.evaluator) is None:
+            if step >= self.cfg.train.total_steps:
+                self.sample = self.samples.write(state.best_model)
             return
 
         def should_stop() -> bool:
@@ -93,14 +99,16 @@ class Session:
                 found = evaluator.evaluate(state.model, should_stop)
                 if state.ema is not None:
                     found["eval/loss_ema"] = evaluator.evaluate(state.best_model, should_stop)["eval/loss"]
+                self.sample = self.samples.write(state.best_model)
         except BrokenOff:
             self.reporter.say(f"the evaluation at step {step} is broken off; the run that goes on from here begins with it")
             return
         self.evaluation.update(found)
         self.evaluated_at = step
         if write_row:
-            self.telemetry.write(step, self.evaluation, file=EVALUATIONS)
-        self.reporter.evaluation(step, self.evaluation, self.inputs.floor)
+            written = {} if self.sample is None else {"sample": self.sample}
+            self.telemetry.write(step, self.evaluation | self.meter.inside | written, file=EVALUATIONS)
+        self.reporter.evaluation(step, self.evaluation, self.inputs.floor, self.sample)
 
     def save(self, state: TrainState, step: int, *, wait: bool = False) -> None:
         """Starts to save; with `wait`, returns when the checkpoint is whole."""
@@ -191,8 +199,9 @@ def begin(
         updates=int(start.state.step),
         saved=start.values,
     )
+    samples = Samples(cfg, mesh, inputs.tokenizer, reporter.say)
     profile = _profile(inputs, start, step_fn, reporter)
-    return Session(inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, profile)
+    return Session(inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, samples, profile)
 
 
 def _evaluation_missing(inputs: Inputs, start: Start) -> bool:
@@ -240,10 +249,17 @@ def _open_files(
 ) -> Telemetry:
     """Writes what is known of the run; opens its rows, of which those after `step`, and evaluations after `evaluated`,
     go."""
+    configuration = "".join(f"    {line}\n" for line in json.dumps(inputs.cfg.to_dict(), indent=2).splitlines())
     try:
         inputs.folder.write(texts)
         return Telemetry(
-            inputs.folder.path, start_step=step, evaluated=evaluated, say=reporter.say, owner=inputs.owner, others=others
+            inputs.folder.path,
+            start_step=step,
+            evaluated=evaluated,
+            say=reporter.say,
+            owner=inputs.owner,
+            others=others,
+            texts={"configuration": configuration},
         )
     except OSError as error:
         remedy = "make room there or choose another folder"

@@ -1,0 +1,240 @@
+"""The files of a run -> what the page shows of it: facts, columns of numbers, samples. No jax: it is read anywhere."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, Row, RunFolder
+from nash_mhc.config.humanize import duration
+from nash_mhc.storage.paths import Folder
+
+_STRETCHES = 500  # of a long run: each keeps its lowest and highest value of what is looked at for spikes
+_LOOKED_AT = ("loss", "grad_norm", "step_ms")
+_HEALTH_ROWS = 120  # columns of a heat map
+_COLUMNS = (  # of metrics.jsonl, as far as they are numbers
+    "loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", "goodput",
+)  # fmt: skip
+_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/bits_per_byte")
+_HEALTH = ("scale_weight", "scale_entropy", "scales_unused", "gain_forward", "gain_backward", "stream_rms")
+
+
+class Run(NamedTuple):
+    """The files of one run."""
+
+    folder: Folder
+    info: dict[str, Any]  # run.json
+    rows: list[Row]
+    evals: list[Row]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name or self.folder.absolute().name
+
+
+def open_run(name: str | Folder) -> Run:
+    """ConfigError for what is no run, or holds lines that are no rows."""
+    folder = RunFolder(name)
+    return Run(folder.path, folder.info(), folder.rows(METRICS), folder.rows(EVALUATIONS))
+
+
+def _number(row: Row, name: str) -> float | None:
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _short(value: Any) -> Any:
+    """Six digits are more than a screen shows, and half the size."""
+    if isinstance(value, list):
+        return [_short(v) for v in value]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def facts(run: Run) -> dict[str, str]:
+    """The run in a few numbers, ready to show; what is not known is left out."""
+    info, last, held_out = run.info, run.rows[-1] if run.rows else {}, run.evals[-1] if run.evals else {}
+    config, devices, mesh, floor = (info.get(k) or {} for k in ("config", "devices", "mesh", "floor"))
+    loss, nats = _number(held_out, "eval/loss"), _number(floor, "nats_per_token")
+
+    def median(name: str) -> float | None:
+        known = [v for row in run.rows if (v := _number(row, name)) is not None]
+        return statistics.median(known) if known else None
+
+    def show(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
+    total = config.get("train", {}).get("total_steps", "?")
+    found = {
+        "parameters": show(_number(info, "parameters"), "{:,.0f}"),
+        "device": f"{devices['count']} x {devices['kind']}" if devices else "",
+        "mesh": f"{'x'.join(map(str, mesh.values()))} ({' x '.join(mesh)})" if mesh else "",
+        "steps": f"{last.get('step', held_out.get('step', 0)):,} of {total:,}" if isinstance(total, int) else "",
+        "tokens seen": show(_number(last, "tokens_seen"), "{:,.0f}"),
+        "final loss, nats a token": show(_number(last, "loss"), "{:.4f}"),
+        "held-out loss, nats a token": show(loss, "{:.4f}"),
+        "the same with averaged weights": show(_number(held_out, "eval/loss_ema"), "{:.4f}"),
+        "held-out bits a byte": show(_number(held_out, "eval/bits_per_byte"), "{:.4f}"),
+        "floor, nats a token": show(nats, "{:.4f}"),
+        "floor, bits a byte": show(_number(floor, "bits_per_byte"), "{:.4f}"),
+        "held-out loss / floor": f"{loss / nats:.3f}x" if loss is not None and nats else "",
+        "tokens a second (median)": show(median("tokens_per_s"), "{:,.0f}"),
+        "MFU (median)": show(median("mfu"), "{:.1%}"),
+        "goodput (share of time in steps)": show(_number(last, "goodput"), "{:.1%}"),
+        "peak memory of a device": show(_number(last, "memory_gib"), "{:.1f} GiB"),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def in_words(run: Run) -> str:
+    """What became of the run, in two or three sentences."""
+    if not run.rows:
+        return "The run has no rows of metrics yet."
+    last, total = run.rows[-1], (run.info.get("config") or {}).get("train", {}).get("total_steps")
+    step = int(last["step"])
+    done = step == total
+    told = [f"All {step:,} steps are done." if done else f"Step {step:,}{f' of {total:,}' if isinstance(total, int) else ''}."]
+    losses = [(int(row["step"]), loss) for row in run.evals if (loss := _number(row, "eval/loss")) is not None]
+    if losses:
+        at, loss = losses[-1]
+        text = f"The held-out loss is {loss:.4f} nats a token at step {at:,}"
+        if floor := _number(run.info.get("floor") or {}, "nats_per_token"):
+            text += f", {loss / floor:.2f} times the floor of this text"
+        best_at, best = min(losses, key=lambda found: found[1])
+        told.append(text + (f"; it was lowest at step {best_at:,} ({best:.4f})." if best_at != at else "."))
+    elif (loss := _number(last, "loss")) is not None:
+        told.append(f"The training loss is {loss:.4f}; nothing was evaluated.")
+    spent = _seconds(last)
+    if spent and (whole := sum(spent.values())):
+        text = f"It took {duration(whole)}, {spent.get('step', 0.0) / whole:.0%} of it in steps"
+        lost = spent.get("lost", 0.0) + spent.get("down", 0.0)
+        told.append(text + (f" and {lost / whole:.0%} lost to stops." if lost / whole >= 0.005 else "."))
+    if (skipped := _number(last, "skipped")) and skipped > 0:
+        told.append(f"{skipped:,.0f} update{'s were' if skipped > 1 else ' was'} skipped.")
+    return " ".join(told)
+
+
+def _seconds(row: Row) -> dict[str, float]:
+    """All time since the first start, by what it was spent on; empty where the run has not counted it."""
+    return {name.removeprefix("time/"): _number(row, name) or 0.0 for name in row if name.startswith("time/")}
+
+
+def _kept(rows: Sequence[Row]) -> list[Row]:
+    """Of a long run the lowest and the highest of each stretch, of everything that is looked at for spikes,
+    and the rows that tell of one."""
+    if len(rows) <= 4 * _STRETCHES:
+        return list(rows)
+    size, kept = math.ceil(len(rows) / _STRETCHES), {0, len(rows) - 1}
+    for at in range(0, len(rows), size):
+        for name in _LOOKED_AT:
+            known = [(v, i) for i in range(at, min(at + size, len(rows))) if (v := _number(rows[i], name)) is not None]
+            kept |= {min(known)[1], max(known)[1]} if known else {at}
+    kept |= {i for i, row in enumerate(rows) if row.get("spike_steps") or row.get("skipped_steps")}
+    return [rows[i] for i in sorted(kept)]
+
+
+def _between(steps: list[float], values: list[float | None], step: float) -> float | None:
+    """The value at a step between those of the rows; None where no row reaches so far."""
+    at = bisect.bisect_left(steps, step)
+    if at == len(steps):
+        return values[-1] if values and steps and step == steps[-1] else None
+    after = values[at]
+    if after is None or steps[at] == step:
+        return after
+    before, x0 = (values[at - 1], steps[at - 1]) if at else (0.0, 0.0)
+    return None if before is None else before + (after - before) * (step - x0) / (steps[at] - x0)
+
+
+def _marks(run: Run) -> list[dict[str, Any]]:
+    """Steps that were spikes or whose update was skipped, each with the command that shows what it read."""
+    found: dict[int, str] = {}
+    for row in run.rows:
+        for key, what in (("spike_steps", "spike"), ("skipped_steps", "skipped")):
+            steps = row.get(key)
+            for step in steps if isinstance(steps, list) else []:
+                if isinstance(step, int):
+                    found[step] = f"{found[step]}, {what}" if step in found else what
+    folder = shlex.quote(str(run.folder))
+    show = lambda step: f"python -m nash_mhc.data inspect {folder} --step {step}"
+    return [{"step": step, "what": what, "command": show(step)} for step, what in sorted(found.items())]
+
+
+def _depth(value: Any) -> int:
+    return 1 + _depth(value[0]) if isinstance(value, list) and value else 0
+
+
+def _health(rows: Sequence[Row]) -> dict[str, Any]:
+    """What was measured layer by layer, at some of the rows: values[row][layer], or values[row][layer][part]."""
+    every = max(1, math.ceil(len(rows) / _HEALTH_ROWS))
+    chosen = [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % every == 0]  # the last is one of them
+    values: dict[str, Any] = {}
+    for name in _HEALTH:
+        per_row = [row.get(f"health/{name}") for row in chosen]
+        if per_row and all(_depth(value) == (2 if name in ("scale_weight", "stream_rms") else 1) for value in per_row):
+            values[name] = _short(per_row)
+    return {"step": [row["step"] for row in chosen], "values": values} if values else {}
+
+
+def _flat(config: Any) -> dict[str, str]:
+    shown = lambda value: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if not isinstance(config, dict):
+        return {}
+    return {
+        f"{section}.{key}" if isinstance(values, dict) else section: shown(value)
+        for section, values in config.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+
+
+def contents(run: Run) -> dict[str, Any]:
+    """Everything that the page shows of the run, ready for JSON: numbers, lists and texts, no NaN."""
+    rows, info = _kept(run.rows), run.info
+    steps = [float(row["step"]) for row in rows]
+    spent = [_seconds(row) for row in rows]
+    seconds: list[float | None] = [sum(parts.values()) if parts else None for parts in spent]
+    tokens = [_number(row, "tokens_seen") for row in rows]
+    per_token = _number(info, "flops_per_token")
+    columns = {name: [_number(row, name) for row in rows] for name in _COLUMNS}
+    columns |= {name: [_number(row, name) for row in rows] for row in rows[-1:] for name in row if name.startswith("epochs/")}
+    at = [float(row["step"]) for row in run.evals]
+    held_out = {name: [_number(row, name) for row in run.evals] for name in _HELD_OUT}
+    mixing = run.evals[-1].get("health/res") if run.evals else None
+    devices = info.get("devices") or {}
+    environment = {f"device {k}": str(v) for k, v in devices.items()} | {
+        str(k): str(v) for k, v in (info.get("versions") or {}).items()
+    }
+    samples = [{"step": row["step"], "text": row["sample"]} for row in run.evals if isinstance(row.get("sample"), str)]
+    known = lambda table: {name: _short(values) for name, values in table.items() if any(v is not None for v in values)}
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "words": in_words(run),
+        "facts": facts(run),
+        "count": [len(run.rows), len(run.evals)],
+        "floor": _number(info.get("floor") or {}, "nats_per_token"),
+        "flopsPerToken": per_token,
+        "rows": {"step": steps, "tokens": _short(tokens), "seconds": _short(seconds)} | known(columns),
+        "evals": {
+            "step": at,
+            "tokens": _short([_between(steps, tokens, step) for step in at]),
+            "seconds": _short([_between(steps, seconds, step) for step in at]),
+        }
+        | known(held_out),
+        "spent": _short_parts(spent[-1]) if spent else {},
+        "marks": _marks(run),
+        "health": _health(run.rows),
+        "mixing": _short(mixing) if _depth(mixing) == 4 else None,  # H_res of each layer and sub-layer
+        "samples": samples,
+        "config": _flat(info.get("config")),
+        "environment": environment,
+    }
+
+
+def _short_parts(parts: dict[str, float]) -> dict[str, float]:
+    whole = sum(parts.values())
+    return {name: _short(s) for name, s in parts.items() if whole and s / whole >= 0.0005}

@@ -1,0 +1,86 @@
+"""What the model writes at an evaluation: a short text, from the same prompt and the same random numbers every time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.data.tokenizer import Tokenizer, stream_text
+from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.model.sampling import generate_tokens
+from nash_mhc.parallel.sharding import for_compute, named
+
+TEMPERATURE = 0.8
+_ROOM = 2048  # tokens that a sample sees at most
+_SHARE = 0.25  # of a device's memory, which a whole copy of the weights may take for a moment
+_LARGEST = 1_000_000_000  # parameters, where a device does not say how much memory it has
+
+
+class Samples:
+    """`write(state's model)` -> a text, on the first process; the others help to bring the weights together.
+
+    One device writes it, with a copy of all weights in the compute dtype: the other devices only wait, and nothing
+    crosses the mesh for every token. A model that is too large for such a copy writes nothing.
+    """
+
+    def __init__(self, cfg: RunConfig, mesh: Mesh, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+        self._tokenizer, self._mesh, self._say = tokenizer, mesh, say
+        platform = mesh.devices.flat[0].platform
+        self._dtype = "float32" if platform == "cpu" else cfg.train.dtype
+        self._count, self._seq_len = cfg.telemetry.sample_tokens, min(cfg.data.seq_len, _ROOM)
+        prompt = cfg.telemetry.sample_prompt or ""
+        self._prompt = [tokenizer.end, *(int(token) for token in tokenizer.encode(prompt))] if prompt else [tokenizer.end]
+        if self._count and not _fits(cfg, mesh, self._dtype):
+            say("no samples are written: a copy of the model is too large for one device beside the run")
+            self._count = 0
+
+    def write(self, model: LanguageModel) -> str | None:
+        """None where nothing is written: not asked for, too large, or not on this process."""
+        if not self._count:
+            return None
+        try:
+            with jax.transfer_guard("allow"):  # tokens go back and forth
+                local = self._on_one_device(model)
+                if jax.process_index() > 0:
+                    return None
+                tokens = generate_tokens(
+                    local, self._prompt, seq_len=self._seq_len, end=self._tokenizer.end, max_tokens=self._count,
+                    temperature=TEMPERATURE, seed=0, dtype=self._dtype,
+                )  # fmt: skip
+                return "".join(stream_text(tokens, self._tokenizer))
+        except Exception as error:  # a sample is no reason to stop a run
+            self._count = 0
+            reason = (str(error).splitlines() or [""])[0]
+            self._say(f"no more samples are written ({type(error).__name__}: {reason}); training goes on")
+            return None
+
+    def _on_one_device(self, model: LanguageModel) -> LanguageModel:
+        if self._mesh.size == 1:
+            return model
+        everywhere = _copied(model, self._mesh, self._dtype)
+        return jax.tree.map(lambda a: a.addressable_data(0), everywhere)
+
+
+def _copied(model: Any, mesh: Mesh, dtype: str) -> Any:
+    return _program(mesh, dtype)(model)
+
+
+@functools.lru_cache(4)
+def _program(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
+    return jax.jit(lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named(mesh))
+
+
+def _fits(cfg: RunConfig, mesh: Mesh, dtype: str) -> bool:
+    parameters = count_parameters(cfg.model)
+    local = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    memory = (local.memory_stats() or {}).get("bytes_limit") if local.platform != "cpu" else None
+    if memory is None:
+        return parameters <= _LARGEST
+    return parameters * jnp.dtype(dtype).itemsize <= _SHARE * memory

@@ -1,0 +1,94 @@
+"""What the model writes at every evaluation: the same text wherever its weights lie, and never a reason to stop."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+import runs
+import small
+
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.schema import MeshConfig, TelemetryConfig
+from nash_mhc.data.tokenizer import load_tokenizer
+from nash_mhc.generate.decode import generate_tokens, load
+from nash_mhc.train import __main__ as train_command
+from nash_mhc.train import samples
+from nash_mhc.train.samples import Samples
+from nash_mhc.train.state import state_shardings
+
+BYTES = load_tokenizer("bytes")
+CFG = dataclasses.replace(runs.RUN, telemetry=TelemetryConfig(sample_tokens=12, sample_prompt="Once"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return runs.at(tmp_path_factory.mktemp("samples") / "run", CFG)
+
+
+def one_device():
+    return jax.make_mesh((1, 1, 1), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def test_every_evaluation_has_a_sample_and_it_is_what_generate_writes(trained):
+    rows = runs.rows(trained.folder, "eval.jsonl")
+    assert [row["step"] for row in rows] == [3, 6]
+    for row in rows[-1:]:
+        model = load(trained.folder, row["step"]).model
+        made = generate_tokens(model, [256, *b"Once"], seq_len=32, end=256, max_tokens=12, temperature=0.8, seed=0)
+        assert row["sample"] == BYTES.decode(np.array(list(made)))
+    assert trained.sample == rows[-1]["sample"]
+    assert 0 < len(rows[-1]["sample"]) <= 12
+
+
+def test_a_resumed_run_writes_the_same_samples(trained, tmp_path):
+    runs.at(tmp_path / "run", CFG, total_steps=3)
+    runs.at(tmp_path / "run", CFG)
+    again = runs.rows(tmp_path / "run", "eval.jsonl")
+    assert [row["sample"] for row in again] == [row["sample"] for row in runs.rows(trained.folder, "eval.jsonl")]
+
+
+def test_it_comes_from_any_mesh_and_one_device_writes_it(trained, monkeypatch):
+    mesh = jax.make_mesh((2, 2, 2), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(CFG, mesh).model)
+    assert len(model.embed_VD.devices()) == 8
+    with jax.transfer_guard("disallow"):  # as in the loop
+        assert Samples(CFG, mesh, BYTES, print).write(model) == trained.sample
+    monkeypatch.setattr(samples, "generate_tokens", lambda model, *_, **__: [48 + len(model.embed_VD.devices())])
+    assert Samples(CFG, mesh, BYTES, print).write(model) == "1"
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(samples, "_fits", lambda *_: True)
+    assert Samples(CFG, mesh, BYTES, print).write(model) is None
+
+
+def test_it_is_never_a_reason_to_stop(trained, monkeypatch):
+    said = []
+    few = Samples(dataclasses.replace(CFG, telemetry=TelemetryConfig(sample_tokens=0)), one_device(), BYTES, said.append)
+    assert few.write(trained.state.model) is None
+    monkeypatch.setattr(samples, "stream_text", lambda tokens, tokenizer: 1 / 0)
+    broken = Samples(CFG, one_device(), BYTES, said.append)
+    assert broken.write(trained.state.model) is broken.write(trained.state.model) is None
+    assert said == ["no more samples are written (ZeroDivisionError: division by zero); training goes on"]
+    monkeypatch.setattr(samples, "_LARGEST", 1000)
+    assert Samples(CFG, one_device(), BYTES, said.append).write(trained.state.model) is None
+    assert said[1:] == ["no samples are written: a copy of the model is too large for one device beside the run"]
+
+
+def test_training_ends_with_the_last_one(trained, monkeypatch, capsys):
+    (trained.folder / "run.yaml").write_text(json.dumps(CFG.to_dict()))
+    monkeypatch.setattr(train_command, "run", lambda cfg: trained)
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(trained.folder / "run.yaml")])
+    assert one_line_errors(train_command.main) == 0
+    shown = f"\nA sample (temperature 0.8):\n{trained.sample}\n\nThe run is in {trained.folder}. Next:\n"
+    assert capsys.readouterr().out.startswith(shown)
+
+
+def test_without_held_out_text_there_is_one_at_the_end(tmp_path):
+    cfg = small.config(data__validation_fraction=0.0, optim__warmup_steps=0, train__total_steps=1, telemetry__sample_tokens=4)
+    (tmp_path / "text.txt").write_text("a b c " * 400)
+    data = dataclasses.replace(cfg.data, dataset=str(tmp_path / "text.txt"), cache_dir=str(tmp_path))
+    result = runs.at(tmp_path / "run", dataclasses.replace(cfg, data=data))
+    assert result.evaluation == {}
+    assert result.sample is not None
