@@ -125,3 +125,15 @@ def test_no_float32_array_is_as_large_as_all_logits(shape):
     # The check can see such an array: the largest that is there is the loss's own chunk, or a parameter.
     assert max(sizes) >= cfg.model.vocab_size * cfg.model.width // shape[2]
     assert max(sizes) < local_logits
+
+
+def test_the_whole_step_can_be_made_for_a_tpu():
+    """Without one: lowered, with the TPU's own attention kernel, forward and backward, on a mesh of three axes."""
+    cfg = small.mesh_config(
+        small.nash_config(data__seq_len=512, train__attention="splash", train__dtype="bfloat16"), 2, 2, 2
+    )  # 512 tokens are 128 of the coarser scale, the fewest that the kernel takes
+    mesh, step = small._compiled(cfg)
+    shapes = sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
+    with jax.set_mesh(mesh):
+        text = step._jit.trace(*shapes, *step._constants).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= 2 * 3  # both scales, forward and the two kernels of the way back

@@ -13,7 +13,8 @@ from nash_mhc.ops.attend_rows import Found, with_gradient_of_evidence
 
 
 def _kernel(group: int, T: int, window: int | None) -> Any:
-    """Made anew in each trace: the kernel holds mask tables, arrays that must not leak from one trace into the next."""
+    """Its mask tables are arrays: made now and not by the program under way, or the backward pass, which is a program of
+    its own, could not see them."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     one = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
@@ -22,7 +23,8 @@ def _kernel(group: int, T: int, window: int | None) -> Any:
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
-    return splash.make_splash_mqa_single_device(mask=splash.MultiHeadMask([one] * group), block_sizes=sizes)
+    with jax.ensure_compile_time_eval():
+        return splash.make_splash_mqa_single_device(mask=splash.MultiHeadMask([one] * group), block_sizes=sizes)
 
 
 def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
