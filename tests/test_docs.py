@@ -1,10 +1,14 @@
-"""The documentation: what its pages say about keys and sharding is what the code does."""
+"""The documentation: the site builds without a warning, no link leads nowhere, and tables are what the code does."""
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import jax
+import pytest
+import site_pages
+from site_pages import PAGES, ROOT
 
 from nash_mhc.config import cli, reference
 from nash_mhc.parallel.params import named_leaves
@@ -12,7 +16,39 @@ from nash_mhc.parallel.sharding import RULES, logical_axes
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.state import sharded_abstract_state
 
-ROOT = Path(__file__).parent.parent
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    site_pages.build(folder)
+    return folder
+
+
+def test_no_link_of_the_site_leads_nowhere(site: Path) -> None:
+    broken, elsewhere = site_pages.broken_links(site)
+    assert not broken, "\n".join(broken)
+    assert elsewhere < 200  # to other sites, which are not followed: few, for they go stale
+    assert {page.with_suffix(".html").name for page in PAGES[1:]} <= {page.name for page in site.glob("*.html")}
+
+
+def test_pages_look_as_on_github_and_need_nothing_from_elsewhere(site: Path) -> None:
+    for page in PAGES[1:]:
+        text, shown = page.read_text(), (site / page.with_suffix(".html").name).read_text()
+        fetched = re.findall(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(https?:[^"]*)"', shown)
+        assert not fetched, page.name
+        assert "arithmatex" not in shown, page.name  # a formula that was left as it stands
+        languages = re.findall(r"^```(\w*)\n.*?^```$", text, re.MULTILINE | re.DOTALL)
+        outside = re.sub(r"^```.*?^```$|`[^`\n]+`", "", text, flags=re.MULTILINE | re.DOTALL)  # of code
+        formulas = languages.count("math")
+        assert shown.count("<pre>") == len(languages) - formulas, page.name
+        assert shown.count("<math") == formulas + len(re.findall(r"\$[^$]+\$", outside)), page.name
+        assert not re.search(r"<p>[^<]*\n(?:[-*]|\d+\.) ", shown), page.name  # a list that became a paragraph
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+def test_no_link_beside_the_site_leads_nowhere(page: Path) -> None:
+    for link in site_pages.links_of_markdown(page):
+        assert link.startswith("https://") or (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
 
 
 def test_the_page_of_all_keys_is_the_one_that_the_declarations_make() -> None:
