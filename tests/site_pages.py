@@ -1,11 +1,13 @@
-"""The documentation site as the tests see it: built once, and its links."""
+"""The documentation site as the tests see it: built once, its links, and the commands of its pages."""
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).parent.parent
@@ -66,3 +68,81 @@ def links_of_markdown(page: Path) -> Iterator[str]:
     """The targets of its links and pictures; what stands in code is none."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
     yield from re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+class Command(NamedTuple):
+    where: str  # page and line
+    text: str  # without its comment
+    needs: str | None  # what no test has: hardware, an account, hours. None: a test can run it
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+    @property
+    def words(self) -> list[str]:
+        """Without what stands in brackets for something else: `[the flags of your run]`."""
+        return shlex.split(re.sub(r"\[.*?\]", "", self.text))
+
+    @property
+    def kind(self) -> str:
+        """`train`, `data prepare`, `make test`, `gcloud`: what a test would have to run."""
+        words = self.words
+        if words[0] == "python":
+            words = [words[2].removeprefix("nash_mhc").lstrip(".") or "nash_mhc", *words[3:]]
+        elif words[0] == "nash-mhc":
+            words = words[1:]
+        if words[0] in WITH_COMMANDS or words[0] == "make":
+            return " ".join(words[:2])
+        own = [word for word in words[1:] if word in OTHER_WORK]
+        return " ".join([words[0], *own])
+
+    @property
+    def arguments(self) -> list[str]:
+        """What comes after the kind's own name."""
+        started = 3 if self.words[0] == "python" else 2
+        return self.words[started:]
+
+
+WITH_COMMANDS = ("data", "checkpoint", "bench")  # `data prepare`
+OTHER_WORK = ("--verify-resume", "--print-config", "--help")  # with these, `train` does not train
+# To the end of the line, or to a quote that another command has opened around it.
+_OURS = re.compile(r"""\b(?:python -m (?:nash_mhc|tests)\b|nash-mhc\s|(?<![\w/-])make\s)(?:"[^"]*"|'[^']*'|[^"'])*""")
+_THEIRS = re.compile(r"(gcloud|gsutil|kubectl|srun|sbatch|sudo|docker|wandb)\b.*")  # never run by a test
+_NEEDS = re.compile(r"<!-- needs: (.+?) -->")
+
+
+def commands(page: Path) -> list[Command]:
+    """Every command in the page's shell blocks (those without a language, and `sh`) that is ours, or no test can run.
+
+    `<!-- needs: a TPU -->` on the line before a block says of all its commands that no test can run them.
+    """
+    found: list[Command] = []
+    for number, needs, line in _shell_lines(page):
+        text = re.sub(r"\s#(\s.*)?$", "", line).strip()
+        where = f"{page.name}:{number}"
+        if theirs := _THEIRS.match(text):
+            found.append(Command(where, theirs[0], needs))
+        if ours := _OURS.search(text):
+            found.append(Command(where, ours[0].strip(), needs))
+    return found
+
+
+def _shell_lines(page: Path) -> Iterator[tuple[int, str | None, str]]:
+    """(number, what its block needs, the line with those that it goes on in) of every shell block."""
+    language: str | None = None  # of the block that we are in
+    needs: str | None = None
+    before = ""
+    lines = iter(enumerate(page.read_text().splitlines(), start=1))
+    for number, line in lines:
+        if line.lstrip().startswith("```"):
+            marked = _NEEDS.fullmatch(before)
+            language, needs = (line.strip()[3:], marked and marked[1]) if language is None else (None, None)
+        elif language in ("", "sh"):
+            whole = line
+            while whole.endswith("\\"):
+                whole = whole[:-1] + next(lines)[1].strip()
+            yield number, needs, whole
+        before = line.strip()

@@ -1,20 +1,60 @@
-"""The documentation: the site builds without a warning, no link leads nowhere, and tables are what the code does."""
+"""The documentation: the site builds without a warning, no link leads nowhere, every command of its pages is one."""
 
+import contextlib
 import itertools
 import math
 import re
+import sys
 from pathlib import Path
 
 import jax
 import pytest
 import site_pages
-from site_pages import PAGES, ROOT
+from site_pages import PAGES, ROOT, Command
 
+from nash_mhc.bench import __main__ as bench
+from nash_mhc.bench import corpus
+from nash_mhc.checkpoint import __main__ as checkpoint
 from nash_mhc.config import cli, reference
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.data import __main__ as data
+from nash_mhc.generate import __main__ as generate
+from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import RULES, logical_axes
+from nash_mhc.report import __main__ as report
+from nash_mhc.train import __main__ as train
 from nash_mhc.train.resolve_devices import resolve
-from nash_mhc.train.state import sharded_abstract_state
+from nash_mhc.train.state import abstract_state, sharded_abstract_state
+
+# The test that really runs a command of each kind, with a small model, on this machine.
+RUN_BY = {
+    "nash_mhc": "test_first_hour.py::test_the_package_itself_says_what_there_is_and_its_version",
+    "train": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "train --print-config": "test_first_hour.py::test_a_reader_that_has_seen_enough_is_no_error",
+    "train --help": "test_first_hour.py::test_a_reader_that_has_seen_enough_is_no_error",
+    "train --verify-resume": "test_verify_resume.py::test_a_killed_run_is_resumed_and_found_equal_here_and_on_another_mesh",
+    "data prepare": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "data train-bpe": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "data inspect": "test_inspect.py::test_a_prepared_folder_tells_what_it_holds",
+    "checkpoint list": "test_checkpoint_command.py::test_list_shows_every_checkpoint_and_what_was_set_aside",
+    "checkpoint inspect": "test_checkpoint_command.py::test_a_laptop_with_one_device_reads_what_eight_wrote",
+    "checkpoint verify": "test_first_hour.py::test_the_console_script_is_every_command",
+    "checkpoint restore-test": "test_restore_drill.py::test_a_laptop_with_one_device_restores_what_eight_wrote",
+    "generate": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "bench step": "test_bench.py::test_figures_follow_from_one_another",
+    "bench compile": "test_bench.py::test_compiling_for_a_topology_reports_memory_and_collectives",
+    "bench data": "test_bench_data.py::test_bench_data_measures_every_part",
+    "bench quality": "test_bench.py::test_the_comparison_as_json_and_as_a_table",
+    "bench corpus": "test_bench_corpus.py::test_a_corpus_has_every_text_once_by_its_kind_and_is_the_same_every_time",
+    "config.reference": "test_docs.py::test_the_page_of_all_keys_is_the_one_that_the_declarations_make",
+    # What the targets of the Makefile run; that they are there is asked below.
+    "make train": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "make test": "test_docs.py",
+    "make docs": "test_docs.py::test_no_link_of_the_site_leads_nowhere",
+}
+COMMANDS = [command for page in PAGES for command in site_pages.commands(page)]
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +125,82 @@ def test_the_tables_of_the_page_about_sharding_are_what_the_code_does() -> None:
     }
     assert rules == {axis: over for axis, over in RULES.items() if over}
     assert all(f"`{axis}`" in page for axis in RULES)
+
+
+def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
+    assert len(COMMANDS) > 80
+    for command in COMMANDS:
+        assert command.needs or command.kind in RUN_BY, (
+            f"{command}\nname the test that runs `{command.kind}` in RUN_BY, or put <!-- needs: ... --> before the block"
+        )
+    made = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in COMMANDS:
+        if command.kind.startswith("make "):
+            assert command.kind.split()[1] in made, command
+
+
+def test_the_tests_that_run_the_commands_are_there() -> None:
+    used = {command.kind for command in COMMANDS}
+    for kind, where in RUN_BY.items():
+        file, _, name = where.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text() if name else (ROOT / "tests" / file).exists(), where
+        assert kind in used, f"no page has a command of the kind {kind}: leave it out of RUN_BY"
+
+
+def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ConfigError for a flag, a key or a value that the command does not take. Nothing is run."""
+    module, _, _ = command.kind.partition(" ")
+    words = command.arguments
+    if command.kind == "make train":
+        words = [word for given in words if given.startswith("ARGS=") for word in given[5:].split()]
+    if module == "train" or command.kind == "make train":
+        parsed = cli.parse(words, own=train._own_flags, folder="train.checkpoint_dir")
+        config, given = parsed.config, parsed.given
+        if -1 not in config.mesh.axes.values():
+            check_fit(config, config.mesh.axes)
+        if {"optim.freeze", "optim.train_only", "optim.optimizer"} & set(given):
+            abstract_state(config)  # whether there are such parameters, and such an optimizer
+    elif command.kind in ("data prepare", "data train-bpe", "bench step", "bench data", "bench compile", "bench quality"):
+        monkeypatch.setattr(sys, "argv", [module, *words, "--print-config"])
+        monkeypatch.setattr(bench, "_found", cli._nothing)
+        {"data": data, "bench": bench}[module].main()
+    elif module == "generate":
+        generate.parse(words)
+    elif command.kind == "bench corpus":
+        monkeypatch.setattr(corpus, "build", lambda out: {})
+        corpus.command(words[1:])
+    elif module in ("data", "checkpoint", "report"):  # they look at folders, which are not here
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        with pytest.raises(ConfigError, match=r"no such folder|there is no|not there|no run|neither"):
+            {"data": data, "checkpoint": checkpoint, "report": report}[module].main()
+    else:
+        assert module in ("nash_mhc", "config.reference", "make") or command.needs, command
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.where} {command.kind}")
+def test_every_flag_and_key_of_a_command_exists(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("train: {seed: 1}\n")
+    Path("notes").mkdir()
+    with contextlib.suppress(SystemExit):  # --help
+        check(command, monkeypatch)
+    assert "error" not in capsys.readouterr().err
+
+
+def test_the_line_of_a_typical_guide_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = (
+        "--dataset OWNER/NAME --dataset-name VARIANT --tokenizer OWNER/NAME --batch-size 32 "
+        "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2 --checkpoint-dir ./checkpoints"
+    )
+    config = cli.parse(line.split(), own=train._own_flags, folder="train.checkpoint_dir").config
+    assert (config.data.dataset, config.data.dataset_name, config.data.tokenizer) == ("OWNER/NAME", "VARIANT", "OWNER/NAME")
+    assert (config.data.batch_size, config.train.checkpoint_dir) == (32, "./checkpoints")
+    check_fit(config, config.mesh.axes)
+    # Without a network it ends with one line about what could not be had.
+    monkeypatch.setattr(sys, "argv", ["train", *line.split()])
+    with pytest.raises(ConfigError, match="--tokenizer OWNER/NAME: Hugging Face does not give it"):
+        train.main()
+    assert not list(tmp_path.iterdir())
