@@ -1,5 +1,7 @@
 """The documentation site as the tests see it: built once, its links, and the commands of its pages."""
 
+import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -68,6 +70,41 @@ def links_of_markdown(page: Path) -> Iterator[str]:
     """The targets of its links and pictures; what stands in code is none."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
     yield from re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def quoted_errors(page: Path) -> Iterator[str]:
+    """The lines of its blocks of text that begin with `error: `, without these words."""
+    for block in re.findall(r"^```(?:text)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        yield from (line.removeprefix("error: ") for line in block.splitlines() if line.startswith("error: "))
+
+
+@functools.cache
+def messages() -> list[list[str | None]]:
+    """Every text in the package, in parts: what is written there, and None for a value."""
+    found: list[list[str | None]] = []
+    for file in sorted((ROOT / "nash_mhc").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+            values = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            found.append([value if isinstance(value, str) else None for value in values])
+    return [parts for parts in found if _written(parts) >= 12]
+
+
+def _written(parts: list[str | None]) -> int:
+    return sum(len(part) for part in parts if part)
+
+
+def is_message(line: str) -> bool:
+    """Whether one text of the package makes most of the line, and values are not most of that."""
+    for parts in messages():
+        if all(part in line for part in parts if part):
+            made = re.search("".join(".*" if part is None else re.escape(part) for part in parts), line)
+            if made and len(made[0]) >= 0.6 * len(line) and _written(parts) >= 0.2 * len(made[0]):
+                return True
+    return False
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -127,6 +127,13 @@ def test_the_tables_of_the_page_about_sharding_are_what_the_code_does() -> None:
     assert all(f"`{axis}`" in page for axis in RULES)
 
 
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_every_error_that_a_page_quotes_is_one_of_the_programs(page: Path) -> None:
+    for line in site_pages.quoted_errors(page):
+        own = re.sub(r"\([^()]{60,}\)", "(...)", line)  # without the long reason that a library gives
+        assert site_pages.is_message(own), f"{page.name} quotes what nothing in nash_mhc/ says: {line}"
+
+
 def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
     assert len(COMMANDS) > 80
     for command in COMMANDS:
