@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --quiet --no-cache-dir --no-compile -e
 
-.PHONY: train test lint clean
+.PHONY: train test lint docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m nash_mhc.train $(ARGS)
@@ -27,6 +27,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The pages of docs/ as a site, in site/. With --quiet, mkdocs would not count the warnings that `strict` ends it for.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "site/index.html is there; its search needs a server: $(BIN)/python -m http.server --directory site"
+
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nash_mhc needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -39,7 +44,12 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."
 	$(BIN)/python $(INSTALL) '.[dev$(addprefix $(comma),$(EXTRA))]'
-	touch $@ $(VENV)/.installed
+	touch $@ $(VENV)/.installed $(VENV)/.installed-docs
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV) ..."
+	$(BIN)/python $(INSTALL) '.[docs$(addprefix $(comma),$(EXTRA))]'
+	touch $@
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) site .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info

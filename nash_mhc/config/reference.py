@@ -1,0 +1,118 @@
+"""docs/configuration.md, made from the declarations: `python -m nash_mhc.config.reference > docs/configuration.md`.
+
+A test holds the page equal to what this makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nash_mhc.config import presets
+from nash_mhc.config.help import TITLES
+from nash_mhc.config.key_names import FURTHER, SMALL, Key, keys
+from nash_mhc.config.schema import RunConfig
+
+COMMAND = "python -m nash_mhc.config.reference > docs/configuration.md"
+
+# Keys that may have no value and have one by default.
+OPTIONAL = " and ".join(
+    f"`{path}`" for path, key in keys().items() if type(None) in key.kinds and key.of(presets.run().to_dict()) is not None
+)
+
+_BEGINNING = f"""\
+# Configuration
+
+Every key of a run. This page is made from the declarations in `config/schema.py` and `config/model.py`; do not edit it:
+
+```
+{COMMAND}
+```
+
+A key can be set in three ways. Settings apply from left to right, and the last one wins:
+
+```
+python -m nash_mhc.train --batch-size 32                  # a flag
+python -m nash_mhc.train data.batch_size=32               # its key; batch_size=32 is enough
+python -m nash_mhc.train --config run.yaml                # a file, see below
+python -m nash_mhc.train --model-size small --print-config   # prints every key, its value and where it came from
+```
+
+What `--print-config` prints is such a file. Sections are nested, and keys that are left out keep their defaults:
+
+```yaml
+model_size: small
+data:
+  batch_size: 32
+optim:
+  learning_rate: 2e-3
+```
+
+For all keys:
+
+- A key that is true or false has a flag to switch it off as well: `--no-deterministic`.
+- `none` is for a key that may have no value: those with that default, and {OPTIONAL}.
+- Counts may be written as `1e4`, flags with underscores (`--batch_size`).
+- A misspelt flag or key, or a value out of range, ends the command with one line and exit code 2.
+- Defaults are those of `--model-size {RunConfig.model_size}`. [The other sizes](#what-other-sizes-change) change some.
+"""
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value)
+
+
+def _limits(key: Key) -> str:
+    """What a value must be, as the end of a sentence."""
+    of = key.metadata
+    if of.get("choices"):
+        return f"; one of {', '.join(f'`{choice}`' for choice in of['choices'])}"
+    words = [f"at least {_value(of['low'])}"] * (of.get("low") is not None and not of.get("axis"))
+    words += [f"above {_value(of['above'])}"] * (of.get("above") is not None)
+    words += [f"at most {_value(of['high'])}"] * (of.get("high") is not None)
+    return f"; {', '.join(words)}" if words else ""
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = list(head)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _section(name: str, title: str, about: str = "") -> str:
+    defaults = presets.run().to_dict()
+    rows = [
+        (f"`{key.path}`", f"`{key.flag}`", f"`{_value(key.of(defaults))}`", f"{key.metadata['help']}{_limits(key)}")
+        for key in keys().values()
+        if key.path.rpartition(".")[0] == name
+    ]
+    return f"## {title}\n\n{about}{_table(('key', 'flag', 'default', 'meaning'), rows)}\n"
+
+
+def _other_sizes() -> str:
+    """What each preset has that `tiny` has not. The keys of the model's shape are in docs/presets.md."""
+    sizes = {name: presets.run(name).to_dict() for name in presets.sizes()}
+    differing = [
+        key
+        for key in keys().values()
+        if key.path != "model_size" and len({_value(key.of(values)) for values in sizes.values()}) > 1
+    ]
+    rows = [(f"`{key.path}`", *(f"`{_value(key.of(values))}`" for values in sizes.values())) for key in differing]
+    note = "`model.vocab_size` follows the tokenizer where one is named; [presets.md](presets.md) has the parameter counts."
+    return f"## What other sizes change\n\n{_table(('key', *sizes), rows)}\n\n{note}\n"
+
+
+def page() -> str:
+    """The text of docs/configuration.md."""
+    parts = [_BEGINNING, _section("", "General"), f"`{SMALL}` is the same as `--model-size small`.\n"]
+    parts += [_section(name, title.capitalize()) for name, title in TITLES.items()]
+    parts += [_section(name, name.capitalize(), f"{text[0].upper()}{text[1:]}.\n\n") for name, text in FURTHER.items()]
+    return "\n".join([*parts, _other_sizes()])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

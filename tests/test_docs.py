@@ -1,0 +1,213 @@
+"""The documentation: the site builds without a warning, no link leads nowhere, every command of its pages is one."""
+
+import contextlib
+import itertools
+import math
+import re
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import site_pages
+from site_pages import PAGES, ROOT, Command
+
+from nash_mhc.bench import __main__ as bench
+from nash_mhc.bench import corpus
+from nash_mhc.checkpoint import __main__ as checkpoint
+from nash_mhc.config import cli, reference
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.data import __main__ as data
+from nash_mhc.generate import __main__ as generate
+from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.parallel.params import named_leaves
+from nash_mhc.parallel.sharding import RULES, logical_axes
+from nash_mhc.report import __main__ as report
+from nash_mhc.train import __main__ as train
+from nash_mhc.train.resolve_devices import resolve
+from nash_mhc.train.state import abstract_state, sharded_abstract_state
+
+# The test that really runs a command of each kind, with a small model, on this machine.
+RUN_BY = {
+    "nash_mhc": "test_first_hour.py::test_the_package_itself_says_what_there_is_and_its_version",
+    "train": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "train --print-config": "test_first_hour.py::test_a_reader_that_has_seen_enough_is_no_error",
+    "train --help": "test_first_hour.py::test_a_reader_that_has_seen_enough_is_no_error",
+    "train --verify-resume": "test_verify_resume.py::test_a_killed_run_is_resumed_and_found_equal_here_and_on_another_mesh",
+    "data prepare": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "data train-bpe": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "data inspect": "test_inspect.py::test_a_prepared_folder_tells_what_it_holds",
+    "checkpoint list": "test_checkpoint_command.py::test_list_shows_every_checkpoint_and_what_was_set_aside",
+    "checkpoint inspect": "test_checkpoint_command.py::test_a_laptop_with_one_device_reads_what_eight_wrote",
+    "checkpoint verify": "test_first_hour.py::test_the_console_script_is_every_command",
+    "checkpoint restore-test": "test_restore_drill.py::test_a_laptop_with_one_device_restores_what_eight_wrote",
+    "generate": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "bench step": "test_bench.py::test_figures_follow_from_one_another",
+    "bench compile": "test_bench.py::test_compiling_for_a_topology_reports_memory_and_collectives",
+    "bench data": "test_bench_data.py::test_bench_data_measures_every_part",
+    "bench quality": "test_bench.py::test_the_comparison_as_json_and_as_a_table",
+    "bench corpus": "test_bench_corpus.py::test_a_corpus_has_every_text_once_by_its_kind_and_is_the_same_every_time",
+    "config.reference": "test_docs.py::test_the_page_of_all_keys_is_the_one_that_the_declarations_make",
+    # What the targets of the Makefile run; that they are there is asked below.
+    "make train": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "make test": "test_docs.py",
+    "make docs": "test_docs.py::test_no_link_of_the_site_leads_nowhere",
+}
+COMMANDS = [command for page in PAGES for command in site_pages.commands(page)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    site_pages.build(folder)
+    return folder
+
+
+def test_no_link_of_the_site_leads_nowhere(site: Path) -> None:
+    broken, elsewhere = site_pages.broken_links(site)
+    assert not broken, "\n".join(broken)
+    assert elsewhere < 200  # to other sites, which are not followed: few, for they go stale
+    assert {page.with_suffix(".html").name for page in PAGES[1:]} <= {page.name for page in site.glob("*.html")}
+
+
+def test_pages_look_as_on_github_and_need_nothing_from_elsewhere(site: Path) -> None:
+    for page in PAGES[1:]:
+        text, shown = page.read_text(), (site / page.with_suffix(".html").name).read_text()
+        fetched = re.findall(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(https?:[^"]*)"', shown)
+        assert not fetched, page.name
+        assert "arithmatex" not in shown, page.name  # a formula that was left as it stands
+        languages = re.findall(r"^```(\w*)\n.*?^```$", text, re.MULTILINE | re.DOTALL)
+        outside = re.sub(r"^```.*?^```$|`[^`\n]+`", "", text, flags=re.MULTILINE | re.DOTALL)  # of code
+        formulas = languages.count("math")
+        assert shown.count("<pre>") == len(languages) - formulas, page.name
+        assert shown.count("<math") == formulas + len(re.findall(r"\$[^$]+\$", outside)), page.name
+        assert not re.search(r"<p>[^<]*\n(?:[-*]|\d+\.) ", shown), page.name  # a list that became a paragraph
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+def test_no_link_beside_the_site_leads_nowhere(page: Path) -> None:
+    for link in site_pages.links_of_markdown(page):
+        assert link.startswith("https://") or (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
+
+
+def test_the_page_of_all_keys_is_the_one_that_the_declarations_make() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == reference.page(), f"a key has changed; run: {reference.COMMAND}"
+
+
+def table(page: str, first: str) -> list[list[str]]:
+    """The cells of the rows of the table whose head begins with `first`, without backticks."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith(f"| {first} |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[head + 2 :])
+    return [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_tables_of_the_page_about_sharding_are_what_the_code_does() -> None:
+    config, mesh = resolve(cli.parse("--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()).config)
+    model = sharded_abstract_state(config, mesh).model
+    x = lambda shape: " x ".join(map(str, shape))
+    written = {row[0]: (row[1], row[4]) for row in table("sharding.md", "parameter")}
+    found = named_leaves(model).items()
+    assert written == {name: (x(leaf.shape), x(leaf.sharding.shard_shape(leaf.shape))) for name, leaf in found}
+    axes = jax.tree.leaves(logical_axes(model), is_leaf=lambda names: isinstance(names, tuple))  # in the order of `found`
+    for (name, _, over_fsdp, over_tp, _), names in zip(table("sharding.md", "parameter"), axes, strict=True):
+        split = {RULES[axis]: axis for axis in names if RULES[axis]}
+        assert (split.get(("fsdp",), "-"), split.get(("tp",), "-")) == (over_fsdp, over_tp), name
+    held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for _, leaf in found)
+    page = (ROOT / "docs" / "sharding.md").read_text()
+    assert f"Each device holds {held:,} of the {sum(leaf.size for _, leaf in found):,} numbers" in page
+    rules = {
+        axis: tuple(over.split(" x "))
+        for what, over in table("sharding.md", "axis of an array")
+        for axis in what.partition(":")[0].split(", ")
+    }
+    assert rules == {axis: over for axis, over in RULES.items() if over}
+    assert all(f"`{axis}`" in page for axis in RULES)
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_every_error_that_a_page_quotes_is_one_of_the_programs(page: Path) -> None:
+    for line in site_pages.quoted_errors(page):
+        own = re.sub(r"\([^()]{60,}\)", "(...)", line)  # without the long reason that a library gives
+        assert site_pages.is_message(own), f"{page.name} quotes what nothing in nash_mhc/ says: {line}"
+
+
+def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
+    assert len(COMMANDS) > 80
+    for command in COMMANDS:
+        assert command.needs or command.kind in RUN_BY, (
+            f"{command}\nname the test that runs `{command.kind}` in RUN_BY, or put <!-- needs: ... --> before the block"
+        )
+    made = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in COMMANDS:
+        if command.kind.startswith("make "):
+            assert command.kind.split()[1] in made, command
+
+
+def test_the_tests_that_run_the_commands_are_there() -> None:
+    used = {command.kind for command in COMMANDS}
+    for kind, where in RUN_BY.items():
+        file, _, name = where.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text() if name else (ROOT / "tests" / file).exists(), where
+        assert kind in used, f"no page has a command of the kind {kind}: leave it out of RUN_BY"
+
+
+def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ConfigError for a flag, a key or a value that the command does not take. Nothing is run."""
+    module, _, _ = command.kind.partition(" ")
+    words = command.arguments
+    if command.kind == "make train":
+        words = [word for given in words if given.startswith("ARGS=") for word in given[5:].split()]
+    if module == "train" or command.kind == "make train":
+        parsed = cli.parse(words, own=train._own_flags, folder="train.checkpoint_dir")
+        config, given = parsed.config, parsed.given
+        if -1 not in config.mesh.axes.values():
+            check_fit(config, config.mesh.axes)
+        if {"optim.freeze", "optim.train_only", "optim.optimizer"} & set(given):
+            abstract_state(config)  # whether there are such parameters, and such an optimizer
+    elif command.kind in ("data prepare", "data train-bpe", "bench step", "bench data", "bench compile", "bench quality"):
+        monkeypatch.setattr(sys, "argv", [module, *words, "--print-config"])
+        monkeypatch.setattr(bench, "_found", cli._nothing)
+        {"data": data, "bench": bench}[module].main()
+    elif module == "generate":
+        generate.parse(words)
+    elif command.kind == "bench corpus":
+        monkeypatch.setattr(corpus, "build", lambda out: {})
+        corpus.command(words[1:])
+    elif module in ("data", "checkpoint", "report"):  # they look at folders, which are not here
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        with pytest.raises(ConfigError, match=r"no such folder|there is no|not there|no run|neither"):
+            {"data": data, "checkpoint": checkpoint, "report": report}[module].main()
+    else:
+        assert module in ("nash_mhc", "config.reference", "make") or command.needs, command
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.where} {command.kind}")
+def test_every_flag_and_key_of_a_command_exists(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("train: {seed: 1}\n")
+    Path("notes").mkdir()
+    with contextlib.suppress(SystemExit):  # --help
+        check(command, monkeypatch)
+    assert "error" not in capsys.readouterr().err
+
+
+def test_the_line_of_a_typical_guide_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = (
+        "--dataset OWNER/NAME --dataset-name VARIANT --tokenizer OWNER/NAME --batch-size 32 "
+        "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2 --checkpoint-dir ./checkpoints"
+    )
+    config = cli.parse(line.split(), own=train._own_flags, folder="train.checkpoint_dir").config
+    assert (config.data.dataset, config.data.dataset_name, config.data.tokenizer) == ("OWNER/NAME", "VARIANT", "OWNER/NAME")
+    assert (config.data.batch_size, config.train.checkpoint_dir) == (32, "./checkpoints")
+    check_fit(config, config.mesh.axes)
+    # Without a network it ends with one line about what could not be had.
+    monkeypatch.setattr(sys, "argv", ["train", *line.split()])
+    with pytest.raises(ConfigError, match="--tokenizer OWNER/NAME: Hugging Face does not give it"):
+        train.main()
+    assert not list(tmp_path.iterdir())
