@@ -225,6 +225,25 @@ def test_a_blank_sample_says_so(capsys):
         assert ("(it is blank: the model has not learned to begin a text yet)" in out) == blank
 
 
+def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):
+    """As a GPU and a TPU say it; a CPU takes whatever the system gives."""
+    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96.5GiB.\nBufferAssignment ..."
+
+    def run(cfg):
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(sys, "argv", ["train", "--batch-size", "6", "--grad-accum", "2", "--remat", "dots"])
+    assert one_line_errors(train.main) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "(Out of memory while trying to allocate 96.5GiB); try --batch-size 3 --grad-accum 4 (the same step)" in line
+    assert "--remat full" in line
+    said = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        one_line_errors(train.main)
+
+
 def test_the_snippet_of_the_readme_runs(tmp_path):
     """As it stands, but for the size of what it trains."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]

@@ -127,10 +127,11 @@ def test_no_float32_array_is_as_large_as_all_logits(shape):
     assert max(sizes) < local_logits
 
 
-def test_the_whole_step_can_be_made_for_a_tpu():
-    """Without one: lowered, with the TPU's own attention kernel, forward and backward, on a mesh of three axes."""
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_the_whole_step_can_be_made_for_a_tpu(shape):
+    """Without one: lowered, with the TPU's own attention kernel, forward and backward, on one chip and on eight."""
     cfg = small.mesh_config(
-        small.nash_config(data__seq_len=512, train__attention="splash", train__dtype="bfloat16"), 2, 2, 2
+        small.nash_config(data__seq_len=512, train__attention="splash", train__dtype="bfloat16"), *shape
     )  # 512 tokens are 128 of the coarser scale, the fewest that the kernel takes
     mesh, step = small._compiled(cfg)
     shapes = sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh)

@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.util import tensor_util
 
 from nash_mhc.telemetry.fan_out import Telemetry
-from nash_mhc.telemetry.terminal import Reporter
+from nash_mhc.telemetry.live_panel import LivePanel, sparkline
+from nash_mhc.telemetry.terminal import Reporter, is_terminal
 
 ROW = {"loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "step_ms": 12.0, "tokens_per_s": 34567.0, "mfu": 0.42}
 ROW |= {"tokens_seen": 1_234_567}
@@ -192,20 +193,78 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def on_the_screen(text: str, width: int = 120) -> list[str]:
+    """What a terminal shows after these characters: lines, with those that were overwritten gone."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", text):
+        if part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif part == "\r":
+            column = 0
+        elif part.startswith("\x1b"):
+            if part.endswith("A"):
+                row -= int(part[2:-1] or 1)
+            elif part.endswith("K"):
+                lines[row] = ""
+        else:
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 120) -> Terminal:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "40"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    reporter = Reporter(20, floor=None)
-    reporter.begin(5)
-    reporter.advance(6)
-    reporter.row(6, ROW)
-    reporter.end()
-    assert "training" in terminal.getvalue()
-    assert "6/20" in terminal.getvalue()
-    assert "loss 1.250, 34,567 tok/s, 1.23M tokens" in terminal.getvalue()
+    return terminal
+
+
+def test_on_a_terminal_there_is_a_panel_and_words_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    assert is_terminal()
+    panel = LivePanel(20, floor=0.5)
+    panel.wait_for("compiling the step ...")
+    panel.say("compiled in 2.0 s")
+    panel.begin(5)
+    for step, loss in ((6, 4.0), (7, 2.0), (8, 1.25)):
+        panel.advance(step)
+        panel.row(
+            step, ROW | {"loss": loss, "memory_gib": 1.5, "last_checkpoint": 5, "goodput": 0.5, "spikes": 2, "skipped": 1}
+        )
+    panel.evaluation(8, {"eval/loss": 1.5}, None, "Once\nupon")
+    panel.say("something happened")
+    panel.end()
+    panel.end()
+    shown = on_the_screen(terminal.getvalue())
+    text = "\n".join(shown)
+    words = [line for line in shown if line and line[0] not in "╭│╰"]
+    assert words[:2] == ["compiling the step ...", "compiled in 2.0 s"]
+    assert words[2:] == ["held out at step 8: loss 1.5000", "it writes: Once upon", "something happened"]
+    assert text.count("╭") == text.count("╰") == 1  # of all that was drawn, one panel is left
+    assert "8/20" in text
+    assert "loss 1.2500 (2.50x the floor)  █▄▁  held out 1.5000 at step 8" in text
+    assert "34,567 tok/s  12 ms a step  mfu 42%  memory 1.5 GiB  1.23M tokens" in text
+    assert "grad 0.50  lr 1.00e-03  saved step 5  goodput 50%" in text
+    assert "2 spikes, 1 skipped update" in text
+
+
+def test_a_narrow_terminal_and_losses_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch, columns=40)
+    panel = LivePanel(20, floor=None)
+    panel.begin(0)
+    for step in (1, 2, 3):
+        panel.row(step, ROW | {"loss": math.nan})
+    panel.end()
+    assert all(len(line) <= 40 for line in on_the_screen(terminal.getvalue()))
+    assert sparkline([math.nan, 1.0], 10) == ""
+    assert sparkline([1.0, 1.0, math.inf], 10) == "▁▁"
+    assert sparkline([8.0, 4.0, 2.0, 1.0], 2) == "█▁"
+    assert len(sparkline([float(i) for i in range(1000)], 60)) <= 60

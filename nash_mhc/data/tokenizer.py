@@ -188,8 +188,13 @@ def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
         return AutoTokenizer.from_pretrained(str(path if path.is_dir() else path.parent), local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise, bare Exception included
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = "not a tokenizer that transformers can read" if from_hub is None else "Hugging Face does not give it"
-        raise ConfigError(f"--tokenizer {name}: {what} ({reason})") from error
+        if from_hub is None:
+            raise ConfigError(f"--tokenizer {name}: not a tokenizer that transformers can read ({reason})") from error
+        raise ConfigError(
+            f"--tokenizer {name}: Hugging Face does not give it ({reason}); "
+            f"without a network, AutoTokenizer.from_pretrained('{from_hub}').save_pretrained(FOLDER) where there is one, "
+            "and --tokenizer FOLDER here"
+        ) from error
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:

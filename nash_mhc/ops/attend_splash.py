@@ -13,8 +13,8 @@ from nash_mhc.ops.attend_rows import Found, with_gradient_of_evidence
 
 
 def _kernel(group: int, T: int, window: int | None) -> Any:
-    """Its mask tables are arrays: made now and not by the program under way, or the backward pass, which is a program of
-    its own, could not see them."""
+    """Its mask tables are arrays: made now, and not by the program under way, or the backward pass, which is a program
+    of its own, could not see them."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     one = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)

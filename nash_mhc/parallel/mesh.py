@@ -77,10 +77,11 @@ def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, ...]:
     shape = _fill(cfg, in_use)
     need = math.prod(shape)
     if need != in_use:
+        others = need // shape[0]
+        remedy = "set --mesh-data -1 to take the rest" if in_use % others == 0 else f"make its axes multiply to {in_use}"
         raise ConfigError(
             f"mesh {cfg} needs {need} device(s), but {in_use} {platform} device(s) are in use; "
-            f"set --mesh-data -1 to take the rest, or --num-devices {need}"
-            + ("" if need <= there else f" once there are {need}")
+            f"{remedy}, or --num-devices {need}" + ("" if need <= there else f" once there are {need}")
         )
     if need > there:
         raise ConfigError(

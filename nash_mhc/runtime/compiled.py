@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from nash_mhc.ops.attend_cudnn import tell_apart
 from nash_mhc.parallel.sharding import named
+from nash_mhc.runtime.program_cache import found_in_cache
 
 _CPU_EFFORT = "xla_backend_optimization_level"
 
@@ -45,6 +46,7 @@ class CompiledStep:
     ) -> None:
         self._traces, self._before = [0], 0  # shared by all that run the same programs; how many there were before this one
         self.seconds = 0.0  # spent compiling
+        self.from_cache = False  # whether an earlier start had compiled it
 
         def traced(*args: Any) -> Any:
             self._traces[0] += 1
@@ -79,7 +81,7 @@ class CompiledStep:
             if self._latest is not None:
                 changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
                 self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
-            start = time.perf_counter()
+            start, found = time.perf_counter(), found_in_cache()
             scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named(self._mesh))
             constants = jax.tree.map(scalar, self._constants)
             with jax.set_mesh(self._mesh):
@@ -88,6 +90,7 @@ class CompiledStep:
                     tell_apart(lowered.compiler_ir("stablehlo"))
                 self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
             self.seconds += time.perf_counter() - start
+            self.from_cache = found_in_cache() > found
         self._latest = key
         return self._compiled[key]
 
@@ -125,7 +128,7 @@ class CompiledStep:
         """The same programs, those that are compiled already among them, with other numbers, for another run."""
         other = copy.copy(self)
         other._constants, other._placed, other._warn = constants, None, warn
-        other._latest, other._before, other.seconds = None, self._traces[0], 0.0
+        other._latest, other._before, other.seconds, other.from_cache = None, self._traces[0], 0.0, False
         return other
 
     def __call__(self, state: Any, batch: Any) -> Any:

@@ -17,7 +17,22 @@ import jax
 
 from nash_mhc.storage.paths import Folder, is_remote
 
+_FOUND = "/jax/compilation_cache/cache_hits"  # what JAX calls it when a program was in the cache
+_here = threading.local()  # JAX tells it in the thread that asked for the program
 _LEFT_BEHIND_S = 3600.0  # who has written nothing to a part of a file for so long is dead
+
+
+def found_in_cache() -> int:
+    """Programs that this thread has asked for so far and that were in the cache."""
+    return getattr(_here, "found", 0)
+
+
+def _count(event: str, **_: Any) -> None:
+    if event == _FOUND:
+        _here.found = found_in_cache() + 1
+
+
+jax.monitoring.register_event_listener(_count)
 
 
 def write_programs_whole() -> None:

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on: a progress bar on a terminal, otherwise lines; JSON for machines."""
+"""What is seen of a run while it goes on: lines, or JSON for machines. On a terminal, `live_panel.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nash_mhc.config.humanize import duration, short
 from nash_mhc.telemetry.sinks import without_nan
@@ -18,8 +17,13 @@ from nash_mhc.telemetry.sinks import without_nan
 _SHOWN = 160  # characters of a sample, on a line
 
 
+def is_terminal() -> bool:
+    """Whether someone watches: what is printed may then be changed again."""
+    return Console(file=sys.stdout).is_terminal
+
+
 class Reporter:
-    """What a person watches: a progress bar on a terminal, otherwise one plain line a log interval."""
+    """Plain lines, one a log interval: for log files, and for whoever reads them."""
 
     def __init__(
         self,
@@ -33,14 +37,6 @@ class Reporter:
         self._most_unused = 0.0  # of all rows so far: the same is not said again in every one
         self._began, self._first = time.monotonic(), 0  # when and at which step this process began to train
         self._console = Console(file=sys.stdout, highlight=False)
-        self._bar: Progress | None = None
-        if self._console.is_terminal and not quiet:
-            columns = (
-                TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            )  # fmt: skip
-            self._bar = Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("training", total=total_steps, note="")
 
     def say(self, text: str) -> None:
         if self._quiet:
@@ -52,15 +48,14 @@ class Reporter:
         except OSError:
             self._console = Console(file=sys.stdout, highlight=False)  # a log file on a full disk: the run goes on without it
 
+    def wait_for(self, text: str) -> None:
+        """Something that takes its time has begun; the next words end it."""
+        self.say(text)
+
     def begin(self, step: int) -> None:
         self._began, self._first = time.monotonic(), step
-        if self._bar:
-            self._bar.start()
-            self._bar.update(self._task, completed=step)
 
     def advance(self, step: int) -> None:
-        if self._bar:
-            self._bar.update(self._task, completed=step)
         if self._each_step:
             self._each_step(step)
 
@@ -76,24 +71,26 @@ class Reporter:
             )
 
     def _line(self, step: int, row: dict[str, Any]) -> None:
-        against = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
-        read = [f"{share:.0%}" for name, share in row.items() if name.startswith("epochs/")]  # of the data, 250%: 2.5 passes
-        data = f"  data {', '.join(read[:3])}{', ...' * (len(read) > 3)}" if read else ""
-        if self._bar:
-            note = (
-                f"loss {row['loss']:.3f}{against}, {row['tokens_per_s']:,.0f} tok/s, {short(row['tokens_seen'])} tokens{data}"
-            )
-            self._bar.update(self._task, completed=step, note=note)
-            return
         mfu = f"  mfu {row['mfu']:.0%}" if row["mfu"] >= 0.01 else ""
+        data = f"  {read}" if (read := self._read(row)) else ""
+        self.say(
+            f"step {step:>{len(str(self._total))}}/{self._total}  loss {row['loss']:.4f}{self._against(row['loss'])}  "
+            f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
+            f"{short(row['tokens_seen'])} tokens{data}  {self._clock(step)}"
+        )
+
+    def _against(self, loss: float) -> str:
+        return f" ({loss / self.floor:.2f}x the floor)" if self.floor else ""
+
+    def _read(self, row: dict[str, Any]) -> str:
+        """How much of the data; 250%: 2.5 passes."""
+        shares = [f"{share:.0%}" for name, share in row.items() if name.startswith("epochs/")]
+        return f"data {', '.join(shares[:3])}{', ...' * (len(shares) > 3)}" if shares else ""
+
+    def _clock(self, step: int) -> str:
         elapsed = time.monotonic() - self._began
         left = elapsed / max(step - self._first, 1) * (self._total - step)
-        clock = duration(elapsed) + (f", {duration(left)} left" if left else "")
-        self.say(
-            f"step {step:>{len(str(self._total))}}/{self._total}  loss {row['loss']:.4f}{against}  lr {row['lr']:.2e}  "
-            f"grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
-            f"{short(row['tokens_seen'])} tokens{data}  {clock}"
-        )
+        return duration(elapsed) + (f", {duration(left)} left" if left else "")
 
     def evaluation(
         self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
@@ -103,8 +100,7 @@ class Reporter:
             self.say(f"it writes: {' '.join(sample.split())[:_SHOWN] or '(nothing)'}")
 
     def end(self) -> None:
-        if self._bar:
-            self._bar.stop()
+        """The last words have been said; more than once is no harm."""
 
 
 class JsonReporter(Reporter):

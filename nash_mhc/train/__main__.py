@@ -16,6 +16,7 @@ import jax
 
 from nash_mhc.config.cli import as_flags, parse, render
 from nash_mhc.config.commands import one_line_errors, this_python
+from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
 from nash_mhc.train.inferred_settings import found_settings
@@ -51,6 +52,19 @@ def next_commands(result: Result, given: Mapping[str, Any]) -> str:
     return "\n".join([f"\nThe run is in {folder}. Next:", *(f"  {command}" for command in commands)])
 
 
+def out_of_memory(cfg: RunConfig, error: Exception) -> ConfigError:
+    """What to change, the least harmful first."""
+    told = str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": ").splitlines()
+    batch, accum, remat = cfg.data.batch_size, cfg.train.grad_accum, cfg.train.remat
+    remedies = [f"--batch-size {batch // 2} --grad-accum {2 * accum} (the same step)"] * (batch % 2 == 0)
+    remedies += [f"--remat {'dots' if remat == 'none' else 'full'}"] * (remat != "full")
+    remedies += ["more devices along --mesh-fsdp", "a smaller --seq-len or --model-size"]
+    return ConfigError(
+        f"the devices have too little memory for this run ({(told or ['out of memory'])[0].rstrip('.')}); "
+        f"try {', '.join(remedies[:-1])}, or {remedies[-1]}; what is saved stays, and the same command goes on from it"
+    )
+
+
 def _own_flags(group: argparse._ArgumentGroup) -> None:
     text = (
         f"instead of training: {STEPS} steps of this run, killed and resumed, also on another mesh, and whether all are equal"
@@ -76,6 +90,10 @@ def main() -> int:
         return 0
     try:
         result = run(parsed.config)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise out_of_memory(parsed.config, error) from None
     except Interrupted as stopped:
         if jax.process_index() == 0:
             print(f"stopped: {stopped}; the same command goes on from there", file=sys.stderr)

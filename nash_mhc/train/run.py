@@ -19,8 +19,9 @@ from nash_mhc.runtime.program_cache import use_compilation_cache
 from nash_mhc.runtime.signals import SIGNALS, Interrupted
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.paths import Folder
+from nash_mhc.telemetry.live_panel import LivePanel
 from nash_mhc.telemetry.sinks import Sink
-from nash_mhc.telemetry.terminal import JsonReporter, Reporter
+from nash_mhc.telemetry.terminal import JsonReporter, Reporter, is_terminal
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.inputs import Inputs, open_inputs
@@ -58,10 +59,8 @@ def run(
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as held:
         quiet = quiet or jax.process_index() > 0
-        if cfg.telemetry.log_format == "json":
-            reporter: Reporter = JsonReporter(quiet=quiet, each_step=each_step)
-        else:
-            reporter = Reporter(cfg.train.total_steps, None, quiet=quiet, each_step=each_step)
+        reporter = _reporter(cfg, quiet, each_step)
+        held.callback(reporter.end)
         inputs = open_inputs(cfg, mesh, watch, held, reporter.say)
         use_compilation_cache(inputs.folder.path)
         _introduce(inputs, mesh, reporter)
@@ -69,6 +68,13 @@ def run(
             session = begin(inputs, mesh, store, watch=watch, reporter=reporter, clock=clock, sinks=sinks)
             state = _train(session)
     return Result(inputs.folder.path, state, dict(session.evaluation), inputs.floor, session.sample)
+
+
+def _reporter(cfg: RunConfig, quiet: bool, each_step: Callable[[int], None] | None) -> Reporter:
+    if cfg.telemetry.log_format == "json":
+        return JsonReporter(quiet=quiet, each_step=each_step)
+    kind = LivePanel if is_terminal() and not quiet else Reporter
+    return kind(cfg.train.total_steps, None, quiet=quiet, each_step=each_step)
 
 
 def _train(session: Session) -> TrainState:

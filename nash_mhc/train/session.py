@@ -162,7 +162,7 @@ def begin(
 ) -> Session:
     """Compiles the step and, meanwhile, makes or restores the state; then writes the run's first files."""
     cfg, source = inputs.cfg, inputs.source
-    reporter.say("compiling the step ...")
+    reporter.wait_for("compiling the step ...")
     watch.doing("compiling")
     step_fn = compile_train_step(cfg, mesh, source, warn=reporter.say)
     compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
@@ -188,7 +188,8 @@ def begin(
         if inputs.evaluator is not None:
             inputs.evaluator.compile(start.state.model)
         compiled()
-    reporter.say(f"compiled in {step_fn.seconds:.1f} s; starting from {start.origin}")
+    where = " (an earlier start had compiled it)" if step_fn.from_cache else ""
+    reporter.say(f"compiled in {step_fn.seconds:.1f} s{where}; starting from {start.origin}")
     for line in changed_settings.about(changed, cfg, int(start.state.step)):
         reporter.say(line)
     meter = Meter(

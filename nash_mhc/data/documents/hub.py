@@ -43,7 +43,12 @@ class Hub:
         except ConfigError:
             raise
         except Exception as error:  # the library raises whatever its many readers raise
-            raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({_first_line(error)})") from error
+            if self._path is not None:
+                raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({_first_line(error)})") from error
+            raise Unreachable(
+                f"--dataset {name}: the datasets library cannot read it ({_first_line(error)}); without a network, "
+                f"load_dataset('{name}').save_to_disk(FOLDER) where there is one, and --dataset FOLDER here"
+            ) from error
         self.format = format_of(cfg, columns)
         self._fields = fields_of(cfg, self.format)
 
