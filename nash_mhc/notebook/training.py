@@ -26,6 +26,7 @@ from nash_mhc.storage.paths import is_remote
 
 _WAIT_FOR_LOCK = "600"  # seconds: the process that the kernel before this one has started may still be saving
 _DRAWING = 9  # for each second of drawing, so many without: a CPU that trains needs them
+_BUCKET_PAUSE = 20.0  # seconds: rows reach an object store every half a minute
 _TAIL = 20  # lines of a log that are shown when something went wrong
 
 
@@ -94,6 +95,8 @@ def follow(training: Training, *, pause: float = 1.0) -> None:
 
     from nash_mhc.notebook.pictures import curves
 
+    if is_remote(training.folder.path):
+        pause = max(pause, _BUCKET_PAUSE)
     status = display(_Text(f"process {training.process.pid}: starting ..."), display_id=True)
     picture: Any = None
     seen, draw_at = (0, 0), 0.0
