@@ -52,7 +52,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # These files use each other's compiled steps, and so one process runs them.
 _TOGETHER = "invariants health hlo step".split()
 # They begin first, and beside them the files whose tests mostly wait for other processes; of the rest the longest.
-_WAITING = "processes kills start_signals run_lock moved verify_resume first_hour bench signals object_store spread"
+_WAITING = "notebooks processes kills start_signals run_lock moved verify_resume first_hour bench signals object_store spread"
 _FIRST = _TOGETHER + _WAITING.split()
 
 

@@ -27,6 +27,7 @@ ORDER = (
     "plan",
     "report",
     "bench",
+    "notebook",
 )
 
 # What each folder may use beside itself. A new need is a new entry here, made on purpose.
@@ -49,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"config", "parallel", "ops", "model", "data", "train"},
     "report": {"config", "storage", "checkpoint", "plan"},
     "bench": {"config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "train", "plan", "report"},
+    "notebook": {"config", "storage", "checkpoint", "runtime", "model", "data"},
 }  # fmt: skip
 
 # Outside libraries that would betray the purpose of a folder.

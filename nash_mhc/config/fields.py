@@ -16,6 +16,10 @@ from typing import Any
 class ConfigError(ValueError):
     """A user's mistake in one sentence: what is wrong, where, and the remedy. Commands print it and exit with 2."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: IPython asks for this, and the sentence is all that helps."""
+        return [f"error: {self}"]
+
 
 def key(
     default: Any,

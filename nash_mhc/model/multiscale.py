@@ -81,6 +81,23 @@ class Multiscale(eqx.Module):
             below_v, v = pooled(v_BTKH, self.pool_v_CJKH[c - 1], goes_on_BI, PER_KV_HEAD)
         return (below_k, below_v), (k, v)
 
+    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
+        """What every token finds at each scale, and how much of it."""
+        each = [per_head(rows) for rows in each]
+        windows = (window, *(None,) * (len(each) - 1))
+        K, H = each[0].v_BTKH.shape[2:]
+        wanted, dtype = kernel if kernel in EVIDENT_KERNELS else "xla", str(each[0].v_BTKH.dtype)
+        kernels = tuple(
+            fitting_kernel(wanted, dtype, rows.q_BTNH.shape[1], H, window) for rows, window in zip(each, windows, strict=True)
+        )
+        run = functools.partial(attend_with_evidence, windows=windows, kernels=kernels)
+        with jax.named_scope("attention"):
+            found = on_rows(run, each, kernels, Found._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
+        return tuple(
+            Found(constrain(by_token(f.out_BTNH, s, K), *PER_HEAD), by_token(f.evidence_BTN[..., None], s, K)[..., 0])
+            for f, s in zip(found, self.strides, strict=True)
+        )
+
     def settle(
         self, found: tuple[Found, ...], positions_BT: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B T N"], ...], Float[Array, "B T N"]]:
@@ -120,21 +137,7 @@ class Multiscale(eqx.Module):
                 keys = self.base.placed_keys(k, positions_BI + stride - 1)
                 late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
                 each.append(Rows(by_block(turned, stride, k.shape[2]), late(keys), late(v), segments_BI, coarse_documents))
-        each = [per_head(rows) for rows in each]
-        windows = (window, *(None,) * (len(each) - 1))
-        wanted, dtype = kernel if kernel in EVIDENT_KERNELS else "xla", str(v.dtype)
-        kernels = tuple(
-            fitting_kernel(wanted, dtype, rows.q_BTNH.shape[1], v.shape[-1], window)
-            for rows, window in zip(each, windows, strict=True)
-        )
-        run = functools.partial(attend_with_evidence, windows=windows, kernels=kernels)
-        with jax.named_scope("attention"):
-            found = on_rows(run, each, kernels, Found._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
-        K = v.shape[2]
-        found = tuple(
-            Found(constrain(by_token(f.out_BTNH, s, K), *PER_HEAD), by_token(f.evidence_BTN[..., None], s, K)[..., 0])
-            for f, s in zip(found, self.strides, strict=True)
-        )
+        found = self.find(each, window=window, kernel=kernel)
         mixed_BTNH, weights, residual_BTN = self.settle(found, positions_BT)
         with jax.named_scope("nash"):
             real_BT = jnp.ones_like(positions_BT, bool) if segments_BT is None else segments_BT > 0

@@ -16,6 +16,7 @@ from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.parallel.sharding import for_compute, named
+from nash_mhc.runtime.hardware import device_memory
 
 TEMPERATURE = 0.8
 _ROOM = 2048  # tokens that a sample sees at most
@@ -80,7 +81,7 @@ def _program(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
 def _fits(cfg: RunConfig, mesh: Mesh, dtype: str) -> bool:
     parameters = count_parameters(cfg.model)
     local = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
-    memory = (local.memory_stats() or {}).get("bytes_limit") if local.platform != "cpu" else None
+    memory = device_memory(local)
     if memory is None:
         return parameters <= _LARGEST
     return parameters * jnp.dtype(dtype).itemsize <= _SHARE * memory

@@ -1,0 +1,195 @@
+"""What a model does with one text, token by token: which scales count, what a head looks at, how streams are mixed.
+
+Nothing is computed a second time in another way. The model's own forward pass runs; three of its parts are replaced by
+the same parts with a note-taker, and the notes leave the scan over layers together with the reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.model.attention import Layout
+from nash_mhc.model.health import LayerReport
+from nash_mhc.model.lm import LM, Layer
+from nash_mhc.model.multiscale import Multiscale, by_token
+from nash_mhc.model.protocol import Execution
+from nash_mhc.model.residual import HyperConnection, Maps, State
+from nash_mhc.ops.attend import attend_with_evidence
+from nash_mhc.ops.attend_rows import Found, Rows
+
+
+class Gaze(NamedTuple):
+    """Where one head looks at one scale."""
+
+    stride: int  # tokens of a block; 1: the tokens themselves
+    weights_TS: np.ndarray  # of token t for block s
+    nothing_T: np.ndarray  # for the key that has nothing to say; with it, the weights of a token sum to 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """One text, seen from inside: L layers, C scales (finest first), T tokens, N heads, R streams. On the host."""
+
+    hidden_TD: np.ndarray  # what the next tokens are predicted from
+    weights_LCTN: np.ndarray  # of the scales: what the game came to
+    found_LCTNH: np.ndarray  # what each scale found
+    attention_LTD: np.ndarray  # what attention as a whole gave back
+    mixing_LSTRR: np.ndarray | None  # H_res of the two sub-layers, attention first; None: a plain residual
+    rows: tuple[Rows, ...]  # of each scale: the queries, keys and values of all layers
+    strides: tuple[int, ...]
+    windows: tuple[int | None, ...]  # of each layer
+
+    @property
+    def entropy_LTN(self) -> np.ndarray:
+        """Of the scales' weights, as a share of the largest that there is: 0, one scale has all; 1, all have alike."""
+        w = self.weights_LCTN
+        return -np.sum(w * np.log(np.maximum(w, 1e-30)), axis=1) / math.log(w.shape[1])
+
+    @property
+    def composite_LTRR(self) -> np.ndarray:
+        """The product of all H_res up to the end of each layer: what is left of the streams that entered."""
+        if self.mixing_LSTRR is None:
+            raise ConfigError("this model has a plain residual: there are no streams to mix")
+        products = [np.eye(self.mixing_LSTRR.shape[-1])[None]]
+        for attention_TRR, ffn_TRR in self.mixing_LSTRR:
+            products.append(ffn_TRR @ (attention_TRR @ products[-1]))
+        return np.stack(products[1:])
+
+    def gaze(self, layer: int, head: int) -> tuple[Gaze, ...]:
+        """Where a head looks, at each scale."""
+        L, _, T, N = self.weights_LCTN.shape
+        if not (0 <= layer < L and 0 <= head < N):
+            raise ConfigError(f"layer {layer}, head {head}: this model has layers 0 to {L - 1} and heads 0 to {N - 1}")
+        gazes = []
+        for c, (rows, stride) in enumerate(zip(self.rows, self.strides, strict=True)):
+            of_layer = jax.tree.map(lambda a: jnp.asarray(a[layer]), rows)
+            weights_TNS = np.asarray(_attention_weights(of_layer, stride, None if c else self.windows[layer]))
+            weights_TS = weights_TNS[:T, head]
+            # The keys of a coarse scale are one row late: first comes the one that has nothing to say.
+            gazes.append(Gaze(stride, weights_TS[:, 1:] if c else weights_TS, weights_TS[:, 0] if c else np.zeros(T)))
+        return tuple(gazes)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _attention_weights(rows: Rows, stride: int, window: int | None) -> Float[Array, "T N S"]:
+    """By the attention that the model uses: values of 0 and 1 bring back the weights that they were summed with."""
+    S, K, H = rows.k_BTKH.shape[1:]
+    parts = -(-S // H)
+    ones_PSH = jnp.eye(S, parts * H).reshape(S, parts, H).swapaxes(0, 1)
+    attend = functools.partial(attend_with_evidence, windows=(window,), kernels=("xla",))
+
+    def part(ones_SH: Array) -> Array:
+        value_BSKH = jnp.broadcast_to(ones_SH[None, :, None], (1, S, K, H))
+        (found,) = attend((rows._replace(v_BTKH=value_BSKH),))
+        return by_token(found.out_BTNH, stride, K)[0]
+
+    weights_PTNH = jax.lax.map(part, ones_PSH)
+    T, N = weights_PTNH.shape[1:3]
+    return weights_PTNH.transpose(1, 2, 0, 3).reshape(T, N, parts * H)[..., :S]
+
+
+class _Notes:
+    """Of the layer that is being traced. A static part of modules, and so equal to nothing but itself."""
+
+    def __init__(self) -> None:
+        self.page: dict[str, Any] = {}
+
+
+class _NotedResidual(HyperConnection):
+    notes: _Notes = eqx.field(static=True)
+    name: str = eqx.field(static=True)
+
+    def maps(self, state: State) -> Maps:
+        maps = super().maps(state)
+        self.notes.page[self.name] = jnp.stack([jnp.stack(row, axis=-1) for row in maps.res], axis=-2)
+        return maps
+
+
+class _NotedMixer(Multiscale):
+    notes: _Notes = eqx.field(static=True)
+
+    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
+        found = super().find(each, window=window, kernel=kernel)
+        self.notes.page |= {"rows": tuple(each), "found": tuple(f.out_BTNH for f in found)}
+        return found
+
+    def settle(self, found: tuple[Found, ...], positions_BT: Int[Array, "B T"]) -> tuple[Any, tuple[Array, ...], Array]:
+        settled = super().settle(found, positions_BT)
+        self.notes.page["weights"] = settled[1]
+        return settled
+
+    def __call__(self, x_BTD: Array, layout: Layout, *, window: int | None, kernel: str) -> tuple[Array, Any]:
+        out_BTD, game = super().__call__(x_BTD, layout, window=window, kernel=kernel)
+        self.notes.page["attention"] = out_BTD
+        return out_BTD, game
+
+
+class _NotedLayer(Layer):
+    notes: _Notes = eqx.field(static=True)
+
+    def __call__(
+        self, state: State, composite: Any, layout: Layout, *, window: int | None, kernel: str
+    ) -> tuple[State, Any, LayerReport]:
+        self.notes.page = {}
+        state, composite, report = super().__call__(state, composite, layout, window=window, kernel=kernel)
+        return state, composite, report._replace(game=self.notes.page)  # type: ignore[arg-type]  # what a scan stacks
+
+
+def _noted(kind: type[eqx.Module], module: eqx.Module, **more: Any) -> Any:
+    """The same module as one of `kind`, around the constructor: a stack of layers has an axis more than is declared."""
+    twin = object.__new__(kind)
+    known = {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
+    for name, value in (known | more).items():
+        object.__setattr__(twin, name, value)
+    return twin
+
+
+def _with_notes(model: LM) -> LM:
+    notes, layers = _Notes(), model.layers
+    parts: dict[str, Any] = {"attention": _noted(_NotedMixer, layers.attention, notes=notes)}
+    for name in ("attention_residual", "ffn_residual"):
+        if isinstance(residual := getattr(layers, name), HyperConnection):
+            parts[name] = _noted(_NotedResidual, residual, notes=notes, name=name)
+    return _noted(LM, model, layers=_noted(_NotedLayer, layers, notes=notes, **parts))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _look(model: LM, tokens_BT: Int[Array, "B T"], dtype: str) -> tuple[Array, Any]:
+    noted, execution = _with_notes(model), Execution(dtype=dtype, attention="xla")
+    x_BTD, report = noted.hidden(tokens_BT, execution=execution)
+    return x_BTD, report.game
+
+
+def look(model: Any, tokens: Sequence[int] | np.ndarray, *, dtype: str = "float32") -> Inside:
+    """The forward pass of one text (it is one document), with notes. ConfigError for a model that has no scales."""
+    tokens_T = np.asarray(tokens, np.int32)
+    if not isinstance(model, LM) or model.cfg.scales == 1:
+        raise ConfigError("this model has one scale, or is of another kind: there are no scales to look at")
+    if tokens_T.ndim != 1 or not tokens_T.size or tokens_T.min() < 0 or tokens_T.max() >= model.cfg.vocab_size:
+        raise ConfigError(f"a text is at least one token, each from 0 to {model.cfg.vocab_size - 1}")
+    T, cfg = tokens_T.size, model.cfg
+    hidden_BTD, page = jax.device_get(_look(model, jnp.asarray(tokens_T)[None], dtype))
+    # Behind the text there may be padding, up to whole blocks. The batch is one row.
+    cut = lambda x_LBT: np.asarray(x_LBT[:, 0, :T], np.float32)
+    mixing = [cut(page[name]) for name in ("attention_residual", "ffn_residual") if name in page]
+    return Inside(
+        hidden_TD=np.asarray(hidden_BTD[0], np.float32),
+        weights_LCTN=np.stack([cut(w) for w in page["weights"]], axis=1),
+        found_LCTNH=np.stack([cut(x) for x in page["found"]], axis=1),
+        attention_LTD=cut(page["attention"]),
+        mixing_LSTRR=np.stack(mixing, axis=1) if mixing else None,
+        rows=page["rows"],
+        strides=cfg.strides,
+        windows=cfg.windows * (cfg.layers // len(cfg.windows)),
+    )

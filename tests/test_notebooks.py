@@ -1,0 +1,230 @@
+"""The notebooks, executed from top to bottom as a person would, with a model of a few thousand parameters; and what
+they are made of."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import threading
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from runs import losses
+from training_process import catches
+
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.data.tokenizer import ByteTokenizer
+from nash_mhc.generate.decode import load
+from nash_mhc.notebook import pictures
+from nash_mhc.notebook.devices import Found, device_sentence, here, mesh_flags, propose
+from nash_mhc.notebook.training import Stopped, generate, pack, start
+from nash_mhc.runtime.hardware import device_memory, known_memory
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TRAIN, INSIDE = ROOT / "notebooks" / "train_3b_tpu.ipynb", ROOT / "notebooks" / "look_inside.ipynb"
+
+STEPS, ROWS = 40, 3  # the whole run, and the rows after which it is stopped
+FLAGS = (
+    "--model-width 16 --model-layers 2 --model-heads 2 --model-kv-heads 2 --model-head-dim 8 --model-ffn 32 --model-streams 2 "
+    "--model-scales 2 --model-ratio 2 --model-window 8 --seq-len 32 --batch-size 8 --log-interval 1 --eval-interval 0 "
+    "--eval-batches 2 --model-nash-iterations 1 --model-conv-taps 0"
+)
+_HANGS_S = 900.0  # as in training_process.py
+
+
+def execute(notebook, folder, *, meanwhile=None, **env):
+    """Runs all cells in a kernel whose working directory is `folder`; `meanwhile(client)` runs beside them."""
+    folder.mkdir(exist_ok=True)
+    client = NotebookClient(notebook, timeout=_HANGS_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    helper = threading.Thread(target=meanwhile or (lambda _: None), args=(client,), daemon=True)
+    helper.start()
+    try:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "NASH_MHC_FLAGS": FLAGS} | env
+        asyncio.run(client.async_execute(env=env))  # `execute` would leave its event loop unclosed
+    finally:
+        helper.join(_HANGS_S)
+        assert not helper.is_alive()
+    return notebook
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def shown(notebook, kind):
+    """Everything of that kind (stream, text/plain, image/png) that the cells show, in their order."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    found = [o.text if o.output_type == "stream" else o.get("data", {}).get(kind) for o in outputs]
+    return [text for o, text in zip(outputs, found, strict=True) if text and (o.output_type == "stream") == (kind == "stream")]
+
+
+def process_of(notebook):
+    """The number of the training process, as soon as a cell shows it."""
+    end = time.monotonic() + _HANGS_S
+    while time.monotonic() < end:
+        for text in shown(notebook, "text/plain"):
+            if number := re.match(r"process (\d+):", text):
+                return int(number[1])
+        time.sleep(0.005)
+    raise AssertionError("no process was shown")
+
+
+def lines_of(path):
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+class Executed(NamedTuple):
+    folder: Path  # of the run that was stopped and went on
+    ended: CellExecutionError  # how the first execution ended
+    left: list  # the losses that it left
+    again: nbformat.NotebookNode  # the second execution
+    inside: nbformat.NotebookNode  # the other notebook, which has trained the same model without a break ...
+    unbroken: Path  # ... here
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("notebooks")
+    run, unbroken, steps = folder / "run", folder / "unbroken", {"NASH_MHC_STEPS": str(STEPS)}
+
+    def stop(client):
+        process = process_of(client.nb)
+        while lines_of(run / "metrics.jsonl") < ROWS:
+            time.sleep(0.005)
+        os.kill(process, signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as beside:
+        text = {"NASH_MHC_TEXT": "Once Mira lived.", "NASH_MHC_RUN_FOLDER": str(unbroken)}
+        inside = beside.submit(execute, read(INSIDE), folder, **steps, **text)
+        with pytest.raises(CellExecutionError) as ended:
+            execute(read(TRAIN), folder, meanwhile=stop, NASH_MHC_RUN_FOLDER=str(run), **steps)
+        left = losses(run)
+        again = execute(read(TRAIN), folder, NASH_MHC_RUN_FOLDER=str(run), **steps)
+        return Executed(run, ended.value, left, again, inside.result(), unbroken)
+
+
+def test_a_stopped_notebook_goes_on_when_it_is_executed_again_and_ends_as_an_unbroken_run(executed):
+    run = executed.folder
+    saved = rf"stopped: step (\d+) is saved in {re.escape(str(run))}; the same command goes on from there"
+    assert re.fullmatch(rf"{saved}\. Run this cell again to go on\.", executed.ended.evalue)
+    assert ROWS <= len(executed.left) < STEPS
+    assert losses(run) == losses(executed.unbroken)
+    assert [row[0] for row in losses(run)] == list(range(1, STEPS + 1))
+
+
+def test_the_training_notebook_shows_what_it_promises(executed, tmp_path):
+    text = shown(executed.again, "stream")
+    assert re.match(r"This is a CPU with [\d.]+ cores?: there is no accelerator.\nProposed: tiny on a 1x1x1 mesh", text[2])
+    assert text[3].startswith(f"python -m nash_mhc.train {executed.folder} --model-size tiny --mesh-data 1 ")
+    assert text[4].startswith("Once ")
+    assert "scale_entropy        layer by layer: [0." in text[5]
+    (status,) = [line for line in shown(executed.again, "text/plain") if line.startswith("done")]
+    assert re.fullmatch(rf"done: step {STEPS}, loss \d\.\d{{4}}, [\d,]+ tokens a second", status)
+    assert len(shown(executed.again, "image/png")) == 2  # curves that were drawn again and again, and the health
+    with zipfile.ZipFile(executed.folder.parent / "nash_mhc-run.zip") as archive:
+        archive.extractall(tmp_path)
+    loaded = load(tmp_path / "run")
+    assert (loaded.step, loaded.config.model.width) == (STEPS, 16)
+
+
+def test_the_notebook_that_looks_inside_trains_a_model_and_shows_every_picture(executed):
+    told = f"step {STEPS} of {executed.unbroken}: 2 layers, 2 scales, 2 heads; the text has 17 tokens\n"
+    assert shown(executed.inside, "stream") == [told]
+    assert len(shown(executed.inside, "image/png")) == 7
+
+
+def test_interrupting_the_cell_stops_the_run_with_one_signal(tmp_path):
+    """Sent to all processes of the kernel's group, as "interrupt the kernel" is; a second one would mean "at once"."""
+    cell = "from nash_mhc.notebook import training\ntraining.follow(training.start('run', []))"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+
+    def interrupt(client):
+        process = process_of(notebook)
+        while not catches(process, signal.SIGTERM):
+            time.sleep(0.001)
+        os.killpg(os.getpgid(client.km.provisioner.pid), signal.SIGINT)
+
+    with pytest.raises(CellExecutionError) as ended:
+        execute(notebook, tmp_path, meanwhile=interrupt)
+    told = "SIGTERM: nothing is lost; start the same command again to go on. Run this cell again to go on."
+    assert (ended.value.ename, ended.value.evalue, ended.value.traceback.count("Traceback")) == ("Stopped", told, 0)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_as_it_was_written(path):
+    notebook = json.loads(path.read_text())
+    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
+    assert notebook["metadata"]["language_info"] == {"name": "python"}
+    for cell in notebook["cells"]:
+        assert cell["metadata"] == {}
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+    assert path.read_text() == nbformat.writes(read(path)) + "\n"
+    first, *_ = notebook["cells"]
+    assert "".join(first["source"]).startswith("# ")
+
+
+def test_both_notebooks_are_there():
+    assert NOTEBOOKS == [INSIDE, TRAIN]
+
+
+CHIP, V6E = 33_550_000_000, "TPU v6 lite"  # bytes of a v6e that a program may use, and what JAX calls it
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence", "size", "mesh", "batch"),
+    [
+        (Found("cpu", "cpu", 1, None, 2.0), "This is a CPU with 2 cores: there is no accelerator.", "tiny", "1x1x1", (8, 1)),
+        (Found("tpu", V6E, 1, CHIP, 44.0), "This is one TPU v6 lite chip with 31.2 GiB; {}", "1b", "1x1x1", (2, 4)),
+        (Found("tpu", V6E, 8, CHIP, 180.0), "These are 8 TPU v6 lite chips with 31.2 GiB each.", "3b", "2x2x2", (8, 1)),
+        (Found("tpu", V6E, 4, CHIP, 180.0), "These are 4 TPU v6 lite chips with 31.2 GiB each.", "3b", "1x4x1", (4, 2)),
+        (Found("gpu", "H200", 1, 113 * 10**9, 16.0), "This is one H200 GPU with 105.2 GiB; {}", "3b", "1x1x1", (2, 4)),
+        (Found("gpu", "X", 1, None, 1.0), "This is one X GPU; {}", "tiny", "1x1x1", (8, 1)),
+        (Found("gpu", "X", 1, 2**30, 1.0), "This is one X GPU with 1.0 GiB; {}", "tiny", "1x1x1", (8, 1)),
+    ],
+)
+def test_what_is_proposed_fits_the_devices(found, sentence, size, mesh, batch):
+    proposal = propose(found)
+    assert device_sentence(found) == proposal.sentence == sentence.format("a 2x2x2 mesh needs eight.")
+    assert (proposal.size, proposal.mesh, (proposal.batch_size, proposal.grad_accum)) == (size, mesh, batch)
+
+
+def test_a_chip_that_does_not_say_how_much_it_holds_is_known_by_its_kind():
+    assert [known_memory(kind) for kind in (V6E, "TPU v5 lite", "TPU v5p", "X")] == [32 * 10**9, 16 * 10**9, 95 * 10**9, None]
+    assert device_memory(jax.devices("cpu")[0]) is None
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch):
+    assert mesh_flags("2x-1x1") == ["--mesh-data", "2", "--mesh-fsdp", "-1", "--mesh-tp", "1"]
+    for wrong in ("2x2", "axbxc", "0x1x1", ""):
+        with pytest.raises(ConfigError, match="three numbers, for instance 2x2x2") as error:
+            mesh_flags(wrong)
+        assert error.value._render_traceback_() == [f"error: {error.value}"]
+    with pytest.raises(Stopped, match="name a folder"):
+        start(" ", [])
+    with pytest.raises(Stopped, match="no whole checkpoint"):
+        pack(str(tmp_path), str(tmp_path / "a.zip"))
+    with pytest.raises(Stopped, match=r"^error: --max-tokens"):
+        generate(str(tmp_path), "--max-tokens", "some")
+    with pytest.raises(ConfigError, match="tells nothing of scales"):
+        pictures.health([{"step": 1, "loss": 1.0}])
+    monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(ConfigError, match=r"the devices cannot be looked at: .*nonsense"):
+        here()
+
+
+def test_tokens_have_names_and_only_some_layers_of_a_deep_model_are_shown():
+    assert pictures.labels([256, 65, 10, 36], ByteTokenizer()) == ["|", "A", "\\n", "\\$"]
+    assert pictures._some(2) == [0, 1]
+    assert pictures._some(28) == [0, 5, 11, 16, 22, 27]
