@@ -36,7 +36,9 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     """Compiles for `topology` (for instance v6e:2x4); needs the TPU compiler library, not a TPU."""
     axes, shape = tuple(cfg.mesh.axes), tuple(cfg.mesh.axes.values())
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        # Hosts have four chips each, but for the one that has a single one.
+        single: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if re.fullmatch(r"[^:]+:1(x1)*", topology) else {}
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **single)
     except Exception as error:  # the library raises many kinds; the user needs the reason, not the kind
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
