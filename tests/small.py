@@ -152,6 +152,6 @@ def assert_same_run(got: Any, want: Any, *, rtol: float = 1e-4, health: bool = T
 def small_meter(history, saved=None, **state):
     """A meter that has taken in the metrics of these steps."""
     meter = Meter(config(), 1.0, 1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
-    for number, metrics in enumerate(history, start=1):
+    for number, metrics in enumerate(history, start=1 + state.get("step", 0)):
         meter.add(number, {k: np.asarray(v) for k, v in metrics.items()})
     return meter

@@ -227,7 +227,10 @@ def test_a_blank_sample_says_so(capsys):
 
 def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):
     """As a GPU and a TPU say it; a CPU takes whatever the system gives."""
-    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96.5GiB.\nBufferAssignment ..."
+    said = (
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96.5GiB with allocator GPU_0_bfc on device 0. "
+        "[executable_name='jit_traced']\nBufferAssignment ..."
+    )
 
     def run(cfg):
         raise jax.errors.JaxRuntimeError(said)

@@ -36,7 +36,7 @@ def test_instructions_belong_to_the_names_that_the_code_gives():
   ROOT %dot.2 = f32[8]{0} dot(%a), metadata={op_name="jit(traced)/transpose(jvp(mhc))/attention/mul"}
   %add.3 = f32[8]{0} add(%a), metadata={op_name="jit(traced)/add"}
 """
-    assert parts_of(program) == {"fusion.1": "attention", "dot.2": "mhc/attention (backward)", "add.3": "everything else"}
+    assert parts_of(program) == {"fusion_1": "attention", "dot_2": "mhc/attention (backward)", "add_3": "everything else"}
 
 
 @pytest.mark.parametrize("text", ["5", "5:", ":5", "6:5", "0:3", "a:b", "3-5"])

@@ -11,10 +11,12 @@ import pytest
 import runs
 import small
 from report_files import make_run, row, serving
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nash_mhc.config.schema import TelemetryConfig
 from nash_mhc.report.contents import open_run
 from nash_mhc.report.page import write_page
+from nash_mhc.telemetry.sinks import scalars
 from nash_mhc.train import run
 
 CFG = small.nash_config(train__total_steps=8, train__eval_interval=4, train__log_interval=1)
@@ -78,6 +80,25 @@ def test_two_real_runs(tab: browser.Tab, two: list[Path], tmp_path: Path, width:
     nothing_is_wrong(tab, address)
     tab.picture(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+def test_tensorboards_own_reader_finds_all_of_a_real_run(two: list[Path]) -> None:
+    board = EventAccumulator(str(two[0]), size_guidance={"images": 0, "tensors": 0, "scalars": 0})
+    board.Reload()
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        for line in runs.rows(two[0], name):
+            for tag, value in scalars(line, name):
+                if tag != "step":
+                    expected.setdefault(tag, []).append((line["step"], value))
+    found = {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    assert set(found) == set(expected)
+    for tag, points in expected.items():
+        assert found[tag] == [(step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in points], tag
+    pictures = {tag: [event.step for event in board.Images(tag)] for tag in board.Tags()["images"]}
+    assert pictures == {"inside/H_res_by_layer": [4, 8], "inside/scale_weight_by_layer": [4, 8]}
+    assert set(board.PluginTagToContent("text")) == {"configuration", "sample"}
+    assert [event.step for event in board.Tensors("sample")] == [4, 8]
 
 
 def test_charts_zoom_together_and_share_a_cursor(tab: browser.Tab, two: list[Path], tmp_path: Path) -> None:

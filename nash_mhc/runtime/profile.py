@@ -85,7 +85,12 @@ class Profile:
 
 def parts_of(program: str) -> dict[str, str]:
     """Instruction -> the part of the model that it is of: `layer/attention`, `layer/attention (backward)`."""
-    return {name: _part(scope) for name, scope in _INSTRUCTION.findall(program)}
+    return {_plain(name): _part(scope) for name, scope in _INSTRUCTION.findall(program)}
+
+
+def _plain(name: str) -> str:
+    """As a kernel may be called that is named after an instruction."""
+    return re.sub(r"\W", "_", name)
 
 
 def _part(scope: str) -> str:
@@ -105,5 +110,7 @@ def costs(folder: Path, parts: Mapping[str, str]) -> dict[str, float]:
     for event in events:
         operation = (event.get("args") or {}).get("hlo_op")
         if event.get("ph") == "X" and operation is not None:
-            found[parts.get(operation, "everything else")] += event["dur"] / 1e6
+            # What the program does not know: at least what kind of instruction it is.
+            kind = re.sub(r"[._]?\d+$", "", operation)
+            found[parts.get(_plain(operation), f"unknown ({kind})")] += event["dur"] / 1e6
     return dict(found)

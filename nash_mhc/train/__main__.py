@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import io
+import re
 import shlex
 import sys
 import traceback
@@ -54,13 +55,13 @@ def next_commands(result: Result, given: Mapping[str, Any]) -> str:
 
 def out_of_memory(cfg: RunConfig, error: Exception) -> ConfigError:
     """What to change, the least harmful first."""
-    told = str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": ").splitlines()
+    told = re.split(r" with allocator| \[|\n", str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": "))
     batch, accum, remat = cfg.data.batch_size, cfg.train.grad_accum, cfg.train.remat
     remedies = [f"--batch-size {batch // 2} --grad-accum {2 * accum} (the same step)"] * (batch % 2 == 0)
     remedies += [f"--remat {'dots' if remat == 'none' else 'full'}"] * (remat != "full")
     remedies += ["more devices along --mesh-fsdp", "a smaller --seq-len or --model-size"]
     return ConfigError(
-        f"the devices have too little memory for this run ({(told or ['out of memory'])[0].rstrip('.')}); "
+        f"the devices have too little memory for this run ({told[0].rstrip('.') or 'out of memory'}); "
         f"try {', '.join(remedies[:-1])}, or {remedies[-1]}; what is saved stays, and the same command goes on from it"
     )
 
