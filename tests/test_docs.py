@@ -43,6 +43,7 @@ RUN_BY = {
     "checkpoint restore-test": "test_restore_drill.py::test_a_laptop_with_one_device_restores_what_eight_wrote",
     "generate": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "report --live": "test_report.py::test_the_live_command_serves_until_it_is_interrupted",
     "bench step": "test_bench.py::test_figures_follow_from_one_another",
     "bench compile": "test_bench.py::test_compiling_for_a_topology_reports_memory_and_collectives",
     "bench data": "test_bench_data.py::test_bench_data_measures_every_part",

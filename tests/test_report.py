@@ -1,7 +1,10 @@
 """The page about a run: complete, self-contained, honest about what is missing."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -280,3 +283,21 @@ def test_a_live_page_is_for_this_machine_and_survives_its_folder(live: LiveServe
     assert "no such folder" in text
     (tmp_path / "moved").rename(tmp_path / "r")
     assert asked(live, "data.json")[0] == 200
+
+
+def test_the_live_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", [row(1), row(2)])
+    argv = [sys.executable, "-m", "nash_mhc.report", "--live", str(folder)]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            found = re.fullmatch(r"live: (http://localhost:\d+/) \(Ctrl-C ends it\)\n", process.stdout.readline())
+            assert found is not None
+            with urllib.request.urlopen(found.group(1) + "data.json") as answer:
+                assert json.load(answer)["runs"][0]["rows"]["step"] == [1, 2]
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate()
+            assert (process.returncode, out.strip(), err) == (0, "", "")
+        finally:
+            process.kill()

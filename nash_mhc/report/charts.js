@@ -124,7 +124,8 @@ class Chart {
     }
     for (const x of ticks(x0, x1, Math.max(2, Math.min(8, Math.floor(W / 85))), this.board.time)) {
       if (this.board.whole && x !== Math.round(x)) continue;
-      svg.append(draw("text", { x: px(x), y: H - bottom + 16, class: "x" }, this.board.format(x)));
+      const atEdge = px(x) > W - right - 14;  // there a number in the middle would be cut off
+      svg.append(draw("text", { x: atEdge ? W - 2 : px(x), y: H - bottom + 16, class: atEdge ? "y" : "x" }, this.board.format(x)));
     }
     if (spec.big) svg.append(draw("text", { x: (left + W - right) / 2, y: H - 6, class: "x" }, `${this.board.name}${log ? " (loss on a log scale)" : ""}`));
     if (level.length) {

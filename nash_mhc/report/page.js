@@ -210,10 +210,13 @@ function build(data) {
   document.body.append(main);
   const title = several ? `${data.runs.length} runs` : `Run ${data.runs[0].name}`;
   const rows = (run) => `${run.folder} \u00b7 ${run.count[0]} row${run.count[0] === 1 ? "" : "s"} of metrics, ${run.count[1]} evaluation${run.count[1] === 1 ? "" : "s"}`;
-  main.append(make("h1", {}, title), ...data.runs.map((run) => make("p", { class: "sub" }, rows(run))), ...summary(data), axis, legend(data));
+  main.append(make("h1", {}, title), ...data.runs.map((run) => make("p", { class: "sub" }, rows(run))));
+  if (!several) main.append(...summary(data));
+  main.append(axis, legend(data));
   const floors = new Set(data.runs.map((run) => run.floor)), floor = [...floors][0];
   const level = floors.size === 1 && floor !== null ? { y: floor, name: "floor" } : null;
   figure(main, "loss", { heading: "Loss, nats a token", series: series(data, "loss", "eval/loss"), level, log: true, big: true });
+  if (several) main.append(...summary(data));  // what one wants to see of several is how they compare
   const wall = wallClock(data);
   if (wall) main.append(wall);
   const small = make("div", { class: "small" });
