@@ -46,11 +46,13 @@ def batches(
     grad_accum: int,
     seed: int,
     start_step: int = 0,
+    stop_step: int | None = None,
     workers: int = 0,
     buffer: int = 4,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[Rows]:
-    """Batches [grad_accum, batch_size / shares, T] from `start_step` on, for ever; the position is that one number.
+    """Batches [grad_accum, batch_size / shares, T] from `start_step` on, up to `stop_step` or for ever; the position is
+    that one number. Workers make nothing that comes after the stop: it would lie in shared memory, and nobody take it.
 
     `share` is (k, n): only the k-th of n shares of every batch is read, that of one process.
     """
@@ -58,7 +60,7 @@ def batches(
     # Small steps are read faster than threads take turns; large ones may have to wait for a disk.
     threads = 2 if batch_size * grad_accum >= 32 and not workers else 1
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
-    ds: Any = grain.MapDataset.source(steps)[start_step:].to_iter_dataset(options)
+    ds: Any = grain.MapDataset.source(steps)[start_step:stop_step].to_iter_dataset(options)
     if workers:
         from absl import flags  # grain's workers read absl's flags, which only an absl program would have parsed
 
@@ -71,7 +73,10 @@ def batches(
             iterator.get_state()  # has grain make its readers here and now, and not one by one in threads of its own
             iterator.start_prefetch()
     try:
-        yield from iterator
+        for rows in iterator:
+            # Out of the memory that is shared with a worker: grain gives it back in a thread of its own, some time
+            # after nobody holds it any more, and a run that ends just then would leave it behind.
+            yield Rows(*(np.array(a) for a in rows)) if workers else rows
     finally:
         getattr(iterator, "close", lambda: None)()
 

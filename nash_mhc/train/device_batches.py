@@ -62,10 +62,17 @@ def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh) -> Batch:
 
 
 def host_batches(
-    cfg: DataConfig, source: RowSource, mesh: Mesh, *, grad_accum: int, seed: int, start_step: int = 0
+    cfg: DataConfig,
+    source: RowSource,
+    mesh: Mesh,
+    *,
+    grad_accum: int,
+    seed: int,
+    start_step: int = 0,
+    stop_step: int | None = None,
 ) -> Iterator[Rows]:
     return batches(
-        source, batch_size=cfg.batch_size, grad_accum=grad_accum, seed=seed, start_step=start_step,
+        source, batch_size=cfg.batch_size, grad_accum=grad_accum, seed=seed, start_step=start_step, stop_step=stop_step,
         workers=cfg.num_workers, buffer=cfg.worker_buffer_size, share=share_of_batch(mesh),
     )  # fmt: skip
 

@@ -80,9 +80,8 @@ def _reporter(cfg: RunConfig, quiet: bool, each_step: Callable[[int], None] | No
 def _train(session: Session) -> TrainState:
     """From the session's start to the last step, which is saved; Interrupted, once the newest step is saved."""
     cfg, inputs, start, reporter = session.cfg, session.inputs, session.start, session.reporter
-    rows = host_batches(
-        cfg.data, inputs.source, session.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, start_step=start.step
-    )
+    steps: dict[str, int] = {"start_step": start.step, "stop_step": max(start.step, cfg.train.total_steps)}
+    rows = host_batches(cfg.data, inputs.source, session.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **steps)
     feed = prefetched(rows, session.mesh)
     if read := passes(inputs.source.epochs(cfg.train.total_steps * inputs.rows_a_step)):
         reporter.say(f"the run {read}")
