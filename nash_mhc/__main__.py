@@ -16,6 +16,7 @@ ABOUT = {
     "generate": "writes text with a trained model",
     "data": "prepares and inspects data, trains tokenizers",
     "checkpoint": "lists, verifies and inspects a run's checkpoints",
+    "hub": "models from and for Hugging Face's libraries",
     "report": "one HTML page about a run",
     "bench": "measures speed, quality, memory and the input pipeline",
 }

@@ -8,7 +8,7 @@ import pytest
 
 from nash_mhc.ops.attend import attend, best_kernel, why_not
 from nash_mhc.ops.attend_cudnn import documents_of
-from nash_mhc.ops.rope import positions_in_segments, rope
+from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
 
 
 def inputs(T=96, N=4, K=2, H=8, dtype=jnp.float32):
@@ -104,7 +104,7 @@ def test_a_kernel_that_cannot_run_says_why(arguments, reason):
 def test_rope_scores_depend_on_distance_alone():
     q, k, _, _ = inputs(T=4, N=2, K=2)
     at = lambda shift: jnp.tile(jnp.arange(4)[None] + shift, (2, 1))
-    scores = [jnp.einsum("btnh,bsnh->bnts", rope(q, at(s), 100.0), rope(k, at(s), 100.0)) for s in (0, 11)]
+    scores = [jnp.einsum("btnh,bsnh->bnts", rope(q, at(s), Rotation(100.0)), rope(k, at(s), Rotation(100.0))) for s in (0, 11)]
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
 

@@ -76,7 +76,7 @@ def a_value(key: cli.Key) -> tuple[str, object]:
         special |= {"model.nash_iterations": 7, "model.streams": 7, "model.conv_taps": 7, "model.full_every": 2}
         number = special.get(key.path, 97)
         return str(number), number
-    text = {"telemetry.profile": "5:7"}.get(key.path, "some text")
+    text = {"telemetry.profile": "5:7", "model.rope_scaling": "linear,factor=2"}.get(key.path, "some text")
     return text, text
 
 
@@ -104,7 +104,7 @@ def test_required_flags(flag):
 
 def test_names_are_unambiguous_and_few():
     keys = list(cli.keys().values())
-    assert len([key for key in keys if key.path.split(".")[0] not in FURTHER]) < 90  # what pretraining has
+    assert len([key for key in keys if key.section not in FURTHER]) < 90  # what pretraining has
     for attribute in ("flag", "short", "path"):
         assert len({getattr(k, attribute) for k in keys}) == len(keys)
     assert {"--num-devices", "--platform", "--mesh-tp", "--model-qk-norm", "--model-size"} <= {k.flag for k in keys}
@@ -462,7 +462,7 @@ def test_help(columns, capsys, monkeypatch):
     assert out.count("\n  python -m nash_mhc.train ") == 3, "three examples"
     assert max(map(len, out.splitlines())) <= (100 if columns == "200" else 80)
     words = set(out.replace(",", " ").split())
-    shown = [k for k in cli.keys().values() if k.path.split(".")[0] not in FURTHER]
+    shown = [k for k in cli.keys().values() if k.section not in FURTHER]
     flags = {k.flag for k in shown} | set(REQUIRED)
     assert flags | {"--config", "--print-config", "--help", "-h", "--use-small-model"} <= words
     flat = " ".join(out.split())
@@ -478,12 +478,12 @@ def test_help_of_a_section(capsys):
     with pytest.raises(SystemExit):
         cli.parse(["--help"])
     whole = capsys.readouterr().out
-    for section in cli.sections():
+    for section in {*cli.sections(), *FURTHER}:
         with pytest.raises(SystemExit) as caught:
             cli.parse(["--help", section])
         assert caught.value.code == 0
         out = capsys.readouterr().out
-        mine = [key for key in cli.keys().values() if key.path.startswith(f"{section}.")]
+        mine = [key for key in cli.keys().values() if key.section == section]
         assert mine and all(f"  {key.flag} " in out for key in mine)
         assert out.count("\n  --") == len(mine)
         assert (f"--help {section} " in whole) == (section in FURTHER) == (f" ({section}.*):" not in whole)

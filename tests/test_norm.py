@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from nash_mhc.ops.norm import norm_and_rope, rms_norm, rms_norm_reference
-from nash_mhc.ops.rope import rope
+from nash_mhc.ops.rope import Rotation, rope
 
 B, T, N, H = 2, 5, 3, 16
+TURN = Rotation(100.0, tuple(1 / (1 + i) for i in range(H // 2)), 1.25)
 
 
 def inputs(dtype):
@@ -23,8 +24,8 @@ def pairs(positions):
     return {
         "norm": (lambda x, s: rms_norm(x, s, 1e-6), lambda x, s: rms_norm_reference(x, s, 1e-6)),
         "turned": (
-            lambda x, s: norm_and_rope(x, s, positions, 1e-6, 100.0),
-            lambda x, s: rope(rms_norm_reference(x, s, 1e-6), positions, 100.0),
+            lambda x, s: norm_and_rope(x, s, positions, 1e-6, TURN),
+            lambda x, s: rope(rms_norm_reference(x, s, 1e-6), positions, TURN),
         ),
     }
 
@@ -50,5 +51,5 @@ def test_bfloat16_is_rounded_once_at_the_end(name):
 
 def test_zeros_have_a_finite_gradient():
     x, scale, positions, _ = inputs(jnp.float32)
-    grad = jax.grad(lambda x: jnp.sum(norm_and_rope(x, scale, positions, 1e-6, 100.0)))(jnp.zeros_like(x))
+    grad = jax.grad(lambda x: jnp.sum(norm_and_rope(x, scale, positions, 1e-6, TURN)))(jnp.zeros_like(x))
     assert np.isfinite(grad).all()

@@ -100,6 +100,12 @@ class RunFolder:
                 continue
         return None
 
+    def is_imported(self) -> bool:
+        """Whether it holds a model that came from elsewhere, and no run."""
+        with contextlib.suppress(OSError, ValueError):
+            return "imported" in json.loads((self.path / RUN).read_text())
+        return False
+
     # --- rows and checkpoints ----------------------------------------------------------------------------------------
 
     def rows(self, name: str = METRICS) -> list[Row]:
@@ -150,6 +156,8 @@ class RunFolder:
         with as_os_errors():
             files.make(self.path)
             for name, text in texts.items():
+                if "/" in name:
+                    files.make((self.path / name).parent)
                 files.write_whole(self.path / name, text)
 
     def missing(self, names: Iterable[str]) -> list[str]:

@@ -33,14 +33,16 @@ def key(
     weighted: bool = False,
     path: bool = False,
     axis: bool = False,
+    further: str | None = None,
 ) -> Any:
     """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
 
     The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path`
-    may begin with ~, wherever it is written. An `axis` is one of the mesh.
+    may begin with ~, wherever it is written. An `axis` is one of the mesh. `further`: the name of what a run may do
+    besides pretraining that this key belongs to; only `--help` of that name shows it.
     """
     bounds = {"low": low, "above": above, "high": high}
-    kind = {"weighted": weighted, "path": path, "axis": axis}
+    kind = {"weighted": weighted, "path": path, "axis": axis, "further": further}
     return field(default=default, metadata=bounds | {"help": help, "choices": choices, "flag": flag} | kind)
 
 

@@ -77,12 +77,13 @@ def _described(key: Key, defaults: dict[str, Any]) -> str:
 
 def section_help(section: str) -> str:
     """The keys of one section; ConfigError if there is none of that name."""
-    if section not in sections():
-        raise ConfigError(f"--help {section}: no such section{what_there_is(section, sections())}")
+    known = list(dict.fromkeys([*sections(), *FURTHER]))
+    if section not in known:
+        raise ConfigError(f"--help {section}: no such section{what_there_is(section, known)}")
     defaults = presets.run().to_dict()
     title = FURTHER.get(section, TITLES.get(section, section))
-    lines = [_described(key, defaults) for key in keys().values() if key.path.startswith(section + ".")]
-    return "\n".join([f"{title} ({section}.*):", *lines]) + "\n"
+    lines = [_described(key, defaults) for key in keys().values() if key.section == section]
+    return "\n".join([f"{title} ({section}.*):" if section in sections() else f"{title}:", *lines]) + "\n"
 
 
 def usage(prog: str, *, folder: bool = False) -> str:

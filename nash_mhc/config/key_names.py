@@ -20,6 +20,7 @@ NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", 
 # What a run may do besides pretraining: --help names these sections, and --help SECTION shows one.
 FURTHER = {
     "objective": "what is minimized, where it is not the next token's cross-entropy",
+    "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
 }
 
@@ -36,6 +37,11 @@ class Key:
     @property
     def short(self) -> str:
         return self.flag[2:].replace("-", "_")
+
+    @property
+    def section(self) -> str:
+        """Whose help shows it: that of its own part of the configuration, or of what it is there for."""
+        return self.metadata.get("further") or self.path.rpartition(".")[0]
 
     @property
     def kinds(self) -> tuple[type, ...]:

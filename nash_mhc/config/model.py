@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from nash_mhc.config.fields import ConfigError, Section, key, nearest_multiple
+from nash_mhc.config.rope_scaling import RopeScaling
 
 
 class Length(NamedTuple):
@@ -75,10 +76,16 @@ class ModelConfig(ArchitectureConfig):
     streams: int = key(4, "residual streams (R) of mhc", low=2, high=16)
     sinkhorn_iterations: int = key(20, "normalisations that make the mixing of streams doubly stochastic", low=1, high=200)
     rope_theta: float = key(10_000.0, "base of the rotary position frequencies", above=0)
+    rope_scaling: str | None = key(
+        None, "stretched frequencies: linear, llama3 or yarn, such as yarn,factor=4,original=32768", further="hub"
+    )
     norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
     qk_norm: bool = key(True, "normalise queries and keys per head before the rotation")
     qkv_bias: bool = key(False, "add a bias to the query, key and value projections")
     tied_embeddings: bool = key(True, "use the embedding table as the output projection too")
+    embed_scale: str = key(
+        "unit", "embeddings enter times sqrt(width), or as the table has them", choices=("unit", "table"), further="hub"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +103,8 @@ class ModelConfig(ArchitectureConfig):
                 f"(model.ratio {self.ratio}, model.scales {self.scales}); "
                 f"the nearest is {nearest_multiple(self.window, self.coarsest_stride)}"
             )
-
+        if self.rope_scaling is not None:
+            RopeScaling.parse(self.rope_scaling)
         if self.full_every and self.window is None:
             raise ConfigError("model.full_every leaves a window out, and there is none; set model.window, or leave it at 0")
         if self.full_every and self.layers % self.full_every:
@@ -111,6 +119,12 @@ class ModelConfig(ArchitectureConfig):
     def windows(self) -> tuple[int | None, ...]:
         """Of the layers of one group, of which the model is a stack; in each, the last one may see everything."""
         return (*(self.window,) * (self.full_every - 1), None) if self.full_every else (self.window,)
+
+    @property
+    def embed_multiplier(self) -> float:
+        """Our tables are scaled for the output, where they meet a stream of norm sqrt(D); as input that would drown in
+        the layers' own outputs, so they enter at the scale of those. Tables of other origin enter as they are."""
+        return self.width**0.5 if self.embed_scale == "unit" else 1.0
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ def _section(name: str, title: str, about: str = "") -> str:
     rows = [
         (f"`{key.path}`", f"`{key.flag}`", f"`{_value(key.of(defaults))}`", f"{key.metadata['help']}{_limits(key)}")
         for key in keys().values()
-        if key.path.rpartition(".")[0] == name
+        if key.section == name
     ]
     return f"## {title}\n\n{about}{_table(('key', 'flag', 'default', 'meaning'), rows)}\n"
 

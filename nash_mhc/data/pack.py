@@ -71,13 +71,18 @@ def cut(
     closes: bool = True,
     counts: np.ndarray | None = None,
     document: int = 0,
+    begin: int | None = None,
 ) -> list[Piece]:
-    """A document read as [end, tokens...] that predicts [tokens..., end], in pieces of at most a row.
+    """A document read as [begin, tokens...] that predicts [tokens..., end], in pieces of at most a row.
+
+    Without a token of its own, what begins a document is the one that ends it.
 
     `opens` and `closes` say whether these tokens are the document's first and last;
     `counts` has an entry for each token and one for the end.
     """
-    whole = np.concatenate([np.full(int(opens), end), tokens, np.full(int(closes), end)]).astype(np.int32)
+    whole = np.concatenate([np.full(int(opens), end if begin is None else begin), tokens, np.full(int(closes), end)]).astype(
+        np.int32
+    )
     weighs = np.ones(len(whole), bool) if counts is None else np.append(counts[: len(tokens)], counts[-1:] if closes else [])
     weighs = weighs.astype(bool)[-(len(whole) - 1) :] if len(whole) > 1 else np.zeros(0, bool)
     pieces = []
@@ -145,11 +150,19 @@ def positions(segments: np.ndarray) -> np.ndarray:
     return slots - np.maximum.accumulate(np.where(begins, slots, 0), axis=-1)
 
 
-def pack(documents: Sequence[np.ndarray], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1) -> Rows:
-    """Packs token arrays. Each document is read as [end, tokens...] and predicts [tokens..., end].
+def pack(
+    documents: Sequence[np.ndarray],
+    end: int,
+    seq_len: int,
+    most_rows: int | None = None,
+    *,
+    align: int = 1,
+    begin: int | None = None,
+) -> Rows:
+    """Packs token arrays. Each document is read as [begin, tokens...] and predicts [tokens..., end].
 
     Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the
     document before it and weighs nothing, so that every aligned block of `align` slots lies in one document.
     """
-    pieces = [piece for document in documents for piece in cut(document, end, seq_len)]
+    pieces = [piece for document in documents for piece in cut(document, end, seq_len, begin=begin)]
     return unfold(lay(pieces, end, seq_len, most_rows, align=align)[0], end)

@@ -25,7 +25,8 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SE
 @runtime_checkable
 class Tokenizer(Protocol):
     vocab_size: int
-    end: int  # stands before the first token of a document and after the last
+    begin: int  # stands before the first token of a document: the end token, unless the tokenizer has one of its own
+    end: int  # stands after the last
     fingerprint: str  # equal for tokenizers that give equal tokens
 
     @property
@@ -46,7 +47,7 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens 0..255, and one end-of-document token."""
 
     vocab_size = 257
-    end = 256
+    begin = end = 256
     fingerprint = "bytes"
 
     def __init__(self) -> None:
@@ -81,6 +82,8 @@ class HuggingFaceTokenizer:
         if end is None:
             raise ConfigError(f"--tokenizer {name}: it has neither an eos nor a bos token to stand between documents; add one")
         self.end: int = end
+        # What it puts in front of a text by itself: Llama's models were trained with that, Qwen's with nothing.
+        self.begin: int = next(iter(self._backend.encode("", add_special_tokens=True).ids), end)
         self.fingerprint = hashlib.sha256(f"{end} {self._backend.to_str()}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:

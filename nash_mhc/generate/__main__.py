@@ -60,7 +60,7 @@ def main() -> int:
     loaded = load(args.folder, args.step, say=say)
     use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there
     tokenizer = loaded.tokenizer
-    prompt = [tokenizer.end]  # every document that the model has read began so
+    prompt = [tokenizer.begin]  # every document that the model has read began so
     for unit in tokenizer.split_special(args.prompt):  # as in a template, which the prompt may have to repeat
         prompt += [unit] if isinstance(unit, int) else tokenizer.encode(unit).tolist()
     tokens = generate_tokens(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from nash_mhc.config.rope_scaling import RopeScaling
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
 from nash_mhc.model.weights import project
@@ -17,7 +18,7 @@ from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
 from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Documents, Rows
 from nash_mhc.ops.norm import norm_and_rope
-from nash_mhc.ops.rope import positions_in_segments, rope
+from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
 from nash_mhc.ops.spread import Spread, plan
 from nash_mhc.parallel.params import VECTOR, param
 from nash_mhc.parallel.sharding import constrain, on_shards
@@ -80,6 +81,13 @@ def per_head(rows: Rows) -> Rows:
     )  # fmt: skip
 
 
+def rotation_of(cfg: ModelConfig) -> Rotation:
+    if cfg.rope_scaling is None:
+        return Rotation(cfg.rope_theta)
+    scaling = RopeScaling.parse(cfg.rope_scaling)
+    return Rotation(cfg.rope_theta, scaling.multipliers(cfg.rope_theta, cfg.head_dim), scaling.cos_and_sin)
+
+
 class Attention(eqx.Module):
     q_DNH: Float[Array, "D N H"] = param("embed", "heads", "head_dim")
     k_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
@@ -90,7 +98,7 @@ class Attention(eqx.Module):
     v_bias_KH: Float[Array, "K H"] | None = param("kv_heads", "head_dim", role=VECTOR)
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    rope_theta: float = eqx.field(static=True)
+    rotation: Rotation = eqx.field(static=True)
 
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Attention:
@@ -102,7 +110,7 @@ class Attention(eqx.Module):
             q_DNH=init_matrix(q, (D, N, H), D), k_DKH=init_matrix(k, (D, K, H), D), v_DKH=init_matrix(v, (D, K, H), D),
             out_NHD=init_matrix(out, (N, H, D), N * H, (2 * cfg.layers) ** -0.5),
             q_bias_NH=bias(N), k_bias_KH=bias(K), v_bias_KH=bias(K), q_norm=norm(), k_norm=norm(),
-            rope_theta=cfg.rope_theta,
+            rotation=rotation_of(cfg),
         )  # fmt: skip
 
     def project(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
@@ -130,8 +138,8 @@ class Attention(eqx.Module):
 
     def _turned(self, x_BTNH: Array, norm: RMSNorm | None, positions_BT: Array) -> Array:
         if norm is None:
-            return rope(x_BTNH, positions_BT, self.rope_theta)
-        return norm_and_rope(x_BTNH, norm.scale_D, positions_BT, norm.eps, self.rope_theta)
+            return rope(x_BTNH, positions_BT, self.rotation)
+        return norm_and_rope(x_BTNH, norm.scale_D, positions_BT, norm.eps, self.rotation)
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return project(mixed_BTNH, self.out_NHD, "btnh,nhd->btd")

@@ -88,7 +88,7 @@ class _Where(NamedTuple):
 def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:
     """(logits of the token after this one, the cache with this one in it).
     A cache that is full answers NaN, not nonsense."""
-    x_BTD = embed(array_of(model.embed_VD), tokens_B[:, None], cache.dtype) * model.cfg.width**0.5
+    x_BTD = embed(array_of(model.embed_VD), tokens_B[:, None], cache.dtype) * model.cfg.embed_multiplier
     residual = residual_class(model.cfg)
 
     # The cache is carried, not mapped over: each layer then writes its one row in place. As scanned inputs and outputs,

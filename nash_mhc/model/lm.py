@@ -150,9 +150,7 @@ class LM(eqx.Module):
             last = ((0, 0), (0, missing))
             tokens_BT = jnp.pad(tokens_BT, last)
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
-        # The table is scaled for the output, where it meets a stream of norm sqrt(D); as input that would drown in the
-        # layers' own outputs, so it enters at the scale of those.
-        x_BTD = embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
+        x_BTD = embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.embed_multiplier
 
         kernel = _kernel(self.cfg, tokens_BT.shape[1], execution)
         layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)

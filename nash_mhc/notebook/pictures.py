@@ -40,7 +40,7 @@ def _some(count: int) -> list[int]:
 
 def labels(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     """What each token is, in a few characters."""
-    text = ["|" if token == tokenizer.end else tokenizer.decode(np.array([token])) for token in tokens]
+    text = ["|" if token in (tokenizer.begin, tokenizer.end) else tokenizer.decode(np.array([token])) for token in tokens]
     return [word.replace("\n", "\\n").replace("$", r"\$") for word in text]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops.rope import rope
+from nash_mhc.ops.rope import Rotation, rope
 
 # The reductions are kept as values of their own, and results in their own dtype: fused into what comes after (a
 # rotation, a transposed copy), a GPU computed them again for every element,
@@ -69,26 +69,26 @@ rms_norm.defvjp(_fwd, _bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def norm_and_rope(
-    x_BTNH: Float[Array, "B T N H"], scale_H: Float[Array, "H"], positions_BT: Int[Array, "B T"], eps: float, theta: float
+    x_BTNH: Float[Array, "B T N H"], scale_H: Float[Array, "H"], positions_BT: Int[Array, "B T"], eps: float, by: Rotation
 ) -> Float[Array, "B T N H"]:
     """rope(rms_norm(x)): one pass after the reduction, and nothing rounded in between."""
-    return _turned(x_BTNH, scale_H, positions_BT, _inverse_rms(x_BTNH, eps), theta)
+    return _turned(x_BTNH, scale_H, positions_BT, _inverse_rms(x_BTNH, eps), by)
 
 
-def _turned(x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse: Array, theta: float) -> Array:
+def _turned(x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse: Array, by: Rotation) -> Array:
     normed = _wide(x_BTNH) * inverse * _aligned(scale_H, x_BTNH)
-    return _kept(rope(normed, positions_BT, theta).astype(x_BTNH.dtype))
+    return _kept(rope(normed, positions_BT, by).astype(x_BTNH.dtype))
 
 
-def _turn_fwd(x_BTNH, scale_H, positions_BT, eps, theta):  # type: ignore[no-untyped-def]
+def _turn_fwd(x_BTNH, scale_H, positions_BT, eps, by):  # type: ignore[no-untyped-def]
     inverse = _inverse_rms(x_BTNH, eps)
-    return _turned(x_BTNH, scale_H, positions_BT, inverse, theta), (x_BTNH, scale_H, positions_BT, inverse)
+    return _turned(x_BTNH, scale_H, positions_BT, inverse, by), (x_BTNH, scale_H, positions_BT, inverse)
 
 
-def _turn_bwd(eps, theta, saved, dout):  # type: ignore[no-untyped-def]
+def _turn_bwd(eps, by, saved, dout):  # type: ignore[no-untyped-def]
     x_BTNH, scale_H, positions_BT, inverse = saved
-    # A rotation's transpose turns back.
-    straight = rope(_wide(_kept(dout)), -positions_BT, theta)
+    # A rotation's transpose turns back, with the same amplitude.
+    straight = rope(_wide(_kept(dout)), -positions_BT, by)
     dx, dscale = _norm_gradients(x_BTNH, scale_H, inverse, straight)
     return dx, dscale, None
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 
-def rope(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], theta: float) -> Float[Array, "B T N H"]:
-    """Rotates pairs (i, i + H/2) of each head by position * theta^(-2i/H); angles in float32."""
+class Rotation(NamedTuple):
+    """How fast each pair of a head turns: theta^(-2i/H), times its multiplier where the frequencies are scaled."""
+
+    theta: float
+    multipliers: tuple[float, ...] = ()  # one a pair, or none
+    amplitude: float = 1.0  # of cos and sin
+
+
+def rope(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], by: Rotation) -> Float[Array, "B T N H"]:
+    """Rotates pairs (i, i + H/2) of each head by position * frequency; angles in float32."""
     half = x_BTNH.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = by.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if by.multipliers:
+        frequency = frequency * jnp.array(by.multipliers, jnp.float32)
     angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if by.amplitude != 1:
+        cos, sin = by.amplitude * cos, by.amplitude * sin
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 

@@ -14,7 +14,10 @@ from nash_mhc.config.cli import Settings
 from nash_mhc.config.schema import weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.tokenizer import load_tokenizer
+from nash_mhc.hub.folder import is_hub_folder
+from nash_mhc.hub.importing import settings_of
 from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.paths import is_remote
 
 _OF_ROWS = ("seq_len", "split", "eval_split", "validation_fraction")
 
@@ -34,7 +37,9 @@ def of_prepared(dataset: str) -> Settings:
 
 
 def of_run(flag: str, folder: str) -> Settings:
-    """The model and the tokenizer of a run that is started from."""
+    """The model and the tokenizer of a run, or of a Hugging Face folder, that is started from."""
+    if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
+        return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
     with one_line(f"{flag} {folder}"):
         described = RunFolder(folder).description()
     known = {} if described is None else described.config

@@ -12,7 +12,10 @@ from jax.sharding import Mesh
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flat
 from nash_mhc.checkpoint.store import Store, arrays_of
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.hub.folder import HubFolder, is_hub_folder
+from nash_mhc.hub.importing import check_fits
+from nash_mhc.hub.reading import read_weights
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.storage.errors import one_line
 from nash_mhc.storage.files import exists
@@ -97,6 +100,11 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
     wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
     own = RunFolder(named) if named else None
     with one_line(f"--checkpoint-dir {named}"):
+        if own and own.is_imported():
+            raise ConfigError(
+                f"--checkpoint-dir {named}: holds an imported model, which no run has begun with; start one from it with "
+                f"--init-from {named}, in a folder of its own"
+            )
         held = own.steps() if own else []
         if own and not held and not own.set_aside():
             _check_nothing_is_lost(own)
@@ -109,11 +117,25 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
         if cfg.train.resume_from is not None:
             _check_same_run(_other("--resume-from", cfg.train.resume_from), cfg, rows=None)
         if cfg.train.init_from is not None:
-            _checkpoint_of(_other("--init-from", cfg.train.init_from), cfg.train.init_step)
+            _check_weights(cfg, cfg.train.init_from)
     elif own and cfg.train.init_from is not None:
         _check_began_with(own, cfg.train.init_from)
     if own:
         _check_same_run(own, cfg, rows=rows)
+
+
+def _check_weights(cfg: RunConfig, name: str) -> None:
+    """What --init-from names has weights that fit this run's model."""
+    if is_remote(name) or not is_hub_folder(name):
+        _checkpoint_of(_other("--init-from", name), cfg.train.init_step)
+        return
+    if cfg.train.init_step is not None:
+        raise ConfigError(f"--init-step {cfg.train.init_step}: {name} is a Hugging Face model, and has no steps")
+    if not isinstance(cfg.model, ModelConfig):
+        raise ConfigError(f"--init-from {name}: a Hugging Face model cannot become a {cfg.model.architecture}")
+    folder = HubFolder(name)
+    folder.check()
+    check_fits(folder, cfg.model)
 
 
 def _check_began_with(folder: RunFolder, init_from: str) -> None:
@@ -197,12 +219,18 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str]
     if cfg.train.resume == "must":
         raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
     if cfg.train.init_from is not None:
-        return _from_weights(cfg, mesh, cfg.train.init_from, newest)
+        return _from_weights(cfg, mesh, cfg.train.init_from, newest, say)
     return Start(create_state(cfg, mesh), 0, {}, "fresh weights")
 
 
-def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, newest: Callable[[Store], int | None]) -> Start:
+def _from_weights(
+    cfg: RunConfig, mesh: Mesh, name: str, newest: Callable[[Store], int | None], say: Callable[[str], None]
+) -> Start:
     """The weights of another run's checkpoint, averaged ones where it has kept them; all else is fresh."""
+    if not is_remote(name) and is_hub_folder(name):
+        model = read_weights(HubFolder(name), sharded_abstract_state(cfg, mesh).model, say)
+        origin = f"the weights of {name}; optimizer, schedule, data and step count are fresh"
+        return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from={"folder": name, "hub": True})
     with Store(name) as other:
         step = newest(other) if cfg.train.init_step is None else cfg.train.init_step
         if step is None:

@@ -37,7 +37,7 @@ class Samples:
         self._dtype = "float32" if platform == "cpu" else cfg.train.dtype
         self._count, self._seq_len = cfg.telemetry.sample_tokens, min(cfg.data.seq_len, _ROOM)
         prompt = cfg.telemetry.sample_prompt or ""
-        self._prompt = [tokenizer.end, *(int(token) for token in tokenizer.encode(prompt))] if prompt else [tokenizer.end]
+        self._prompt = [tokenizer.begin, *(int(token) for token in tokenizer.encode(prompt))]
         if self._count and not _fits(cfg, mesh, self._dtype):
             say("no samples are written: a copy of the model is too large for one device beside the run")
             self._count = 0

@@ -18,6 +18,7 @@ from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
+from nash_mhc.hub.importing import texts_beside
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.runtime.compiled import CompiledStep
@@ -177,7 +178,7 @@ def begin(
         "history": changed_settings.added_to(start.history, changed, start.step),
         "wandb": wandb,
     }
-    texts = described(cfg, mesh, inputs.floor, source.identity, start.state.model, known)
+    texts = described(cfg, mesh, inputs.floor, source.identity, start.state.model, known) | _beside(start)
     telemetry: Telemetry = Nowhere()
     if jax.process_index() == 0:
         others = [*sinks, *_wandb_sink(inputs, wandb, reporter)]
@@ -203,6 +204,12 @@ def begin(
     samples = Samples(cfg, mesh, inputs.tokenizer, reporter.say)
     profile = _profile(inputs, start, step_fn, reporter)
     return Session(inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, samples, profile)
+
+
+def _beside(start: Start) -> dict[str, str]:
+    """The small files of the Hugging Face model that the run began with, so that it can become one again."""
+    began = (start.init_from or {}).get("folder")
+    return texts_beside(Path(began)) if began is not None and not is_remote(began) else {}
 
 
 def _evaluation_missing(inputs: Inputs, start: Start) -> bool:

@@ -1,0 +1,134 @@
+"""`python -m nash_mhc.hub import | export | check`: models from and for Hugging Face's libraries."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
+from nash_mhc.config.schema import ConfigError
+
+ABOUT = {
+    "import": "a Hugging Face folder becomes a folder of ours; `train --init-from` takes the former as it is, too",
+    "export": "a run becomes a folder that transformers loads",
+    "check": "what two folders predict for the same text, compared",
+}
+USAGE = f"python -m nash_mhc.hub {' | '.join(ABOUT)} ..."
+_TEXT = "The old lighthouse keeper counted the ships as they came in, and wrote the number of each into a small green book. "
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser(command: str) -> OneLineParser:
+    return OneLineParser(prog=f"python -m nash_mhc.hub {command}", allow_abbrev=False, description=ABOUT[command])
+
+
+def _import(argv: Sequence[str]) -> int:
+    parser = _parser("import")
+    parser.add_argument("folder", metavar="FOLDER", help="with config.json, safetensors and a tokenizer")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
+    args = parser.parse_strictly(argv, "the folder to make is --out {word}")
+    folder = Path(args.folder).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: has no config.json, so it is no Hugging Face model; download one with `hf download`")
+    from nash_mhc.hub.importing import import_folder
+    from nash_mhc.model.architectures import count_parameters
+
+    loaded = import_folder(folder, Path(args.out), _say)
+    count = count_parameters(loaded.config.model)
+    print(f"{args.out}: {count / 1e6:,.1f} million parameters; train them with --init-from {args.out}, or ask them:")
+    print(f"  python -m nash_mhc.generate {args.out} --prompt 'Once upon a time'")
+    return 0
+
+
+def _export(argv: Sequence[str]) -> int:
+    parser = _parser("export")
+    parser.add_argument("folder", metavar="DIR", help="folder of a run, or an imported model")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
+    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the last)")
+    kinds = ("auto", "float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=kinds, default="auto", help="of the weights [auto: as imported, else float32]")
+    parser.add_argument("--shard-size", type=float, default=4.0, metavar="GB", help="most that one file holds [4]")
+    args = parser.parse_strictly(argv, "the folder to make is --out {word}")
+    if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
+        raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
+    from nash_mhc.hub.load import load
+    from nash_mhc.hub.writing import export, imported_dtype, model_card
+
+    loaded = load(args.folder, args.step, say=_say)
+    dtype = imported_dtype(loaded) if args.dtype == "auto" else args.dtype
+    card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
+    written = export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say)
+    for file in written:
+        print(f"  {file.stat().st_size:>15,}  {file.name}")
+    print(f"{args.out}: compare the two with python -m nash_mhc.hub check {args.folder} {args.out}")
+    return 0
+
+
+def _figures(folder: str, step: int) -> dict[str, Any]:
+    """What the model card says of the run."""
+    from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
+    from nash_mhc.hub.folder import is_hub_folder
+
+    if is_hub_folder(folder):
+        return {}
+    run = RunFolder(folder)
+    info = run.info()
+    rows = [row for row in run.rows() if row["step"] <= step]
+    scored = [row for row in run.rows(EVALUATIONS) if row["step"] <= step and "eval/loss" in row]
+    found: dict[str, Any] = {"parameters": f"{info['parameters']:,}", "steps": step}
+    if rows and "tokens_seen" in rows[-1]:
+        found["tokens"] = f"{int(rows[-1]['tokens_seen']):,}"
+    if scored:
+        found[f"held-out loss at step {int(scored[-1]['step'])}, nats a token"] = f"{scored[-1]['eval/loss']:.4f}"
+    return found
+
+
+def _check(argv: Sequence[str]) -> int:
+    parser = _parser("check")
+    parser.add_argument("one", metavar="A", help="folder of a run, or a Hugging Face folder")
+    parser.add_argument("other", metavar="B", help="the other")
+    parser.add_argument("--text", metavar="FILE", help="text to read (default: a sentence, over and over)")
+    parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="how much of it [256]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that such a folder brings along")
+    args = parser.parse_strictly(argv, "two folders are compared")
+    if args.tokens < 2:
+        raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
+    from nash_mhc.hub.check import figures
+
+    found = figures(args.one, args.other, _text(args), args.tokens, trusted=args.trust_remote_code, say=_say)
+    print(f"{args.one} (by {found['by'][0]}) and {args.other} (by {found['by'][1]}), {found['tokens']} tokens:")
+    for name in ("largest difference", "mean KL, nats", "same choice"):
+        print(f"  {name:<20} {found[name]:.3g}")
+    return 0
+
+
+def _text(args: argparse.Namespace) -> str:
+    if args.text is None:
+        return _TEXT * (1 + 4 * args.tokens // len(_TEXT))
+    try:
+        return Path(args.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {args.text}: cannot be read as text ({error})") from None
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"import": _import, "export": _export, "check": _check}
+
+
+def main() -> int:
+    if not sys.argv[1:]:
+        raise ConfigError(f"what is to be done? {USAGE}")
+    if (chosen := chosen_command(ABOUT, USAGE)) is None:
+        return 0
+    command, argv = chosen
+    return _COMMANDS[command](argv)
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))

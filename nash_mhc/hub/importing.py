@@ -1,0 +1,92 @@
+"""`hub import`: a Hugging Face folder -> a folder of ours, whose one checkpoint every command can start from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+
+from nash_mhc import __version__
+from nash_mhc.checkpoint.run_folder import RUN
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.hub.folder import BESIDE, HubFolder, is_hub_folder
+from nash_mhc.hub.load import BESIDE_RUN, Loaded, load
+from nash_mhc.model.architectures import count_parameters
+from nash_mhc.storage.errors import one_line
+
+# A model that is trained on may look further or otherwise at what it reads; its weights have the shapes that they have.
+_FREE = ("window", "full_every", "rope_theta", "rope_scaling", "norm_eps")
+
+
+class _Weights(eqx.Module):
+    """A state of which nothing is known but the model."""
+
+    model: Any
+
+
+def import_folder(folder: Path, out: Path, say: Callable[[str], None] = lambda text: None) -> Loaded:
+    """Makes `out`, whole or not at all. ConfigError."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
+    loaded = load(folder, say=say)
+    part = out.with_name(f".{out.name}.part")
+    with one_line(f"--out {out}"):
+        shutil.rmtree(part, ignore_errors=True)
+        (part / BESIDE_RUN).mkdir(parents=True)
+        try:
+            for name in BESIDE:
+                if (folder / name).is_file():
+                    shutil.copy(folder / name, part / BESIDE_RUN / name)
+            config = loaded.config.to_dict()
+            config["data"]["tokenizer"] = str(out / BESIDE_RUN)
+            run = {
+                "config": config,
+                "rows": "none",
+                "imported": folder.name,
+                "parameters": count_parameters(loaded.config.model),
+                "versions": {"nash_mhc": __version__},
+            }
+            with Store(part) as store:
+                say(f"writing {out} ...")
+                store.save(0, _Weights(loaded.model), {"step": 0, "config": config, "data": {"rows": "none"}})
+            (part / RUN).write_text(json.dumps(run, indent=2) + "\n")
+            if out.exists():
+                out.rmdir()
+            part.rename(out)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return loaded
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What a run that starts from such a folder need not be told: its model, and its tokenizer."""
+    found = HubFolder(folder)
+    model = {f"model.{name}": value for name, value in vars(found.imported.model).items()}
+    return model | {"data.tokenizer": str(folder)}
+
+
+def check_fits(folder: HubFolder, cfg: ModelConfig) -> None:
+    """Whether a run's model can take these weights; ConfigError names the setting that is in the way."""
+    theirs = vars(folder.imported.model)
+    for name, value in vars(cfg).items():
+        if name not in _FREE and value != theirs[name]:
+            raise ConfigError(
+                f"model.{name} {value}: {folder.path} has {theirs[name]}; leave it out, its config.json says what the model is"
+            )
+
+
+def texts_beside(folder: Path) -> dict[str, str]:
+    """The small files of a model, for the folder of a run that starts from it: file name -> text.
+
+    `folder` is of Hugging Face's kind, or a run's that has them from there. Empty: they are of no such origin.
+    """
+    folder = folder if is_hub_folder(folder) else folder / BESIDE_RUN
+    if not is_hub_folder(folder):
+        return {}
+    found = [folder / name for name in BESIDE if (folder / name).is_file() and name != "tokenizer.model"]
+    return {f"{BESIDE_RUN}/{path.name}": path.read_text(encoding="utf-8") for path in found}

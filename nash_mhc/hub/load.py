@@ -1,0 +1,106 @@
+"""A folder -> configuration, tokenizer and weights on one device: of a run of ours, or of Hugging Face's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
+from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
+from nash_mhc.hub.folder import HubFolder, is_hub_folder
+from nash_mhc.hub.reading import read_weights
+from nash_mhc.model.architectures import abstract_model
+from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.storage.files import exists
+from nash_mhc.storage.paths import Folder, is_remote
+
+BESIDE_RUN = "hub"  # folder of a run that has the files of the Hugging Face model that it began with, weights excepted
+
+
+@dataclass(frozen=True)
+class Loaded:
+    config: RunConfig
+    tokenizer: Tokenizer
+    model: LanguageModel  # the averaged weights where the run kept them
+    step: int
+    dtype: str  # to compute in
+    stops: tuple[int, ...]  # tokens that end a text
+    beside: Path | None = None  # where the files of the Hugging Face model lie that it is or began with
+
+
+def load(folder: str | Folder, step: int | None = None, *, say: Callable[[str], None] = lambda text: None) -> Loaded:
+    """The run in `folder` at `step` (default:
+    its last checkpoint), on this machine's first device, whatever mesh wrote it.
+
+    `say` hears of the reading, once nothing stands in its way.
+    """
+    if not is_remote(folder) and is_hub_folder(str(folder)):
+        return _of_hub(Path(str(folder)), step, say)
+    run = RunFolder(folder)
+    cfg = run.config(hint=" (the text to go on from is --prompt)")
+    beside = _beside(run)
+    tokenizer = load_tokenizer(_tokenizer(cfg, beside))
+    if not exists(run.checkpoints, kind="directory"):  # asked first: opening a Store would make the folder
+        raise ConfigError(f"{folder} holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
+    with Store(run.path) as store:
+        steps = store.steps()
+        if not steps:
+            raise ConfigError(f"{run.checkpoints} holds no finished checkpoint; let the run reach its first save")
+        if step is not None and step not in steps:
+            raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {', '.join(map(str, steps))}")
+        chosen = store.newest(say) if step is None else step
+        if chosen is None:
+            raise ConfigError(f"{run.checkpoints}: its first save has not ended; wait for it, or let the run go on")
+        say(f"reading step {chosen} of {folder} ...")
+        model = store.restore_part(chosen, _on_first_device(cfg), "ema", "model")
+    stops = HubFolder(beside).stops() if beside is not None else []
+    return Loaded(cfg, tokenizer, model, chosen, _dtype(cfg.train.dtype), (tokenizer.end, *stops), beside)
+
+
+def tokenizer_of(folder: str) -> Tokenizer:
+    """Of either kind of folder, without its weights."""
+    if not is_remote(folder) and is_hub_folder(folder):
+        return load_tokenizer(folder)
+    run = RunFolder(folder)
+    return load_tokenizer(_tokenizer(run.config(), _beside(run)))
+
+
+def _of_hub(path: Path, step: int | None, say: Callable[[str], None]) -> Loaded:
+    if step is not None:
+        raise ConfigError(f"--step {step}: {path} is no run, and has no steps")
+    folder = HubFolder(path)
+    cfg = RunConfig(model=folder.imported.model, data=DataConfig(tokenizer=str(path), seq_len=folder.imported.positions))
+    tokenizer = load_tokenizer(str(path))
+    say(f"reading {path} ...")
+    model = read_weights(folder, _on_first_device(cfg), say)
+    return Loaded(cfg, tokenizer, model, 0, _dtype("bfloat16"), (tokenizer.end, *folder.stops()), path)
+
+
+def _beside(run: RunFolder) -> Path | None:
+    if is_remote(run.path):
+        return None
+    found = Path(str(run.path)) / BESIDE_RUN
+    return found if is_hub_folder(found) else None
+
+
+def _tokenizer(cfg: RunConfig, beside: Path | None) -> str:
+    """The run's own; where it has been moved or deleted since, the copy that came with the model."""
+    named, copy = cfg.data.tokenizer, beside is not None and (beside / "tokenizer.json").is_file()
+    return str(beside) if copy and named != "bytes" and not Path(named).exists() else named
+
+
+def _on_first_device(cfg: RunConfig) -> Any:
+    at = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), abstract_model(cfg.model))
+
+
+def _dtype(trained: str) -> str:
+    """A CPU is slow at bfloat16, which an accelerator's run may have used."""
+    return "float32" if jax.devices()[0].platform == "cpu" else trained

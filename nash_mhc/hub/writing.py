@@ -1,0 +1,174 @@
+"""A model of ours -> a folder that Hugging Face's libraries load: weights, configuration, tokenizer, model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from nash_mhc import __version__
+from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.data.tokenizer import HuggingFaceTokenizer
+from nash_mhc.hub import byte_tokenizer
+from nash_mhc.hub.families import family_of, read_config, written_config
+from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
+from nash_mhc.hub.layout import tensors
+from nash_mhc.hub.load import Loaded
+from nash_mhc.parallel.params import named_leaves
+from nash_mhc.storage.errors import one_line
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def export(
+    loaded: Loaded, out: Path, *, dtype: str, shard_bytes: int, card: str, say: Callable[[str], None] = lambda text: None
+) -> list[Path]:
+    """The files of the new folder, which appears when it is whole, or not at all. ConfigError."""
+    if not isinstance(loaded.config.model, ModelConfig):
+        raise ConfigError(f"a model of the kind {loaded.config.model.architecture!r} cannot be exported")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
+    part = out.with_name(f".{out.name}.part")
+    with one_line(f"--out {out}"):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            _write_weights(named_tensors(loaded), part, DTYPES[dtype], shard_bytes, say)
+            _write_beside(loaded, part, dtype)
+            (part / "README.md").write_text(card, encoding="utf-8")
+            if out.exists():
+                out.rmdir()
+            part.rename(out)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return sorted(out.iterdir())
+
+
+def imported_dtype(loaded: Loaded) -> str:
+    """As the model came, so that what was not trained leaves as it came; ours are float32."""
+    if loaded.beside is None:
+        return "float32"
+    values = json.loads((loaded.beside / CONFIG).read_text())
+    found = str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch.")
+    return found if found in DTYPES else "float32"
+
+
+def named_tensors(loaded: Loaded) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor under the name that it has there, float32, one at a time."""
+    cfg, leaves = loaded.config.model, named_leaves(loaded.model)
+    assert isinstance(cfg, ModelConfig)
+    if family_of(cfg) is None:
+        from nash_mhc.hub.nash_tensors import tensors as of_ours
+
+        yield from of_ours(leaves, cfg)
+        return
+    of_layers = [tensor for tensor in tensors(cfg) if "{i}" in tensor.name]
+    for tensor in tensors(cfg):
+        if tensor not in of_layers:
+            yield tensor.name, tensor.write(np.asarray(leaves[tensor.parameter]))
+    for i in range(cfg.layers):
+        for tensor in of_layers:
+            yield tensor.name.format(i=i), tensor.write(np.asarray(leaves[tensor.parameter][i]))
+
+
+def _write_weights(
+    found: Iterator[tuple[str, np.ndarray]], folder: Path, dtype: Any, shard_bytes: int, say: Callable[[str], None]
+) -> None:
+    """Files of at most so many bytes (a tensor is never cut), and an index where there are several."""
+    from safetensors.numpy import save_file
+
+    shards: list[list[str]] = []
+    held: dict[str, np.ndarray] = {}
+    total = 0
+
+    def write() -> None:
+        say(f"writing {sum(a.nbytes for a in held.values()) / 1e6:,.0f} MB ...")
+        save_file(held, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, wide in found:
+        array = np.ascontiguousarray(wide.astype(dtype))
+        if held and sum(a.nbytes for a in held.values()) + array.nbytes > shard_bytes:
+            write()
+        held[name] = array
+        total += array.nbytes
+    write()
+    if len(shards) == 1:
+        (folder / "0.part").rename(folder / WEIGHTS)
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, name in enumerate(names):
+        (folder / f"{i}.part").rename(folder / name)
+    where = {tensor: names[i] for i, shard in enumerate(shards) for tensor in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_beside(loaded: Loaded, folder: Path, dtype: str) -> None:
+    """Configuration and tokenizer: those that the model came with, where it is still that model."""
+    cfg, tokenizer = loaded.config.model, loaded.tokenizer
+    assert isinstance(cfg, ModelConfig)
+    positions, family = loaded.config.data.seq_len, family_of(cfg)
+    if loaded.beside is not None:
+        for name in BESIDE:
+            if (loaded.beside / name).is_file():
+                shutil.copy(loaded.beside / name, folder / name)
+        original = json.loads((folder / CONFIG).read_text())
+        if read_config(original, CONFIG).model == cfg:
+            key = "torch_dtype" if "torch_dtype" in original and "dtype" not in original else "dtype"
+            _write_json(folder / CONFIG, original | {key: dtype})
+            return
+    else:
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokenizer.save(folder)
+        else:
+            byte_tokenizer.write(folder)
+        _write_json(folder / "generation_config.json", {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end})
+    if family is None:
+        from nash_mhc.hub.nash_tensors import config_values, write_code
+
+        values = config_values(cfg, positions)
+        write_code(folder)
+    else:
+        values = written_config(cfg, family, positions)
+    ends = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end, "pad_token_id": None}
+    _write_json(folder / CONFIG, values | ends | {"dtype": dtype, "torch_dtype": dtype})
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def model_card(loaded: Loaded, origin: str, figures: dict[str, Any]) -> str:
+    """What someone who is handed the folder wants to know first."""
+    cfg = loaded.config
+    assert isinstance(cfg.model, ModelConfig)
+    family = family_of(cfg.model)
+    flag = "" if family else ", trust_remote_code=True"
+    what = f"a {family} model" if family else "a Nash-MHC model, with its code in `modeling_nash_mhc.py`"
+    rows = "".join(f"| {name} | {value} |\n" for name, value in figures.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {origin}
+Exported by nash_mhc {__version__} from `{origin}`: {what}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER"{flag})
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+prompt = tokenizer("Once", return_tensors="pt", add_special_tokens=False)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
+```
+
+| what | value |
+|---|---|
+{rows}"""
