@@ -6,6 +6,7 @@ import collections
 import contextlib
 import gzip
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,15 @@ import jax
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata=\{[^}]*op_name=\"([^\"]+)\"", re.MULTILINE)
 # What JAX puts between and around the names that the code gives: calls and loops, differentiation.
 _NOT_NAMES = re.compile(r"p?jit\(.*|while|body|cond|branch\w*|closed_call|checkpoint|remat\w*|custom_\w+|scan|.*->.*")
+_GRAPHS = "xla_gpu_enable_command_buffer"  # what is to be recorded; empty: nothing
 SHOWN = 10
+
+
+def show_kernels() -> None:
+    """Before JAX has looked for devices, of which a GPU would record steps as graphs: what is in those has no names."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _GRAPHS not in flags and Path("/dev/nvidiactl").exists():
+        os.environ["XLA_FLAGS"] = f"{flags} --{_GRAPHS}=".strip()
 
 
 class Profile:
@@ -81,6 +90,8 @@ class Profile:
         whole = sum(parts.values())
         for name, seconds in sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]:
             self._say(f"  {seconds / whole:6.1%}  {1e3 * seconds / steps:8.2f} ms a step  {name}")
+        if any("command_buffer" in name for name in parts):
+            self._say(f"  (recorded graphs hide what is in them; start Python with XLA_FLAGS=--{_GRAPHS}= to see it)")
 
 
 def parts_of(program: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from nash_mhc.data.mixture import passes
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
+from nash_mhc.runtime.profile import show_kernels
 from nash_mhc.runtime.program_cache import use_compilation_cache
 from nash_mhc.runtime.signals import SIGNALS, Interrupted
 from nash_mhc.runtime.watchdog import Watch
@@ -56,6 +57,8 @@ def run(
     evaluations, as the run's own files do; of several processes, those of the first.
     """
     clock = WallClock(SIGNALS.began_with_process())
+    if cfg.telemetry.profiled is not None:
+        show_kernels()
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as held:
         quiet = quiet or jax.process_index() > 0
