@@ -2,11 +2,16 @@
 
 import dataclasses
 import json
+from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import small
 
+from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.model.architectures import architecture_of
 from nash_mhc.train import run
 
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
@@ -15,6 +20,18 @@ RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__tot
 def at(folder, cfg=RUN, *, each_step=None, **changes):
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder), **changes))
     return run(cfg, quiet=True, each_step=each_step)
+
+
+class _Weights(eqx.Module):
+    model: Any
+
+
+def untrained_run(folder, cfg):
+    """A folder like that of a run, whose one checkpoint holds fresh weights and nothing else: no step is compiled."""
+    with Store(folder) as store:
+        store.save(0, _Weights(jax.jit(lambda: architecture_of(cfg.model).init(cfg.model, key=jax.random.key(0)))()), {})
+    RunFolder(folder).write({"run.json": json.dumps({"config": cfg.to_dict(), "rows": "none", "parameters": 0})})
+    return folder
 
 
 def rows(folder, name="metrics.jsonl"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import small
 from hub_models import KINDS, by_torch, save, tensors, torch_logits
-from runs import at
+from runs import at, untrained_run
 from safetensors.numpy import save_file
 
 from nash_mhc.config import ConfigError, cli
@@ -130,6 +130,7 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
     before, after = tensors(source), tensors(tmp_path / "out")
     assert set(before) == set(after)
     assert {name for name in before if before[name] != after[name]} == {name for name in before if ".mlp." in name}
+    assert "| steps | 20 |" in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((source / "config.json").read_text())
     tuned = np.asarray(load(result.folder).model(jnp.asarray(TOKENS)))
     np.testing.assert_allclose(torch_logits(tmp_path / "out", TOKENS), tuned, atol=1e-5)
@@ -142,17 +143,16 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monkeypatch):
     """A table that enters times sqrt(width) and leaves as it is becomes two of theirs."""
-    result = at(tmp_path / "run", small.config(train__total_steps=2, **{f"model__{k}": v for k, v in model.items()}))
-    assert call("export", result.folder, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
+    run = untrained_run(tmp_path / "run", small.config(**{f"model__{k}": v for k, v in model.items()}))
+    assert call("export", run, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
     assert by_torch(tmp_path / "out").config.model_type == family
-    ours = np.asarray(load(result.folder).model(jnp.asarray(TOKENS)))
+    ours = np.asarray(load(run).model(jnp.asarray(TOKENS)))
     np.testing.assert_allclose(torch_logits(tmp_path / "out", TOKENS), ours, atol=1e-5)
     from transformers import AutoTokenizer
 
     tokenizer, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "Grüße, 世界\n  ok"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
-    assert f"| steps | {2} |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_check_says_how_far_two_models_are_apart(folders, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,6 +42,10 @@ class Tokenizer(Protocol):
     def split_special(self, template: str) -> list[str | int]:
         """What a template spells: text, and the ids of special tokens between it."""
 
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation (role and content each) in the form that the model was taught,
+        up to where its answer begins. ConfigError where the tokenizer knows none."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0..255, and one end-of-document token."""
@@ -64,6 +68,9 @@ class ByteTokenizer:
 
     def split_special(self, template: str) -> list[str | int]:
         return [template]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        raise ConfigError("the tokenizer of bytes has no chat template; write the prompt as the model was taught it")
 
 
 class HuggingFaceTokenizer:
@@ -105,6 +112,15 @@ class HuggingFaceTokenizer:
         names = sorted(self._special, key=len, reverse=True)  # the longest of those that begin alike
         pieces = re.split(f"({'|'.join(map(re.escape, names))})", template) if names else [template]
         return [self._special.get(piece, piece) for piece in pieces if piece]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if not self._inner.chat_template:
+            raise ConfigError(f"{self._name}: its tokenizer has no chat template; write the prompt as the model was taught it")
+        try:
+            return str(self._inner.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # whatever the template, which is a program, does not like
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{self._name}: its chat template does not take these messages ({reason})") from error
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:

@@ -1,16 +1,24 @@
-"""`python -m nash_mhc.generate DIR`: a run's folder -> text on the terminal, as it is made."""
+"""`python -m nash_mhc.generate DIR`: a model's folder -> text on the terminal, as it is made."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors
 from nash_mhc.config.schema import ConfigError, check_field
-from nash_mhc.storage.paths import place
+from nash_mhc.storage.paths import is_remote, place
+
+if TYPE_CHECKING:
+    from nash_mhc.generate.decode import Loaded
+    from nash_mhc.generate.prompts import Prompt
 
 # flag -> (type, bounds as in the schema, default, help)
 _OPTIONS = {
@@ -18,9 +26,12 @@ _OPTIONS = {
     "--temperature": (float, {"low": 0}, 0.8, "0 always takes the likeliest token, 1 draws as the model predicts"),
     "--top-k": (int, {"low": 0}, 0, "draw among this many of the likeliest tokens (0: all)"),
     "--top-p": (float, {"above": 0, "high": 1}, 1.0, "draw among the fewest tokens that have this probability together"),
+    "--repetition-penalty": (float, {"above": 0}, 1.0, "above 1, tokens that have come before are drawn less (1: as others)"),
     "--seed": (int, {"low": 0, "high": 2**32 - 1}, 0, "the same seed gives the same text"),
     "--step": (int | None, {"low": 0}, None, "checkpoint to use (default: the last)"),
+    "--batch-size": (int, {"low": 1}, 8, "prompts of --prompts that are answered at once"),
 }
+_SMALLEST_CACHE = 256  # tokens: programs are compiled for twice, four times ... as many
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -28,9 +39,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m nash_mhc.generate", allow_abbrev=False, description="Writes text with a trained model."
     )
-    parser.add_argument("folder", metavar="DIR", nargs="?", help="folder of the run")
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="folder of the run, or of a Hugging Face model")
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="the same, by the name that train has for it")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from (default: a new document)")
+    parser.add_argument("--prompts", metavar="FILE", help="many: one a line, or .jsonl with prompt or messages; JSON lines out")
+    parser.add_argument("--out", metavar="FILE", help="where the lines for --prompts go (default: the terminal)")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a message, put as the tokenizer's chat template says"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what such a conversation begins with")
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given again")
     for flag, (kind, _, default, text) in _OPTIONS.items():
         note = "" if default is None else f" [{default}]"
         convert = float if kind is float else int
@@ -43,43 +61,123 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("which run? Give its folder: python -m nash_mhc.generate runs/tiny-20260101-120000")
     for flag, (kind, bounds, _, _) in _OPTIONS.items():
         check_field(flag, getattr(args, flag[2:].replace("-", "_")), kind, bounds)
-    try:
-        args.prompt.encode("utf-8")
-    except UnicodeEncodeError:  # what the shell passed on were bytes that are no text
-        raise ConfigError("--prompt is not UTF-8 text") from None
+    for name, texts in {"--prompt": [args.prompt], "--system": [args.system or ""], "--stop": args.stop}.items():
+        try:
+            [text.encode("utf-8") for text in texts]
+        except UnicodeEncodeError:  # what the shell passed on were bytes that are no text
+            raise ConfigError(f"{name} is not UTF-8 text") from None
+    if "" in args.stop:
+        raise ConfigError("--stop is empty: every text would end before it begins")
+    if args.prompts and args.prompt:
+        raise ConfigError("--prompt and --prompts are given; name one")
+    if args.out and not args.prompts:
+        raise ConfigError("--out is for the answers to --prompts; a single text goes where > sends it")
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system begins a conversation: add --chat")
     return args
+
+
+def _say(text: str) -> None:
+    """Beside the text, not in it: `generate > file` writes nothing but text."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    from nash_mhc.generate.decode import generate_tokens, load, stream_text  # after the flags: a typo is reported without JAX
+    # After the flags: a typo is reported without JAX.
+    from nash_mhc.generate.decode import load
+    from nash_mhc.generate.prompts import Prompt, asked, read_prompts
     from nash_mhc.runtime.program_cache import use_compilation_cache
 
-    # Beside the text, not in it: `generate > file` writes nothing but text.
-    say = lambda text: print(text, file=sys.stderr, flush=True)
-    loaded = load(args.folder, args.step, say=say)
-    use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there
-    tokenizer = loaded.tokenizer
-    prompt = [tokenizer.begin]  # every document that the model has read began so
-    for unit in tokenizer.split_special(args.prompt):  # as in a template, which the prompt may have to repeat
-        prompt += [unit] if isinstance(unit, int) else tokenizer.encode(unit).tolist()
-    tokens = generate_tokens(
-        loaded.model, prompt, seq_len=loaded.config.data.seq_len, end=tokenizer.end,
-        max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
-        dtype=loaded.dtype, say=say,
-    )  # fmt: skip
+    prompts = [asked(args.prompt, args.system) if args.chat else Prompt(args.prompt)]
+    if args.prompts:
+        prompts = read_prompts(Path(args.prompts), chat=args.chat, system=args.system)
+    loaded = load(args.folder, args.step, say=_say)
+    if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
+        use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there
+    if args.prompts:
+        return _answer_all(args, loaded, prompts)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
     try:
-        pieces = stream_text(tokens, tokenizer)
+        pieces = _text(args, loaded, prompts[0])
         first = next(pieces, "")  # whatever is said before it comes above the text, not into its first line
-        print(args.prompt + first, end="", flush=True)
+        print(("" if args.chat else args.prompt) + first, end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print(flush=True)
     except BrokenPipeError:  # the reader (`head`, a pager) has seen enough; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _rows(
+    args: argparse.Namespace,
+    loaded: Loaded,
+    prompts: Sequence[list[int]],
+    is_done: Callable[[int], bool],
+    say: Callable[[str], None] | None,
+) -> Iterator[tuple[int, int]]:
+    from nash_mhc.generate.decode import Drawn, generate_rows
+
+    longest = max(map(len, prompts)) + args.max_tokens
+    room = _SMALLEST_CACHE
+    while room < longest:
+        room *= 2
+    return generate_rows(
+        loaded.model, prompts, Drawn(args.temperature, args.top_k, args.top_p, args.repetition_penalty),
+        seq_len=min(room, loaded.config.data.seq_len), ends=set(loaded.stops), max_tokens=args.max_tokens, seed=args.seed,
+        dtype=loaded.dtype, is_done=is_done, say=say or (lambda text: None),
+    )  # fmt: skip
+
+
+def _text(args: argparse.Namespace, loaded: Loaded, prompt: Prompt) -> Iterator[str]:
+    """The text after the prompt, piece by piece."""
+    from nash_mhc.generate.decode import stream_text
+    from nash_mhc.generate.prompts import up_to
+
+    rows = _rows(args, loaded, [prompt.tokens(loaded.tokenizer)], lambda row: False, _say)
+    return up_to(stream_text((token for _, token in rows), loaded.tokenizer), args.stop)
+
+
+def _answer_all(args: argparse.Namespace, loaded: Loaded, prompts: Sequence[Prompt]) -> int:
+    """A line of JSON for each prompt, in their order; how fast, at the end."""
+    try:
+        out: TextIO = open(args.out, "w", encoding="utf-8") if args.out else sys.stdout  # noqa: SIM115  (closed below)
+    except OSError as error:
+        raise ConfigError(f"--out {args.out}: cannot be written ({error.strerror})") from None
+    size, decode = min(args.batch_size, len(prompts)), lambda ids: loaded.tokenizer.decode(_array(ids))
+    tokens, began = 0, 0.0
+    for at in range(0, len(prompts), size):
+        some = prompts[at : at + size]
+        read = [prompt.tokens(loaded.tokenizer) for prompt in some]
+        # As many rows as before, so that it is the same program; those that are too many end at once.
+        done = set(range(len(some), size))
+        made: list[list[int]] = [[] for _ in range(size)]
+        for row, token in _rows(args, loaded, read + read[:1] * len(done), done.__contains__, _say if at == 0 else None):
+            made[row].append(token)
+            tokens += row < len(some)
+            began = began or time.perf_counter()
+            if args.stop and any(stop in decode(made[row]) for stop in args.stop):
+                done.add(row)
+        for row, prompt in enumerate(some):
+            text = decode(made[row])
+            text = text[: min([text.index(stop) for stop in args.stop if stop in text], default=len(text))]
+            ended = row in done or len(made[row]) < args.max_tokens
+            line = {"prompt": prompt.text, "text": text, "tokens": len(made[row]), "ended": ended}
+            print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
+        _say(f"{min(at + size, len(prompts))} of {len(prompts)} prompts")
+    seconds = time.perf_counter() - began
+    _say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    if args.out:
+        out.close()
+    return 0
+
+
+def _array(ids: list[int]) -> Any:
+    import numpy as np
+
+    return np.array(ids, np.int32)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""New tokens from a model, one by one: which are drawn, and how much of the text before them is seen."""
+"""New tokens from a model, one by one: which are drawn, and how much of the text before them is seen.
+
+Several texts are written at once: each begins at the cache's first place, so that all are at the same position, and one
+whose prompt has ended goes on by itself while others are still being read. No text is padded, and none sees another.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ArchitectureConfig
 from nash_mhc.model.architectures import architecture_of
@@ -23,9 +27,8 @@ _PATIENCE = 2.0  # seconds of silence that a reader of the terminal is asked for
 
 
 @functools.partial(jax.jit, donate_argnames="cache")  # the cache comes back with its new rows written in place
-def _read(model: Any, cache: Any, tokens_T: Int[Array, "T"], count: Int[Array, ""]) -> tuple[Float[Array, "V"], Any]:
-    logits_BV, cache = read(model, cache, tokens_T[None], count)
-    return logits_BV[0], cache
+def _read(model: Any, cache: Any, tokens_BT: Int[Array, "B T"], count: Int[Array, ""]) -> tuple[Float[Array, "B V"], Any]:
+    return read(model, cache, tokens_BT, count)
 
 
 def read(model: Any, cache: Any, tokens_BT: Int[Array, "B T"], count: Int[Array, ""]) -> tuple[Float[Array, "B V"], Any]:
@@ -57,6 +60,11 @@ def keep_likely(logits_V: Float[Array, "V"], top_k: int, top_p: float) -> Float[
     return jnp.zeros_like(logits_V).at[order_V].set(sorted_V)
 
 
+def repeated_less(logits_V: Float[Array, "V"], seen_V: Bool[Array, "V"], penalty: float) -> Float[Array, "V"]:
+    """Logits of tokens that have come before divided by `penalty`, or times it where they are below 0."""
+    return jnp.where(seen_V, jnp.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def sample(
     logits_V: Float[Array, "V"], key: PRNGKeyArray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
@@ -70,6 +78,30 @@ def sample(
     return jax.random.categorical(key, keep_likely(scaled_V, top_k, top_p))
 
 
+class Drawn(NamedTuple):
+    """How a token is chosen."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+
+@functools.partial(jax.jit, static_argnums=(4,))
+def _sample_rows(
+    logits_BV: Float[Array, "B V"],
+    key: PRNGKeyArray,
+    numbers_B: Int[Array, "B"],
+    seen_BV: Bool[Array, "B V"] | None,
+    how: Drawn,
+) -> Int[Array, "B"]:
+    """The token of each row. A draw depends on its number in its own text, not on the row: alone it is the same."""
+    if seen_BV is not None:
+        logits_BV = jax.vmap(lambda logits, seen: repeated_less(logits, seen, how.repetition_penalty))(logits_BV, seen_BV)
+    one = lambda logits_V, i: sample(logits_V, jax.random.fold_in(key, i), how.temperature, how.top_k, how.top_p)
+    return jax.vmap(one)(logits_BV, numbers_B)
+
+
 def context_start(cfg: ArchitectureConfig, count: int, seq_len: int) -> int:
     """The first of `count` tokens that the prediction of the next one sees.
 
@@ -80,6 +112,79 @@ def context_start(cfg: ArchitectureConfig, count: int, seq_len: int) -> int:
     half = seq_len // 2
     hop = seq_len - (half // cfg.alignment * cfg.alignment or half)
     return max(0, -(-(count - seq_len) // hop)) * hop
+
+
+def generate_rows(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    how: Drawn = Drawn(),
+    *,
+    seq_len: int,
+    ends: Collection[int],
+    max_tokens: int = 400,
+    seed: int = 0,
+    dtype: str = "float32",
+    is_done: Callable[[int], bool] = lambda row: False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[int, int]]:
+    """Yields (number of the text, its next token) until each has met one of `ends` (not yielded), has `max_tokens`, or
+    `is_done`; on the one device that holds the model.
+
+    Each token is predicted from the tokens before it, from `context_start` on: at most `seq_len`, and once the text is
+    longer than that, more than half as many (the half rounded down to whole blocks). Beginning the cache anew costs
+    half a `seq_len` of steps every half `seq_len` of tokens, so a token costs about two steps however long the text is.
+    A document begins with the tokenizer's begin token, so a prompt usually does, too. The same arguments give the same
+    tokens. `say` hears of what takes long before the first token.
+    """
+    texts = [[int(t) for t in prompt] for prompt in prompts]
+    if not all(texts):
+        raise ValueError("the model needs a token to begin with; a new document begins with the tokenizer's begin token")
+    made, going = [0] * len(texts), set(range(len(texts)))
+    key = jax.random.key(seed)
+    model = for_compute(model, jnp.dtype(dtype))  # once, not for every token
+    # Where the model lies, in so many words:
+    # JAX would compile once for a cache without a place and again for the one returned.
+    (device,) = jax.tree.leaves(model)[0].devices()
+    fresh = lambda: jax.device_put(architecture_of(model.cfg).empty_cache(model.cfg, len(texts), seq_len, dtype), device)
+    cache, start, read_to = fresh(), 0, 0
+    said = time.monotonic()
+    say("compiling ...")
+    while going:
+        upto = min(len(texts[row]) for row in going)
+        now = context_start(model.cfg, upto, seq_len)
+        if now != start:
+            cache, start, read_to = fresh(), now, now
+        while read_to < upto:
+            count = min(_CHUNK, upto - read_to)
+            tokens_BT = np.zeros((len(texts), _CHUNK), np.int32)
+            for row, text in enumerate(texts):  # of one that has ended, anything
+                part = text[read_to : read_to + count]
+                tokens_BT[row, : len(part)] = part
+            logits_BV, cache = _read(model, cache, jnp.asarray(tokens_BT), jnp.asarray(count))
+            read_to += count
+            if not any(made) and read_to < upto and time.monotonic() - said > _PATIENCE:
+                logits_BV.block_until_ready()  # otherwise these words would be ahead of the work
+                said = time.monotonic()
+                say(f"reading the prompt: {read_to - start:,} of {upto - start:,} tokens ...")
+        seen_BV = _seen(texts, model.cfg.vocab_size) if how.repetition_penalty != 1 else None
+        chosen_B = np.asarray(_sample_rows(logits_BV, key, jnp.asarray(made), seen_BV, how))
+        for row in [row for row in sorted(going) if len(texts[row]) == upto]:
+            token = int(chosen_B[row])
+            if token in ends:
+                going.remove(row)
+                continue
+            texts[row].append(token)
+            made[row] += 1
+            yield row, token
+            if made[row] == max_tokens or is_done(row):
+                going.remove(row)
+
+
+def _seen(texts: Sequence[Sequence[int]], vocab_size: int) -> Array:
+    seen_BV = np.zeros((len(texts), vocab_size), bool)
+    for row, text in enumerate(texts):
+        seen_BV[row, [token for token in text if token < vocab_size]] = True
+    return jnp.asarray(seen_BV)
 
 
 def generate_tokens(
@@ -96,41 +201,8 @@ def generate_tokens(
     dtype: str = "float32",
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[int]:
-    """Yields new tokens until `end` (not yielded) or `max_tokens`, on the one device that holds the model.
-
-    Each token is predicted from the tokens before it, from `context_start` on: at most `seq_len`, and once the text is
-    longer than that, more than half as many (the half rounded down to whole blocks). Beginning the cache anew costs
-    half a `seq_len` of steps every half `seq_len` of tokens, so a token costs about two steps however long the text is.
-    A document begins with `end`, so a prompt usually does, too. The same arguments give the same tokens. `say` hears of
-    what takes long before the first token.
-    """
-    tokens = [int(t) for t in prompt_tokens]
-    if not tokens:
-        raise ValueError("the model needs a token to begin with; a new document begins with the tokenizer's end token")
-    key = jax.random.key(seed)
-    model = for_compute(model, jnp.dtype(dtype))  # once, not for every token
-    # Where the model lies, in so many words:
-    # JAX would compile once for a cache without a place and again for the one returned.
-    (device,) = jax.tree.leaves(model)[0].devices()
-    fresh = lambda: jax.device_put(architecture_of(model.cfg).empty_cache(model.cfg, 1, seq_len, dtype), device)
-    cache, start, seen = fresh(), 0, 0
-    said = time.monotonic()
-    say("compiling ...")
-    for i in range(max_tokens):
-        now = context_start(model.cfg, len(tokens), seq_len)
-        if now != start:
-            cache, start, seen = fresh(), now, now
-        while seen < len(tokens):
-            chunk = tokens[seen : seen + _CHUNK]
-            padded_T = np.pad(np.array(chunk, np.int32), (0, _CHUNK - len(chunk)))
-            logits_V, cache = _read(model, cache, jnp.asarray(padded_T), jnp.asarray(len(chunk)))
-            seen += len(chunk)
-            if i == 0 and seen < len(tokens) and time.monotonic() - said > _PATIENCE:
-                logits_V.block_until_ready()  # otherwise these words would be ahead of the work
-                said = time.monotonic()
-                say(f"reading the prompt: {seen - start:,} of {len(tokens) - start:,} tokens ...")
-        token = int(sample(logits_V, jax.random.fold_in(key, i), temperature, top_k, top_p))
-        if token == end:
-            return
-        tokens.append(token)
+    """The tokens of one text; see `generate_rows`."""
+    how = Drawn(temperature, top_k, top_p)
+    options: dict[str, Any] = {"seq_len": seq_len, "max_tokens": max_tokens, "seed": seed, "dtype": dtype, "say": say}
+    for _, token in generate_rows(model, [prompt_tokens], how, ends=(end,), **options):
         yield token
