@@ -21,6 +21,7 @@ ORDER = (
     "data",
     "optim",
     "objectives",
+    "hub",
     "telemetry",
     "train",
     "generate",
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"config", "storage", "checkpoint"},
     "optim": {"config", "parallel"},
     "objectives": {"config", "parallel", "ops", "model"},
+    "hub": {"config", "storage", "parallel", "checkpoint", "model", "data"},
     "telemetry": {"config", "storage", "checkpoint"},
     "train": {
         "config", "storage", "parallel", "checkpoint", "ops", "runtime", "model", "data", "optim", "objectives", "telemetry",
@@ -63,6 +65,7 @@ FOREIGN: dict[str, set[str]] = {
     "runtime": {"equinox", "optax", "orbax", "grain", "transformers", "tensorboard"},
     "model": {"optax", "orbax", "grain", "transformers", "tensorboard", "yaml"},
     "data": {"jax", "jaxlib", "equinox", "optax", "orbax", "tensorboard"},
+    "hub": {"optax", "grain", "tensorboard"},
     "telemetry": {"jax", "jaxlib", "equinox", "optax", "orbax", "grain", "transformers"},
 }
 

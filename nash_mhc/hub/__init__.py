@@ -1,0 +1,1 @@
+"""Models as folders that Hugging Face's transformers reads."""
