@@ -155,6 +155,22 @@ def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monke
     assert tokenizer.decode(list(text.encode())) == text
 
 
+def test_the_whole_architecture_is_a_folder_with_its_own_code(tmp_path, monkeypatch, capsys):
+    """By our own commands; tests/test_torch_model.py has what is in the code."""
+    changes = {"model__rope_scaling": "yarn,factor=4,original=16", "model__tied_embeddings": False}
+    run = untrained_run(tmp_path / "run", small.nash_config(**changes))
+    assert call("export", run, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
+    with pytest.raises(ConfigError, match="allow it with --trust-remote-code"):
+        call("check", run, tmp_path / "out", monkeypatch=monkeypatch)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    capsys.readouterr()
+    assert call("check", run, tmp_path / "out", "--trust-remote-code", monkeypatch=monkeypatch) == 0
+    assert float(capsys.readouterr().out.splitlines()[1].split()[-1]) < 1e-4
+    with pytest.raises(ConfigError, match="a model of type 'nash_mhc'"):
+        HubFolder(tmp_path / "out")
+
+
 def test_check_says_how_far_two_models_are_apart(folders, tmp_path, monkeypatch, capsys):
     source = folders("qwen2, tied")
     call("import", source, "--out", tmp_path / "ours", monkeypatch=monkeypatch)

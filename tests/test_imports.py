@@ -66,6 +66,7 @@ FOREIGN: dict[str, set[str]] = {
     "runtime": {"equinox", "optax", "orbax", "grain", "transformers", "tensorboard"},
     "model": {"optax", "orbax", "grain", "transformers", "tensorboard", "yaml"},
     "data": {"jax", "jaxlib", "equinox", "optax", "orbax", "tensorboard"},
+    "hub": {"optax", "grain", "tensorboard"},
     "telemetry": {"jax", "jaxlib", "equinox", "optax", "orbax", "grain", "transformers"},
 }
 

@@ -14,7 +14,7 @@ import numpy as np
 from nash_mhc import __version__
 from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
-from nash_mhc.hub import byte_tokenizer
+from nash_mhc.hub import byte_tokenizer, nash_tensors
 from nash_mhc.hub.families import family_of, read_config, written_config
 from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
 from nash_mhc.hub.layout import tensors
@@ -63,9 +63,7 @@ def named_tensors(loaded: Loaded) -> Iterator[tuple[str, np.ndarray]]:
     cfg, leaves = loaded.config.model, named_leaves(loaded.model)
     assert isinstance(cfg, ModelConfig)
     if family_of(cfg) is None:
-        from nash_mhc.hub.nash_tensors import tensors as of_ours
-
-        yield from of_ours(leaves, cfg)
+        yield from nash_tensors.tensors(leaves, cfg)
         return
     of_layers = [tensor for tensor in tensors(cfg) if "{i}" in tensor.name]
     for tensor in tensors(cfg):
@@ -131,10 +129,8 @@ def _write_beside(loaded: Loaded, folder: Path, dtype: str) -> None:
             byte_tokenizer.write(folder)
         _write_json(folder / "generation_config.json", {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end})
     if family is None:
-        from nash_mhc.hub.nash_tensors import config_values, write_code
-
-        values = config_values(cfg, positions)
-        write_code(folder)
+        values = nash_tensors.config_json(cfg, max_position_embeddings=positions)
+        shutil.copy(nash_tensors.CODE, folder)
     else:
         values = written_config(cfg, family, positions)
     ends = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end, "pad_token_id": None}

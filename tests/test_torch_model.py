@@ -1,0 +1,272 @@
+"""The torch file of an exported model: the same logits as ours, alone and padded, with a cache and without."""
+
+import ast
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import small
+from safetensors.numpy import save_file
+
+from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.hub.nash_tensors import config_json, tensors
+from nash_mhc.model import LM
+from nash_mhc.model.protocol import Execution
+from nash_mhc.parallel.params import named_leaves
+
+torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
+
+# Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
+import transformers.generation  # noqa: E402
+import transformers.modeling_utils  # noqa: E402, F401
+
+from nash_mhc.hub import modeling_nash_mhc  # noqa: E402  (needs torch)
+from nash_mhc.hub.modeling_nash_mhc import NashMhcConfig, NashMhcForCausalLM  # noqa: E402
+
+torch.set_num_threads(1)  # of numbers this few, a second one is only waited for
+
+BASE = dataclasses.replace(
+    small.NASH, vocab_size=40, width=16, heads=4, kv_heads=4, ffn=24, sinkhorn_iterations=3, nash_iterations=2
+)
+# Every option that the architecture has appears with another value somewhere.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "whole": {"scales": 4, "window": 8},
+    "grouped, no window, biased, plain": {
+        "kv_heads": 2, "window": None, "qkv_bias": True, "qk_norm": False, "tied_embeddings": False, "residual": "plain",
+    },
+    "ratio 3, convex, two streams": {"ratio": 3, "window": 9, "aggregation": "convex", "conv_taps": 1, "streams": 2},
+    "mean, one layer in two without a window": {
+        "scales": 2, "ratio": 4, "window": 4, "aggregation": "mean", "kv_heads": 1, "layers": 4, "full_every": 2,
+    },
+    "one scale, window": {"scales": 1, "window": 5, "streams": 3, "rope_theta": 100.0},
+    "dense": {"scales": 1, "window": None, "conv_taps": 0, "residual": "plain", "norm_eps": 1e-3},
+}  # fmt: skip
+T = 45  # several of the coarsest blocks and of the windows, and no multiple of a stride
+
+
+def config(name: str) -> ModelConfig:
+    return dataclasses.replace(BASE, **CONFIGS[name])
+
+
+@functools.cache
+def ours(name: str) -> LM:
+    """Every parameter is drawn: what starts at 0, at 1 or as the identity would not be missed if it were left out."""
+    rng = np.random.default_rng(1)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: LM.init(config(name), key=jax.random.key(0))))
+    return jax.tree.unflatten(tree, [rng.normal(0.1, 0.4, leaf.shape).astype(np.float32) for leaf in leaves])
+
+
+@functools.cache
+def exported(name: str) -> dict[str, np.ndarray]:
+    return dict(tensors(named_leaves(ours(name)), config(name)))
+
+
+def torch_model(name: str, change: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """With some tensors and fields of the configuration changed."""
+    model = NashMhcForCausalLM(NashMhcConfig(**config_json(config(name)) | fields)).eval()
+    state = {key: torch.tensor(value) for key, value in (exported(name) | (change or {})).items()}
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert missing.missing_keys == (["lm_head.weight"] if model.config.tie_word_embeddings else [])
+    return model
+
+
+@functools.cache
+def tokens(name: str) -> np.ndarray:
+    return np.random.default_rng(2).integers(0, config(name).vocab_size, (3, T))
+
+
+@functools.cache
+def expected(name: str) -> np.ndarray:
+    """Logits of our own model; attention is causal, so the first of them are those of a shorter text."""
+    run = jax.jit(lambda model, tokens_BT: model(tokens_BT, execution=Execution("float32", attention="reference")))
+    return np.asarray(run(ours(name), tokens(name).astype(np.int32)))
+
+
+def padded(name: str, lengths: tuple[int, ...], lefts: tuple[int, ...]) -> tuple[Any, Any]:
+    """(tokens, mask) of texts with so much padding before them, and after them as much as is missing: tokens like
+    any others, which nothing may look at."""
+    rng, size = np.random.default_rng(3), max(map(sum, zip(lengths, lefts, strict=True)))
+    ids, mask = rng.integers(0, config(name).vocab_size, (len(lengths), size)), np.zeros((len(lengths), size), np.int64)
+    for row, (length, left) in enumerate(zip(lengths, lefts, strict=True)):
+        ids[row, left : left + length] = tokens(name)[row, :length]
+        mask[row, left : left + length] = 1
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def close(a: Any, b: Any) -> None:
+    np.testing.assert_allclose(a.detach().numpy() if torch.is_tensor(a) else a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_our_model(name: str) -> None:
+    with torch.no_grad():
+        close(torch_model(name)(torch.tensor(tokens(name))).logits, expected(name))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_row_of_a_padded_batch_has_the_logits_that_it_has_alone(name: str) -> None:
+    lengths, lefts = (T, 30, 17), (0, T - 30, 7)
+    ids, mask = padded(name, lengths, lefts)
+    with torch.no_grad():
+        logits = torch_model(name)(ids, attention_mask=mask).logits
+    for row, (length, left) in enumerate(zip(lengths, lefts, strict=True)):
+        close(logits[row, left : left + length], expected(name)[row, :length])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_takes_any_number_of_tokens_at_a_time(name: str) -> None:
+    lengths, lefts = (T, 38, 31), (0, T - 38, 3)
+    ids, mask = padded(name, lengths, lefts)
+    model, cache, logits, cfg = torch_model(name), None, [], config(name)
+    with torch.no_grad():
+        for start, end in [(0, 11), (11, 12), (12, 19), *((t, t + 1) for t in range(19, T))]:
+            out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            cache, _ = out.past_key_values, logits.append(out.logits)
+            assert cache.get_seq_length() == end
+    for row, (length, left) in enumerate(zip(lengths, lefts, strict=True)):
+        close(torch.cat(logits, 1)[row, left : left + length], expected(name)[row, :length])
+    # A window's worth of tokens and the rows of coarser scales: what a token costs is what it looks at.
+    sizes = {key: rows.shape[1] for key, rows in cache.layers[0].rows.items()}
+    assert sizes["keys0"] == sizes["values0"] == (T if cfg.window is None else cfg.window - 1)
+    for c, stride in enumerate(cfg.strides[1:], 1):
+        assert sizes[f"keys{c}"] == sizes[f"values{c}"] == T // stride
+        assert sizes[f"k_below{c}"] == sizes[f"v_below{c}"] == 2 * cfg.ratio - 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation_with_a_cache_is_the_one_without(name: str) -> None:
+    model, new = torch_model(name), 30
+    ids, mask = padded(name, (9, 4, 1), (0, 5, 8))
+    # Weights that were drawn like to say one word for ever; no pair may come twice.
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "no_repeat_ngram_size": 2, "pad_token_id": 0}
+    cached = model.generate(ids, attention_mask=mask, use_cache=True, **settings)
+    assert cached.shape == (3, 9 + new) and min(len(set(row.tolist())) for row in cached[:, 9:]) > 5
+    assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
+
+
+def test_generation_reads_one_token_at_a_time_and_beams_take_their_caches_along() -> None:
+    model = torch_model("whole")
+    ids, mask = padded("whole", (9, 4), (0, 5))
+    read = []
+    model.model.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "no_repeat_ngram_size": 2, "num_beams": 3, "pad_token_id": 0}
+    cached = model.generate(ids, attention_mask=mask, **settings)
+    assert read == [9] + [1] * 19
+    assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
+
+
+def test_few_queries_at_a_time_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_nash_mhc, "QUERIES_AT_ONCE", 7)
+    ids, mask = padded("whole", (T, 30), (0, 4))
+    with torch.no_grad():
+        logits = torch_model("whole")(ids, attention_mask=mask).logits
+    close(logits[0], expected("whole")[0])
+    close(logits[1, 4:34], expected("whole")[1, :30])
+
+
+def test_scaled_frequencies_amplitudes_and_embeddings() -> None:
+    """Each is another way to say what a model without it says."""
+    name = "one scale, window"
+    cfg, ids = config(name), torch.tensor(tokens(name))
+    half = cfg.head_dim // 2
+    from_other_theta = [(cfg.rope_theta / 1e4) ** (-i / half) for i in range(half)]
+    table = exported(name)["model.embed_tokens.weight"]
+    longer = {k: 1.5 * v for k, v in exported(name).items() if "q_norm" in k or "k_norm" in k}
+    with torch.no_grad():
+        close(torch_model(name, rope_theta=1e4, rope_multipliers=from_other_theta)(ids).logits, expected(name))
+        close(torch_model(name, rope_amplitude=1.5)(ids).logits, torch_model(name, longer)(ids).logits)
+        as_it_is = torch_model(
+            name,
+            {"model.embed_tokens.weight": table * cfg.width**0.5, "lm_head.weight": table},
+            embed_scale="table",
+            tied_embeddings=False,
+        )
+        close(as_it_is(ids).logits, expected(name))
+
+
+def test_every_parameter_of_the_whole_learns() -> None:
+    model, ids = torch_model("whole").train(), torch.tensor(tokens("whole"))
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    logits = expected("whole")[:, :-1]
+    log_sums = np.log(np.sum(np.exp(logits), axis=-1))
+    right = np.take_along_axis(logits, tokens("whole")[:, 1:, None], axis=-1)[..., 0]
+    close(loss, np.mean(log_sums - right))
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().max() > 0, name
+
+
+def test_positions_that_the_model_would_not_heed_are_refused() -> None:
+    ids = torch.tensor(tokens("dense"))
+    with pytest.raises(ValueError, match="positions by itself"):
+        torch_model("dense")(ids, position_ids=ids)
+
+
+def test_a_leaf_without_a_place_is_named() -> None:
+    named = named_leaves(ours("dense")) | {"layers.ffn.up_DF.down": np.zeros(3)}
+    with pytest.raises(ConfigError, match=r"layers\.ffn\.up_DF\.down has no place"):
+        next(tensors(named, config("dense")))
+
+
+def test_the_torch_file_needs_torch_and_transformers_only() -> None:
+    nodes = list(ast.walk(ast.parse(Path(modeling_nash_mhc.__file__).read_text())))
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert {name.split(".")[0] for name in named} == {"math", "typing", "torch", "transformers"}
+
+
+_ELSEWHERE = """
+import sys
+sys.modules["nash_mhc"] = sys.modules["jax"] = None  # as if they were not installed
+import numpy as np, torch
+from transformers import AutoModelForCausalLM
+folder, again, tokens, results = sys.argv[1:]
+load = lambda folder, **options: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+ids = torch.tensor(np.load(tokens))
+model = load(folder)
+assert model.dtype == torch.float32 and not model.training
+model.save_pretrained(again)
+half = load(folder, dtype=torch.bfloat16)
+assert half.dtype == half.lm_head.weight.dtype == torch.bfloat16
+assert half.model.layers[0].attention.tau.dtype == half.model.norm.weight.dtype == torch.float32
+settings = dict(max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0)
+text = half.generate(ids[:, :5], output_logits=True, return_dict_in_generate=True, **settings)
+assert text.sequences.shape == (3, 35) and all(torch.isfinite(x).all() for x in text.logits)
+with torch.no_grad():
+    np.savez(results, once=model(ids).logits, twice=load(again)(ids).logits, half=half(ids).logits.float())
+"""
+
+
+def test_a_folder_is_read_where_nothing_of_ours_is_installed(tmp_path: Path) -> None:
+    name, folder = "whole", tmp_path / "model"
+    folder.mkdir()
+    save_file(exported(name), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_json(config(name), dtype="float32")))
+    shutil.copy(modeling_nash_mhc.__file__, folder)
+    np.save(tmp_path / "tokens.npy", tokens(name))
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("HF_", "PYTHON"))}
+    env |= {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_MODULES_CACHE": str(tmp_path / "hf_modules"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    paths = [str(tmp_path / part) for part in ("model", "again", "tokens.npy", "logits.npz")]
+    command = [sys.executable, "-I", "-c", _ELSEWHERE, *paths]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    got = np.load(tmp_path / "logits.npz")
+    close(got["once"], expected(name))
+    np.testing.assert_array_equal(got["once"], got["twice"])
+    exact = expected(name)
+    assert 0 < np.sqrt(np.mean((got["half"] - exact) ** 2) / np.mean(exact**2)) < 0.05
