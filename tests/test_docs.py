@@ -19,6 +19,7 @@ from nash_mhc.config import cli, reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data import __main__ as data
 from nash_mhc.generate import __main__ as generate
+from nash_mhc.hub import __main__ as hub
 from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import RULES, logical_axes
@@ -42,6 +43,9 @@ RUN_BY = {
     "checkpoint verify": "test_first_hour.py::test_the_console_script_is_every_command",
     "checkpoint restore-test": "test_restore_drill.py::test_a_laptop_with_one_device_restores_what_eight_wrote",
     "generate": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "hub import": "test_hub_import.py::test_here_and_back_nothing_changes",
+    "hub export": "test_hub_import.py::test_here_and_back_nothing_changes",
+    "hub check": "test_hub_import.py::test_check_says_how_far_two_models_are_apart",
     "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "report --live": "test_report.py::test_the_live_command_serves_until_it_is_interrupted",
     "bench step": "test_bench.py::test_figures_follow_from_one_another",
@@ -177,10 +181,10 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     elif command.kind == "bench corpus":
         monkeypatch.setattr(corpus, "build", lambda out: {})
         corpus.command(words[1:])
-    elif module in ("data", "checkpoint", "report"):  # they look at folders, which are not here
+    elif module in ("data", "checkpoint", "report", "hub"):  # they look at folders, which are not here
         monkeypatch.setattr(sys, "argv", [module, *words])
-        with pytest.raises(ConfigError, match=r"no such folder|there is no|not there|no run|neither"):
-            {"data": data, "checkpoint": checkpoint, "report": report}[module].main()
+        with pytest.raises(ConfigError, match=r"no such folder|there is no|not there|no run|neither|no config.json"):
+            {"data": data, "checkpoint": checkpoint, "report": report, "hub": hub}[module].main()
     else:
         assert module in ("nash_mhc", "config.reference", "make") or command.needs, command
 

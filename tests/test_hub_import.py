@@ -151,7 +151,7 @@ def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monke
     from transformers import AutoTokenizer
 
     tokenizer, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "Grüße, 世界\n  ok"
-    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer(text)["input_ids"] == [256, *text.encode()]  # as every document that the model has read began
     assert tokenizer.decode(list(text.encode())) == text
 
 
@@ -320,6 +320,30 @@ def test_a_run_starts_from_an_imported_model_in_a_folder_of_its_own(folders, tmp
     cfg = cli.parse(["--init-from", str(folders("qwen2, tied")), "--model-width", "64"], found=found_settings).config
     with pytest.raises(ConfigError, match=r"model.width 64: .* has 32; leave it out"):
         check_resume(cfg, rows="stories")
+
+
+def test_a_folder_without_a_tokenizer_says_so(folders, tmp_path):
+    """transformers would make one up that knows no word."""
+    for file in folders("llama").iterdir():
+        if "tokenizer" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match="no tokenizer is in that folder"):
+        load(tmp_path)
+    assert cli.parse(["--init-from", str(tmp_path)], found=found_settings).config.data.tokenizer == "bytes"
+
+
+def test_an_exported_tokenizer_begins_texts_as_the_model_knows_them(folders, tmp_path):
+    from nash_mhc.data.tokenizer import load_tokenizer
+
+    values = json.loads((folders("llama") / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values | {"post_processor": None}))
+    plain = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    for begins in (False, True):
+        plain.save(tmp_path / str(begins), begins=begins)
+        again = load_tokenizer(str(tmp_path / str(begins)))
+        assert again.encode("one").tolist() == plain.encode("one").tolist() == list(b"one")
+        assert (again.begin, again.end) == (plain.begin, plain.end) == (256, 256)
+        assert again._inner("one")["input_ids"] == [256] * begins + list(b"one")
 
 
 def test_a_tokenizer_with_a_begin_token_begins_every_document_with_it(folders, tmp_path):

@@ -18,6 +18,8 @@ from nash_mhc.config.schema import ConfigError
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
 
 
+# What a folder has at least one of that holds a tokenizer. Without, transformers makes one that knows no word.
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 # Names of the token that ends a document, where a tokenizer.json comes without a tokenizer_config.json that says so.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<s>", "<bos>")
 
@@ -142,12 +144,29 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._inner.decode(np.asarray(tokens).ravel().tolist(), skip_special_tokens=True))
 
-    def save(self, folder: Path) -> None:
-        """Leaves what `load_tokenizer(folder)` reads back to the same tokens."""
+    def save(self, folder: Path, *, begins: bool = False) -> None:
+        """Leaves what `load_tokenizer(folder)` reads back to the same tokens.
+
+        `begins`: and what puts the begin token in front of a text for everyone who does not know that it belongs there.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json"))
         end = self._backend.id_to_token(self.end)
+        values = json.loads(self._backend.to_str())
+        if begins and not self._backend.encode("", add_special_tokens=True).ids:
+            values["post_processor"] = in_front(end, self.end)
+        (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
         write_tokenizer_config(folder, end)
+
+
+def in_front(token: str, number: int) -> dict[str, Any]:
+    """The part of a tokenizer.json that puts this token in front of every text."""
+    special, text = {"SpecialToken": {"id": token, "type_id": 0}}, lambda which: {"Sequence": {"id": which, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [special, text("A")],
+        "pair": [special, text("A"), text("B")],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
 
 
 def write_tokenizer_config(folder: Path, end: str) -> None:
@@ -182,6 +201,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(
             f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; one of Hugging Face is hf:{name}"
         )
+    if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in FILES):
+        raise ConfigError(f"--tokenizer {name}: no tokenizer is in that folder (such as tokenizer.json); name one that has it")
     files = [] if from_hub is not None else [Path(name)] if Path(name).is_file() else sorted(Path(name).iterdir())
     return _loaded(name, from_hub, tuple((str(file), file.stat().st_mtime_ns) for file in files))
 
@@ -204,7 +225,10 @@ def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
             return PreTrainedTokenizerFast(
                 tokenizer_file=str(path), eos_token=next((end for end in _ENDS if end in bare.get_vocab()), None)
             )
-        return AutoTokenizer.from_pretrained(str(path if path.is_dir() else path.parent), local_files_only=True)
+        folder = path if path.is_dir() else path.parent
+        # Where the model is code of its own, AutoTokenizer would ask on the terminal whether to run that.
+        kind = PreTrainedTokenizerFast if _brings_code(folder) else AutoTokenizer
+        return kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise, bare Exception included
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if from_hub is None:
@@ -214,6 +238,13 @@ def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
             f"without a network, AutoTokenizer.from_pretrained('{from_hub}').save_pretrained(FOLDER) where there is one, "
             "and --tokenizer FOLDER here"
         ) from error
+
+
+def _brings_code(folder: Path) -> bool:
+    try:
+        return "auto_map" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:

@@ -59,15 +59,18 @@ def _export(argv: Sequence[str]) -> int:
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
     from nash_mhc.hub.load import load
-    from nash_mhc.hub.writing import export, imported_dtype, model_card
+    from nash_mhc.hub.nash_tensors import CODE
+    from nash_mhc.hub.writing import check_free, export, imported_dtype, model_card
 
+    check_free(Path(args.out))
     loaded = load(args.folder, args.step, say=_say)
     dtype = imported_dtype(loaded) if args.dtype == "auto" else args.dtype
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
     written = export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say)
     for file in written:
         print(f"  {file.stat().st_size:>15,}  {file.name}")
-    print(f"{args.out}: compare the two with python -m nash_mhc.hub check {args.folder} {args.out}")
+    trust = " --trust-remote-code" * any(file.name == CODE.name for file in written)
+    print(f"{args.out}: compare the two with python -m nash_mhc.hub check {args.folder} {args.out}{trust}")
     return 0
 
 

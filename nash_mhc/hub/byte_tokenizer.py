@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.data.tokenizer import ByteTokenizer, write_tokenizer_config
+from nash_mhc.data.tokenizer import ByteTokenizer, in_front, write_tokenizer_config
 
 _END = "<|endoftext|>"
 
@@ -19,14 +19,14 @@ def _letters() -> dict[int, str]:
 
 
 def write(folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json."""
+    """tokenizer.json and tokenizer_config.json. Texts get the token in front that every document began with."""
     vocabulary = {letter: byte for byte, letter in sorted(_letters().items())}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": ByteTokenizer.end, "content": _END, "single_word": False, "lstrip": False, "rstrip": False}
     values: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [end | {"normalized": False, "special": True}],
-        "normalizer": None, "pre_tokenizer": by_bytes, "post_processor": None, "decoder": by_bytes,
+        "normalizer": None, "pre_tokenizer": by_bytes, "post_processor": in_front(_END, ByteTokenizer.end), "decoder": by_bytes,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
                   "vocab": vocabulary, "merges": []},

@@ -14,8 +14,10 @@ from nash_mhc import __version__
 from nash_mhc.checkpoint.run_folder import RUN
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.data.tokenizer import FILES
 from nash_mhc.hub.folder import BESIDE, HubFolder, is_hub_folder
 from nash_mhc.hub.load import BESIDE_RUN, Loaded, load
+from nash_mhc.hub.writing import check_free
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.storage.errors import one_line
 
@@ -31,8 +33,7 @@ class _Weights(eqx.Module):
 
 def import_folder(folder: Path, out: Path, say: Callable[[str], None] = lambda text: None) -> Loaded:
     """Makes `out`, whole or not at all. ConfigError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
+    check_free(out)
     loaded = load(folder, say=say)
     part = out.with_name(f".{out.name}.part")
     with one_line(f"--out {out}"):
@@ -67,7 +68,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """What a run that starts from such a folder need not be told: its model, and its tokenizer."""
     found = HubFolder(folder)
     model = {f"model.{name}": value for name, value in vars(found.imported.model).items()}
-    return model | {"data.tokenizer": str(folder)}
+    has_tokenizer = any((folder / name).is_file() for name in FILES)
+    return model | ({"data.tokenizer": str(folder)} if has_tokenizer else {})
 
 
 def check_fits(folder: HubFolder, cfg: ModelConfig) -> None:

@@ -31,8 +31,7 @@ def export(
     """The files of the new folder, which appears when it is whole, or not at all. ConfigError."""
     if not isinstance(loaded.config.model, ModelConfig):
         raise ConfigError(f"a model of the kind {loaded.config.model.architecture!r} cannot be exported")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
+    check_free(out)
     part = out.with_name(f".{out.name}.part")
     with one_line(f"--out {out}"):
         shutil.rmtree(part, ignore_errors=True)
@@ -47,6 +46,12 @@ def export(
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return sorted(out.iterdir())
+
+
+def check_free(out: Path) -> None:
+    """Nothing is overwritten; ConfigError."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
 
 
 def imported_dtype(loaded: Loaded) -> str:
@@ -87,6 +92,7 @@ def _write_weights(
     def write() -> None:
         say(f"writing {sum(a.nbytes for a in held.values()) / 1e6:,.0f} MB ...")
         save_file(held, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        (folder / f"{len(shards)}.part").chmod(0o644)  # the library lets nobody else read it
         shards.append(list(held))
         held.clear()
 
@@ -124,7 +130,7 @@ def _write_beside(loaded: Loaded, folder: Path, dtype: str) -> None:
             return
     else:
         if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer.save(folder)
+            tokenizer.save(folder, begins=True)
         else:
             byte_tokenizer.write(folder)
         _write_json(folder / "generation_config.json", {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end})
@@ -160,8 +166,8 @@ Exported by nash_mhc {__version__} from `{origin}`: {what}.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER"{flag})
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-prompt = tokenizer("Once", return_tensors="pt", add_special_tokens=False)
+tokenizer = AutoTokenizer.from_pretrained("FOLDER"{flag})
+prompt = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 
