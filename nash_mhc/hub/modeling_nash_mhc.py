@@ -234,16 +234,17 @@ class Attention(nn.Module):
         T, outs, bids = q_BTNH.shape[1], [], []
         position_BT1 = (seen[0][0].before_B[:, None] + start + torch.arange(T, device=q_BTNH.device))[..., None]
         for c, (rows, k_BSKH, v_BSKH) in enumerate(seen):
-            size = k_BSKH.shape[1]
-            old, window, span = size - rows.room, size, slice(None)
-            if c == 0:  # those that are too late or too far back for all of these queries are left out at once
-                window = self.window or size
-                span = slice(max(0, old + start - window + 1), old + start + T)
-            row_B1S = (rows.before_B[:, None] - old + torch.arange(size, device=q_BTNH.device))[:, None, span]
+            window, old = None if c else self.window, k_BSKH.shape[1] - rows.room
+            # Rows that are too late, or too far back, for all of these queries are left out at once.
+            first = 0 if window is None else max(0, old + start - window + 1)
+            end = old + math.ceil((start + T) / rows.stride)
+            row_B1S = (rows.before_B[:, None] - old + torch.arange(first, end, device=q_BTNH.device))[:, None]
             # A summary is seen by the blocks after its own: so no token sees a later one through it.
             last_BT1 = position_BT1 // rows.stride - (1 if c else 0)
-            visible_BTS = (row_B1S >= 0) & (row_B1S > last_BT1 - window) & (row_B1S <= last_BT1)
-            out_BTNH, bid_BTN = attend(q_BTNH, k_BSKH[:, span], v_BSKH[:, span], visible_BTS, null=c > 0)
+            visible_BTS = (row_B1S >= 0) & (row_B1S <= last_BT1)
+            if window is not None:
+                visible_BTS = visible_BTS & (row_B1S > last_BT1 - window)
+            out_BTNH, bid_BTN = attend(q_BTNH, k_BSKH[:, first:end], v_BSKH[:, first:end], visible_BTS, null=c > 0)
             if c:  # a scale bids once a block has ended before the token's own; the tokens near by always do
                 bid_BTN = (bid_BTN + self.offset[c - 1].float()).masked_fill(position_BT1 < rows.stride, -math.inf)
             outs.append(out_BTNH)
@@ -277,11 +278,14 @@ def attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, visible_BTS: Tensor, 
     q_BTKGH = q_BTNH.float().unflatten(2, (k_BSKH.shape[2], -1)) * q_BTNH.shape[-1] ** -0.5
     scores_BKGTS = torch.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH.float())
     scores_BKGTS = scores_BKGTS.masked_fill(~visible_BTS[:, None, None], -math.inf)
-    summed = F.pad(scores_BKGTS, (0, 1), value=0.0) if null else scores_BKGTS
-    evidence_BKGT = torch.logsumexp(summed, dim=-1)
-    weights_BKGTS = torch.exp(scores_BKGTS - evidence_BKGT[..., None]).to(v_BSKH.dtype)
-    out_BTNH = torch.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH).flatten(2, 3)
-    return out_BTNH, evidence_BKGT.permute(0, 3, 1, 2).flatten(2)
+    top_BKGT1 = scores_BKGTS.amax(-1, keepdim=True).detach()
+    top_BKGT1 = top_BKGT1.clamp(min=0.0) if null else top_BKGT1
+    weights_BKGTS = torch.exp(scores_BKGTS - top_BKGT1)
+    total_BKGT1 = weights_BKGTS.sum(-1, keepdim=True) + (torch.exp(-top_BKGT1) if null else 0.0)
+    out_BKGTH = torch.einsum("bkgts,bskh->bkgth", weights_BKGTS.to(v_BSKH.dtype), v_BSKH).float() / total_BKGT1
+    evidence_BKGT1 = top_BKGT1 + total_BKGT1.log()
+    by_token = lambda x: x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return by_token(out_BKGTH).to(v_BSKH.dtype), by_token(evidence_BKGT1)[..., 0]
 
 
 class PlainResidual(nn.Module):
