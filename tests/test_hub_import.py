@@ -270,6 +270,9 @@ CONFIG = {
     ({"layer_types": ["full_attention", "sliding_attention"]}, "several kinds"),
     ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "several kinds"),
     ({"vocab_size": None}, "nothing about vocab_size"),
+    ({"num_key_value_heads": 3}, "config.json: model.kv_heads 3 does not divide model.heads 4"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "config.json: a setting is missing .*low_freq_factor"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "many"}}, "config.json: a setting .* makes no sense"),
 ])  # fmt: skip
 def test_what_our_decoder_does_not_have_is_refused_by_name(changes, said):
     with pytest.raises(ConfigError, match=said):

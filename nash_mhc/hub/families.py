@@ -39,9 +39,18 @@ def read_config(values: dict[str, Any], where: str) -> Imported:
     if missing := [name for name in _NEEDED if not isinstance(values.get(name), int)]:
         raise ConfigError(f"{where}: says nothing about {missing[0]}")
     _refuse(values, family, where)
+    try:
+        return Imported(family, _model(values, family, where), int(values.get("max_position_embeddings", 2048)))
+    except ConfigError as error:
+        raise ConfigError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: a setting is missing or makes no sense ({type(error).__name__}: {error})") from None
+
+
+def _model(values: dict[str, Any], family: str, where: str) -> ModelConfig:
     heads, width = values["num_attention_heads"], values["hidden_size"]
     theta, scaling = _rope(values, where)
-    model = ModelConfig(
+    return ModelConfig(
         vocab_size=values["vocab_size"],
         width=width,
         layers=values["num_hidden_layers"],
@@ -61,7 +70,6 @@ def read_config(values: dict[str, Any], where: str) -> Imported:
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         embed_scale="table",
     )
-    return Imported(family, model, int(values.get("max_position_embeddings", 2048)))
 
 
 def _refuse(values: dict[str, Any], family: str, where: str) -> None:

@@ -67,9 +67,6 @@ class HubFolder:
     def _has(self, name: str) -> bool:
         return (self.path / name).is_file()
 
-    def beside(self) -> list[Path]:
-        return [self.path / name for name in BESIDE if self._has(name)]
-
     def entries(self) -> dict[str, Entry]:
         """Every tensor by name, from the files' headers alone."""
         if self._has(INDEX):

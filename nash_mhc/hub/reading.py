@@ -60,8 +60,9 @@ def read_weights(folder: HubFolder, like: Any, say: Callable[[str], None] = lamb
 
         def part(i: int, tensor: Any = tensor, shape: Any = shape, sharding: Any = sharding) -> Array:
             read = entries[tensor.name.format(i=i)].reader()
+            # Always a copy: what lies in the file itself must not become an array that a step is given to overwrite.
             return jax.make_array_from_callback(
-                shape, sharding, lambda index: np.ascontiguousarray(tensor.read(read, index, shape))
+                shape, sharding, lambda index: np.array(tensor.read(read, index, shape), order="C")
             )
 
         programs = _programs(leaf.sharding, leaf.shape, leaf.dtype)
