@@ -13,9 +13,10 @@ from runs import untrained_run
 
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
+from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.generate.decode import Drawn, generate_rows, generate_tokens, load
-from nash_mhc.generate.prompts import up_to
+from nash_mhc.generate.prompts import Prompt, asked, up_to
 from nash_mhc.model.sampling import repeated_less
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"
@@ -118,6 +119,15 @@ def test_a_conversation_is_put_as_the_tokenizer_says(theirs, tmp_path, monkeypat
     lines = [json.loads(line) for line in out.splitlines()]
     assert lines[0]["text"] == loaded.tokenizer.decode(np.array(want))
     assert [line["prompt"] for line in lines] == ["Who?", "plain"]
+
+
+def test_a_template_that_spells_the_begin_token_gets_no_second_one(theirs, tmp_path):
+    settings = json.loads((theirs / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "<|endoftext|>" + TEMPLATE}))
+    plain, spelled = (asked("Who?", None).tokens(load_tokenizer(str(folder))) for folder in (theirs, tmp_path))
+    assert plain == spelled == [256, *b"[user]Who?", 256, *b"[answer]"]
+    assert Prompt("<|endoftext|>").tokens(load_tokenizer(str(theirs))) == [256, 256]  # what someone writes is what is read
 
 
 def test_every_token_that_ends_a_text_of_that_model_does(theirs, tmp_path):
