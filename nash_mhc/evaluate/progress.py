@@ -41,14 +41,17 @@ class Progress:
     @contextlib.contextmanager
     def _lines(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         began = said = time.monotonic()
-        done = 0
+        done, first, at_first = 0, 0, began  # the first answer waited for the compiler, which says nothing about the rest
 
         def tick(count: int) -> None:
-            nonlocal done, said
+            nonlocal done, said, first, at_first
             done += count
-            if time.monotonic() - said > _PATIENCE and done < total:
-                said = time.monotonic()
-                left = (said - began) / done * (total - done)
+            now = time.monotonic()
+            if not first:
+                first, at_first = done, now
+            elif now - said > _PATIENCE and done < total:
+                said = now
+                left = (now - at_first) / max(done - first, 1) * (total - done)
                 self.say(f"{name}: {done:,} of {total:,}, about {duration(left)} left")
 
         yield tick
