@@ -61,7 +61,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     args = parse(sys.argv[1:])
     texts, named = _sorted(args.tasks)
-    # After the flags: a typo is reported without JAX.
+    import jax  # after the flags: a typo is reported without it
+
+    try:
+        return _run(args, texts, named)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        less = f"--batch-size {args.batch_size // 2}, or " if args.batch_size > 1 else ""
+        raise ConfigError(
+            f"the devices have too little memory; try {less}more of them along --mesh-fsdp or --mesh-tp"
+        ) from None
+
+
+def _run(args: argparse.Namespace, texts: dict[str, str], named: list[str]) -> int:
     import jax
 
     from nash_mhc.evaluate.progress import Progress

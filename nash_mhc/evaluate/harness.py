@@ -67,6 +67,7 @@ def _load(name: str, say: Callable[[str], None]) -> Task:
     from lm_eval.tasks import TaskManager
 
     path = Path(name).expanduser()
+    say(f"loading {name} ...")
     if not is_path(name):
         manager, wanted = _by_name(name, say)
     elif path.is_dir():
@@ -166,8 +167,8 @@ def run_task(
                 model=model, tasks=list(task.parts), limit=limit, num_fewshot=num_fewshot, log_samples=with_samples,
                 bootstrap_iters=_RESAMPLES, task_manager=task.manager,
             )  # fmt: skip
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"--tasks {task.name}: {error}") from None
     except Exception as error:
         if model.is_at_work:
             raise
