@@ -14,6 +14,7 @@ from nash_mhc.config.commands import chosen_command, one_line_errors
 ABOUT = {
     "train": "trains a model, or goes on with a run",
     "generate": "writes text with a trained model",
+    "evaluate": "puts tasks to a model: lm-evaluation-harness, held-out text",
     "data": "prepares and inspects data, trains tokenizers",
     "checkpoint": "lists, verifies and inspects a run's checkpoints",
     "hub": "models from and for Hugging Face's libraries",

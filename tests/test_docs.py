@@ -18,6 +18,7 @@ from nash_mhc.checkpoint import __main__ as checkpoint
 from nash_mhc.config import cli, reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data import __main__ as data
+from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.hub import __main__ as hub
 from nash_mhc.parallel.divisibility import check_fit
@@ -46,6 +47,7 @@ RUN_BY = {
     "hub import": "test_hub_import.py::test_here_and_back_nothing_changes",
     "hub export": "test_hub_import.py::test_here_and_back_nothing_changes",
     "hub check": "test_hub_import.py::test_check_says_how_far_two_models_are_apart",
+    "evaluate": "test_evaluate.py::test_the_command_shows_a_table_and_writes_json",
     "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "report --live": "test_report.py::test_the_live_command_serves_until_it_is_interrupted",
     "bench step": "test_bench.py::test_figures_follow_from_one_another",
@@ -178,6 +180,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         {"data": data, "bench": bench}[module].main()
     elif module == "generate":
         generate.parse(words)
+    elif module == "evaluate":
+        evaluate.parse(words)
     elif command.kind == "bench corpus":
         monkeypatch.setattr(corpus, "build", lambda out: {})
         corpus.command(words[1:])

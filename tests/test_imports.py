@@ -25,6 +25,7 @@ ORDER = (
     "telemetry",
     "train",
     "generate",
+    "evaluate",
     "plan",
     "report",
     "bench",
@@ -50,6 +51,9 @@ ALLOWED: dict[str, set[str]] = {
         "telemetry",
     },
     "generate": {"config", "storage", "checkpoint", "runtime", "model", "data", "hub"},
+    "evaluate": {
+        "config", "storage", "parallel", "ops", "runtime", "model", "data", "objectives", "hub", "train",
+    },
     "plan": {"config", "parallel", "ops", "model", "data", "train"},
     "report": {"config", "storage", "checkpoint", "plan"},
     "bench": {"config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "train", "plan", "report"},

@@ -29,6 +29,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     begin: int  # stands before the first token of a document: the end token, unless the tokenizer has one of its own
     end: int  # stands after the last
+    adds_begin: bool  # whether Hugging Face's form of it puts `begin` before every text by itself
+    bos: int | None  # the token of that name, where it has one
     fingerprint: str  # equal for tokenizers that give equal tokens
 
     @property
@@ -54,6 +56,8 @@ class ByteTokenizer:
 
     vocab_size = 257
     begin = end = 256
+    adds_begin = False
+    bos: int | None = None
     fingerprint = "bytes"
 
     def __init__(self) -> None:
@@ -92,7 +96,10 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"--tokenizer {name}: it has neither an eos nor a bos token to stand between documents; add one")
         self.end: int = end
         # What it puts in front of a text by itself: Llama's models were trained with that, Qwen's with nothing.
-        self.begin: int = next(iter(self._backend.encode("", add_special_tokens=True).ids), end)
+        added = self._backend.encode("", add_special_tokens=True).ids
+        self.begin: int = next(iter(added), end)
+        self.adds_begin: bool = len(added) > 0
+        self.bos: int | None = inner.bos_token_id
         self.fingerprint = hashlib.sha256(f"{end} {self._backend.to_str()}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A folder -> configuration, tokenizer and weights on one device: of a run of ours, or of Hugging Face's kind."""
+"""A folder -> configuration, tokenizer and weights, on one device or a mesh: of a run of ours, or of Hugging Face's
+kind."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
@@ -18,6 +19,7 @@ from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.parallel.sharding import shardings
 from nash_mhc.storage.files import exists
 from nash_mhc.storage.paths import Folder, is_remote
 
@@ -35,14 +37,21 @@ class Loaded:
     beside: Path | None = None  # where the files of the Hugging Face model lie that it is or began with
 
 
-def load(folder: str | Folder, step: int | None = None, *, say: Callable[[str], None] = lambda text: None) -> Loaded:
+def load(
+    folder: str | Folder,
+    step: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Loaded:
     """The run in `folder` at `step` (default:
     its last checkpoint), on this machine's first device, whatever mesh wrote it.
 
-    `say` hears of the reading, once nothing stands in its way.
+    On `mesh`, where one is given, every parameter lies as in training; that the model divides over it is for the caller
+    to check. `say` hears of the reading, once nothing stands in its way.
     """
     if not is_remote(folder) and is_hub_folder(str(folder)):
-        return _of_hub(Path(str(folder)), step, say)
+        return _of_hub(Path(str(folder)), step, mesh, say)
     run = RunFolder(folder)
     cfg = run.config(hint=" (the text to go on from is --prompt)")
     beside = _beside(run)
@@ -59,7 +68,7 @@ def load(folder: str | Folder, step: int | None = None, *, say: Callable[[str], 
         if chosen is None:
             raise ConfigError(f"{run.checkpoints}: its first save has not ended; wait for it, or let the run go on")
         say(f"reading step {chosen} of {folder} ...")
-        model = store.restore_part(chosen, _on_first_device(cfg), "ema", "model")
+        model = store.restore_part(chosen, _laid_out(cfg, mesh), "ema", "model")
     stops = HubFolder(beside).stops() if beside is not None else []
     return Loaded(cfg, tokenizer, model, chosen, _dtype(cfg.train.dtype), (tokenizer.end, *stops), beside)
 
@@ -72,14 +81,26 @@ def tokenizer_of(folder: str) -> Tokenizer:
     return load_tokenizer(_tokenizer(run.config(), _beside(run)))
 
 
-def _of_hub(path: Path, step: int | None, say: Callable[[str], None]) -> Loaded:
+def config_of(folder: str) -> RunConfig:
+    """Of either kind of folder, without anything else of it. ConfigError."""
+    if not is_remote(folder) and is_hub_folder(folder):
+        return _hub_config(HubFolder(folder))
+    return RunFolder(folder).config(hint=" or of a Hugging Face model")
+
+
+def _hub_config(folder: HubFolder) -> RunConfig:
+    data = DataConfig(tokenizer=str(folder.path), seq_len=folder.imported.positions)
+    return RunConfig(model=folder.imported.model, data=data)
+
+
+def _of_hub(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str], None]) -> Loaded:
     if step is not None:
         raise ConfigError(f"--step {step}: {path} is no run, and has no steps")
     folder = HubFolder(path)
-    cfg = RunConfig(model=folder.imported.model, data=DataConfig(tokenizer=str(path), seq_len=folder.imported.positions))
+    cfg = _hub_config(folder)
     tokenizer = load_tokenizer(str(path))
     say(f"reading {path} ...")
-    model = read_weights(folder, _on_first_device(cfg), say)
+    model = read_weights(folder, _laid_out(cfg, mesh), say)
     return Loaded(cfg, tokenizer, model, 0, _dtype("bfloat16"), (tokenizer.end, *folder.stops()), path)
 
 
@@ -94,6 +115,15 @@ def _tokenizer(cfg: RunConfig, beside: Path | None) -> str:
     """The run's own; where it has been moved or deleted since, the copy that came with the model."""
     named, copy = cfg.data.tokenizer, beside is not None and (beside / "tokenizer.json").is_file()
     return str(beside) if copy and named != "bytes" and not Path(named).exists() else named
+
+
+def _laid_out(cfg: RunConfig, mesh: Mesh | None) -> Any:
+    """Shapes and places of the weights."""
+    if mesh is None:
+        return _on_first_device(cfg)
+    model = abstract_model(cfg.model)
+    place = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
+    return jax.tree.map(place, model, shardings(model, mesh))
 
 
 def _on_first_device(cfg: RunConfig) -> Any:

@@ -9,6 +9,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from nash_mhc.ops.log_probs import TokenScores, log_probs
 from nash_mhc.ops.xent import XentSums, xent, xent_and_grads
 from nash_mhc.parallel.sharding import mesh_axis, on_shards
 
@@ -81,3 +82,16 @@ def _backward(vocab_size, z_weight, smoothing, grads, cotangent):  # type: ignor
 
 
 sharded_xent.defvjp(_forward, _backward)
+
+
+def sharded_log_probs(
+    x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], targets_BT: Int[Array, "B T"], vocab_size: int
+) -> TokenScores:
+    """How likely each target is, on the mesh; for evaluations, so without a gradient."""
+
+    def local(x: Array, w: Array, targets: Array) -> TokenScores:
+        x, w = _gather(x, w)
+        return log_probs(x, w, targets, vocab_size=vocab_size, vocab_axes=mesh_axis("vocab"))
+
+    out: Any = TokenScores(_TOKENS, _TOKENS)  # type: ignore[arg-type]
+    return on_shards(local, [_X, _W, _TOKENS], out)(x_BTD, w_VD, targets_BT)

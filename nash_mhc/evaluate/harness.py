@@ -1,0 +1,215 @@
+"""Tasks of lm-evaluation-harness: found by name or file, loaded, and put to a model of ours, without its own noise."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from nash_mhc.evaluate.harness_model import HarnessModel
+
+_RESAMPLES = 1000  # for the errors of metrics that are no means; lm-eval's 100,000 take minutes
+_NAMED = re.compile(r"^(?:task|group|tag): *[\"']?([\w.+-]+)[\"']? *$", re.MULTILINE)
+
+
+class Task(NamedTuple):
+    """What one name of --tasks stands for."""
+
+    name: str  # as it was given
+    manager: Any  # lm-eval's, which knows it
+    parts: list[Any]  # lm-eval's tasks and groups
+
+
+class Found(NamedTuple):
+    """Of one name of --tasks."""
+
+    figures: dict[str, dict[str, Any]]  # task -> `metric,filter` -> value
+    details: dict[str, Any]  # what else lm-eval tells, for --json
+    samples: dict[str, list[dict[str, Any]]]  # task -> every document with its answer, where they were asked for
+
+
+def check_installed() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("tasks of lm-evaluation-harness need its package; pip install 'nash_mhc[eval]'")
+
+
+def is_path(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or os.sep in name or Path(name).is_dir()
+
+
+def check_path(name: str) -> None:
+    """Before anything slow is imported. ConfigError."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ConfigError(f"--tasks {name}: no such file or folder")
+    if path.is_dir() and not sorted(path.glob("**/*.yaml")):
+        raise ConfigError(f"--tasks {name}: the folder has no .yaml file of a task")
+
+
+def load_tasks(names: list[str], say: Callable[[str], None] = lambda text: None) -> list[Task]:
+    """ConfigError for a name that there is not and a file that is broken."""
+    with _quietly():
+        return [_load(name, say) for name in names]
+
+
+def _load(name: str, say: Callable[[str], None]) -> Task:
+    from lm_eval.tasks import TaskManager
+
+    path = Path(name).expanduser()
+    say(f"loading {name} ...")
+    if not is_path(name):
+        manager, wanted = _by_name(name, say)
+    elif path.is_dir():
+        for file in sorted(path.glob("**/*.yaml")):
+            _read_yaml(file)  # lm-eval passes over what it cannot read
+        manager = TaskManager(include_path=str(path), include_defaults=False)
+        wanted = _outermost(manager)
+        if not wanted:
+            raise ConfigError(f"--tasks {name}: none of its .yaml files has a `task:` with a name")
+    else:
+        values = _read_yaml(path)
+        if not {"task", "group", "class"} & set(values):
+            raise ConfigError(f"--tasks {name}: is no task of lm-eval; it has no `task:` with a name")
+        beside = [str(path.parent)] if "group" in values else []  # where the tasks of a group are
+        manager, wanted = TaskManager(include_path=beside, include_defaults=False), [str(path)]
+    try:
+        loaded = manager.load(wanted)
+    except Exception as error:  # whatever a task's own code, its template or its data raise
+        raise ConfigError(f"--tasks {name}: cannot be loaded ({_in_a_line(error)})") from error
+    groups, below = loaded.get("groups", {}), loaded.get("group_map", {})
+    inner = {child for children in below.values() for child in children}
+    of_groups = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    parts = [group for known, group in groups.items() if known not in inner]
+    parts += [task for known, task in loaded["tasks"].items() if known not in of_groups]
+    return Task(name, manager, parts)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    try:
+        values = load_yaml(path, resolve_func=False)
+    except Exception as error:
+        raise ConfigError(f"{path}: is no task that lm-eval can read ({_in_a_line(error)})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: is no task that lm-eval can read (it holds no keys)")
+    return values
+
+
+def _outermost(manager: Any) -> list[str]:
+    """Groups and tasks that are in no other group: each task is asked once."""
+    inner: set[str] = set()
+    for group in manager.all_groups:
+        for child in (manager.task_index[group].cfg or {}).get("task", []):
+            inner.add(child if isinstance(child, str) else child.get("task", child.get("group", "")))
+    return [name for name in [*manager.all_groups, *manager.all_subtasks] if name not in inner]
+
+
+def _by_name(name: str, say: Callable[[str], None]) -> tuple[Any, list[str]]:
+    """(a manager that knows it, what to ask it for). lm-eval reads 14,000 files to know all names; this finds the one
+    file of most tasks at once."""
+    from lm_eval.tasks import TaskManager
+
+    texts = _files()
+    at = [file for file, text in texts.items() if re.search(rf"^task: *[\"']?{re.escape(name)}[\"']? *$", text, re.MULTILINE)]
+    if len(at) == 1:
+        return TaskManager(include_path=[], include_defaults=False), [str(at[0])]
+    if not any(name in text for text in texts.values()):
+        known = {found for text in texts.values() for found in _NAMED.findall(text)}
+        raise ConfigError(
+            f"--tasks {name}: lm-eval has no task of this name, and here is no such file"
+            f"{did_you_mean(name, ['stories', *sorted(known)]) or '; its names are what `lm-eval ls tasks` lists'}"
+        )
+    say("reading lm-eval's list of tasks ...")
+    manager = _all_tasks()
+    if name not in manager.all_tasks:
+        raise ConfigError(f"--tasks {name}: lm-eval has no task of this name{did_you_mean(name, manager.all_tasks)}")
+    return manager, [name]
+
+
+@functools.cache
+def _files() -> dict[Path, str]:
+    """Every task file of lm-eval, as text."""
+    import lm_eval.tasks
+
+    folder = Path(lm_eval.tasks.__file__).parent
+    return {file: file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("**/*.yaml"))}
+
+
+@functools.cache
+def _all_tasks() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def run_task(
+    task: Task, model: HarnessModel, *, limit: int | None = None, num_fewshot: int | None = None, with_samples: bool = False
+) -> Found:
+    """ConfigError for a task that cannot be put to a model: a template that fails, a metric that is not there."""
+    from lm_eval import simple_evaluate
+
+    model.task, model.is_at_work = Path(task.name).stem if is_path(task.name) else task.name, False
+    try:
+        with _quietly():
+            found: Any = simple_evaluate(
+                model=model, tasks=list(task.parts), limit=limit, num_fewshot=num_fewshot, log_samples=with_samples,
+                bootstrap_iters=_RESAMPLES, task_manager=task.manager,
+            )  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError(f"--tasks {task.name}: {error}") from None
+    except Exception as error:
+        if model.is_at_work:
+            raise
+        raise ConfigError(f"--tasks {task.name}: lm-eval could not run it ({_in_a_line(error)})") from error
+    details = {name: found.get(name) for name in ("versions", "n-shot", "n-samples", "higher_is_better")}
+    return Found({**found["results"], **(found.get("groups") or {})}, details, found.get("samples") or {})
+
+
+def _in_a_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without lm-eval's bars, log lines and prints; without processes that it would fork to resample, which a process
+    with JAX's threads may not survive; and without the seconds that it takes to describe this machine."""
+    from lm_eval import evaluator
+    from tqdm.std import tqdm
+
+    logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
+    forks, bar = os.environ.get("DISABLE_MULTIPROC"), tqdm.__init__
+    asked = {name: getattr(evaluator, name) for name in ("add_env_info", "get_git_commit_hash") if hasattr(evaluator, name)}
+
+    def no_bar(self: Any, *args: Any, **options: Any) -> None:
+        bar(self, *args, **options | {"disable": True})
+
+    logger.setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    tqdm.__init__ = no_bar
+    for name in asked:
+        setattr(evaluator, name, lambda *_: None)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        tqdm.__init__ = bar
+        for name, function in asked.items():
+            setattr(evaluator, name, function)
+        logger.setLevel(level)
+        if forks is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = forks

@@ -1,0 +1,24 @@
+"""What --tasks may name beside tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.storage.errors import reason
+
+STORIES, BYTES = "stories", "bytes:"
+
+
+def read_text(name: str) -> str:
+    """The file of `bytes:FILE`. ConfigError."""
+    path = Path(name.removeprefix(BYTES)).expanduser()
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({reason(error)})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: is no UTF-8 text (byte {error.start:,})") from None
+    if not text:
+        raise ConfigError(f"{name}: the file is empty")
+    return text
