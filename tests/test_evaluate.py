@@ -273,6 +273,20 @@ def test_a_tokenizer_that_begins_every_text_does_so_here(tmp_path):
     assert model.loglikelihood_rolling(rolling) == pytest.approx(wanted, abs=1e-3)
 
 
+def test_a_task_of_a_group_is_asked_once(made, tmp_path):
+    """Whether the folder is named, or the group's own file, or a task that lm-eval has among its own."""
+    for file in made.tasks.glob("*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "group.yaml").write_text(yaml.dump({"group": "ours", "task": ["our_choice", "our_writing"]}))
+    (tmp_path / "base.yaml").write_text("test_split: test\n")  # for others to include, and no task
+    for name in (tmp_path, tmp_path / "group.yaml"):
+        (task,) = harness.load_tasks([str(name)])
+        assert [part.name for part in task.parts] == ["ours"]
+        assert sorted(part.task_name for part in task.parts[0].get_all_tasks()) == ["our_choice", "our_writing"]
+    _, (file,) = harness._by_name("arc_easy", lambda text: None)
+    assert file.endswith("arc_easy.yaml")  # found without reading all of them
+
+
 def call(monkeypatch, *argv):
     monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, argv)])
     return command.main()

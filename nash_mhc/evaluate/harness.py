@@ -81,8 +81,9 @@ def _load(name: str, say: Callable[[str], None]) -> Task:
         values = _read_yaml(path)
         if not {"task", "group", "class"} & set(values):
             raise ConfigError(f"--tasks {name}: is no task of lm-eval; it has no `task:` with a name")
-        beside = [str(path.parent)] if "group" in values else []  # where the tasks of a group are
-        manager, wanted = TaskManager(include_path=beside, include_defaults=False), [str(path)]
+        # The tasks of a group are beside it; by its file, lm-eval does not know one.
+        beside, wanted = ([str(path.parent)], [str(values["group"])]) if "group" in values else ([], [str(path)])
+        manager = TaskManager(include_path=beside, include_defaults=False)
     try:
         loaded = manager.load(wanted)
     except Exception as error:  # whatever a task's own code, its template or its data raise
