@@ -53,8 +53,8 @@ class HarnessModel(TemplateLM):
         return self._scorer.longest
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """With the begin token where the text does not begin with it already: of a model from elsewhere if its tokenizer
-        adds it by itself; of ours always, as does the tokenizer that an exported one has."""
+        """With the begin token where the text does not begin with it already: of a model from elsewhere if its
+        tokenizer adds it by itself; of ours always, as does the tokenizer that an exported one has."""
         tokenizer = self.loaded.tokenizer
         tokens: list[int] = []
         for unit in tokenizer.split_special(string):  # prompts of chat models spell special tokens
