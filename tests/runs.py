@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+import pytest
 import small
 
 from nash_mhc.checkpoint.run_folder import RunFolder
@@ -17,9 +18,13 @@ from nash_mhc.train import run
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 
 
-def at(folder, cfg=RUN, *, each_step=None, **changes):
+def at(folder, cfg=RUN, *, each_step=None, evaluated=True, **changes):
+    """Without an evaluation there is a program less to compile, for each mesh: where a test does not look at it."""
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder), **changes))
-    return run(cfg, quiet=True, each_step=each_step)
+    with pytest.MonkeyPatch.context() as patch:
+        if not evaluated:
+            patch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)
+        return run(cfg, quiet=True, each_step=each_step)
 
 
 class _Weights(eqx.Module):

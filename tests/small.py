@@ -13,6 +13,7 @@ import numpy as np
 
 from nash_mhc.config.schema import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TelemetryConfig, TrainConfig
 from nash_mhc.data.pack import Rows
+from nash_mhc.model.lm import LM
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import abstract_batch, to_device
@@ -103,6 +104,19 @@ def start(cfg: RunConfig, mesh: Any) -> TrainState:
     state = _start(cfg.model, shaping(cfg).optim, cfg.train.seed)
     # Copies: the step is given these buffers to overwrite.
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
+
+
+def generic_model(cfg: ModelConfig) -> LM:
+    """Values that nothing was designed for: fresh weights have all streams alike and kernels that are plain means."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: Any) -> np.ndarray:
+        name = jax.tree_util.keystr(path)
+        base = 1.0 if "norm" in name or "alpha" in name else 0.0
+        return (base + 0.25 * rng.normal(size=leaf.shape)).astype(np.float32)
+
+    made: LM = jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0))))
+    return made
 
 
 def _compiled(cfg: RunConfig) -> tuple[Any, CompiledStep]:

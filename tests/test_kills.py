@@ -15,7 +15,8 @@ from training_process import TrainingProcess, arrays
 
 from nash_mhc.checkpoint import manifest
 
-STEPS, KILLS, STORMS = 100, times(10, 6), 2
+# More steps than the lives come to before the last kill, two or three each; what is behind it is like any other run.
+STEPS, KILLS, STORMS = 40, times(10, 6), 2
 FLAGS = (
     f"--total-steps {STEPS} --checkpoint-interval 2 --log-interval 1 --keep-last 2 --schedule constant --warmup-steps 0 "
     "--ema-decay 0.9"

@@ -37,7 +37,7 @@ class Seen:
             for leg, (shape, changes) in enumerate(legs):
                 cfg = small.mesh_config(LOGGED, *shape)
                 cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=8 // changes.get("grad_accum", 1)))
-                at(folder, cfg, total_steps=steps * (leg + 1), resume="must" if leg else "never", **changes)
+                at(folder, cfg, total_steps=steps * (leg + 1), resume="must" if leg else "never", evaluated=False, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 from storms import times
 from training_process import TrainingProcess, arrays
 
-MOVES, STEPS = times(50, 25), 100_000
+MOVES, STEPS = times(50, 15), 100_000
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 1 --log-interval 1 --schedule constant --warmup-steps 0".split()
 
 
@@ -35,13 +35,15 @@ def test_a_run_whose_folder_is_moved_at_any_moment_goes_on_and_is_the_unbroken_o
     step = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
     assert f"stopped: step {step} is saved in {folder}" in said
     # What is there is whole, and what the run would have come to without any of this.
-    quiet = TrainingProcess(tmp_path / "quiet", *FLAGS, "--total-steps", str(step), "--checkpoint-interval", "0")
+    quiet = TrainingProcess(
+        tmp_path / "quiet", *FLAGS, "--total-steps", str(step), "--checkpoint-interval", "0", NO_EVALUATION="1"
+    )
     assert quiet.end() == 0, quiet.said
     found, wanted = arrays(folder, step), arrays(tmp_path / "quiet", step)
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
-    again = TrainingProcess(folder, *FLAGS, "--total-steps", str(step + 5))
+    again = TrainingProcess(folder, *FLAGS, "--total-steps", str(step + 5), NO_EVALUATION="1")
     assert again.end() == 0, again.said
     assert f"starting from step {step} of this run" in again.said
     shutil.rmtree(tmp_path)

@@ -1,6 +1,7 @@
 """Attention in which every token asks every scale: without the game it is one softmax over all keys of all scales."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,13 @@ T = 32
 
 def mixer_of(cfg):
     """With noise on every parameter: what starts at 0 or 1 would not be missed if it were left out."""
-    leaves, tree = jax.tree.flatten(Multiscale.init(cfg, key=jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return jax.tree.unflatten(tree, [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+
+    def made():
+        leaves, tree = jax.tree.flatten(Multiscale.init(cfg, key=jax.random.key(0)))
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        return jax.tree.unflatten(tree, [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+
+    return jax.jit(made)()
 
 
 def pooled_by_hand(z_BTKH, taps_JKH, segments_BT):
@@ -72,26 +77,30 @@ def one_softmax(mixer, x_BTD, segments_BT, window):
     return base.output(jnp.einsum("bnts,bsnh->btnh", weights, jnp.concatenate(values, axis=1)))
 
 
-@pytest.mark.parametrize("window", [8, None])
-@pytest.mark.parametrize("kernel", ["xla", "reference"])
-def test_without_the_game_it_is_one_softmax_over_all_keys_of_all_scales(kernel, window):
+@functools.cache
+def gradients(kernel, window):
+    """((of the parameters, of x), what came out), of a mixer that is there once for all kernels, and of None:
+    of the one softmax."""
     mixer = mixer_of(dataclasses.replace(CFG, window=window))
     x_BTD, probe_BTD = jax.random.normal(jax.random.key(2), (2, 2, T, CFG.width))
     segments_BT = jnp.repeat(jnp.array([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8]), 4, axis=1)
+    layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
 
-    def loss(run, mixer, x_BTD):
-        out_BTD = run(mixer, x_BTD)
+    def loss(mixer, x_BTD):
+        if kernel is None:
+            out_BTD = one_softmax(mixer, x_BTD, segments_BT, window)
+        else:
+            out_BTD, _ = mixer(x_BTD, layout, window=window, kernel=kernel)
         return jnp.sum(out_BTD * probe_BTD), out_BTD
 
-    layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
-    fast = jax.jit(
-        jax.grad(lambda m, x: loss(lambda m, x: m(x, layout, window=window, kernel=kernel)[0], m, x), (0, 1), has_aux=True)
-    )
-    plain = jax.jit(
-        jax.grad(lambda m, x: loss(lambda m, x: one_softmax(m, x, segments_BT, window), m, x), (0, 1), has_aux=True)
-    )
-    (got_mixer, got_x), got = fast(mixer, x_BTD)
-    (want_mixer, want_x), want = plain(mixer, x_BTD)
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(mixer, x_BTD)
+
+
+@pytest.mark.parametrize("window", [8, None])
+@pytest.mark.parametrize("kernel", ["xla", "reference"])
+def test_without_the_game_it_is_one_softmax_over_all_keys_of_all_scales(kernel, window):
+    (got_mixer, got_x), got = gradients(kernel, window)
+    (want_mixer, want_x), want = gradients(None, window)
     np.testing.assert_allclose(got, want, atol=2e-5)
     np.testing.assert_allclose(got_x, want_x, atol=1e-4)
     for a, b in zip(jax.tree.leaves(got_mixer), jax.tree.leaves(want_mixer), strict=True):

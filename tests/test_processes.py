@@ -19,7 +19,7 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.processes import Place, find_place
 from nash_mhc.runtime.signals import TRY_AGAIN
 
-STEPS, HALF = 24, 12
+STEPS, HALF = 16, 8
 MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
 FLAGS = [*MESH, *f"--total-steps {STEPS} --checkpoint-interval 4 --log-interval 1 --schedule constant --warmup-steps 0".split()]
 
@@ -87,7 +87,7 @@ def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on
 
 @pytest.mark.parametrize(("killed", "start"), [(0, pair), (1, slurm_pair)])
 def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
-    both = start(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--keep-last", "1000")
+    both = start(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--keep-last", "1000", NO_EVALUATION="1")
     both[0].until("step      5/")
     until_whole(tmp_path / "run" / "checkpoints" / "4", both)
     both[killed].send(signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
 
 
 def test_a_process_that_has_done_its_work_ends_well_even_if_process_0_is_gone_first(tmp_path):
-    both = pair(tmp_path / "run", *FLAGS, "--total-steps", "4", second={"NEVER_LEAVES": "1"})
+    both = pair(tmp_path / "run", *FLAGS, "--total-steps", "4", second={"NEVER_LEAVES": "1"}, NO_EVALUATION="1")
     both[1].until("on its way out")
     both[0].send(signal.SIGKILL)
     assert both[1].end() == 0, both[1].said
@@ -108,7 +108,8 @@ def test_a_process_that_has_done_its_work_ends_well_even_if_process_0_is_gone_fi
 
 def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_path):
     flags = [*FLAGS, "--stall-timeout", "500"]
-    both = pair(tmp_path / "run", *flags, second={"STALL_AT_STEP": "9"}, SHORT_STALL_ONCE=str(tmp_path / "now"))
+    env = {"SHORT_STALL_ONCE": str(tmp_path / "now"), "NO_EVALUATION": "1"}
+    both = pair(tmp_path / "run", *flags, second={"STALL_AT_STEP": "9"}, **env)
     both[1].until("stalled")
     until_whole(tmp_path / "run" / "checkpoints" / "4", both)
     (tmp_path / "now").touch()
@@ -123,7 +124,8 @@ def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_pat
 
 
 def test_one_process_that_stalls_says_where(tmp_path):
-    life = TrainingProcess(tmp_path / "run", "--total-steps", "9", STALL_AT_STEP="5", SHORT_STALL_ONCE=str(tmp_path / "now"))
+    env = {"SHORT_STALL_ONCE": str(tmp_path / "now"), "NO_EVALUATION": "1"}
+    life = TrainingProcess(tmp_path / "run", "--total-steps", "9", STALL_AT_STEP="5", **env)
     life.until("stalled")
     (tmp_path / "now").touch()
     assert life.end() == TRY_AGAIN

@@ -25,7 +25,7 @@ from nash_mhc.config import ConfigError
 from nash_mhc.runtime.signals import TRY_AGAIN
 from nash_mhc.storage.paths import place
 
-STEPS = 60
+STEPS = 24
 FLAGS = (
     f"--total-steps {STEPS} --checkpoint-interval 2 --log-interval 1 --keep-last 2 --schedule constant --warmup-steps 0".split()
 )
@@ -34,7 +34,7 @@ HELD = r"error: --checkpoint-dir \S+: another run holds it \(process \d+ on \S+,
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    life = TrainingProcess(tmp_path_factory.mktemp("run_lock") / "run", *FLAGS)
+    life = TrainingProcess(tmp_path_factory.mktemp("run_lock") / "run", *FLAGS, NO_EVALUATION="1")
     assert life.end() == 0, life.said
     return life.log.with_suffix("")
 
@@ -44,10 +44,10 @@ def content(folder):
 
 
 def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path):
-    first = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000").until("step      5/")
+    first = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000", NO_EVALUATION="1").until("step      5/")
     first.send(signal.SIGSTOP)  # so that whatever changes now was not its doing
     before = content(tmp_path / "run")
-    second = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000", log="second")
+    second = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000", log="second", NO_EVALUATION="1")
     assert second.end() == 2
     assert re.match(HELD, second.said), second.said
     assert f"(process {first.pid} on " in second.said
@@ -62,9 +62,9 @@ def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path
 def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbroken, tmp_path, end):
     """The case that every cluster knows: the new process starts before the old one has saved and left, or has died."""
     dying = (
-        TrainingProcess(tmp_path / "run", *FLAGS).until("step  5/").send(signal.SIGSTOP)
+        TrainingProcess(tmp_path / "run", *FLAGS, NO_EVALUATION="1").until("step  5/").send(signal.SIGSTOP)
     )  # it has not ended when the next one asks
-    requeued = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", log="requeued").until(
+    requeued = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", log="requeued", NO_EVALUATION="1").until(
         "waiting for it, 100 s at most"
     )
     assert f"another run holds it (process {dying.pid} on " in requeued.said
@@ -83,10 +83,10 @@ def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbr
 def test_a_wait_ends_with_one_line_and_can_be_stopped(tmp_path):
     (tmp_path / "run").mkdir()
     owner = hold(tmp_path / "run")
-    life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "1")
+    life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "1", NO_EVALUATION="1")
     assert life.end() == 2
     assert re.search(HELD + r" \(waited for \d+ s\); stop that one", life.said), life.said
-    life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100").until("waiting for it").send()
+    life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", NO_EVALUATION="1").until("waiting for it").send()
     assert life.end() == TRY_AGAIN
     owner.release()
     assert list((tmp_path / "run").iterdir()) == []
@@ -95,12 +95,14 @@ def test_a_wait_ends_with_one_line_and_can_be_stopped(tmp_path):
 def test_the_others_of_a_run_are_waited_for_when_its_first_process_has_died(tmp_path):
     """They may still be writing their parts of a checkpoint."""
     mesh = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
-    both = pair(tmp_path / "run", *FLAGS, *mesh, "--total-steps", "100000")
+    both = pair(tmp_path / "run", *FLAGS, *mesh, "--total-steps", "100000", NO_EVALUATION="1")
     both[0].until("step      3/")
     both[1].send(signal.SIGSTOP)
     both[0].send(signal.SIGKILL)
     assert both[0].end() == -signal.SIGKILL
-    next_run = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--wait-for-lock", "100", log="next")
+    next_run = TrainingProcess(
+        tmp_path / "run", *FLAGS, "--total-steps", "100000", "--wait-for-lock", "100", log="next", NO_EVALUATION="1"
+    )
     next_run.until("another run holds it (processes of a run whose first one has ended)")
     both[1].send(signal.SIGKILL).send(signal.SIGCONT)
     next_run.until("compiled in").send()

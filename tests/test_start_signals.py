@@ -19,7 +19,7 @@ from nash_mhc.checkpoint import manifest
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 STEPS = 100_000  # more than all starts together come to
-PLAIN, CROWDED = times(90, 45), times(10, 5)
+PLAIN, CROWDED = times(90, 30), times(10, 4)
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 50 --log-interval 1 --schedule constant --warmup-steps 0".split()
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

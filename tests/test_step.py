@@ -13,6 +13,7 @@ from small import small_meter
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
+from nash_mhc.model.protocol import Execution
 from nash_mhc.train import spikes
 
 MODELS = {"dense": small.config, "nash": small.nash_config}
@@ -58,15 +59,26 @@ def test_remat_changes_memory_not_numbers(remat, config):
     )
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_unrolled_layers_are_the_same_layers(config):
-    batches = [small.random_rows(config(), seed) for seed in range(3)]
-    run, plain = small.train(config(train__unroll="yes"), batches), small.train(config(), batches)
-    small.assert_same_run(run, plain, rtol=1e-5)
-    stacked = f"[{config().model.layers},8,{config().data.seq_len},"  # what a loop keeps of each layer for the way back
+def test_unrolled_layers_are_the_same_layers(batches, one_device):
+    cfg = small.config()
+    run = small.train(small.config(train__unroll="yes"), batches)
+    small.assert_same_run(run, one_device, rtol=1e-5)
+    stacked = f"[{cfg.model.layers},8,{cfg.data.seq_len},"  # what a loop keeps of each layer for the way back
     text = lambda step: next(iter(step._compiled.values())).as_text()
-    assert stacked in text(plain[2])
+    assert stacked in text(one_device[2])
     assert stacked not in text(run[2])
+
+
+def test_unrolled_layers_of_the_whole_architecture_pass_on_and_report_the_same():
+    """Streams, summaries and what each layer tells of itself; the way back is that of any loop."""
+    cfg = small.nash_config()
+    rows = small.random_rows(cfg, 0)
+    forward = jax.jit(lambda model, unroll: model.hidden(*args, Execution(attention="xla", unroll=unroll)), static_argnums=1)
+    args = jnp.asarray(rows.inputs[0]), jnp.asarray(rows.segments[0])
+    looped, unrolled = (forward(small.generic_model(cfg.model), unroll) for unroll in (False, True))
+    assert len(jax.tree.leaves(looped)) > 5  # the reports are there
+    for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(looped), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_the_step_is_traced_once_and_a_new_shape_is_reported():

@@ -38,7 +38,8 @@ MODEL = (
 _HANGS_S = 900.0  # on no machine, however busy, does anything here take so long: only what would never end
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["nash_mhc.train.__main__"])
+# The second is what every run imports last, for the table in run.json, and with it comes flax: a fifth of a short life.
+_server.set_forkserver_preload(["nash_mhc.train.__main__", "clu.parameter_overview"])
 # `multiprocessing` asks after all processes whenever one is started, and an exit code can be read once: of two threads
 # that ask at the same time, one would be told 255.
 _asking = threading.Lock()
@@ -231,12 +232,12 @@ def pair(
     )
 
 
-def slurm_pair(folder: Path, *flags: str) -> tuple[TrainingProcess, TrainingProcess]:
+def slurm_pair(folder: Path, *flags: str, **more: str) -> tuple[TrainingProcess, TrainingProcess]:
     """The same, as srun would start it."""
     for job in range(os.getpid(), os.getpid() + 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("localhost", 61440 + job % 4096))
             break
     env = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
-    first, second = (env | {"SLURM_PROCID": number, "SLURM_LOCALID": number} for number in "01")
+    first, second = (env | more | {"SLURM_PROCID": number, "SLURM_LOCALID": number} for number in "01")
     return TrainingProcess(folder, *flags, log="log0", **first), TrainingProcess(folder, *flags, log="log1", **second)
