@@ -286,6 +286,9 @@ def test_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"--tokenizer {name}: Hugging Face does not give it \(.+\)"):
             load_tokenizer(name)
     (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"--tokenizer .*empty: no tokenizer is in that folder"):
+        load_tokenizer(str(tmp_path / "empty"))
+    (tmp_path / "empty" / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"--tokenizer .*empty: not a tokenizer that transformers can read \(.+\)"):
         load_tokenizer(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match=r"neither an eos nor a bos token to stand between documents"):
