@@ -35,6 +35,8 @@ docs: $(VENV)/.installed-docs
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nash_mhc needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	@# The pip that came with Python may be years old, and take twice as long; where there is no newer one, it will do.
+	@$(BIN)/python -m pip install --quiet --upgrade pip 2>/dev/null || true
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (once, about a minute) ..."

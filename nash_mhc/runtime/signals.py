@@ -95,7 +95,9 @@ class Signals:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        # In one piece: `print` writes the end of the line by itself, and this thread is not the only one that writes.
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
     def interrupt(self) -> None:
         """From another thread: the run's own is to give up, in the way of Ctrl-C."""
