@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from nash_mhc.config.schema import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TelemetryConfig, TrainConfig
+from nash_mhc.config.schema import (
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TelemetryConfig,
+    TrainConfig,
+)
 from nash_mhc.data.pack import Rows
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.mesh import make_mesh
@@ -94,14 +103,14 @@ def change_batches(change: Callable[[int, Rows], Rows], setattr: Callable[[Any, 
 
 
 @functools.cache
-def _start(model: ModelConfig, optim: OptimConfig, seed: int) -> TrainState:
-    cfg = RunConfig(model=model, optim=optim, train=TrainConfig(seed=seed))
+def _start(model: ModelConfig, optim: OptimConfig, lora: LoraConfig, seed: int) -> TrainState:
+    cfg = RunConfig(model=model, optim=optim, lora=lora, train=TrainConfig(seed=seed))
     return jax.device_get(create_state(cfg, make_mesh(cfg.mesh)))
 
 
 def start(cfg: RunConfig, mesh: Any) -> TrainState:
     """`create_state`, drawn once for all meshes: that they draw the same values is a test of its own."""
-    state = _start(cfg.model, shaping(cfg).optim, cfg.train.seed)
+    state = _start(cfg.model, shaping(cfg).optim, cfg.lora, cfg.train.seed)
     # Copies: the step is given these buffers to overwrite.
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
 

@@ -95,7 +95,7 @@ class RunFolder:
         for step in reversed(self.steps()):
             values = values_of(self.checkpoints / str(step))
             try:
-                return Description(_usable(flat(values["config"])), str(values["data"]["rows"]), [], None)
+                return Description(_usable(flat(values["config"])), str(values["data"]["rows"]), [], values.get("base"))
             except (KeyError, TypeError, AttributeError):
                 continue
         return None
@@ -179,7 +179,8 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     values = {
         f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
     }
-    return values | {f"objective.{k}": v for k, v in config.get("objective", {}).items()}  # older runs have no such section
+    later = ("objective", "lora")  # sections that older runs do not have
+    return values | {f"{section}.{k}": v for section in later for k, v in config.get(section, {}).items()}
 
 
 def make_run_folder(named: str | None, model_size: str) -> RunFolder:

@@ -21,6 +21,7 @@ NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", 
 FURTHER = {
     "objective": "what is minimized, where it is not the next token's cross-entropy",
     "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
+    "lora": "fine-tuning with adapters, of a model that --init-from names",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
 }
 
@@ -65,7 +66,7 @@ def keys() -> dict[str, Key]:
             continue
         inner = typing.get_type_hints(kind)
         for f in dataclasses.fields(kind):  # type: ignore[arg-type]
-            prefix = f"{top.name}-" if top.name in ("mesh", "model") else ""
+            prefix = f"{top.name}-" if top.name in ("mesh", "model", "lora") else ""
             flag = f.metadata["flag"] or prefix + f.name.replace("_", "-")
             found.append(Key(f"{top.name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))
     return {key.path: key for key in found}

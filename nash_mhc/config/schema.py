@@ -21,10 +21,11 @@ from nash_mhc.config.fields import (
     nearest_multiple,
     weighted_parts,
 )
+from nash_mhc.config.further import LoraConfig, ObjectiveConfig, TelemetryConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
 __all__ = [
-    "ARCHITECTURES", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "MeshConfig", "ModelConfig",
+    "ARCHITECTURES", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "LoraConfig", "MeshConfig", "ModelConfig",
     "ObjectiveConfig", "OptimConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types",
     "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
@@ -202,42 +203,6 @@ class TrainConfig(Section):
             raise ConfigError("--init-step names a checkpoint of --init-from; give both, or leave it out")
 
 
-@dataclass(frozen=True)
-class ObjectiveConfig(Section):
-    section = "objective"
-
-    name: str = key("next_token", "what is minimized: next_token, smoothed, or one that was registered", flag="objective")
-    label_smoothing: float = key(0.1, "share of a target that `smoothed` gives to the whole vocabulary", above=0, high=0.99)
-
-
-@dataclass(frozen=True)
-class TelemetryConfig(Section):
-    section = "telemetry"
-
-    wandb: str | None = key(None, "project at Weights & Biases that gets the numbers as well (none: no project)")
-    wandb_mode: str = key("online", "offline: kept in the run's folder for wandb sync", choices=("online", "offline"))
-    log_format: str = key("text", "json: an object a line on stdout, for machines", choices=("text", "json"))
-    profile: str | None = key(
-        None, "steps to profile, such as 50:55: a trace in the run's folder, and the ten most costly parts of the step"
-    )
-    sample_tokens: int = key(160, "length of the sample that is written at every evaluation (0: none)", low=0)
-    sample_prompt: str | None = key(None, "text that samples go on from (none: they begin a new text)")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.profiled
-
-    @property
-    def profiled(self) -> tuple[int, int] | None:
-        """First and last of the steps to profile."""
-        if self.profile is None:
-            return None
-        first, colon, last = self.profile.partition(":")
-        if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise ConfigError(f"telemetry.profile {self.profile!r}: must be the first and the last step, such as 50:55")
-        return int(first), int(last)
-
-
 # The configurations of all kinds of models that are known, by name.
 ARCHITECTURES: dict[str, type[ArchitectureConfig]] = {ModelConfig.architecture: ModelConfig}
 
@@ -268,6 +233,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
@@ -277,6 +243,8 @@ class RunConfig:
                 f"optim.warmup_steps {self.optim.warmup_steps} is more than train.total_steps {self.train.total_steps}; "
                 f"lower --warmup-steps or raise --total-steps"
             )
+        if self.lora.rank and self.optim.train_only is not None:
+            raise ConfigError("--lora-rank trains adapters alone; leave out --train-only, or choose their --lora-targets")
         self.model.check_rows(self.data.seq_len)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""`python -m nash_mhc.hub import | export | check`: models from and for Hugging Face's libraries."""
+"""`python -m nash_mhc.hub import | export | merge | check`: models from and for Hugging Face's libraries."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
     "import": "a Hugging Face folder becomes a folder of ours; `train --init-from` takes the former as it is, too",
-    "export": "a run becomes a folder that transformers loads",
+    "export": "a run becomes a folder that transformers loads; one with adapters, a folder that PEFT loads",
+    "merge": "a run's adapters and their base become one model, in a folder that transformers loads",
     "check": "what two folders predict for the same text, compared",
 }
 USAGE = f"python -m nash_mhc.hub {' | '.join(ABOUT)} ..."
@@ -31,10 +33,17 @@ def _parser(command: str) -> OneLineParser:
 
 def _import(argv: Sequence[str]) -> int:
     parser = _parser("import")
-    parser.add_argument("folder", metavar="FOLDER", help="with config.json, safetensors and a tokenizer")
+    parser.add_argument("folder", metavar="FOLDER", help="with config.json, safetensors and a tokenizer; or PEFT's adapters")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
+    parser.add_argument(
+        "--base", metavar="FOLDER", help="of adapters: the model that they belong to, a run's or a Hugging Face's"
+    )
     args = parser.parse_strictly(argv, "the folder to make is --out {word}")
     folder = Path(args.folder).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        return _import_adapters(folder, args)
+    if args.base is not None:
+        raise ConfigError(f"--base {args.base}: {folder} holds no adapters (it has no adapter_config.json)")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json, so it is no Hugging Face model; download one with `hf download`")
     from nash_mhc.hub.importing import import_folder
@@ -47,8 +56,21 @@ def _import(argv: Sequence[str]) -> int:
     return 0
 
 
-def _export(argv: Sequence[str]) -> int:
-    parser = _parser("export")
+def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
+    if args.base is None:
+        raise ConfigError(f"{folder}: holds adapters; name the model that they belong to with --base FOLDER")
+    from nash_mhc.hub.adapters import import_adapters
+
+    count = import_adapters(folder, args.base, Path(args.out), _say)
+    print(f"{args.out}: adapters of {count:,} parameters on {args.base}; ask the two, or make one of them:")
+    print(f"  python -m nash_mhc.generate {args.out} --prompt 'Once upon a time'")
+    print(f"  python -m nash_mhc.hub merge {args.out} --out MERGED")
+    return 0
+
+
+def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    """What is asked for, and the run that it is asked of."""
+    parser = _parser(command)
     parser.add_argument("folder", metavar="DIR", help="folder of a run, or an imported model")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
     parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the last)")
@@ -59,19 +81,56 @@ def _export(argv: Sequence[str]) -> int:
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
     from nash_mhc.hub.load import load
-    from nash_mhc.hub.nash_tensors import CODE
-    from nash_mhc.hub.writing import check_free, export, imported_dtype, model_card
+    from nash_mhc.storage.new_folder import check_free
 
     check_free(Path(args.out))
-    loaded = load(args.folder, args.step, say=_say)
+    return args, load(args.folder, args.step, say=_say)
+
+
+def _export(argv: Sequence[str]) -> int:
+    args, loaded = _written_by("export", argv)
+    if not loaded.config.lora.rank:
+        return _write(args, loaded)
+    from nash_mhc.checkpoint.run_folder import RunFolder
+    from nash_mhc.hub.adapters import export_adapters
+    from nash_mhc.hub.stored import base_record
+
+    if args.dtype not in ("auto", "float32"):
+        raise ConfigError(f"--dtype {args.dtype}: adapters are float32; a merged model (hub merge) may be of any dtype")
+    base = base_record(RunFolder(args.folder), loaded.step)
+    _list(export_adapters(loaded, Path(args.out), base["folder"]))
+    print(f"{args.out}: adapters, as PEFT loads them on top of their base; for one whole model, use hub merge")
+    return 0
+
+
+def _merge(argv: Sequence[str]) -> int:
+    args, loaded = _written_by("merge", argv)
+    if not loaded.config.lora.rank:
+        raise ConfigError(f"{args.folder}: has no adapters; python -m nash_mhc.hub export writes it as it is")
+    from nash_mhc.config.schema import LoraConfig
+    from nash_mhc.model.lora import merged
+
+    one = dataclasses.replace(loaded, model=merged(loaded.model), config=dataclasses.replace(loaded.config, lora=LoraConfig()))
+    return _write(args, one)
+
+
+def _write(args: argparse.Namespace, loaded: Any) -> int:
+    """A whole model."""
+    from nash_mhc.hub.nash_tensors import CODE
+    from nash_mhc.hub.writing import export, imported_dtype, model_card
+
     dtype = imported_dtype(loaded) if args.dtype == "auto" else args.dtype
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
     written = export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say)
-    for file in written:
-        print(f"  {file.stat().st_size:>15,}  {file.name}")
+    _list(written)
     trust = " --trust-remote-code" * any(file.name == CODE.name for file in written)
     print(f"{args.out}: compare the two with python -m nash_mhc.hub check {args.folder} {args.out}{trust}")
     return 0
+
+
+def _list(written: Sequence[Path]) -> None:
+    for file in written:
+        print(f"  {file.stat().st_size:>15,}  {file.name}")
 
 
 def _figures(folder: str, step: int) -> dict[str, Any]:
@@ -121,7 +180,9 @@ def _text(args: argparse.Namespace) -> str:
         raise ConfigError(f"--text {args.text}: cannot be read as text ({error})") from None
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"import": _import, "export": _export, "check": _check}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "import": _import, "export": _export, "merge": _merge, "check": _check,
+}  # fmt: skip
 
 
 def main() -> int:

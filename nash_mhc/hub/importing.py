@@ -17,9 +17,8 @@ from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.tokenizer import FILES
 from nash_mhc.hub.folder import BESIDE, HubFolder, is_hub_folder
 from nash_mhc.hub.load import BESIDE_RUN, Loaded, load
-from nash_mhc.hub.writing import check_free
 from nash_mhc.model.architectures import count_parameters
-from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.new_folder import check_free, new_folder
 
 # A model that is trained on may look further or otherwise at what it reads; its weights have the shapes that they have.
 _FREE = ("window", "full_every", "rope_theta", "rope_scaling", "norm_eps")
@@ -35,33 +34,28 @@ def import_folder(folder: Path, out: Path, say: Callable[[str], None] = lambda t
     """Makes `out`, whole or not at all. ConfigError."""
     check_free(out)
     loaded = load(folder, say=say)
-    part = out.with_name(f".{out.name}.part")
-    with one_line(f"--out {out}"):
-        shutil.rmtree(part, ignore_errors=True)
-        (part / BESIDE_RUN).mkdir(parents=True)
-        try:
-            for name in BESIDE:
-                if (folder / name).is_file():
-                    shutil.copy(folder / name, part / BESIDE_RUN / name)
-            config = loaded.config.to_dict()
-            config["data"]["tokenizer"] = str(out / BESIDE_RUN)
-            run = {
-                "config": config,
-                "rows": "none",
-                "imported": folder.name,
-                "parameters": count_parameters(loaded.config.model),
-                "versions": {"nash_mhc": __version__},
-            }
-            with Store(part) as store:
-                say(f"writing {out} ...")
-                store.save(0, _Weights(loaded.model), {"step": 0, "config": config, "data": {"rows": "none"}})
-            (part / RUN).write_text(json.dumps(run, indent=2) + "\n")
-            if out.exists():
-                out.rmdir()
-            part.rename(out)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    with new_folder(out) as part:
+        (part / BESIDE_RUN).mkdir()
+        for name in BESIDE:
+            if (folder / name).is_file():
+                shutil.copy(folder / name, part / BESIDE_RUN / name)
+        config = loaded.config.to_dict()
+        config["data"]["tokenizer"] = str(out / BESIDE_RUN)
+        say(f"writing {out} ...")
+        write_model(part, loaded.model, config, imported=folder.name, parameters=count_parameters(loaded.config.model))
     return loaded
+
+
+def write_model(folder: Path, model: Any, config: dict[str, Any], *, base: Any = None, **known: Any) -> None:
+    """What a command reads of a run: its configuration, and one checkpoint, of nothing but weights.
+
+    `base`: the weights that these are adapters of. `known`: what run.json says besides.
+    """
+    values = {"step": 0, "config": config, "data": {"rows": "none"}} | ({} if base is None else {"base": base})
+    with Store(folder) as store:
+        store.save(0, _Weights(model), values)
+    run = {"config": config, "rows": "none", "init_from": base, "versions": {"nash_mhc": __version__}} | known
+    (folder / RUN).write_text(json.dumps(run, indent=2) + "\n")
 
 
 def settings_of(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@ kind."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
+from nash_mhc.hub.stored import read_adapted
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.parallel.sharding import shardings
+from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.files import exists
 from nash_mhc.storage.paths import Folder, is_remote
 
@@ -30,7 +32,7 @@ BESIDE_RUN = "hub"  # folder of a run that has the files of the Hugging Face mod
 class Loaded:
     config: RunConfig
     tokenizer: Tokenizer
-    model: LanguageModel  # the averaged weights where the run kept them
+    model: LanguageModel  # the averaged weights where the run kept them; of a run with adapters, those on its base
     step: int
     dtype: str  # to compute in
     stops: tuple[int, ...]  # tokens that end a text
@@ -68,7 +70,11 @@ def load(
         if chosen is None:
             raise ConfigError(f"{run.checkpoints}: its first save has not ended; wait for it, or let the run go on")
         say(f"reading step {chosen} of {folder} ...")
-        model = store.restore_part(chosen, _laid_out(cfg, mesh), "ema", "model")
+        place = functools.partial(_placed, mesh=mesh)
+        if cfg.lora.rank:
+            model = read_adapted(run, cfg, store, chosen, place, say)
+        else:
+            model = store.restore_part(chosen, place(abstract_model(cfg.model)), "ema", "model")
     stops = HubFolder(beside).stops() if beside is not None else []
     return Loaded(cfg, tokenizer, model, chosen, _dtype(cfg.train.dtype), (tokenizer.end, *stops), beside)
 
@@ -100,7 +106,7 @@ def _of_hub(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str]
     cfg = _hub_config(folder)
     tokenizer = load_tokenizer(str(path))
     say(f"reading {path} ...")
-    model = read_weights(folder, _laid_out(cfg, mesh), say)
+    model = read_weights(folder, _placed(abstract_model(cfg.model), mesh), say)
     return Loaded(cfg, tokenizer, model, 0, _dtype("bfloat16"), (tokenizer.end, *folder.stops()), path)
 
 
@@ -117,18 +123,12 @@ def _tokenizer(cfg: RunConfig, beside: Path | None) -> str:
     return str(beside) if copy and named != "bytes" and not Path(named).exists() else named
 
 
-def _laid_out(cfg: RunConfig, mesh: Mesh | None) -> Any:
-    """Shapes and places of the weights."""
-    if mesh is None:
-        return _on_first_device(cfg)
-    model = abstract_model(cfg.model)
-    place = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
-    return jax.tree.map(place, model, shardings(model, mesh))
-
-
-def _on_first_device(cfg: RunConfig) -> Any:
+def _placed(model: Any, mesh: Mesh | None) -> Any:
+    """Shapes, and the places of the arrays: as in training, or all on this machine's first device."""
+    if mesh is not None:
+        return placed(model, mesh)
     at = SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), abstract_model(cfg.model))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), model)
 
 
 def _dtype(trained: str) -> str:

@@ -56,6 +56,15 @@ _LAYER: dict[str, tuple[str, Layout]] = {
 _OUTSIDE = {"embed_VD": "model.embed_tokens.weight", "norm.scale_D": "model.norm.weight", "output_VD": "lm_head.weight"}
 
 
+def projections() -> dict[str, str]:
+    """Our matrices that are linear modules there: parameter -> the module's name, with {i} for the layer's number."""
+    return {
+        f"layers.{ours}": f"model.layers.{{i}}.{name.removesuffix('.weight')}"
+        for ours, (name, _) in _LAYER.items()
+        if name.endswith("_proj.weight")
+    }
+
+
 def tensors(named: Mapping[str, Any], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of every tensor of the folder, made when it is asked for. `named`: leaves by `named_leaves`' names.
 

@@ -20,7 +20,7 @@ from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
 from nash_mhc.hub.layout import tensors
 from nash_mhc.hub.load import Loaded
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.new_folder import new_folder
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -31,27 +31,11 @@ def export(
     """The files of the new folder, which appears when it is whole, or not at all. ConfigError."""
     if not isinstance(loaded.config.model, ModelConfig):
         raise ConfigError(f"a model of the kind {loaded.config.model.architecture!r} cannot be exported")
-    check_free(out)
-    part = out.with_name(f".{out.name}.part")
-    with one_line(f"--out {out}"):
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        try:
-            _write_weights(named_tensors(loaded), part, DTYPES[dtype], shard_bytes, say)
-            _write_beside(loaded, part, dtype)
-            (part / "README.md").write_text(card, encoding="utf-8")
-            if out.exists():
-                out.rmdir()
-            part.rename(out)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    with new_folder(out) as part:
+        _write_weights(named_tensors(loaded), part, DTYPES[dtype], shard_bytes, say)
+        _write_beside(loaded, part, dtype)
+        (part / "README.md").write_text(card, encoding="utf-8")
     return sorted(out.iterdir())
-
-
-def check_free(out: Path) -> None:
-    """Nothing is overwritten; ConfigError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
 
 
 def imported_dtype(loaded: Loaded) -> str:

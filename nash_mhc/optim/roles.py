@@ -28,8 +28,9 @@ def rates(module: PyTree) -> PyTree:
     """
 
     def factor(declared: Declared, array: Any) -> float:
-        by_width = REFERENCE_WIDTH / array.shape[declared.axes.index("embed")] if "embed" in declared.axes else 1.0
-        return by_width * declared.role.rate
+        if not declared.role.by_width or "embed" not in declared.axes:
+            return declared.role.rate
+        return REFERENCE_WIDTH / array.shape[declared.axes.index("embed")] * declared.role.rate
 
     return map_declared(module, factor)
 

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from nash_mhc.config.schema import RunConfig
 
 _SCHEDULES = ("cosine", "wsd", "constant")
 Number = Float[Array, ""] | np.float32
+Seed = UInt32[Array, ""] | np.uint32
 
 
 class Hyperparameters(NamedTuple):
@@ -32,6 +33,7 @@ class Hyperparameters(NamedTuple):
     ema_decay: Number
     spike_score: Number  # infinite: nothing is a spike
     skip_spikes: Number  # 0 or 1
+    seed: Seed  # of what is drawn anew in every step
 
     @staticmethod
     def of(cfg: RunConfig) -> Hyperparameters:
@@ -52,7 +54,7 @@ class Hyperparameters(NamedTuple):
             "spike_score": math.inf if train.on_spike == "ignore" else train.spike_score,
             "skip_spikes": train.on_spike == "skip",
         }
-        return Hyperparameters(**{name: np.float32(value) for name, value in values.items()})
+        return Hyperparameters(**{name: np.float32(value) for name, value in values.items()}, seed=np.uint32(train.seed))
 
 
 def learning_rate(h: Hyperparameters, count: Int[Array, ""] | int) -> Float[Array, ""]:

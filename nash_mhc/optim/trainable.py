@@ -12,10 +12,10 @@ import optax
 from jaxtyping import PyTree
 
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ConfigError, OptimConfig
+from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.schedule import Hyperparameters
-from nash_mhc.parallel.params import named_leaves
+from nash_mhc.parallel.params import ADAPTER, map_declared, named_leaves
 
 
 class Training(NamedTuple):
@@ -24,24 +24,27 @@ class Training(NamedTuple):
     optimizer: str = "adamw"
     freeze: str | None = None  # patterns, with commas between them
     train_only: str | None = None
+    adapters: bool = False  # nothing else
 
     @staticmethod
-    def of(cfg: OptimConfig) -> Training:
-        return Training(cfg.optimizer, cfg.freeze, cfg.train_only)
+    def of(cfg: RunConfig) -> Training:
+        return Training(cfg.optim.optimizer, cfg.optim.freeze, cfg.optim.train_only, adapters=cfg.lora.rank > 0)
 
     def split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """(the trained part, the frozen part): the same model twice, with None for what is in the other one.
 
         ConfigError for a pattern that fits no parameter, and where nothing is left to train.
         """
-        if self.freeze is None and self.train_only is None:
+        if self.freeze is None and self.train_only is None and not self.adapters:
             return model, jax.tree.map(lambda _: None, model)
         names = list(named_leaves(model))
+        if self.adapters:
+            names = list(named_leaves(map_declared(model, lambda declared, _: declared.role == ADAPTER or None)))
         only = _matching(names, self.train_only, "--train-only") if self.train_only is not None else set(names)
         trained = only - (_matching(names, self.freeze, "--freeze") if self.freeze is not None else set())
         if not trained:
             raise ConfigError("--freeze and --train-only leave no parameter to train; freeze fewer")
-        mask = jax.tree.unflatten(jax.tree.structure(model), [name in trained for name in names])
+        mask = jax.tree.unflatten(jax.tree.structure(model), [name in trained for name in named_leaves(model)])
         return eqx.partition(model, mask)
 
     def make_optimizer(self, h: Hyperparameters, trained: PyTree) -> optax.GradientTransformation:

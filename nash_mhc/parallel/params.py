@@ -26,6 +26,7 @@ class Role(NamedTuple):
     rate: float = 1.0  # factor of the learning rate
     decays: bool = True  # whether weight decay applies where it has more than one axis
     orthogonal: bool = False  # whether it is a map between vectors, whose updates Muon may make orthogonal
+    by_width: bool = True  # whether it learns the more slowly the wider the model is
 
 
 MATRIX = Role("matrix", orthogonal=True)  # maps one vector to another
@@ -34,6 +35,8 @@ VECTOR = Role("vector", decays=False)  # scales, biases, taps of convolutions
 # Makes few numbers of a whole token, such as logits of weights, which are squashed afterwards: it learns faster than
 # what it weighs. docs/log.md has what came of 0.1, 1 and 16.
 GATE = Role("gate", rate=4.0)
+# A narrow correction of a matrix: at the very rate that a run is given, which is what everyone's recipes mean by it.
+ADAPTER = Role("adapter", by_width=False)
 
 
 class Declared(NamedTuple):
@@ -51,14 +54,14 @@ class Declared(NamedTuple):
         return len(self.axes) - ("layers" in self.axes) > 1
 
 
-def param(*axes: str, role: Role | None = None, inputs: int = 1, cast: bool = True) -> Any:
+def param(*axes: str, role: Role | None = None, inputs: int = 1, cast: bool = True, **default: Any) -> Any:
     """Declares a parameter field. Without a role, what has one axis is a VECTOR and everything else a MATRIX.
 
     Vectors of one axis neither decay nor leave float32:
-    a norm scale near 1 has no bits left for its updates in bfloat16.
+    a norm scale near 1 has no bits left for its updates in bfloat16. `default`, where it may be left out.
     """
     role = role or (MATRIX if len(axes) > 1 else VECTOR)
-    return eqx.field(metadata={"declared": Declared(axes, role, inputs, cast and len(axes) > 1)})
+    return eqx.field(metadata={"declared": Declared(axes, role, inputs, cast and len(axes) > 1)}, **default)
 
 
 def stacked() -> Any:

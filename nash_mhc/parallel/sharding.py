@@ -72,6 +72,12 @@ def shardings(module: PyTree, mesh: Mesh) -> PyTree:
     return map_declared(module, lambda declared, _: NamedSharding(mesh, spec(declared.axes)))
 
 
+def placed(module: PyTree, mesh: Mesh) -> PyTree:
+    """A module of shapes, each with its place on the mesh: what restoring starts from."""
+    place = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
+    return jax.tree.map(place, module, shardings(module, mesh))
+
+
 def named(mesh: Mesh, *axes: str) -> NamedSharding:
     """The sharding of one array with these logical axes; no axes: replicated (scalars, keys)."""
     return NamedSharding(mesh, spec(axes))

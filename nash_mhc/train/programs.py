@@ -72,7 +72,7 @@ def compile_train_step(
 @functools.lru_cache(_KEPT)
 def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: int | None, _: tuple[Any, ...]) -> CompiledStep:
     out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
-    step = make_train_step(_objective(cfg, most_documents, room, unroll=cfg.train.unroll == "yes"), Training.of(cfg.optim))
+    step = make_train_step(_objective(cfg, most_documents, room, unroll=cfg.train.unroll == "yes"), Training.of(cfg))
     return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic)
 
 

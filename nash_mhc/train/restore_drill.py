@@ -23,7 +23,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.files import sizes
 from nash_mhc.storage.paths import Folder, place
-from nash_mhc.train.state import TrainState, abstract_state
+from nash_mhc.train.state import TrainState, abstract_state, saved_part
 
 _BLOCK = 1 << 24  # numbers looked at together: what is computed of them stays small beside the checkpoint
 
@@ -41,7 +41,7 @@ def wanted_state(checkpoint: Folder) -> TrainState:
         wrong = manifest.problem(checkpoint) or f"this version cannot read its configuration ({error})"
         raise ConfigError(f"{checkpoint}: {wrong}") from error
     device = SingleDeviceSharding(jax.devices("cpu")[0])
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), abstract_state(cfg))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), saved_part(cfg, abstract_state(cfg)))
 
 
 def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:

@@ -7,21 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 from jax.sharding import Mesh
 
-from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flat
-from nash_mhc.checkpoint.store import Store, arrays_of
+from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.importing import check_fits
-from nash_mhc.hub.reading import read_weights
+from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.parallel.processes import from_leader
+from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.errors import one_line
 from nash_mhc.storage.files import exists
 from nash_mhc.storage.paths import is_remote
 from nash_mhc.telemetry.sinks import without_nan
-from nash_mhc.train.state import TrainState, create_state, sharded_abstract_state
+from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
 
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
 _SAME_DATA = (
@@ -38,10 +40,12 @@ def checkpoint_values(
     counted: dict[str, Any],
     metrics: dict[str, Any],
     evaluation: dict[str, float] | None,
+    base: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The plain values of a checkpoint, beside the arrays.
 
-    `metrics` are those of the step itself, `counted` is what the meter goes on from, `rows` names the data.
+    `metrics` are those of the step itself, `counted` is what the meter goes on from, `rows` names the data, `base` the
+    weights that the arrays are adapters of.
     """
     return {
         "step": step,
@@ -53,7 +57,7 @@ def checkpoint_values(
         "rng": {"seed": cfg.train.seed, "step": step},
         "metrics": {k: without_nan(v.tolist()) for k, v in metrics.items()},
         "evaluation": evaluation,
-    }
+    } | ({} if base is None else {"base": base})
 
 
 def _with_rows_a_step(values: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +76,8 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     # Moments are kept of what is trained, and each optimizer has its own. (Runs of before did not say.)
     before = {"optim.optimizer": "adamw"} | before
     kept += ["optim.optimizer", "optim.freeze", "optim.train_only"]
+    if before.get("lora.rank") or now["lora.rank"]:  # dropout and what follows from it may change on the way
+        kept += [f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "base_dtype")]
     if rows is not None:
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
@@ -118,7 +124,12 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
             _check_same_run(_other("--resume-from", cfg.train.resume_from), cfg, rows=None)
         if cfg.train.init_from is not None:
             _check_weights(cfg, cfg.train.init_from)
-    elif own and cfg.train.init_from is not None:
+        elif cfg.lora.rank and cfg.train.resume_from is None:
+            raise ConfigError(
+                "--lora-rank: adapters correct a model that there is; name its folder with --init-from, a run's or a Hugging "
+                "Face model's"
+            )
+    elif own and cfg.train.init_from is not None and not cfg.lora.rank:
         _check_began_with(own, cfg.train.init_from)
     if own:
         _check_same_run(own, cfg, rows=rows)
@@ -199,9 +210,16 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str]
         return found
 
     def restored(source: Store, step: int, name: str) -> Start:
-        state, values = source.restore(step, sharded_abstract_state(cfg, mesh))
-        before = RunFolder(source.folder.parent).description()
+        run = RunFolder(source.folder.parent)
+        state, values = source.restore(step, saved_part(cfg, sharded_abstract_state(cfg, mesh)))
+        before = run.description()
         init_from = before.init_from if before else None
+        if cfg.lora.rank:
+            init_from = stored.base_record(run, step)
+            if cfg.train.init_from is not None:  # it may lie elsewhere by now: its hash says whether it is the same
+                init_from |= {"folder": stored.absolute(cfg.train.init_from)}
+            base = stored.read(init_from, base_of(abstract_state(cfg).model), lambda shape: placed(shape, mesh), say)
+            state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
         return Start(state, step, values, f"step {step} of {name}", source is store, before, init_from)
 
     if (latest := newest(store, set_aside=True)) is not None:
@@ -219,30 +237,17 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str]
     if cfg.train.resume == "must":
         raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
     if cfg.train.init_from is not None:
-        return _from_weights(cfg, mesh, cfg.train.init_from, newest, say)
+        return _from_weights(cfg, mesh, cfg.train.init_from, say)
     return Start(create_state(cfg, mesh), 0, {}, "fresh weights")
 
 
-def _from_weights(
-    cfg: RunConfig, mesh: Mesh, name: str, newest: Callable[[Store], int | None], say: Callable[[str], None]
-) -> Start:
-    """The weights of another run's checkpoint, averaged ones where it has kept them; all else is fresh."""
-    if not is_remote(name) and is_hub_folder(name):
-        model = read_weights(HubFolder(name), sharded_abstract_state(cfg, mesh).model, say)
-        origin = f"the weights of {name}; optimizer, schedule, data and step count are fresh"
-        return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from={"folder": name, "hub": True})
-    with Store(name) as other:
-        step = newest(other) if cfg.train.init_step is None else cfg.train.init_step
-        if step is None:
-            raise ConfigError(f"--init-from {name}: its checkpoints folder holds no finished checkpoint")
-        if cfg.train.init_step is not None:  # the newest whole one has been verified when it was found
-            if wrong := from_leader(lambda: manifest.problem(other.folder / str(step))):
-                raise ConfigError(f"--init-from {name}: its checkpoint {step} is damaged, {wrong}; choose another --init-step")
-            other.trust(step)
-        averaged = any(entry.startswith("ema.") for entry in arrays_of(other.folder / str(step)))
-        like = sharded_abstract_state(cfg, mesh).model
-        model = other.restore_part(step, like, "ema", "model")
-        identity = manifest.identity(other.folder / str(step))
-    origin = f"the {'averaged ' * averaged}weights of step {step} of {name}; optimizer, schedule, data and step count are fresh"
-    init_from = {"folder": name, "step": step, "averaged": averaged, "manifest": identity}
-    return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=init_from)
+def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, say: Callable[[str], None]) -> Start:
+    """The weights of another run's checkpoint, averaged ones where it has kept them, or of a Hugging Face folder;
+    all else is fresh."""
+    record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0, say=say)
+    base = base_of(abstract_state(cfg).model)
+    model = stored.read(record, base, lambda shape: placed(shape, mesh), say, verified=True)
+    step = f"step {record['step']} of " if "step" in record else ""
+    averaged = "averaged " * record.get("averaged", False)
+    origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"
+    return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=record)

@@ -128,7 +128,8 @@ def _introduce(inputs: Inputs, mesh: Mesh, reporter: Reporter) -> None:
 
 def _parameters(cfg: RunConfig) -> str:
     text = f"{count_parameters(cfg.model):,} parameters"
-    if cfg.optim.freeze is None and cfg.optim.train_only is None:
+    if cfg.optim.freeze is None and cfg.optim.train_only is None and not cfg.lora.rank:
         return text
-    trained, _ = Training.of(cfg.optim).split(abstract_state(cfg).model)
-    return f"{text}, {sum(leaf.size for leaf in jax.tree.leaves(trained)):,} of them trained"
+    trained, _ = Training.of(cfg).split(abstract_state(cfg).model)
+    count = f"{sum(leaf.size for leaf in jax.tree.leaves(trained)):,}"
+    return f"{text}, and {count} of adapters, which are trained" if cfg.lora.rank else f"{text}, {count} of them trained"

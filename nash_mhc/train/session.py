@@ -41,7 +41,7 @@ from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resume import Start, checkpoint_values, starting_state
 from nash_mhc.train.run_json import described
 from nash_mhc.train.samples import Samples
-from nash_mhc.train.state import TrainState, sharded_abstract_state
+from nash_mhc.train.state import TrainState, saved_part, sharded_abstract_state
 
 
 class BadSteps(Exception):
@@ -122,8 +122,9 @@ class Session:
                 counted=self.meter.to_json() | {"clock": self.clock.to_json()},
                 metrics=self.meter.last,
                 evaluation=dict(self.evaluation) if self.evaluated_at == step else None,
+                base=self.start.init_from if self.cfg.lora.rank else None,
             )
-            self.saver.save(state, step, values, wait=wait)
+            self.saver.save(saved_part(self.cfg, state), step, values, wait=wait)
 
     def write_row(self, step: int) -> None:
         """What the steps since the last row amount to, and what no step has measured."""
@@ -168,7 +169,7 @@ def begin(
     step_fn = compile_train_step(cfg, mesh, source, warn=reporter.say)
     compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
     start = starting_state(cfg, mesh, store, reporter.say)
-    store.warm_up(start.state)
+    store.warm_up(saved_part(cfg, start.state))
     if start.own and "clock" in start.values:
         clock.go_on(start.values["clock"], written=inputs.folder.written(start.step), row=inputs.folder.last_row())
     changed = changed_settings.changes(start.before.config, cfg) if start.before is not None else {}

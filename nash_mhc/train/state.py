@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, PyTree
 
 from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.model.architectures import abstract_model, architecture_of
+from nash_mhc.model.lora import adapted, adapters_of
 from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
 from nash_mhc.optim.schedule import Hyperparameters
@@ -49,7 +50,7 @@ def shaping(cfg: RunConfig) -> RunConfig:
     names = ("dtype", "remat", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
     any_rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
-    return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train, objective=cfg.objective)
+    return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train, objective=cfg.objective, lora=cfg.lora)
 
 
 def registered(cfg: RunConfig) -> tuple[Any, ...]:
@@ -65,7 +66,7 @@ def registered(cfg: RunConfig) -> tuple[Any, ...]:
 def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     """The state before the first step of a model;
     pure, so it can be traced for shapes alone or made in place on a mesh."""
-    training = Training.of(cfg.optim)
+    training = Training.of(cfg)
     trained, _ = training.split(model)
     optimizer = training.make_optimizer(Hyperparameters.of(cfg), trained)
     # A copy: a state whose leaves share a buffer could not be donated.
@@ -79,7 +80,8 @@ def abstract_state(cfg: RunConfig) -> TrainState:
 
 @functools.lru_cache(_KEPT)
 def _abstract_state(cfg: RunConfig, _: tuple[Any, ...]) -> TrainState:
-    return jax.eval_shape(lambda model: initial_state(cfg, model), abstract_model(cfg.model))
+    begin = lambda model: initial_state(cfg, adapted(model, cfg.lora, jax.random.key(0)))
+    return jax.eval_shape(begin, abstract_model(cfg.model))
 
 
 def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
@@ -89,7 +91,7 @@ def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
 
 @functools.lru_cache(_KEPT)
 def _state_shardings(cfg: RunConfig, mesh: Mesh, _: tuple[Any, ...]) -> TrainState:
-    shape, training = abstract_state(cfg), Training.of(cfg.optim)
+    shape, training = abstract_state(cfg), Training.of(cfg)
     trained_shape, _ = training.split(shape.model)
     model, trained = shardings(shape.model, mesh), shardings(trained_shape, mesh)
     replicated = named(mesh)
@@ -112,21 +114,33 @@ def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
 
 
 def create_state(cfg: RunConfig, mesh: Mesh, model: Any | None = None) -> TrainState:
-    """The initial state, each shard made on its own device; `model`, if there is one, becomes part of it."""
+    """The initial state, each shard made on its own device; `model`, if there is one, becomes part of it.
+
+    It has no adapters, and gets the run's.
+    """
     begin_fresh, begin_from = _makers(shaping(cfg), mesh, registered(cfg))
+    key = np.asarray(jax.random.key_data(jax.random.key(cfg.train.seed)))
     with jax.set_mesh(mesh):
-        if model is not None:
-            return begin_from(model)
-        return begin_fresh(np.asarray(jax.random.key_data(jax.random.key(cfg.train.seed))))
+        return begin_fresh(key) if model is None else begin_from(model, key)
 
 
 @functools.lru_cache(_KEPT)
 def _makers(
     cfg: RunConfig, mesh: Mesh, _: tuple[Any, ...]
-) -> tuple[Callable[[np.ndarray], TrainState], Callable[[Any], TrainState]]:
+) -> tuple[Callable[[np.ndarray], TrainState], Callable[[Any, np.ndarray], TrainState]]:
     """From the data of a key, which is no part of the program either, and from a model, whose place the state takes."""
-    init = architecture_of(cfg.model).init
-    fresh = lambda key: initial_state(cfg, init(cfg.model, key=jax.random.wrap_key_data(key)))
-    out = state_shardings(cfg, mesh)
-    given = jax.jit(lambda model: initial_state(cfg, model), out_shardings=out, donate_argnums=0)
-    return jax.jit(fresh, out_shardings=out), given
+    init, out = architecture_of(cfg.model).init, state_shardings(cfg, mesh)
+
+    def given(model: Any, key: Any) -> TrainState:
+        return initial_state(cfg, adapted(model, cfg.lora, jax.random.wrap_key_data(key)))
+
+    fresh = lambda key: given(init(cfg.model, key=jax.random.wrap_key_data(key)), key)
+    return jax.jit(fresh, out_shardings=out), jax.jit(given, out_shardings=out, donate_argnums=0)
+
+
+def saved_part(cfg: RunConfig, state: TrainState) -> TrainState:
+    """What a checkpoint holds of a state: all of it, but of a model with adapters, these alone. Their base stays where
+    it is, and is known by its hash."""
+    if not cfg.lora.rank:
+        return state
+    return eqx.tree_at(lambda s: s.model, state, adapters_of(state.model))

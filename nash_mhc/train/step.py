@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from nash_mhc.model.lora import drops, with_dropout
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.optim.optimizers import averaged
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
@@ -21,19 +22,28 @@ from nash_mhc.train.state import TrainState
 Metrics = dict[str, Float[Array, "..."]]
 
 
-def summed_gradients(objective: Objective, trained: Any, frozen: Any, batch: Batch) -> tuple[Any, Aux]:
-    """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one."""
-    of_trained = lambda trained, part: objective(eqx.combine(trained, frozen), part)
+def summed_gradients(objective: Objective, trained: Any, frozen: Any, batch: Batch, key: Array | None) -> tuple[Any, Aux]:
+    """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one.
+
+    What a part leaves out is drawn from `key`, if there is one, and the part's number.
+    """
+
+    def of_trained(trained: Any, part: Batch, number: Array) -> tuple[Array, Aux]:
+        model = eqx.combine(trained, frozen)
+        return objective(model if key is None else with_dropout(model, jax.random.fold_in(key, number)), part)
+
     grad = jax.grad(of_trained, has_aux=True)
-    if batch.inputs.shape[0] == 1:
-        return grad(trained, jax.tree.map(lambda a: a[0], batch))
-
-    def add(carry: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, carry, grad(trained, part)), None
-
+    parts, numbers = batch.inputs.shape[0], jnp.arange(batch.inputs.shape[0])
     first = jax.tree.map(lambda a: a[0], batch)
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(lambda: of_trained(trained, first)[1]))
-    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), zero), batch)[0]
+    if parts == 1:
+        return grad(trained, first, numbers[0])
+
+    def add(carry: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, carry, grad(trained, *part)), None
+
+    shapes = jax.eval_shape(lambda: of_trained(trained, first, numbers[0])[1])
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), zero), (batch, numbers))[0]
 
 
 def make_train_step(
@@ -41,7 +51,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, Hyperparameters], tuple[TrainState, Metrics]]:
     def train_step(state: TrainState, batch: Batch, h: Hyperparameters) -> tuple[TrainState, Metrics]:
         trained, frozen = training.split(state.model)
-        grads, (sums, health) = summed_gradients(objective, trained, frozen, batch)
+        key = jax.random.fold_in(jax.random.key(h.seed), state.step) if drops(state.model) else None
+        grads, (sums, health) = summed_gradients(objective, trained, frozen, batch, key)
         weight = sums["loss"].weight
         # One division at the end: every token weighs the same, whichever part of the batch it came in.
         grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)

@@ -1,0 +1,57 @@
+"""Sections of what a run may do besides pretraining: `--help` names them, and `--help SECTION` shows one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nash_mhc.config.fields import ConfigError, Section, key
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(Section):
+    section = "objective"
+
+    name: str = key("next_token", "what is minimized: next_token, smoothed, or one that was registered", flag="objective")
+    label_smoothing: float = key(0.1, "share of a target that `smoothed` gives to the whole vocabulary", above=0, high=0.99)
+
+
+@dataclass(frozen=True)
+class LoraConfig(Section):
+    section = "lora"
+
+    rank: int = key(0, "rank of the adapters, of which alone is trained then (0: none; all weights are trained)", low=0)
+    alpha: float | None = key(None, "their product is multiplied by this over the rank (none: twice the rank)", above=0)
+    dropout: float = key(0.0, "share of an adapter's inputs that training leaves out", low=0, high=0.9)
+    targets: str = key(
+        "all", "all, attention, mlp, names such as q_proj,v_proj, or names as in parameters.txt, with commas between them"
+    )
+    rslora: bool = key(False, "divide alpha by the root of the rank instead, which suits large ranks")
+    base_dtype: str = key("float32", "how the weights that stay are kept", choices=("float32", "bfloat16"))
+
+
+@dataclass(frozen=True)
+class TelemetryConfig(Section):
+    section = "telemetry"
+
+    wandb: str | None = key(None, "project at Weights & Biases that gets the numbers as well (none: no project)")
+    wandb_mode: str = key("online", "offline: kept in the run's folder for wandb sync", choices=("online", "offline"))
+    log_format: str = key("text", "json: an object a line on stdout, for machines", choices=("text", "json"))
+    profile: str | None = key(
+        None, "steps to profile, such as 50:55: a trace in the run's folder, and the ten most costly parts of the step"
+    )
+    sample_tokens: int = key(160, "length of the sample that is written at every evaluation (0: none)", low=0)
+    sample_prompt: str | None = key(None, "text that samples go on from (none: they begin a new text)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.profiled
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First and last of the steps to profile."""
+        if self.profile is None:
+            return None
+        first, colon, last = self.profile.partition(":")
+        if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ConfigError(f"telemetry.profile {self.profile!r}: must be the first and the last step, such as 50:55")
+        return int(first), int(last)

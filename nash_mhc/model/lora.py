@@ -1,0 +1,176 @@
+"""LoRA: a narrow correction beside a weight that stays as it is (arXiv 2106.09685; the factor of rank by 2312.03732).
+
+    y = x W + factor * dropout(x) A B
+
+Adapters are modules in the places of the weights that they correct (`Weight`): everything that goes through `project`
+takes them, on every mesh, in training and in cached decoding. B is zero at first, so that nothing changes by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
+
+from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.schema import ConfigError, LoraConfig
+from nash_mhc.model.weights import Weight, array_of, project
+from nash_mhc.parallel.params import ADAPTER, MATRIX, TABLE, Declared, map_declared, named_leaves, param
+
+# Theirs are the names that people know; ours end the parameters' names.
+PROJECTIONS = {
+    "q_proj": "q_DNH", "k_proj": "k_DKH", "v_proj": "v_DKH", "o_proj": "out_NHD",
+    "gate_proj": "gate_DF", "up_proj": "up_DF", "down_proj": "down_FD",
+}  # fmt: skip
+_ATTENTION, _MLP = list(PROJECTIONS)[:4], list(PROJECTIONS)[4:]
+GROUPS = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
+
+
+class Lora(Weight):
+    base: Any = param("inputs", "outputs")
+    lora_a: Array = param("inputs", "rank", role=ADAPTER)
+    lora_b: Array = param("rank", "outputs", role=ADAPTER)
+    # Only inside of a training step: what its dropout is drawn from. In evaluation, nothing is dropped.
+    key_2: UInt32[Array, "..."] | None = param("vector", default=None)
+    inputs: int = eqx.field(static=True, default=1)  # axes that go in
+    factor: float = eqx.field(static=True, default=1.0)
+    dropout: float = eqx.field(static=True, default=0.0)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is that of all layers."""
+        return self.lora_a.ndim > self.inputs + 1
+
+    def array(self) -> Array:
+        return array_of(self.base) + self.factor * jnp.tensordot(self.lora_a, self.lora_b, axes=1)
+
+    def project(self, x: Array, equation: str | None) -> Array:
+        sides = (tuple(range(x.ndim - self.inputs, x.ndim)), tuple(range(self.inputs)))
+        narrow = jnp.tensordot(self._dropped(x), self.lora_a, axes=sides)
+        return project(x, self.base, equation) + self.factor * jnp.tensordot(narrow, self.lora_b, axes=1)
+
+    def _dropped(self, x: Array) -> Array:
+        if self.key_2 is None or not self.dropout:
+            return x
+        # Sixteen bits say the share to a hundred-thousandth, and are drawn in half the time of thirty-two.
+        drawn = jax.random.bits(jax.random.wrap_key_data(self.key_2), x.shape, jnp.uint16)
+        kept = drawn >= jnp.uint16(round(self.dropout * 2**16))
+        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros_like(x))
+
+
+def _is_lora(x: Any) -> bool:
+    return isinstance(x, Lora)
+
+
+def factor_of(cfg: LoraConfig) -> float:
+    """What the adapters' product is multiplied by."""
+    alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
+    return alpha / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank)
+
+
+def targets(model: Any, wanted: str) -> set[str]:
+    """Names of the parameters that get an adapter; ConfigError for a word that fits none."""
+    names = list(named_leaves(map_declared(model, lambda declared, leaf: leaf if _is_map(declared) else None)))
+    found: set[str] = set()
+    for word in (word.strip() for word in wanted.split(",")):
+        ends = [PROJECTIONS[name] for name in GROUPS.get(word, [word]) if name in PROJECTIONS]
+        fits = [
+            name
+            for name in names
+            if name.rpartition(".")[2] in ends or fnmatch.fnmatchcase(name, word) or name.startswith(f"{word}.")
+        ]
+        if not fits:
+            raise ConfigError(
+                f"--lora-targets {word}: no matrix of this model is named so{what_there_is(word, [*GROUPS, *PROJECTIONS])}, "
+                "or a name as in parameters.txt"
+            )
+        found.update(fits)
+    return found
+
+
+def _is_map(declared: Declared) -> bool:
+    return declared.role == MATRIX and declared.is_matrix
+
+
+def adapted(model: Any, cfg: LoraConfig, key: Array) -> Any:
+    """The model with fresh adapters, and its own weights in the dtype that they are to be kept in."""
+    if not cfg.rank:
+        return model
+    chosen = targets(model, cfg.targets)
+    names, number = iter(named_leaves(model)), 0
+
+    def replace(declared: Declared, array: Any) -> Any:
+        nonlocal number
+        name = next(names)
+        # Where everything is rounded to the compute dtype before it is used, half the memory holds as much.
+        kept = array.astype(cfg.base_dtype) if declared.role in (MATRIX, TABLE) and declared.cast else array
+        if name not in chosen:
+            return kept
+        number += 1
+        layers = declared.axes.count("layers")
+        stack, inputs, outputs = (
+            array.shape[:layers], array.shape[layers : layers + declared.inputs], array.shape[layers + declared.inputs :],
+        )  # fmt: skip
+        bound = 1 / math.sqrt(math.prod(inputs))
+        drawn = jax.random.uniform(jax.random.fold_in(key, number), (*stack, *inputs, cfg.rank), minval=-bound, maxval=bound)
+        zero = jnp.zeros((*stack, cfg.rank, *outputs))
+        return Lora(kept, drawn, zero, inputs=declared.inputs, factor=factor_of(cfg), dropout=cfg.dropout)
+
+    return map_declared(model, replace)
+
+
+def base_of(model: Any) -> Any:
+    """The model without its adapters."""
+    return _each(model, lambda lora: lora.base)
+
+
+def adapters_of(model: Any) -> Any:
+    """Nothing but the adapters: None in place of all else."""
+    return map_declared(model, lambda declared, leaf: leaf if declared.role == ADAPTER else None)
+
+
+def on_base(adapters: Any, base: Any) -> Any:
+    """A model of which only the adapters are there, on top of these weights."""
+    put = lambda x, weight: dataclasses.replace(x, base=weight) if _is_lora(x) else weight
+    return jax.tree.map(put, adapters, base, is_leaf=lambda x: _is_lora(x) or x is None)
+
+
+def merged(model: Any) -> Any:
+    """The same model with plain arrays, added up in float32."""
+
+    def whole(lora: Lora) -> Array:
+        wide = dataclasses.replace(lora, base=array_of(lora.base).astype(jnp.float32))
+        return (jax.vmap(Lora.array) if lora.is_stack else Lora.array)(wide)
+
+    with jax.default_matmul_precision("highest"):
+        return _each(model, whole)
+
+
+def drops(model: Any) -> bool:
+    """Whether its training draws anything."""
+    return any(_is_lora(x) and x.dropout for x in jax.tree.leaves(model, is_leaf=_is_lora))
+
+
+def with_dropout(model: Any, key: Array) -> Any:
+    """For one pass of training: every adapter, of every layer, drops inputs of its own."""
+    number = 0
+
+    def draw(lora: Lora) -> Lora:
+        nonlocal number
+        number += 1
+        own = jax.random.fold_in(key, number)
+        drawn = jax.random.key_data(jax.random.split(own, lora.lora_a.shape[0]) if lora.is_stack else own)
+        return dataclasses.replace(lora, key_2=drawn)
+
+    return _each(model, draw)
+
+
+def _each(model: Any, change: Callable[[Lora], Any]) -> Any:
+    return jax.tree.map(lambda x: change(x) if _is_lora(x) else x, model, is_leaf=_is_lora)
