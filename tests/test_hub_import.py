@@ -381,12 +381,13 @@ def test_a_tokenizer_with_a_begin_token_begins_every_document_with_it(folders, t
 MEMORY = """
 import sys, threading
 import jax
-from nash_mhc.hub.load import _on_first_device
+from nash_mhc.hub.load import _placed
+from nash_mhc.model.architectures import abstract_model
 from nash_mhc.hub.folder import HubFolder
 from nash_mhc.hub.reading import read_weights
 from nash_mhc.config.schema import RunConfig, DataConfig
 folder = HubFolder(sys.argv[1])
-like = _on_first_device(RunConfig(model=folder.imported.model, data=DataConfig(seq_len=128)))
+like = _placed(abstract_model(folder.imported.model), None)
 read_weights(folder, like)  # what the compiler needs it has then
 folder = HubFolder(sys.argv[1])
 anonymous = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024

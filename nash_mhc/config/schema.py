@@ -137,6 +137,19 @@ class TrainConfig(Section):
     section = "train"
 
     total_steps: int = key(300, "optimizer steps of the whole run", low=1)
+    epochs: float | None = key(
+        None, "passes over the data, from which --total-steps follows (none: as many as that makes)", above=0, further="tuning"
+    )
+    patience: int = key(
+        0, "end after this many evaluations in a row without a lower held-out loss (0: never)", low=0, further="tuning"
+    )
+    end_with: str = key(
+        "auto",
+        "the checkpoint that a run ends with, and that other commands take: the last, or the best by held-out loss (auto: the "
+        "best where --lora-rank, --epochs or --patience is given)",
+        choices=("auto", "last", "best"),
+        further="tuning",
+    )
     seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
     grad_accum: int = key(1, "forward passes gathered into one step", low=1)
     remat: str = key("none", "what the backward pass computes again", choices=("none", "dots", "full"))
@@ -246,6 +259,13 @@ class RunConfig:
         if self.lora.rank and self.optim.train_only is not None:
             raise ConfigError("--lora-rank trains adapters alone; leave out --train-only, or choose their --lora-targets")
         self.model.check_rows(self.data.seq_len)
+
+    @property
+    def ends_with_best(self) -> bool:
+        """Whether the checkpoint with the lowest held-out loss is the run's, and not the last."""
+        train = self.train
+        tunes = bool(self.lora.rank or train.epochs is not None or train.patience)
+        return train.end_with == "best" or (train.end_with == "auto" and tunes)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON or YAML; `from_dict` is the inverse."""

@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
-from nash_mhc.hub.stored import read_adapted
+from nash_mhc.hub.stored import chosen_step, read_adapted
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import placed
@@ -66,7 +66,7 @@ def load(
             raise ConfigError(f"{run.checkpoints} holds no finished checkpoint; let the run reach its first save")
         if step is not None and step not in steps:
             raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {', '.join(map(str, steps))}")
-        chosen = store.newest(say) if step is None else step
+        chosen = chosen_step(run, store, say) if step is None else step
         if chosen is None:
             raise ConfigError(f"{run.checkpoints}: its first save has not ended; wait for it, or let the run go on")
         say(f"reading step {chosen} of {folder} ...")

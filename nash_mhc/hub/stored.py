@@ -6,6 +6,7 @@ reads the run's model reads the base from there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def find(flag: str, name: str, step: int | None, *, hashed: bool, say: Say) -> R
     if not is_remote(name) and is_hub_folder(name):
         return {"folder": folder, "hub": True} | ({"sha256": from_leader(lambda: _hub_digest(name))} if hashed else {})
     with Store(name) as other:
-        found: int | None = from_leader(lambda: other.newest(say)) if step is None else step  # one verifies for all
+        found: int | None = from_leader(lambda: chosen_step(RunFolder(name), other, say)) if step is None else step
         if found is None:
             raise ConfigError(f"{flag} {name}: its checkpoints folder holds no finished checkpoint")
         checkpoint = other.folder / str(found)
@@ -52,6 +53,19 @@ def find(flag: str, name: str, step: int | None, *, hashed: bool, say: Say) -> R
             raise ConfigError(f"{flag} {name}: its checkpoint {found} is damaged, {wrong}; choose another --init-step")
         averaged = any(entry.startswith("ema.") for entry in arrays_of(checkpoint))
         return {"folder": folder, "step": found, "averaged": averaged, "manifest": manifest.identity(checkpoint)}
+
+
+def chosen_step(run: RunFolder, store: Store, say: Say) -> int | None:
+    """The whole checkpoint that is taken where none is named: the last, or the best of a run that ends with it."""
+    ends_with_best = False
+    with contextlib.suppress(ConfigError):  # a lost run.json is no reason not to take the last one
+        ends_with_best = run.config().ends_with_best
+    if ends_with_best and (best := run.best_step()) is not None and best != run.steps()[-1]:
+        if (wrong := manifest.problem(run.checkpoints / str(best))) is None:
+            store.trust(best)
+            return best
+        say(f"checkpoint {best}, the best: damaged, {wrong}; passed over")
+    return store.newest(say)
 
 
 def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool = False) -> Any:

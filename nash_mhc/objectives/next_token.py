@@ -37,6 +37,8 @@ def next_token(
     if smoothing:
         totals["loss/smoothing"] = smoothing * (out.uniform - out.ce)
     totals |= {f"loss/{name}": term for name, term in extra.items()} | {"accuracy": out.correct}
+    if execution.evaluates:
+        totals["entropy"] = out.entropy
     return loss, Aux({name: Sum(total, out.weight) for name, total in totals.items()}, model.health(report))
 
 

@@ -28,6 +28,7 @@ class XentSums(NamedTuple):
     correct: Float[Array, ""]  # tokens whose best guess is right
     weight: Float[Array, ""]
     uniform: Float[Array, ""]  # nats against a target of equal shares; 0 where nothing is smoothed
+    entropy: Float[Array, ""]  # nats, of what is predicted; 0 where gradients are computed, which do without
 
 
 def xent_reference(
@@ -46,9 +47,10 @@ def xent_reference(
     ce_BT = lse_BT - jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     hit_BT = (jnp.argmax(logits_BTV, axis=-1) == targets_BT).astype(jnp.float32)
     uniform_BT = lse_BT - jnp.mean(logits_BTV, axis=-1) if smoothing else jnp.zeros_like(ce_BT)
-    ce, z, correct, uniform = (jnp.sum(a * weights_BT) for a in (ce_BT, lse_BT**2, hit_BT, uniform_BT))
+    entropy_BT = lse_BT - jnp.sum(jax.nn.softmax(logits_BTV) * logits_BTV, axis=-1)
+    ce, z, correct, uniform, entropy = (jnp.sum(a * weights_BT) for a in (ce_BT, lse_BT**2, hit_BT, uniform_BT, entropy_BT))
     loss = ce + z_weight * z + smoothing * (uniform - ce)
-    return XentSums(loss, ce, z, correct, jnp.sum(weights_BT), uniform)
+    return XentSums(loss, ce, z, correct, jnp.sum(weights_BT), uniform, entropy)
 
 
 def xent(
@@ -118,7 +120,11 @@ def _walk(x, w, targets, weights, vocab_size, z_weight, smoothing, vocab_axes, *
             mean_Bc = total(jnp.sum(jnp.where(shared, logits_BcV, 0.0), axis=-1)) / vocab_size
             uniform = jnp.sum(m_Bc * (lse_Bc - mean_Bc))
             loss = loss + smoothing * (uniform - ce)
-        step = XentSums(loss, ce, z, correct, jnp.sum(m_Bc), uniform)
+        entropy = jnp.zeros(())
+        if not with_grads:
+            mean_Bc = total(jnp.sum(exp_BcV * jnp.where(shared, logits_BcV, 0.0), axis=-1)) / sum_Bc
+            entropy = jnp.sum(m_Bc * (lse_Bc - mean_Bc))
+        step = XentSums(loss, ce, z, correct, jnp.sum(m_Bc), uniform, entropy)
         sums = jax.tree.map(jnp.add, sums, step)
         if not with_grads:
             return (sums, dw), None

@@ -62,8 +62,8 @@ class LivePanel(Reporter):
         progress = Table.grid(expand=True, padding=(0, 1))
         progress.add_column(ratio=1)
         progress.add_row(
-            ProgressBar(total=max(self._total, 1), completed=self._step),
-            Text(f"{self._step:,}/{self._total:,}"),
+            ProgressBar(total=max(self.total, 1), completed=self._step),
+            Text(f"{self._step:,}/{self.total:,}"),
             Text(self._clock(self._step), style="dim"),
         )
         if not self._row:

@@ -33,7 +33,7 @@ class Reporter:
         quiet: bool = False,
         each_step: Callable[[int], None] | None = None,
     ) -> None:
-        self._total, self.floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
+        self.total, self.floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
         self._most_unused = 0.0  # of all rows so far: the same is not said again in every one
         self._began, self._first = time.monotonic(), 0  # when and at which step this process began to train
         self._console = Console(file=sys.stdout, highlight=False)
@@ -74,7 +74,7 @@ class Reporter:
         mfu = f"  mfu {row['mfu']:.0%}" if row["mfu"] >= 0.01 else ""
         data = f"  {read}" if (read := self._read(row)) else ""
         self.say(
-            f"step {step:>{len(str(self._total))}}/{self._total}  loss {row['loss']:.4f}{self._against(row['loss'])}  "
+            f"step {step:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.4f}{self._against(row['loss'])}  "
             f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
             f"{short(row['tokens_seen'])} tokens{data}  {self._clock(step)}"
         )
@@ -89,14 +89,14 @@ class Reporter:
 
     def _clock(self, step: int) -> str:
         elapsed = time.monotonic() - self._began
-        left = elapsed / max(step - self._first, 1) * (self._total - step)
+        left = elapsed / max(step - self._first, 1) * (self.total - step)
         return duration(elapsed) + (f", {duration(left)} left" if left else "")
 
     def evaluation(
         self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
         self.say(_evaluation_line(step, found, floor))
-        if sample is not None and step < self._total:  # the last one is shown as a whole, when the run has ended
+        if sample is not None and step < self.total:  # the last one is shown as a whole, when the run has ended
             self.say(f"it writes: {' '.join(sample.split())[:_SHOWN] or '(nothing)'}")
 
     def end(self) -> None:

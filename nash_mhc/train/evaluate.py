@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +24,13 @@ from nash_mhc.train.programs import compile_evaluation
 
 class BrokenOff(Exception):
     """The run is to stop; there is no evaluation."""
+
+
+class Question(NamedTuple):
+    """Of a held-out document of prompts and responses, in tokens."""
+
+    prompt: list[int]
+    response: list[int]
 
 
 class Evaluator:
@@ -49,6 +57,25 @@ class Evaluator:
     def compile(self, model: LanguageModel) -> None:
         """Ahead of the first evaluation."""
         self.step.compile(model, to_device(own_rows(self._rows[0], self._mesh), self._mesh))
+
+    def questions(self, count: int) -> list[Question]:
+        """The first documents of the sample that have something to answer: text that is given, then text that counts.
+
+        Empty where everything counts.
+        """
+        found: list[Question] = []
+        for rows in self._rows:
+            for inputs, targets, segments, weights in zip(*(a.reshape(-1, a.shape[-1]) for a in rows), strict=True):
+                for segment in range(1, int(segments.max(initial=0)) + 1):
+                    (places,) = np.nonzero(segments == segment)
+                    counts = weights[places] > 0
+                    if counts.any() and not counts[0]:
+                        first = int(counts.argmax())
+                        answer = places[first:][np.cumprod(counts[first:]).astype(bool)]
+                        found.append(Question(inputs[places[: first + 1]].tolist(), targets[answer].tolist()))
+                    if len(found) == count:
+                        return found
+        return found
 
     def evaluate(
         self,

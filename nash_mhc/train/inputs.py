@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Inputs:
     tokenizer: Tokenizer
     source: RowSource
     evaluator: Evaluator | None  # None: no text is held out
+    test: Evaluator | None  # on text that not even the choice of a checkpoint has seen; None: there is none
     floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
 
     @property
@@ -54,17 +56,36 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     floor = loss_floor(cfg.data, tokenizer)
     align = cfg.model.alignment
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
+    cfg = _with_steps_of(cfg, source)
     from_leader(lambda: check_resume(cfg, rows=source.identity))
     from_leader(lambda: weights_and_biases.check(cfg.telemetry))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
     evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh)
+    test = None
     # Last of the checks: what is refused leaves nothing behind.
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
         owner = _hold(cfg, folder, watch, held, say)
         from_leader(lambda: check_resume(cfg, rows=source.identity))  # another run may have begun, and ended, there meanwhile
-    return Inputs(cfg, folder, owner, tokenizer, source, evaluator, floor)
+    return Inputs(cfg, folder, owner, tokenizer, source, evaluator, test, floor)
+
+
+def _with_steps_of(cfg: RunConfig, source: RowSource) -> RunConfig:
+    """--epochs as steps of this source; ConfigError where nobody knows how long a pass is."""
+    if cfg.train.epochs is None:
+        return cfg
+    if source.endless or not source.epochs(1):
+        raise ConfigError(
+            f"--epochs {cfg.train.epochs:g}: {cfg.data.dataset} has no end that is known; give --total-steps instead"
+        )
+    steps = math.ceil(cfg.train.epochs * len(source) / (cfg.data.batch_size * cfg.train.grad_accum))
+    if cfg.optim.warmup_steps > steps:
+        raise ConfigError(
+            f"--epochs {cfg.train.epochs:g}: that is {steps} steps of {cfg.data.batch_size * cfg.train.grad_accum} rows, fewer "
+            f"than the --warmup-steps {cfg.optim.warmup_steps}; lower --warmup-steps or --batch-size"
+        )
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, total_steps=steps))
 
 
 def _is_there(folder: RunFolder) -> bool:

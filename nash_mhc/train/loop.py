@@ -16,7 +16,7 @@ from nash_mhc.train.state import TrainState
 
 
 def train_loop(session: Session, state: TrainState, feed: Iterator[Batch]) -> tuple[TrainState, int]:
-    """From the session's start to its last step, or to where its watch says stop: (state, its step).
+    """From the session's start to its last step, or to where its watch or its patience says stop: (state, its step).
 
     Evaluates and saves at their intervals and after the last step; a save that failed is tried again between two steps.
     """
@@ -60,11 +60,14 @@ def train_loop(session: Session, state: TrainState, feed: Iterator[Batch]) -> tu
                 paused = time.perf_counter()
                 if to_evaluate:
                     session.evaluate(state, step)
+                    to_save |= session.cfg.ends_with_best and session.best.step == step
                 if to_save:  # afterwards: a checkpoint holds its own evaluation
                     began = time.perf_counter()
                     session.save(state, step)
                     meter.saving += time.perf_counter() - began
                 meter.leave_out(time.perf_counter() - paused)
+                if to_evaluate and session.has_waited_enough:
+                    return state, step
     return state, cfg.total_steps
 
 

@@ -48,8 +48,10 @@ def _room(cfg: RunConfig, source: RowSource | None) -> int | None:
     return -(-source.room // unit) * unit
 
 
-def _objective(cfg: RunConfig, most_documents: int | None, room: int | None, unroll: bool = False) -> Objective:
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room, unroll)
+def _objective(
+    cfg: RunConfig, most_documents: int | None, room: int | None, *, unroll: bool = False, evaluates: bool = False
+) -> Objective:
+    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room, unroll, evaluates)
     return objective_of(cfg, execution)
 
 
@@ -83,7 +85,7 @@ def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = 
 
 @functools.lru_cache(_KEPT)
 def _evaluation(cfg: RunConfig, mesh: Mesh, room: int | None, _: tuple[Any, ...]) -> CompiledStep:
-    objective = _objective(cfg, None, room)
+    objective = _objective(cfg, None, room, evaluates=True)
 
     def sums(model: LanguageModel, batch: Batch) -> Sums:
         return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums

@@ -27,6 +27,7 @@ from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.inputs import Inputs, open_inputs
 from nash_mhc.train.loop import train_loop
+from nash_mhc.train.outcome import ask_before, finish
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.session import BadSteps, Session, begin
 from nash_mhc.train.state import TrainState, abstract_state
@@ -93,16 +94,22 @@ def _train(session: Session) -> TrainState:
     try:
         with SIGNALS.at_work():
             if session.done:
-                reporter.say(f"all {cfg.train.total_steps} steps are done already; raise --total-steps to train on")
+                more = "--patience" if session.has_waited_enough else "--total-steps"
+                reporter.say(f"all {start.step} steps are done already; raise {more} to train on")
                 session.evaluate(state, step, write_row=not start.own or session.begins_with_evaluation)
             else:
+                ask_before(session, state)
                 if session.begins_with_evaluation:
                     session.evaluate(state, step)
                 state, step = train_loop(session, state, feed)
             if step > start.step or not session.store.steps():  # what came from another folder shall stand in this one, too
                 session.save(state, step, wait=True)
-            if SIGNALS.caught is not None or step < cfg.train.total_steps:
+            if SIGNALS.caught is not None or (step < cfg.train.total_steps and not session.has_waited_enough):
                 raise Interrupted(step, str(inputs.folder))
+            if step < cfg.train.total_steps:
+                waited = f"{session.best.since} evaluations were no better than that of step {session.best.step}"
+                reporter.say(f"the run ends at step {step}: {waited} (--patience)")
+            state = finish(session, state, step)
     except BadSteps as bad:
         raise session.stopped_by(bad) from None
     finally:
@@ -118,7 +125,7 @@ def _train(session: Session) -> TrainState:
 def _introduce(inputs: Inputs, mesh: Mesh, reporter: Reporter) -> None:
     """The first lines of a run: on what, how large, where, and what it is measured by."""
     cfg = inputs.cfg
-    reporter.floor = inputs.floor[0] if inputs.floor else None
+    reporter.floor, reporter.total = inputs.floor[0] if inputs.floor else None, cfg.train.total_steps
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {_parameters(cfg)}; run in {inputs.folder}")
     if inputs.evaluator is None:
         reporter.say(f"no text is held out of {cfg.data.dataset}: nothing is evaluated")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, stream_text
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.sampling import generate_tokens
+from nash_mhc.model.sampling import Drawn, generate_rows, generate_tokens
 from nash_mhc.parallel.sharding import for_compute, named
 from nash_mhc.runtime.hardware import device_memory
 
+T = TypeVar("T")
 TEMPERATURE = 0.8
 _ROOM = 2048  # tokens that a sample sees at most
 _SHARE = 0.25  # of a device's memory, which a whole copy of the weights may take for a moment
@@ -44,18 +46,38 @@ class Samples:
 
     def write(self, model: LanguageModel) -> str | None:
         """None where nothing is written: not asked for, too large, or not on this process."""
+
+        def text(local: LanguageModel) -> str:
+            tokens = generate_tokens(
+                local, self._prompt, seq_len=self._seq_len, end=self._tokenizer.end, max_tokens=self._count,
+                temperature=TEMPERATURE, seed=0, dtype=self._dtype,
+            )  # fmt: skip
+            return "".join(stream_text(tokens, self._tokenizer))
+
+        return self._written(model, text)
+
+    def answer(self, model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str] | None:
+        """What it says to each of these, word by word the likeliest; None where nothing is written."""
+
+        def texts(local: LanguageModel) -> list[str]:
+            answers: list[list[int]] = [[] for _ in prompts]
+            room, ends = self._seq_len, [self._tokenizer.end]
+            how = Drawn(temperature=0.0)
+            for row, token in generate_rows(
+                local, prompts, how, seq_len=room, ends=ends, max_tokens=self._count, dtype=self._dtype
+            ):
+                answers[row].append(token)
+            return [self._tokenizer.decode(np.asarray(answer)) for answer in answers]
+
+        return self._written(model, texts) if prompts else None
+
+    def _written(self, model: LanguageModel, write: Callable[[LanguageModel], T]) -> T | None:
         if not self._count:
             return None
         try:
             with jax.transfer_guard("allow"):  # tokens go back and forth
                 local = self._on_one_device(model)
-                if jax.process_index() > 0:
-                    return None
-                tokens = generate_tokens(
-                    local, self._prompt, seq_len=self._seq_len, end=self._tokenizer.end, max_tokens=self._count,
-                    temperature=TEMPERATURE, seed=0, dtype=self._dtype,
-                )  # fmt: skip
-                return "".join(stream_text(tokens, self._tokenizer))
+                return None if jax.process_index() > 0 else write(local)
         except Exception as error:  # a sample is no reason to stop a run
             self._count = 0
             reason = (str(error).splitlines() or [""])[0]

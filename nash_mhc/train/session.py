@@ -33,6 +33,7 @@ from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train import changed_settings
+from nash_mhc.train.best import Best
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import BrokenOff
 from nash_mhc.train.inputs import Inputs
@@ -70,6 +71,7 @@ class Session:
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)  # the last one
     evaluated_at: int | None = None  # its step
     sample: str | None = None  # the last one
+    best: Best = dataclasses.field(default_factory=Best)
 
     @property
     def cfg(self) -> RunConfig:
@@ -77,7 +79,12 @@ class Session:
 
     @property
     def done(self) -> bool:
-        return self.start.step >= self.cfg.train.total_steps
+        return self.start.step >= self.cfg.train.total_steps or self.has_waited_enough
+
+    @property
+    def has_waited_enough(self) -> bool:
+        """Whether as many evaluations as --patience says were no better than the best."""
+        return 0 < self.cfg.train.patience <= self.best.since
 
     @property
     def begins_with_evaluation(self) -> bool:
@@ -106,6 +113,7 @@ class Session:
             return
         self.evaluation.update(found)
         self.evaluated_at = step
+        self.best = self.best.after(step, found["eval/loss"])
         if write_row:
             written = {} if self.sample is None else {"sample": self.sample}
             self.telemetry.write(step, self.evaluation | self.meter.inside | written, file=EVALUATIONS)
@@ -119,7 +127,7 @@ class Session:
                 self.cfg,
                 step,
                 rows=self.inputs.source.identity,
-                counted=self.meter.to_json() | {"clock": self.clock.to_json()},
+                counted=self.meter.to_json() | {"clock": self.clock.to_json(), "best": self.best.to_json()},
                 metrics=self.meter.last,
                 evaluation=dict(self.evaluation) if self.evaluated_at == step else None,
                 base=self.start.init_from if self.cfg.lora.rank else None,
@@ -204,7 +212,9 @@ def begin(
     )
     samples = Samples(cfg, mesh, inputs.tokenizer, reporter.say)
     profile = _profile(inputs, start, step_fn, reporter)
-    return Session(inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, samples, profile)
+    session = Session(inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, samples, profile)
+    session.best = Best.of(start.values.get("best")) if start.own else Best()
+    return session
 
 
 def _beside(start: Start) -> dict[str, str]:

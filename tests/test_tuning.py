@@ -1,0 +1,98 @@
+"""Runs that end by themselves: passes over the data, patience, the best checkpoint, and what it is worth."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import small
+from runs import RUN, assert_equal_states, at, rows
+
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.hub.load import load
+from nash_mhc.train.best import Best
+
+
+def test_the_best_so_far_and_how_long_it_is_ago():
+    best = Best()
+    for step, loss in enumerate([3.0, 2.0, 2.5, float("nan"), 2.0], start=1):
+        best = best.after(step, loss)
+    assert (best.loss, best.step, best.since) == (2.0, 2, 3)
+    assert Best.of(json.loads(json.dumps(best.to_json()))) == best
+    again = Best().after(5, 2.0)
+    assert again.after(5, 2.0) == again  # an evaluation that is made again is no other one
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """Sums of two digits, far too few to learn more than by heart."""
+    file = tmp_path_factory.mktemp("questions") / "sums.jsonl"
+    records = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(8) for b in range(8)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def tuned(questions, **changes):
+    cfg = small.config(
+        data__dataset=str(questions), data__cache_dir=str(questions.parent / "cache"), data__validation_fraction=0.3,
+        optim__schedule="constant", optim__warmup_steps=0, optim__learning_rate=2e-3, telemetry__sample_tokens=4,
+        train__eval_interval=2, train__checkpoint_interval=0, train__patience=3, train__total_steps=200,
+    )  # fmt: skip
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+
+
+@pytest.fixture(scope="module")
+def ended(questions, tmp_path_factory):
+    return at(tmp_path_factory.mktemp("tuning") / "run", tuned(questions))
+
+
+def test_a_run_ends_when_nothing_gets_better_and_with_its_best(ended):
+    scored = {row["step"]: row["eval/loss"] for row in rows(ended.folder, "eval.jsonl")}
+    best = min(scored, key=scored.get)
+    assert list(scored) == list(range(2, best + 7, 2))  # three evaluations after the best one
+    assert all("eval/entropy" in row and "eval/accuracy" in row for row in rows(ended.folder, "eval.jsonl"))
+    assert int(ended.state.step) == best + 6
+    loaded = load(ended.folder)
+    assert loaded.step == best
+    assert_equal_states(loaded.model, ended.state.model)
+    with pytest.raises(AssertionError):
+        assert_equal_states(load(ended.folder, best + 6).model, ended.state.model)
+    result = json.loads((ended.folder / "result.json").read_text())
+    assert result["step"] == best and result["evaluation"]["eval/loss"] == scored[best]
+    assert [set(row) for row in result["answers"]] == [{"prompt", "response", "before", "after"}] * 3
+    for row in result["answers"]:
+        a, b = row["prompt"].removeprefix("user: ").split("=")[0].split("+")
+        assert row["response"].strip() == str(int(a) + int(b))
+
+
+def test_a_stopped_run_ends_where_the_unbroken_one_does(ended, questions, tmp_path):
+    copy = shutil.copytree(ended.folder, tmp_path / "run")
+    steps = sorted(int(path.name) for path in (copy / "checkpoints").iterdir() if path.name.isdecimal())
+    for step in steps[1:]:
+        shutil.rmtree(copy / "checkpoints" / str(step))
+    gone_on = at(copy, tuned(questions))
+    assert rows(copy, "eval.jsonl") == rows(ended.folder, "eval.jsonl")
+    assert_equal_states(gone_on.state, ended.state)
+    # It has ended: the same command trains no further, more patience does.
+    seen = []
+    at(copy, tuned(questions), each_step=seen.append)
+    assert seen == []
+    at(copy, tuned(questions, patience=4), each_step=seen.append)
+    assert seen
+
+
+def test_passes_over_the_data_are_steps(questions, tmp_path):
+    cfg = tuned(questions, epochs=2.5, patience=0, eval_interval=0)
+    seen = []
+    result = at(tmp_path / "run", cfg, each_step=seen.append)
+    config = RunConfig.from_dict(json.loads((result.folder / "run.json").read_text())["config"])
+    (share,) = [value for name, value in rows(result.folder)[-1].items() if name.startswith("epochs/")]
+    assert config.train.total_steps == len(seen)
+    a_step = share / len(seen)
+    assert share - a_step < 2.5 <= share
+    with pytest.raises(ConfigError, match="stories has no end that is known; give --total-steps"):
+        at(tmp_path / "other", dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, epochs=1.0)))
+    with pytest.raises(ConfigError, match="fewer than the --warmup-steps"):
+        slow = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, warmup_steps=100))
+        at(tmp_path / "other", slow)
+    assert not (tmp_path / "other").exists()
