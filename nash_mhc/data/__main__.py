@@ -1,5 +1,5 @@
 """`python -m nash_mhc.data prepare`: documents -> packed rows on disk; `inspect`: what is in them; `train-bpe`:
-a tokenizer."""
+a tokenizer; `questions`: a small set to fine-tune on."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ ABOUT = {
     "prepare": "reads, tokenizes and packs a dataset once, into a folder that train --dataset takes",
     "inspect": "statistics of a prepared folder, and the documents of a row of it or of a step of a run",
     "train-bpe": "trains a tokenizer on a dataset",
+    "questions": "writes questions about stories, with their answers: an example to fine-tune on",
 }
 USAGE = f"python -m nash_mhc.data {' | '.join(ABOUT)} ..."
 
@@ -121,10 +122,30 @@ def train_bpe_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def questions_command(argv: Sequence[str]) -> int:
+    parser = OneLineParser(
+        prog="python -m nash_mhc.data questions", allow_abbrev=False,
+        description="Writes questions about stories: question, answer, topic, difficulty, reasoning, case_citation.",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="file to write, a JSON object a line (required)")
+    parser.add_argument("--count", type=int, metavar="N", default=4000, help="how many [4000]")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="others for every seed [0]")
+    args = parser.parse_strictly(argv, "the file to write is --out {word}")
+    out = _given_out(args, "questions.jsonl")
+    if args.count < 1:
+        raise ConfigError(f"--count must be at least 1, not {args.count}")
+    from nash_mhc.data.stories.questions import write_questions
+
+    write_questions(out, args.count, args.seed)
+    print(f"{args.count:,} questions are in {out}; docs/fine-tuning.md goes on from there")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prepare": prepare_command,
     "inspect": inspect_command,
     "train-bpe": train_bpe_command,
+    "questions": questions_command,
 }
 
 
