@@ -20,6 +20,7 @@ NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", 
 # What a run may do besides pretraining: --help names these sections, and --help SECTION shows one.
 FURTHER = {
     "objective": "what is minimized, where it is not the next token's cross-entropy",
+    "tuning": "fine-tuning: how questions and answers are written, and what is kept for a test at the end",
     "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
 }
