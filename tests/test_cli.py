@@ -87,9 +87,10 @@ def test_every_key_by_flag_path_short_form_and_yaml(path, write):
     section, _, name = path.rpartition(".")
     file = write(f"{section}:\n  {name}: {text}\n" if section else f"{name}: {text}\n")
     ways = [[key.flag, text], [f"{key.flag}={text}"], [f"{path}={text}"], [f"{key.short}={text}"], ["--config", file]]
-    needed = ["--init-from", "runs/base"] if path == "train.init_step" else []
+    both = ["--format", "fields", "--prompt-template", "{q}", "--response-template", "{a}"]  # neither without the other
+    needed = {"train.init_step": ["--init-from", "runs/base"], "data.prompt_template": both, "data.response_template": both}
     for argv in ways:
-        parsed = cli.parse([*needed, *argv])
+        parsed = cli.parse([*needed.get(path, []), *argv])
         assert leaf(parsed.config, path) == expected, argv
         assert type(leaf(parsed.config, path)) is type(expected)
 

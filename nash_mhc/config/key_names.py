@@ -21,7 +21,7 @@ NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", 
 FURTHER = {
     "objective": "what is minimized, where it is not the next token's cross-entropy",
     "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
-    "tuning": "fine-tuning: passes over the data, when to stop, which checkpoint is the run's",
+    "tuning": "fine-tuning: how questions and answers are written, how long a run is, which checkpoint is its own",
     "lora": "fine-tuning with adapters, of a model that --init-from names",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
 }

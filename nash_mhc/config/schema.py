@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from nash_mhc.config.data import TEMPLATE, DataConfig
 from nash_mhc.config.fields import (
     ConfigError,
     Section,
@@ -25,48 +26,11 @@ from nash_mhc.config.further import LoraConfig, ObjectiveConfig, TelemetryConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
 __all__ = [
-    "ARCHITECTURES", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "LoraConfig", "MeshConfig", "ModelConfig",
+    "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "LoraConfig", "MeshConfig",
+    "ModelConfig",
     "ObjectiveConfig", "OptimConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types",
     "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
-
-TEMPLATE = "{role}: {content}\n"  # of a message, where none is given
-
-
-@dataclass(frozen=True)
-class DataConfig(Section):
-    section = "data"
-
-    dataset: str = key(
-        "stories",
-        "'stories' (built in, endless, known entropy), a prepared folder, a text, .jsonl or .parquet file (.gz, .zst), a "
-        "folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given several times, for a mixture",
-        weighted=True,
-        path=True,
-    )
-    dataset_name: str | None = key(None, "variant of a Hugging Face dataset, where it has several")
-    split: str = key("train", "split to train on")
-    eval_split: str = key("validation", "split to evaluate on, never trained on")
-    validation_fraction: float = key(
-        0.05, "share of the documents to hold out where the data has no eval split (0: none)", low=0, high=0.9
-    )
-    text_field: str = key("text", "field of a JSON line or column of a table that holds the text")
-    extensions: str | None = key(None, "endings of the files of a folder to read, such as .md,.py (none: text and data)")
-    format: str = key(
-        "auto",
-        "what a record is: plain text, prompt and response, or chat; auto tells by the fields of the first one",
-        choices=("auto", "text", "prompt", "chat"),
-    )
-    template: str | None = key(None, "how a message of prompt or chat data is written, with {role} and {content}")
-    loss_on: str = key("response", "what counts in the loss of prompt and chat data", choices=("response", "all"))
-    max_documents: int | None = key(None, "read no more documents than this (none: all)", low=1)
-    tokenizer: str = key("bytes", "'bytes' (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
-    streaming: bool = key(False, "pack rows while training instead of preparing them first")
-    cache_dir: str = key(".cache/data", "folder that datasets are prepared in, each once", path=True)
-    batch_size: int = key(8, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
-    seq_len: int = key(256, "tokens in a row (T)", low=2)
-    num_workers: int = key(0, "processes that prepare rows (0: threads of this process)", low=0, high=256)
-    worker_buffer_size: int = key(4, "batches each worker prepares ahead", low=1, high=4096)
 
 
 @dataclass(frozen=True)

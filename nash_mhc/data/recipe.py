@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
 from nash_mhc.data.documents.readers import Content
 from nash_mhc.data.documents.records import check_template
@@ -13,6 +14,19 @@ from nash_mhc.data.tokenizer import Tokenizer
 _SMALLEST, _LARGEST = 4 << 20, 32 << 20  # bytes of text in a chunk: enough to pack well, few enough for memory
 
 Recipe = dict[str, Any]  # as it stands in a manifest: equal recipes give equal bytes
+
+
+def how_written(cfg: DataConfig, form: str, tokenizer: Tokenizer | None) -> Recipe:
+    """What the text of a record follows from. Without a tokenizer, none can write it."""
+    if cfg.template == TOKENIZER and form != "text":
+        if tokenizer is None:
+            raise ConfigError(f"--template {TOKENIZER}: there is no tokenizer yet to write with; write a template of your own")
+        written: Recipe = {"template": TOKENIZER, "chat_form": tokenizer.chat_form()}
+    else:
+        written = {"template": check_template(TEMPLATE if cfg.template in (None, TOKENIZER) else cfg.template)}
+    if form == "fields":
+        written |= {"prompt_template": cfg.prompt_template, "response_template": cfg.response_template}
+    return {"format": form, "text_field": cfg.text_field, **written, "loss_on": cfg.loss_on}
 
 
 def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: int) -> Recipe:
@@ -24,10 +38,7 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: i
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
         "seq_len": cfg.seq_len,
         "align": align,
-        "format": corpus.format,
-        "text_field": cfg.text_field,
-        "template": check_template(cfg.template or TEMPLATE),
-        "loss_on": cfg.loss_on,
+        **how_written(cfg, corpus.format, tokenizer),
         "split": cfg.split,
         "eval_split": cfg.eval_split,
         "validation_fraction": 0.0 if cfg.eval_split in corpus.splits else cfg.validation_fraction,

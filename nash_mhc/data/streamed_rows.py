@@ -24,7 +24,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import find_files, kind_of
 from nash_mhc.data.documents.holdout import by_share
 from nash_mhc.data.documents.hub import Hub
-from nash_mhc.data.documents.readers import Raw, check_columns, fields_of, first_fields, format_of, parquet_batches
+from nash_mhc.data.documents.readers import Columns, Raw, columns_of, first_fields, format_of, parquet_batches
 from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Laid, Rows, lay, unfold
@@ -67,7 +67,7 @@ class ParquetLanes:
         self.names = tuple(str(p) for p in self._paths)
         is_table = kind_of(self._paths[0]) == "parquet"
         self.format = format_of(cfg, first_fields(self._paths[0]) if is_table and cfg.format == "auto" else None)
-        self._fields = fields_of(cfg, self.format)
+        self._columns = columns_of(cfg, self.format)
         self.units: list[tuple[int, int, int]] = []  # file, row group, rows of the file before it
         shapes, self.total, self._documents = [], 0, 0
         for number, path in enumerate(self._paths):
@@ -77,7 +77,7 @@ class ParquetLanes:
                 )
             try:
                 with pq.ParquetFile(path) as table:
-                    check_columns(path, table, self._fields)
+                    self._columns.among(table.schema_arrow.names, str(path))
                     counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
             except (OSError, pa.ArrowInvalid) as error:
                 raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
@@ -92,20 +92,20 @@ class ParquetLanes:
         return max(1, min(LANES, len(self.units), self._documents // LEAST_DOCUMENTS))
 
     def open(self, lane: int, lanes: int, split: str, state: Any) -> Reader:
-        return _ParquetReader(self._paths, self.units[lane::lanes], self._fields, state or [0, 0])
+        return _ParquetReader(self._paths, self.units[lane::lanes], self._columns, state or [0, 0])
 
 
 class _ParquetReader:
-    def __init__(self, paths: list[Path], units: list[tuple[int, int, int]], fields: tuple[str, ...], state: list[int]) -> None:
+    def __init__(self, paths: list[Path], units: list[tuple[int, int, int]], columns: Columns, state: list[int]) -> None:
         self.state = list(state)  # units done, rows of the next one done
-        self._raws = self._read(paths, units, fields)
+        self._raws = self._read(paths, units, columns)
 
-    def _read(self, paths: list[Path], units: list[tuple[int, int, int]], fields: tuple[str, ...]) -> Iterator[Raw]:
+    def _read(self, paths: list[Path], units: list[tuple[int, int, int]], columns: Columns) -> Iterator[Raw]:
         first, skip = self.state
         for unit in range(first, len(units)):
             file, group, before = units[unit]
             row = 0
-            for contents in parquet_batches(paths[file], fields, [group]):
+            for contents in parquet_batches(paths[file], columns, [group]):
                 if row + len(contents) <= skip:
                     row += len(contents)
                     continue

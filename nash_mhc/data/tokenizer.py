@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
         """A conversation (role and content each) in the form that the model was taught,
         up to where its answer begins. ConfigError where the tokenizer knows none."""
 
+    def chat_form(self) -> dict[str, Any]:
+        """All that conversations are written from, as plain values: its chat template and what that may name,
+        the spellings of special tokens, of the begin and of the end token. ConfigError where there is no template."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0..255, and one end-of-document token."""
@@ -77,6 +81,9 @@ class ByteTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         raise ConfigError("the tokenizer of bytes has no chat template; write the prompt as the model was taught it")
+
+    def chat_form(self) -> dict[str, Any]:
+        raise ConfigError("--template tokenizer: the tokenizer of bytes has no chat template; write one with --template")
 
 
 class HuggingFaceTokenizer:
@@ -131,6 +138,18 @@ class HuggingFaceTokenizer:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"{self._name}: its chat template does not take these messages ({reason})") from error
 
+    def chat_form(self) -> dict[str, Any]:
+        if not self._inner.chat_template:
+            raise ConfigError(f"--template tokenizer: {self._name} has no chat template; write one with --template")
+        spelled = self._backend.id_to_token
+        return {
+            "template": self._inner.get_chat_template(),
+            "tokens": {name: text for name, text in self._inner.special_tokens_map.items() if isinstance(text, str)},
+            "special": sorted(self._special),
+            "begin": spelled(self.begin),
+            "end": spelled(self.end),
+        }
+
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
         special = {*self._inner.all_special_ids, self.end}
@@ -162,7 +181,8 @@ class HuggingFaceTokenizer:
         if begins and not self._backend.encode("", add_special_tokens=True).ids:
             values["post_processor"] = in_front(end, self.end)
         (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
-        write_tokenizer_config(folder, end)
+        chat = {"bos_token": self._inner.bos_token, "chat_template": self._inner.chat_template}  # which may name that token
+        write_tokenizer_config(folder, end, **{k: v for k, v in chat.items() if v and self._inner.chat_template})
 
 
 def in_front(token: str, number: int) -> dict[str, Any]:
@@ -176,8 +196,8 @@ def in_front(token: str, number: int) -> dict[str, Any]:
     }
 
 
-def write_tokenizer_config(folder: Path, end: str) -> None:
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": end}
+def write_tokenizer_config(folder: Path, end: str, **more: Any) -> None:
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": end, **more}
     (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 

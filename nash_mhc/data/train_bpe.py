@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
+from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.readers import Corpus
-from nash_mhc.data.documents.records import check_template, spans_of
+from nash_mhc.data.documents.records import spans_of
+from nash_mhc.data.recipe import how_written
 from nash_mhc.data.tokenizer import write_tokenizer_config
 
 END = "<|endoftext|>"
@@ -19,8 +20,7 @@ LEAST = 256 + 1  # every byte, and the end
 
 def corpus_texts(cfg: DataConfig, corpus: Corpus) -> Iterator[str]:
     """The text of every document, of at most `max_documents`; long ones in blocks."""
-    recipe = {"format": corpus.format, "text_field": cfg.text_field, "loss_on": "all"}
-    recipe["template"] = check_template(cfg.template or TEMPLATE)
+    recipe = how_written(cfg, corpus.format, None) | {"loss_on": "all"}
     documents = 0
     for raw in corpus.read(cfg.split):
         documents += raw.opens

@@ -28,7 +28,8 @@ from nash_mhc.train.state import TrainState, abstract_state, create_state, saved
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
 _SAME_DATA = (
     "data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "data.text_field", "data.format",
-    "data.template", "data.loss_on", "data.max_documents", "data.validation_fraction", "data.streaming", "train.seed",
+    "data.template", "data.prompt_template", "data.response_template", "data.loss_on", "data.max_documents",
+    "data.validation_fraction", "data.test_fraction", "data.test_split", "data.streaming", "train.seed",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.readers import Raw, Unreachable, fields_of, format_of
+from nash_mhc.data.documents.readers import Raw, Unreachable, columns_of, format_of
 from nash_mhc.storage.digests import digest_of, digests_of_sources
 
 _UNKNOWN_SIZE = 1 << 30  # bytes that a dataset is taken for when it does not say: its chunks are large
@@ -50,7 +50,7 @@ class Hub:
                 f"load_dataset('{name}').save_to_disk(FOLDER) where there is one, and --dataset FOLDER here"
             ) from error
         self.format = format_of(cfg, columns)
-        self._fields = fields_of(cfg, self.format)
+        self._columns = columns_of(cfg, self.format)
 
     def _open(self, cfg: DataConfig) -> None:
         library = self._library
@@ -82,16 +82,13 @@ class Hub:
         """The library's own stream of one split, with the wanted columns;
         in shards of at least so many records, if it can."""
         stream = self._stream(split, least)
-        columns = stream.column_names
-        for field in self._fields:
-            if columns is not None and field not in columns:
-                remedy = "name the text's with --text-field" if len(self._fields) == 1 else "they are what --format asks for"
-                raise ConfigError(f"{self.names[0]}:1: no column {field!r}, there are {', '.join(columns)}; {remedy}")
-        return stream.select_columns(list(self._fields))
+        if stream.column_names is None:  # not known before it is read: what must be there, then
+            return stream.select_columns(list(self._columns.needed))
+        return stream.select_columns(self._columns.among(stream.column_names, self.names[0]))
 
     def record(self, number: int, record: dict[str, Any]) -> Raw:
         """One record as a document; `number` is its row, from 1."""
-        content = record[self._fields[0]] if self._fields not in (("prompt", "response"), ("messages",)) else record
+        content = record if self._columns.is_record else record[self._columns.needed[0]]
         size = len(content) if isinstance(content, str) else len(str(content))
         return Raw(0, number, content, size, "table")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.documents.field_templates import both
 from nash_mhc.data.documents.files import FORMATS, ending_of, find_files, kind_of, open_unpacked
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
@@ -47,7 +48,7 @@ class Content(Protocol):
     """What is known of documents before they are read."""
 
     content: str  # changes when they do
-    format: str  # what a record is: text, prompt or chat
+    format: str  # what a record is: text, prompt, chat or fields
     names: tuple[str, ...]  # of the files, as a message calls them
     total: int  # bytes, for the progress bar and the size of chunks
     splits: tuple[str, ...]  # that the data has itself; empty: one part, of which some is held out
@@ -68,9 +69,31 @@ def format_of(cfg: DataConfig, fields: Collection[str] | None) -> str:
     return "chat" if "messages" in fields else "prompt" if {"prompt", "response"} <= set(fields) else "text"
 
 
-def fields_of(cfg: DataConfig, form: str) -> tuple[str, ...]:
-    """The columns of a table that a document is made of."""
-    return {"text": (cfg.text_field,), "prompt": ("prompt", "response"), "chat": ("messages",)}[form]
+class Columns(NamedTuple):
+    """Those of a table that a document is made of."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    is_record: bool = True  # a document is a record of them, not the text of the only one
+
+    def among(self, names: Collection[str], where: str) -> list[str]:
+        """Those of them that are there; ConfigError where one is not that must be."""
+        for name in self.needed:
+            if name not in names:
+                there = ", ".join(names) or "none"
+                remedy = "they are what --format asks for" if self.is_record else "name the text's with --text-field"
+                raise ConfigError(f"{where}:1: no column {name!r}, there are {there}; {remedy}")
+        return [*self.needed, *(name for name in self.optional if name in names)]
+
+
+def columns_of(cfg: DataConfig, form: str) -> Columns:
+    if form == "fields":
+        templates = both(cfg.prompt_template, cfg.response_template)
+        needed = tuple(dict.fromkeys(name for template in templates for name in template.needed))
+        optional = dict.fromkeys(name for template in templates for name in template.optional if name not in needed)
+        return Columns(needed, tuple(optional))
+    named = {"text": (cfg.text_field,), "prompt": ("prompt", "response"), "chat": ("messages",)}
+    return Columns(named[form], is_record=form != "text")
 
 
 class Files:
@@ -93,16 +116,16 @@ class Files:
         self.content = digest_of([self.files, hashes, *([versions] if versions else [])])
         records = next((p for p in self._paths if kind_of(p) != "text"), None)
         self.format = format_of(cfg, None if records is None else first_fields(records))
-        self._fields = fields_of(cfg, self.format)
+        self._columns = columns_of(cfg, self.format)
 
     def read(self, split: str) -> Iterator[Raw]:
         for number, path in enumerate(self._paths):
             kind = kind_of(path)
             with _readable(path):
                 if kind == "parquet":
-                    yield from _read_parquet(number, path, self._fields)
+                    yield from _read_parquet(number, path, self._columns)
                 elif kind == "registered":
-                    yield from _read_registered(number, path, self._fields)
+                    yield from _read_registered(number, path, self._columns)
                 elif kind == "jsonl":
                     with open_unpacked(path) as file:
                         yield from _read_lines(number, file)
@@ -180,15 +203,6 @@ def _line_end(data: bytes) -> int:
     return end - 1 if end and data[end - 1] >= 0xC0 else end or len(data)
 
 
-def check_columns(path: Path, table: Any, fields: tuple[str, ...]) -> None:
-    names = table.schema_arrow.names
-    for field in fields:
-        if field not in names:
-            there = ", ".join(names) or "none"
-            remedy = "name the text's with --text-field" if len(fields) == 1 else "they are what --format asks for"
-            raise ConfigError(f"{path}:1: no column {field!r}, there are {there}; {remedy}")
-
-
 @contextlib.contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow as pa
@@ -201,17 +215,16 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
 
 
-def parquet_batches(path: Path, fields: tuple[str, ...], groups: list[int] | None = None) -> Iterator[list[Any]]:
-    """Lists of texts, or of records where a document has several fields; of some row groups or of all."""
-    whole = len(fields) > 1 or fields[0] == "messages"
+def parquet_batches(path: Path, columns: Columns, groups: list[int] | None = None) -> Iterator[list[Any]]:
+    """Lists of texts, or of records; of some row groups or of all."""
     with _parquet(path) as table:
-        check_columns(path, table, fields)
-        for batch in table.iter_batches(batch_size=1024, columns=list(fields), row_groups=groups):
-            yield batch.to_pylist() if whole else batch.column(0).to_pylist()
+        names = columns.among(table.schema_arrow.names, str(path))
+        for batch in table.iter_batches(batch_size=1024, columns=names, row_groups=groups):
+            yield batch.to_pylist() if columns.is_record else batch.column(0).to_pylist()
 
 
-def _read_parquet(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
-    contents = itertools.chain.from_iterable(parquet_batches(path, fields))
+def _read_parquet(number: int, path: Path, columns: Columns) -> Iterator[Raw]:
+    contents = itertools.chain.from_iterable(parquet_batches(path, columns))
     for row, content in enumerate(contents, start=1):
         yield Raw(number, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
 
@@ -229,17 +242,16 @@ def _documents(path: Path, file: io.BufferedReader) -> Iterator[Any]:
         raise ConfigError(f"{path}: its format cannot read document {count + 1} ({type(error).__name__}: {error})") from error
 
 
-def _read_registered(number: int, path: Path, fields: tuple[str, ...]) -> Iterator[Raw]:
-    whole = len(fields) > 1 or fields[0] == "messages"
+def _read_registered(number: int, path: Path, columns: Columns) -> Iterator[Raw]:
     with open_unpacked(path) as file:
         for row, document in enumerate(_documents(path, file), start=1):
             content: Any = document
-            if isinstance(document, dict) and not whole:
-                if fields[0] not in document:
+            if isinstance(document, dict) and not columns.is_record:
+                if (name := columns.needed[0]) not in document:
                     there = ", ".join(document) or "none"
                     remedy = "name the text's with --text-field"
-                    raise ConfigError(f"{path}:{row}: no field {fields[0]!r}, there are {there}; {remedy}")
-                content = document[fields[0]]
+                    raise ConfigError(f"{path}:{row}: no field {name!r}, there are {there}; {remedy}")
+                content = document[name]
             yield Raw(number, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
 
 

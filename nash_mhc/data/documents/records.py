@@ -1,8 +1,9 @@
 """One record -> the text of its document, in spans that count in the loss or do not.
 
-Plain text is one span. Prompts and chats are messages, each written by a template; with `--loss-on response`, what
-counts is an assistant's message and what the template puts after it, so that the model learns to answer and to stop. A
-template may spell the tokenizer's special tokens; whatever a record spells is text.
+Plain text is one span. Prompts and chats are messages, each written by a template; named fields are written by a
+template for the prompt and one for the response. With `--loss-on response`, what counts is an assistant's message and
+what the template puts after it, so that the model learns to answer and to stop. A template may spell the tokenizer's
+special tokens; whatever a record spells is text.
 """
 
 from __future__ import annotations
@@ -10,26 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError
+from nash_mhc.data.documents.chat_templates import ANSWERS, Message, conversation
+from nash_mhc.data.documents.field_templates import both
 from nash_mhc.data.documents.readers import Raw
-
-ANSWERS = ("assistant", "model", "gpt")  # roles whose messages the model shall learn to write
-
-
-class Part(NamedTuple):
-    text: str
-    is_template: bool = False
-
-
-class Span(NamedTuple):
-    parts: tuple[Part, ...]
-    counts: bool
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.parts)
+from nash_mhc.data.documents.spans import Part, Span, text_of
 
 
 def check_template(template: str) -> str:
@@ -37,7 +26,10 @@ def check_template(template: str) -> str:
     text = template.replace("\\n", "\n").replace("\\t", "\t")
     names = re.findall(r"\{(\w*)\}", text)
     if names.count("content") != 1 or set(names) - {"role", "content"}:
-        raise ConfigError(f"--template {template!r}: must hold {{content}} once and may hold {{role}}, such as {TEMPLATE!r}")
+        raise ConfigError(
+            f"--template {template!r}: must hold {{content}} once and may hold {{role}}, such as {TEMPLATE!r}; or be "
+            f"{TOKENIZER}"
+        )
     return text
 
 
@@ -45,6 +37,11 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
     """ConfigError, with file and line, for what is no text, no JSON, or lacks what the format asks for."""
     where = f"{file}:{raw.line}"
     if raw.kind == "text":
+        if recipe["format"] == "fields":
+            raise ConfigError(
+                f"{file}: a text file has no fields, which --format fields asks for; leave it out, for instance with "
+                "--extensions .jsonl"
+            )
         return [Span((Part(_decoded(raw, file, raw.content)),), True)]
     record = raw.content
     if raw.kind == "jsonl":
@@ -52,15 +49,29 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
     if recipe["format"] == "text":
         if raw.kind == "jsonl":
             record = _field(record, recipe["text_field"], where, "name the text's with --text-field")
-        return [Span((Part(_text(record, where, recipe["text_field"])),), True)]
-    if recipe["format"] == "prompt":
-        record = {
-            "messages": [
-                {"role": role, "content": _field(record, name, where, "a record needs prompt and response")}
-                for role, name in (("user", "prompt"), ("assistant", "response"))
-            ]
-        }
-    return _messages(record, where, recipe)
+        return [Span((Part(text_of(record, where, recipe["text_field"])),), True)]
+    if recipe["format"] == "fields":
+        prompt, response = (
+            template.filled(record, where) for template in both(recipe["prompt_template"], recipe["response_template"])
+        )
+        if not any(part.text for part in response):
+            raise ConfigError(
+                f"{where}: nothing is left of --response-template; fill one of its fields or leave the record out"
+            )
+        if recipe["template"] != TOKENIZER:
+            return [span for span in (Span(prompt, recipe["loss_on"] == "all"), Span(response, True)) if span.text]
+        messages: list[Message] = [("user", prompt), ("assistant", response)]
+    elif recipe["format"] == "prompt":
+        remedy = "a record needs prompt and response"
+        content = lambda name: (Part(text_of(_field(record, name, where, remedy), where, "content")),)
+        messages = [("user", content("prompt")), ("assistant", content("response"))]
+    else:
+        messages = _messages(record, where)
+    if recipe["loss_on"] != "all" and not any(role in ANSWERS for role, _ in messages):
+        raise ConfigError(
+            f"{where}: no message of role {ANSWERS[0]}, so nothing would be learned; leave it out or use --loss-on all"
+        )
+    return [span for span in _written(messages, where, recipe) if span.text]
 
 
 def _decoded(raw: Raw, file: str, content: bytes) -> str:
@@ -90,39 +101,23 @@ def _field(record: Any, name: str, where: str, remedy: str) -> Any:
     return record[name]
 
 
-def _text(value: Any, where: str, name: str) -> str:
-    if value is None:  # tables have holes; an empty document is left out and counted
-        return ""
-    if not isinstance(value, str):
-        raise ConfigError(
-            f"{where}: {name} is of type {type(value).__name__}, not text; choose another field or write it as text"
-        )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"{where}: {name} holds half a character (a lone surrogate); repair or leave out the record"
-        ) from None
-    return value
-
-
-def _messages(record: Any, where: str, recipe: Mapping[str, Any]) -> list[Span]:
+def _messages(record: Any, where: str) -> list[Message]:
     messages = _field(record, "messages", where, "chat data needs a list of messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages must be a list that is not empty")
+    told = lambda message, name: text_of(_field(message, name, where, "a message has role and content"), where, name)
+    return [(told(message, "role"), (Part(told(message, "content")),)) for message in messages]
+
+
+def _written(messages: list[Message], where: str, recipe: Mapping[str, Any]) -> list[Span]:
+    if recipe["template"] == TOKENIZER:
+        return conversation(messages, where, recipe["chat_form"], recipe["loss_on"])
     before, _, after = recipe["template"].partition("{content}")
     spans: list[Span] = []
-    for message in messages:
-        role = _text(_field(message, "role", where, "a message has role and content"), where, "role")
-        content = _text(_field(message, "content", where, "a message has role and content"), where, "content")
-        counts = recipe["loss_on"] == "all" or role in ANSWERS
+    for role, content in messages:
         spans.append(Span(_filled(before, role), recipe["loss_on"] == "all"))
-        spans.append(Span((Part(content), *_filled(after, role)), counts))
-    if not any(span.counts for span in spans):
-        raise ConfigError(
-            f"{where}: no message of role {ANSWERS[0]}, so nothing would be learned; leave it out or use --loss-on all"
-        )
-    return [span for span in spans if span.text]
+        spans.append(Span((*content, *_filled(after, role)), recipe["loss_on"] == "all" or role in ANSWERS))
+    return spans
 
 
 def _filled(template: str, role: str) -> tuple[Part, ...]:
