@@ -38,6 +38,7 @@ RUN_BY = {
     "train --verify-resume": "test_verify_resume.py::test_a_killed_run_is_resumed_and_found_equal_here_and_on_another_mesh",
     "data prepare": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "data train-bpe": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
+    "data questions": "test_tuning.py::test_recipes_run_as_they_stand",
     "data inspect": "test_inspect.py::test_a_prepared_folder_tells_what_it_holds",
     "checkpoint list": "test_checkpoint_command.py::test_list_shows_every_checkpoint_and_what_was_set_aside",
     "checkpoint inspect": "test_checkpoint_command.py::test_a_laptop_with_one_device_reads_what_eight_wrote",
@@ -46,6 +47,7 @@ RUN_BY = {
     "generate": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "hub import": "test_hub_import.py::test_here_and_back_nothing_changes",
     "hub export": "test_hub_import.py::test_here_and_back_nothing_changes",
+    "hub merge": "test_adapters.py::test_adapters_of_theirs_are_ours_and_go_back_and_make_one_model",
     "hub check": "test_hub_import.py::test_check_says_how_far_two_models_are_apart",
     "evaluate": "test_evaluate.py::test_the_command_shows_a_table_and_writes_json",
     "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
@@ -178,6 +180,9 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", [module, *words, "--print-config"])
         monkeypatch.setattr(bench, "_found", cli._nothing)
         {"data": data, "bench": bench}[module].main()
+    elif command.kind == "data questions":
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        data.main()
     elif module == "generate":
         generate.parse(words)
     elif module == "evaluate":
@@ -200,6 +205,7 @@ def test_every_flag_and_key_of_a_command_exists(
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("train: {seed: 1}\n")
     Path("notes").mkdir()
+    Path("recipes").symlink_to(ROOT / "recipes")
     with contextlib.suppress(SystemExit):  # --help
         check(command, monkeypatch)
     assert "error" not in capsys.readouterr().err

@@ -3,13 +3,18 @@
 import dataclasses
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import small
-from runs import RUN, assert_equal_states, at, rows
+from runs import RUN, assert_equal_states, at, rows, untrained_run
 
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data import __main__ as data
 from nash_mhc.hub.load import load
+from nash_mhc.train import __main__ as train
 from nash_mhc.train.best import Best
 
 
@@ -96,3 +101,22 @@ def test_passes_over_the_data_are_steps(questions, tmp_path):
         slow = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, warmup_steps=100))
         at(tmp_path / "other", slow)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("recipe", ["sft-lora", "legal-cot"])
+def test_recipes_run_as_they_stand(recipe, tmp_path, monkeypatch):
+    """On a base that is smaller than the preset's, and fewer questions."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").symlink_to(Path(__file__).parent.parent / "recipes")
+    untrained_run(tmp_path / "runs" / "base", small.config())
+
+    def call(command, *argv):
+        monkeypatch.setattr(sys, "argv", [command.__name__, *argv])
+        assert command.main() == 0
+
+    call(data, "questions", "--out", "questions.jsonl", "--count", "420")
+    call(train, "runs/tuned", "--config", f"recipes/{recipe}.yaml")
+    result = json.loads(Path("runs/tuned/result.json").read_text())
+    assert result["step"] == RunFolder("runs/tuned").best_step() == load("runs/tuned").step
+    assert result["test"]["test/loss"] < 5 and {"test/entropy", "test/accuracy", "test/perplexity"} <= set(result["test"])
+    assert len(result["answers"]) == 3

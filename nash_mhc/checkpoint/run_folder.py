@@ -3,6 +3,7 @@
 run.json          what the run is: configuration, data, devices, versions
 parameters.txt    name, shape and size of every parameter
 metrics.jsonl     a row every log interval          eval.jsonl    a row an evaluation
+result.json       what a fine-tuning run came to: its checkpoint, the test, questions before and after
 checkpoints/      one numbered folder a checkpoint (store.py)
 """
 
@@ -24,6 +25,7 @@ from nash_mhc.storage.paths import Folder, is_remote, place
 RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
     "run.json", "parameters.txt", "metrics.jsonl", "eval.jsonl", "checkpoints",
 )  # fmt: skip
+RESULT = "result.json"
 ROW_FILES = (METRICS, EVALUATIONS)
 Row = dict[str, Any]  # numbers, or lists of them (one entry a layer), by name
 
@@ -106,6 +108,14 @@ class RunFolder:
         with contextlib.suppress(OSError, ValueError):
             return "imported" in json.loads((self.path / RUN).read_text())
         return False
+
+    def result(self) -> dict[str, Any]:
+        """What result.json says; empty where there is none, or none that can be read."""
+        path = self.path / RESULT
+        with contextlib.suppress(OSError, ValueError), as_os_errors():
+            known = json.loads(path.read_text(encoding="utf-8")) if files.exists(path) else {}
+            return known if isinstance(known, dict) else {}
+        return {}
 
     # --- rows and checkpoints ----------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def _import(argv: Sequence[str]) -> int:
     if (folder / "adapter_config.json").is_file():
         return _import_adapters(folder, args)
     if args.base is not None:
-        raise ConfigError(f"--base {args.base}: {folder} holds no adapters (it has no adapter_config.json)")
+        raise ConfigError(f"--base {args.base}: there is no adapter_config.json in {folder}, so it holds no adapters")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json, so it is no Hugging Face model; download one with `hf download`")
     from nash_mhc.hub.importing import import_folder

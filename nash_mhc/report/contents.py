@@ -30,6 +30,7 @@ class Run(NamedTuple):
     info: dict[str, Any]  # run.json
     rows: list[Row]
     evals: list[Row]
+    result: dict[str, Any] = {}  # result.json, of a run that has one
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Run(NamedTuple):
 def open_run(name: str | Folder) -> Run:
     """ConfigError for what is no run, or holds lines that are no rows."""
     folder = RunFolder(name)
-    return Run(folder.path, folder.info(), folder.rows(METRICS), folder.rows(EVALUATIONS))
+    return Run(folder.path, folder.info(), folder.rows(METRICS), folder.rows(EVALUATIONS), folder.result())
 
 
 def _number(row: Row, name: str) -> float | None:
@@ -61,6 +62,7 @@ def facts(run: Run) -> dict[str, str]:
     info, last, held_out = run.info, run.rows[-1] if run.rows else {}, run.evals[-1] if run.evals else {}
     config, devices, mesh, floor = (info.get(k) or {} for k in ("config", "devices", "mesh", "floor"))
     loss, nats = _number(held_out, "eval/loss"), _number(floor, "nats_per_token")
+    test = run.result.get("test") or {}
 
     def median(name: str) -> float | None:
         known = [v for row in run.rows if (v := _number(row, name)) is not None]
@@ -80,6 +82,8 @@ def facts(run: Run) -> dict[str, str]:
         "held-out loss, nats a token": show(loss, "{:.4f}"),
         "the same with averaged weights": show(_number(held_out, "eval/loss_ema"), "{:.4f}"),
         "held-out bits a byte": show(_number(held_out, "eval/bits_per_byte"), "{:.4f}"),
+        "test loss, nats a token": show(_number(test, "test/loss"), "{:.4f}"),
+        "test accuracy": show(_number(test, "test/accuracy"), "{:.1%}"),
         "floor, nats a token": show(nats, "{:.4f}"),
         "floor, bits a byte": show(_number(floor, "bits_per_byte"), "{:.4f}"),
         "held-out loss / floor": f"{loss / nats:.3f}x" if loss is not None and nats else "",
@@ -107,6 +111,8 @@ def in_words(run: Run) -> str:
             text += f", {loss / floor:.2f} times the floor of this text"
         best_at, best = min(losses, key=lambda found: found[1])
         told.append(text + (f"; it was lowest at step {best_at:,} ({best:.4f})." if best_at != at else "."))
+        if (ends := run.result.get("step")) is not None and ends != at:
+            told.append(f"The run ends with the checkpoint of step {ends:,}.")
     elif (loss := _number(last, "loss")) is not None:
         told.append(f"The training loss is {loss:.4f}; nothing was evaluated.")
     spent = _seconds(last)

@@ -10,13 +10,12 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, RESULT
 from nash_mhc.model.lora import adapters_of, base_of, on_base
-from nash_mhc.storage import files
 from nash_mhc.train.evaluate import BrokenOff
 from nash_mhc.train.session import Session
 from nash_mhc.train.state import TrainState, sharded_abstract_state
 
-RESULT = "result.json"
 _QUESTIONS = 3
 _SHOWN = 70  # characters of a line
 
@@ -39,7 +38,7 @@ def ask_before(session: Session, state: TrainState) -> None:
 
 def finish(session: Session, state: TrainState, step: int) -> TrainState:
     """The state that the run ends with; scores it on the test split, once."""
-    before = _known(session)
+    before = session.inputs.folder.result()
     if session.cfg.ends_with_best and session.inputs.evaluator is not None:
         state, step = _with_best(session, state, step)
     if before.get("step") == step:
@@ -72,18 +71,8 @@ def _short(text: str) -> str:
     return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 4]} ..."
 
 
-def _known(session: Session) -> dict[str, Any]:
-    """What result.json says so far."""
-    path = session.inputs.folder.path / RESULT
-    try:
-        known = json.loads(path.read_text(encoding="utf-8")) if files.exists(path) else {}
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
 def _evaluation(session: Session, step: int) -> dict[str, Any]:
-    rows = [row for row in session.inputs.folder.rows("eval.jsonl") if row["step"] == step]
+    rows = [row for row in session.inputs.folder.rows(EVALUATIONS) if row["step"] == step]
     return {name: value for name, value in rows[-1].items() if name.startswith("eval/")} if rows else {}
 
 
