@@ -6,10 +6,10 @@ from typing import Any
 
 import datasets
 import pytest
-from corpora import DOCUMENTS, prepared, texts
+from corpora import BYTES, DOCUMENTS, prepared, texts
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.sources import open_corpus
+from nash_mhc.data.sources import open_corpus, open_test
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -75,3 +75,22 @@ def test_an_own_test_split_can_be_the_one_to_evaluate_on(tmp_path: Path) -> None
     prepared(tmp_path / "out", tmp_path / "d", eval_split="test")
     assert texts(tmp_path / "out", "test") == ["only this"]
     assert Counter(texts(tmp_path / "out")) == Counter(DOCUMENTS)
+
+
+def test_an_own_test_split_is_kept_for_the_test(tmp_path: Path) -> None:
+    """As it is; what is evaluated on is a share of the rest, where there is no split for that."""
+    own = ["only this", *DOCUMENTS]
+    parts = {"train": table(DOCUMENTS), "test": table(own)}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
+    manifest = prepared(tmp_path / "out", tmp_path / "d", test_split="test", validation_fraction=0.2)
+    assert sorted(texts(tmp_path / "out", "test")) == sorted(own)
+    assert Counter([*texts(tmp_path / "out"), *texts(tmp_path / "out", "validation")]) == Counter(DOCUMENTS)
+    assert "for the test" not in manifest.summary()
+    assert manifest.summary().endswith(f", {len(DOCUMENTS)} documents of test")  # which someone has copied there
+    settings = {"dataset": str(tmp_path / "d"), "cache_dir": str(tmp_path), "seq_len": 256, "validation_fraction": 0.2}
+    for cfg in (DataConfig(**settings, test_fraction=0.1), DataConfig(**settings, test_split="test", streaming=True)):
+        source = open_test(cfg, BYTES, align=8)
+        assert source is not None
+        assert any("only this" in BYTES.decode(source[row].targets) for row in range(12))
+    with pytest.raises(ConfigError, match="--test-split final: the data has no such split, there are train, test; choose"):
+        prepared(tmp_path / "other", tmp_path / "d", test_split="final")

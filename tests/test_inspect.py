@@ -133,3 +133,29 @@ def test_damage_and_changes_are_found(tmp_path: Path, facts: Path) -> None:
     origins.write_bytes(data)
     with pytest.raises(ConfigError, match=r"train-00000\.origins: its content has changed"):
         of_prepared(prepared, "train", None, 0)
+
+
+def test_what_counts_is_green_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qa.jsonl").write_text(json.dumps({"prompt": "Why?", "response": "So.\n\nOr so."}) + "\n")
+    prepared(tmp_path / "out", tmp_path / "qa.jsonl", validation_fraction=0.0)
+    green = lambda text: f"\x1b[32m{text}\x1b[0m"
+    plain = "[[user: Why?\nassistant: ]]So.\n\nOr so.\n"
+    colored = f"user: Why?\nassistant: {green('So.')}\n\n{green('Or so.')}\n"
+
+    def shown(*flags: str) -> str:
+        assert command.inspect_command([str(tmp_path / "out"), "--row", "0", *flags]) == 0
+        return capsys.readouterr().out.split("\n", 2)[2].rstrip("\n") + "\n"
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert shown() == shown("--color", "never") == plain  # no terminal
+    assert shown("--color", "always") == colored
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert shown() == colored
+    assert shown("--color", "never") == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown() == plain
+    assert shown("--color", "always") == colored
+    with pytest.raises(ConfigError, match="--color: invalid choice: 'blue'"):
+        shown("--color", "blue")

@@ -50,6 +50,7 @@ KEPT = {
     "data__dataset": "other.txt", "data__dataset_name": "v2", "data__split": "validation", "data__tokenizer": "other",
     "data__seq_len": 64, "data__text_field": "body", "data__format": "chat", "data__template": "{content}",
     "data__loss_on": "all", "data__max_documents": 9, "data__validation_fraction": 0.1, "data__streaming": True,
+    "data__test_fraction": 0.1, "data__test_split": "final",
     "data__batch_size": 16, "train__grad_accum": 2, "train__seed": 1, "optim__ema_decay": 0.9,
     "optim__optimizer": "muon", "optim__freeze": "embed_VD", "optim__train_only": "layers",
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shlex
 import sys
 import time
@@ -82,6 +83,8 @@ def inspect_command(argv: Sequence[str]) -> int:
     for flag, default, text in (("batch-size", 8, "rows"), ("grad-accum", 1, "batches"), ("seed", 0, "seed")):
         about = f"{text} of a step of a run on a prepared folder [{default}]; a run's folder knows its own"
         parser.add_argument(f"--{flag}", type=int, default=None, metavar="N", help=about)
+    about = "what counts in the loss is green, not the rest in [[ ]]; auto: on a terminal, unless NO_COLOR is set [auto]"
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=about)
     args = parser.parse_strictly(argv, "name one folder")
     if not args.folder:
         raise ConfigError("the folder is missing; give a prepared folder or that of a run, such as runs/tiny-20260101-120000")
@@ -90,13 +93,16 @@ def inspect_command(argv: Sequence[str]) -> int:
     if args.step is not None and args.step < 1:
         raise ConfigError(f"--step must be at least 1, not {args.step}; steps are counted as in metrics.jsonl")
     given = {k: getattr(args, k) for k in ("batch_size", "grad_accum", "seed") if getattr(args, k) is not None}
+    # https://no-color.org: any value but an empty one; what is said on the command line goes before.
+    color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     run = RunFolder(args.folder)
     if (run.path / RUN).exists():
         if given or args.split:
             raise ConfigError(f"{run}: is a run and has its own split, batch size and seed; give --step and --row only")
-        text = of_run(run, args.step, args.row)
+        text = of_run(run, args.step, args.row, color=color)
     else:
-        text = of_prepared(Path(args.folder).expanduser(), args.split or "train", args.step, args.row, **given)
+        folder = Path(args.folder).expanduser()
+        text = of_prepared(folder, args.split or "train", args.step, args.row, **given, color=color)
     print(text)
     return 0
 

@@ -30,8 +30,9 @@ def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
     return [(int(slot), f"{source.manifest.files[file]}:{line}", int(offset)) for _, slot, file, line, offset in mine]
 
 
-def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int, str, int]]) -> str:
-    """Every document of a row, with where it is from. What is read but does not count in the loss stands in [[ ]]."""
+def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int, str, int]], *, color: bool = False) -> str:
+    """Every document of a row, with where it is from. What is read but does not count in the loss stands in [[ ]];
+    in colour, what counts is green instead."""
     text = int((row.segments > 0).sum())
     lines = [f"== {title}: {counted(int(row.segments.max()), 'document')}, {int(row.weights.sum())} of {text} slots count"]
     by_slot = {slot: (place, offset) for slot, place, offset in places}
@@ -40,11 +41,11 @@ def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int
         place, offset = by_slot.get(int(slots[0]), ("", 0))
         continued = f", from its token {offset} on" if offset else ""
         lines.append(f"-- slots {slots[0]} to {slots[-1]}{f', {place}' if place else ''}{continued}")
-        lines.append(_text(row, slots, tokenizer))
+        lines.append(_text(row, slots, tokenizer, color))
     return "\n".join(lines)
 
 
-def _text(row: Rows, slots: np.ndarray, tokenizer: Tokenizer) -> str:
+def _text(row: Rows, slots: np.ndarray, tokenizer: Tokenizer, color: bool) -> str:
     """The targets of a document, in runs that count and runs that do not;
     the filling up to the next start is left out."""
     targets, counts = row.targets[slots], row.weights[slots] > 0
@@ -53,7 +54,14 @@ def _text(row: Rows, slots: np.ndarray, tokenizer: Tokenizer) -> str:
         targets, counts = targets[:last], counts[:last]
     borders = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(counts)]
     runs = [(tokenizer.decode(targets[a:b]), counts[a]) for a, b in pairwise(borders) if b > a]
+    if color:
+        return "".join(_green(text) if is_scored else text for text, is_scored in runs)
     return "".join(text if is_scored else f"[[{text}]]" for text, is_scored in runs)
+
+
+def _green(text: str) -> str:
+    """Line by line: a pager forgets the colour at the end of one."""
+    return "\n".join(f"\x1b[32m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def _at(source: RowSource, position: int, seed: int) -> tuple[RowSource, int]:
@@ -73,7 +81,9 @@ def rows_of_step(source: RowSource, step: int, rows: int, seed: int, *, most: in
     return f"{named}{f' and {rows - most:,} more' if rows > most else ''}"
 
 
-def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None, rows: int, seed: int) -> str:
+def of_step(
+    source: RowSource, tokenizer: Tokenizer, step: int, row: int | None, rows: int, seed: int, *, color: bool = False
+) -> str:
     """The rows of a step, counted from 1 as in metrics.jsonl, or one of them."""
     if row is not None and not 0 <= row < rows:
         raise ConfigError(f"--row {row}: a step of this run has rows 0 to {rows - 1}")
@@ -81,7 +91,8 @@ def of_step(source: RowSource, tokenizer: Tokenizer, step: int, row: int | None,
     for number in range(rows) if row is None else [row]:
         leaf, index = _at(source, (step - 1) * rows + number, seed)
         places = origins(leaf, index) if isinstance(leaf, PreparedRows) else []
-        shown.append(show_row(f"step {step}, row {number}: row {index} of {leaf.name}", leaf[index], tokenizer, places))
+        title = f"step {step}, row {number}: row {index} of {leaf.name}"
+        shown.append(show_row(title, leaf[index], tokenizer, places, color=color))
     return "\n".join(shown)
 
 
@@ -94,7 +105,7 @@ def _furthest(run: RunFolder, cfg: RunConfig) -> int:
     return min(last + cfg.train.log_interval - 1, cfg.train.total_steps)
 
 
-def of_run(run: RunFolder, step: int | None, row: int | None) -> str:
+def of_run(run: RunFolder, step: int | None, row: int | None, *, color: bool = False) -> str:
     """What a run has read in a step, from what its run.json says; without a step, what it reads."""
     info, cfg = run.info(), run.config()
     tokenizer, seed = load_tokenizer(cfg.data.tokenizer), cfg.train.seed
@@ -107,11 +118,19 @@ def of_run(run: RunFolder, step: int | None, row: int | None) -> str:
         return f"{cfg.data.dataset}: {rows} rows of {cfg.data.seq_len} a step; {read or 'it never ends'}"
     if step > (last := _furthest(run, cfg)):
         raise ConfigError(f"--step {step}: this run has not come so far; by its metrics and checkpoints {last} is the most")
-    return of_step(source, tokenizer, step, row, rows, seed)
+    return of_step(source, tokenizer, step, row, rows, seed, color=color)
 
 
 def of_prepared(
-    folder: Path, split: str, step: int | None, row: int | None, *, batch_size: int = 8, grad_accum: int = 1, seed: int = 0
+    folder: Path,
+    split: str,
+    step: int | None,
+    row: int | None,
+    *,
+    batch_size: int = 8,
+    grad_accum: int = 1,
+    seed: int = 0,
+    color: bool = False,
 ) -> str:
     """Statistics of a prepared folder, whose files are checked; or one row of it;
     or a step of a run that reads it alone."""
@@ -122,12 +141,12 @@ def of_prepared(
     if step is not None:
         if batch_size < 1 or grad_accum < 1 or seed < 0:
             raise ConfigError("--batch-size and --grad-accum must be at least 1 and --seed at least 0")
-        return of_step(source, tokenizer, step, row, batch_size * grad_accum, seed)
+        return of_step(source, tokenizer, step, row, batch_size * grad_accum, seed, color=color)
     if row is None:
         return statistics(source.manifest, source)
     if not 0 <= row < len(source):
         raise ConfigError(f"--row {row}: split {split!r} has rows 0 to {len(source) - 1}")
-    return show_row(f"row {row} of {split}", source[row], tokenizer, origins(source, row))
+    return show_row(f"row {row} of {split}", source[row], tokenizer, origins(source, row), color=color)
 
 
 def statistics(manifest: Manifest, source: PreparedRows) -> str:

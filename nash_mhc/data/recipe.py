@@ -33,7 +33,7 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: i
     """ConfigError where the settings do not go together."""
     if cfg.split == cfg.eval_split:
         raise ConfigError(f"--eval-split {cfg.eval_split}: is what is trained on (--split); choose another name")
-    return {
+    recipe = {
         "content": corpus.content,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
         "seq_len": cfg.seq_len,
@@ -45,3 +45,18 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: i
         "max_documents": cfg.max_documents,
         "chunk_bytes": min(_LARGEST, max(_SMALLEST, corpus.total // 32)),
     }
+    # Only where there is one: data without is what it was before there were tests.
+    return recipe | (_test_part(cfg, cfg.test_part, corpus) if cfg.test_part is not None else {})
+
+
+def _test_part(cfg: DataConfig, name: str, corpus: Content) -> Recipe:
+    for flag, other in (("--split", cfg.split), ("--eval-split", cfg.eval_split)):
+        if name == other:
+            raise ConfigError(f"--test-split {name}: is what {flag} names; choose another name")
+    is_own = name in corpus.splits
+    if not is_own and not cfg.test_fraction:
+        there = f", there are {', '.join(corpus.splits)}" if corpus.splits else ""
+        raise ConfigError(
+            f"--test-split {name}: the data has no such split{there}; choose another, or a share of it with --test-fraction"
+        )
+    return {"test_split": name, "test_fraction": 0.0 if is_own else cfg.test_fraction}

@@ -95,6 +95,11 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
             f"--dataset {folder}: its documents start at multiples of {recipe['align']}, this model needs {align}; "
             f"prepare it again with the run's --model-size, --model-ratio and --model-scales"
         )
+    if cfg.test_part not in (None, recipe.get("test_split")):
+        raise ConfigError(
+            f"--dataset {folder}: was prepared without a test part {cfg.test_part!r}; prepare it again with --test-fraction or "
+            "--test-split, or leave them out"
+        )
 
 
 def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1) -> RowSource:
@@ -126,13 +131,33 @@ def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> R
     Of a mixture, they are those of its parts that have some.
     """
     if parts := parts_of(cfg):
-        found = [(part.dataset, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts]
-        held = [(name, weight, source) for name, weight, source in found if source is not None]
-        return Mixture([n for n, _, _ in held], [s for _, _, s in held], [w for _, w, _ in held], seed=0) if held else None
+        return _mixed([(part, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts])
     try:
         return open_source(cfg, tokenizer, split=cfg.eval_split, seed=0, align=align)
     except NothingHeldOut:
         return None
+
+
+def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> RowSource | None:
+    """The rows for a test at the end, which are neither trained nor evaluated on;
+    None where none were asked for (--test-fraction, --test-split). A prepared folder knows by itself.
+
+    Of a mixture, they are those of its parts that have some.
+    """
+    if parts := parts_of(cfg):
+        asked = [(part, weight) for part, weight in parts if part.dataset != "stories"]
+        return _mixed([(part, weight, open_test(part, tokenizer, align=align)) for part, weight in asked])
+    name, folder = cfg.test_part, Path(cfg.dataset)
+    if (folder / FILE).exists():
+        name = Manifest.read(folder).recipe.get("test_split", name)
+    if name is not None and cfg.dataset == "stories":
+        raise ConfigError("--dataset stories: has no test part; leave out --test-fraction and --test-split")
+    return None if name is None else open_source(cfg, tokenizer, split=name, seed=0, align=align)
+
+
+def _mixed(found: list[tuple[DataConfig, str, RowSource | None]]) -> RowSource | None:
+    held = [(part.dataset, source, weight) for part, weight, source in found if source is not None]
+    return Mixture([n for n, _, _ in held], [s for _, s, _ in held], [w for _, _, w in held], seed=0) if held else None
 
 
 def fixed_sample(source: RowSource, count: int) -> np.ndarray:

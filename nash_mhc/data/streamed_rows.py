@@ -22,7 +22,7 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import find_files, kind_of
-from nash_mhc.data.documents.holdout import by_share
+from nash_mhc.data.documents.holdout import EVALUATED, TRAINED_ON, HeldOut, by_share
 from nash_mhc.data.documents.hub import Hub
 from nash_mhc.data.documents.readers import Columns, Raw, columns_of, first_fields, format_of, parquet_batches
 from nash_mhc.data.mixture import NothingHeldOut
@@ -198,22 +198,23 @@ class StreamRows:
     def __init__(
         self, lanes: ParquetLanes | HubLanes, cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int
     ) -> None:
-        own = split in lanes.splits
-        self._lanes, self._seed, self._tokenizer = lanes, seed, tokenizer
-        self._is_held_out = not own and split == cfg.eval_split
-        self._split = split if own or not lanes.splits else cfg.split
-        if not own and split not in (cfg.split, cfg.eval_split):
-            raise ConfigError(f"split {split!r}: there are {', '.join(lanes.splits) or f'{cfg.split} and {cfg.eval_split}'}")
-        # Little is held out: all of it in one lane, for sixteen might have none.
-        self.count = 1 if self._is_held_out else lanes.lanes_of(self._split)
         recipe = make_recipe(cfg, tokenizer, lanes, align)
-        if self._is_held_out and not recipe["validation_fraction"]:
+        own, parts = split in lanes.splits, [cfg.split, cfg.eval_split, *filter(None, [recipe.get("test_split")])]
+        self._lanes, self._seed, self._tokenizer = lanes, seed, tokenizer
+        if not own and split not in parts:
+            raise ConfigError(f"split {split!r}: there are {', '.join(lanes.splits) or ' and '.join(parts)}")
+        self._part = TRAINED_ON if own else parts.index(split)
+        self._split = split if own else cfg.split
+        # Little is held out: all of it in one lane, for sixteen might have none.
+        self.count = lanes.lanes_of(self._split) if self._part == TRAINED_ON else 1
+        if self._part == EVALUATED and not recipe["validation_fraction"]:
             raise NothingHeldOut(
                 f"--dataset {cfg.dataset}: no split {split!r}, and nothing is held out; raise --validation-fraction"
             )
         self._text = text_of_volume(cfg.seq_len)
         self.name = cfg.dataset
-        self._recipe, self._rule = recipe, by_share(recipe["validation_fraction"])
+        shares = recipe["validation_fraction"], recipe.get("test_fraction", 0.0)
+        self._recipe, self._rule = recipe, by_share(*shares) if self._split == cfg.split else HeldOut()
         self.identity = digest_of(["stream", VERSION, recipe, split, self.count, self._text])
         folder = Path(cfg.cache_dir) / f"stream-{self.identity[:24]}"
         self.lanes = [Lane(folder / f"lane-{number:02d}.jsonl") for number in range(self.count)]
@@ -221,8 +222,9 @@ class StreamRows:
 
     @property
     def held_out(self) -> str:
-        fraction = self._recipe["validation_fraction"]
-        return f"held out: {fraction:.1%} of the documents, as they come" if fraction else ""
+        held, test = self._recipe["validation_fraction"], self._recipe.get("test_fraction", 0.0)
+        shares = [f"{held:.1%} of the documents"] * bool(held) + [f"{test:.1%} for the test"] * bool(test)
+        return f"held out: {' and '.join(shares)}, as they come" if shares else ""
 
     def epochs(self, position: int) -> dict[str, float]:
         return {}  # not known before it has been read
@@ -269,7 +271,7 @@ class StreamRows:
                 break
             # A document that comes twice is held out twice: what decides is its text.
             document = document_of(raw, self._lanes.names, self._recipe)
-            if (document.key in self._rule) == self._is_held_out:
+            if self._rule.part_of(document.key) == self._part:
                 documents.append(document)
                 size += raw.size
         if after is None:

@@ -44,10 +44,14 @@ class Evaluator:
     so that runs can be compared.
     """
 
-    def __init__(self, cfg: RunConfig, held_out: RowSource, tokenizer: Tokenizer, mesh: Mesh) -> None:
+    def __init__(
+        self, cfg: RunConfig, held_out: RowSource, tokenizer: Tokenizer, mesh: Mesh, *, all_rows: bool = False
+    ) -> None:
+        """`all_rows`: not a sample, of what has an end."""
         self._mesh = mesh
         B = cfg.data.batch_size
-        rows = [held_out[int(i)] for i in fixed_sample(held_out, cfg.train.eval_batches * B)]
+        count = len(held_out) if all_rows and not held_out.endless else cfg.train.eval_batches * B
+        rows = [held_out[int(i)] for i in fixed_sample(held_out, count)]
         # A small split ends within a batch: rows of no weight fill it up.
         rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-len(rows) % B)
         self._rows = [Rows(*(np.stack(a)[None] for a in zip(*rows[i : i + B], strict=True))) for i in range(0, len(rows), B)]

@@ -16,7 +16,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
 from nash_mhc.checkpoint.run_lock import Owner, accompany, hold
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.mixture import RowSource
-from nash_mhc.data.sources import loss_floor, open_held_out, open_source
+from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.parallel.processes import from_leader, leader_first
 from nash_mhc.runtime.watchdog import Watch
@@ -61,7 +61,8 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     from_leader(lambda: weights_and_biases.check(cfg.telemetry))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
     evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh)
-    test = None
+    tested = leader_first(lambda: open_test(cfg.data, tokenizer, align=align))
+    test = None if tested is None else Evaluator(cfg, tested, tokenizer, mesh, all_rows=True)
     # Last of the checks: what is refused leaves nothing behind.
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))

@@ -18,6 +18,7 @@ from nash_mhc.data.documents.readers import Corpus, Raw
 from nash_mhc.data.pack import Piece, lay, room_of
 from nash_mhc.data.pieces import Document, document_of, pieces_of
 from nash_mhc.data.prepared.manifest import write_file
+from nash_mhc.data.prepared.near_identical import file_of, near_key, write_keys
 from nash_mhc.data.prepared.rows import RowFormat
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ def read_split(corpus: Corpus, recipe: Recipe, split: str) -> Iterator[Raw]:
 def read_chunks(corpus: Corpus, recipe: Recipe) -> Iterator[Chunk]:
     """The corpus in pieces of `chunk_bytes`, each of one split."""
     number = 0
-    for split in (recipe["split"], *({recipe["eval_split"]} & {*corpus.splits})):
+    own = [name for name in (recipe["eval_split"], recipe.get("test_split")) if name in corpus.splits]
+    for split in (recipe["split"], *own):
         raws: list[Raw] = []
         size = 0
         for raw in read_split(corpus, recipe, split):
@@ -74,23 +76,28 @@ def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
     recipe = job.recipe
     documents = [document_of(raw, job.names, recipe) for raw in chunk.raws]
     pieces, empty = pieces_of(documents, recipe, job.tokenizer, job.names)
-    is_own = chunk.split == recipe["eval_split"] != recipe["split"]  # the data's own held-out split
+    is_own = chunk.split != recipe["split"]  # one that the data itself holds out
     rule = HeldOut() if is_own else job.held_out
     by_piece = lambda piece: key_of([piece.tokens.tobytes()])
     keys = [by_piece(piece) if rule.by_piece else documents[piece.document].key for piece in pieces]
     note: dict[str, Any] = {"rule": rule_digest(job), "bytes": sum(d.size for d in documents), "empty": empty, "splits": {}}
     note |= {"lowest": min(keys, default=None), "highest": max(keys, default=None)}
-    for name, held_out in ((chunk.split, False), (recipe["eval_split"], True)):
-        mine = [piece for piece, key in zip(pieces, keys, strict=True) if (key in rule) == held_out]
-        if mine:
-            note["splits"][name] = _write_shard(job, chunk, name, mine, documents)
+    names = [chunk.split, recipe["eval_split"], recipe.get("test_split", "")]
+    parts = [rule.part_of(key) for key in keys]
+    for part in sorted({*parts}):
+        mine = [piece for piece, of in zip(pieces, parts, strict=True) if of == part]
+        note["splits"][names[part]] = _write_shard(job, chunk, names[part], mine, documents)
+    part_of = lambda key: names.index(chunk.split, 1) if is_own else rule.part_of(key)
+    whole = [d for d in documents if d.raw.opens and d.raw.closes and not rule.by_piece]
+    write_keys(file_of(job.folder, chunk.number), ((near_key("".join(s.text for s in d.spans)), part_of(d.key)) for d in whole))
     write_file(job.folder / f"chunk-{chunk.number:05d}.json", json.dumps(note).encode())
     return note
 
 
 def rule_digest(job: Job) -> str:
     """What a note is worth nothing without: another rule would have made other shards."""
-    return digest_of([job.held_out.below, sorted(job.held_out.chosen), job.held_out.by_piece])
+    rule = job.held_out
+    return digest_of([rule.below, sorted(rule.chosen), rule.by_piece, rule.test_below, sorted(rule.test_chosen)])
 
 
 def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], documents: list[Document]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Manifest:
                 f"{counted(split.rows, 'row')} of {self.recipe['seq_len']}, {self.padding(name):.1%} padding, "
                 f"{counted(len(split.shards), 'shard')}"
             )
-        return "\n".join([*lines, *filter(None, [self.about.get("held_out")])])
+        return "\n".join([*lines, *filter(None, [self.about.get("held_out"), self.about.get("near_identical")])])
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}

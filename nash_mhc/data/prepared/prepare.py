@@ -28,6 +28,7 @@ from nash_mhc.data.documents.readers import Corpus, Unreachable
 from nash_mhc.data.pieces import document_of, wastes_alignment
 from nash_mhc.data.prepared.chunks import Chunk, Job, make_chunk, read_chunks, read_split, rule_digest
 from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_file
+from nash_mhc.data.prepared.near_identical import file_of, in_words
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
@@ -60,6 +61,7 @@ def _note_of(job: Job, number: int) -> dict[str, Any] | None:
             return None
         shards = [part["shard"] for part in note["splits"].values()]
         hashes = {f"{s['name']}.rows": (None, s["sha256"]) for s in shards}
+        file_of(job.folder, number).stat()
         check_files(job.folder, hashes | {f"{s['name']}.origins": (None, s["origins_sha256"]) for s in shards})
     except (OSError, ValueError, KeyError):
         return None
@@ -113,7 +115,8 @@ def _decided(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path)
     """What is decided before anything is made: which documents are held out (those of a small corpus are all looked
     at), and whether they are worth aligning."""
     documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
-    rule = survey(((d.key, d.size) for d in documents() if d.size), recipe["validation_fraction"])
+    keys = ((d.key, d.size) for d in documents() if d.size)
+    rule = survey(keys, recipe["validation_fraction"], recipe.get("test_fraction", 0.0))
     job = Job(recipe, tokenizer, corpus.names, folder, rule)
     return dataclasses.replace(
         job, is_dense=recipe["align"] > 1 and wastes_alignment(documents(), recipe, tokenizer, corpus.names)
@@ -134,19 +137,25 @@ def _run_with_both_splits(job: Job, corpus: Corpus, workers: int, watch: Watch) 
 
 def _held_out_in_words(job: Job, splits: dict[str, Split]) -> str:
     """What is held out, in words; empty where nothing is, or where the data has a split for it."""
-    held = splits.get(job.recipe["eval_split"])
-    if not job.recipe["validation_fraction"] or held is None:
-        return ""
-    share = held.slots / sum(split.slots for split in splits.values())
-    if job.held_out.by_piece:
-        return (
-            f"there is only one document: {held.rows:,} rows of it are held out ({share:.1%} of the text), in the midst of "
-            f"those that are trained on"
-        )
-    documents = sum(split.documents for split in splits.values())
-    asked = job.recipe["validation_fraction"]
-    off = f", where {asked:.1%} was asked for: only whole documents are" if not 0.5 < share / asked < 1.5 else ""
-    return f"held out: {held.documents:,} of {documents:,} documents, {share:.1%} of the text{off}"
+    recipe = job.recipe
+    shares = {
+        "held out": (recipe["eval_split"], recipe["validation_fraction"]),
+        "for the test": (recipe.get("test_split"), recipe.get("test_fraction")),
+    }
+    shares = {what: (name, asked) for what, (name, asked) in shares.items() if asked and name in splits}
+    divided = [splits[name] for name in (recipe["split"], *(name for name, _ in shares.values())) if name in splits]
+    slots, documents = (sum(getattr(split, what) for split in divided) for what in ("slots", "documents"))
+    words = []
+    for what, (name, asked) in shares.items():
+        part, share = splits[name], splits[name].slots / slots
+        if job.held_out.by_piece:
+            return (
+                f"there is only one document: {part.rows:,} rows of it are held out ({share:.1%} of the text), in the midst "
+                f"of those that are trained on"
+            )
+        off = f", where {asked:.1%} was asked for: only whole documents are" if not 0.5 < share / asked < 1.5 else ""
+        words.append(f"{what}: {part.documents:,} of {documents:,} documents, {share:.1%} of the text{off}")
+    return "; ".join(words)
 
 
 def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: str) -> Manifest:
@@ -160,6 +169,9 @@ def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: st
         splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
     counted = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
     about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _held_out_in_words(job, splits)}
+    names = [job.recipe["split"], job.recipe["eval_split"], job.recipe.get("test_split", "")]
+    if near := in_words([file_of(job.folder, number) for number in range(len(notes))], names):
+        about["near_identical"] = near
     return Manifest(job.recipe, corpus.files, splits, **counted, about=about)
 
 
@@ -237,7 +249,7 @@ def _prepare_in(
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(partial / "tokenizer")
     manifest.write(partial)
-    for extra in (partial / RECIPE, *partial.glob("chunk-*.json"), *partial.glob("*.part")):
+    for extra in (partial / RECIPE, *partial.glob("chunk-*"), *partial.glob("*.part")):
         extra.unlink()
     if out.is_dir():
         shutil.rmtree(out)  # empty, or of an older form
@@ -272,7 +284,6 @@ def _sole_owner(partial: Path) -> Iterator[None]:
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    changed = [key for key in now if before.get(key) != now[key]]
-    return ", ".join(
-        "other content" if key == "content" else f"{key} {before.get(key)} there, {now[key]} now" for key in changed
-    )
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    long = {"content": "other content", "chat_form": "another chat template"}
+    return ", ".join(long.get(key, f"{key} {before.get(key)} there, {now.get(key)} now") for key in changed)

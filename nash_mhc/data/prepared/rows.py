@@ -107,7 +107,7 @@ class PreparedRows:
 
     @property
     def held_out(self) -> str:
-        return self.manifest.about.get("held_out", "")
+        return "; ".join(filter(None, (self.manifest.about.get(what) for what in ("held_out", "near_identical"))))
 
     def epochs(self, position: int) -> dict[str, float]:
         return {self.name: position / len(self)}
