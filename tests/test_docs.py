@@ -38,7 +38,7 @@ RUN_BY = {
     "train --verify-resume": "test_verify_resume.py::test_a_killed_run_is_resumed_and_found_equal_here_and_on_another_mesh",
     "data prepare": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "data train-bpe": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
-    "data questions": "test_tuning.py::test_recipes_run_as_they_stand",
+    "data questions": "test_tuning.py::test_recipes_run",
     "data inspect": "test_inspect.py::test_a_prepared_folder_tells_what_it_holds",
     "checkpoint list": "test_checkpoint_command.py::test_list_shows_every_checkpoint_and_what_was_set_aside",
     "checkpoint inspect": "test_checkpoint_command.py::test_a_laptop_with_one_device_reads_what_eight_wrote",

@@ -104,8 +104,8 @@ def test_passes_over_the_data_are_steps(questions, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["sft-lora", "legal-cot"])
-def test_recipes_run_as_they_stand(recipe, tmp_path, monkeypatch):
-    """On a base that is smaller than the preset's, and fewer questions."""
+def test_recipes_run(recipe, tmp_path, monkeypatch):
+    """But for their size: a smaller base, fewer questions and steps, and no dropout, slow when unoptimized."""
     monkeypatch.chdir(tmp_path)
     Path("recipes").symlink_to(Path(__file__).parent.parent / "recipes")
     untrained_run(tmp_path / "runs" / "base", small.config())
@@ -114,9 +114,10 @@ def test_recipes_run_as_they_stand(recipe, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", [command.__name__, *argv])
         assert command.main() == 0
 
-    call(data, "questions", "--out", "questions.jsonl", "--count", "420")
-    call(train, "runs/tuned", "--config", f"recipes/{recipe}.yaml")
+    call(data, "questions", "--out", "questions.jsonl", "--count", "60")
+    smaller = "--batch-size 4 --epochs 0.5 --warmup-steps 2 --lora-dropout 0 --sample-tokens 2".split()
+    call(train, "runs/tuned", "--config", f"recipes/{recipe}.yaml", *smaller)
     result = json.loads(Path("runs/tuned/result.json").read_text())
     assert result["step"] == RunFolder("runs/tuned").best_step() == load("runs/tuned").step
-    assert result["test"]["test/loss"] < 5 and {"test/entropy", "test/accuracy", "test/perplexity"} <= set(result["test"])
+    assert 0 < result["test"]["test/loss"] < 6 and {"test/entropy", "test/accuracy", "test/perplexity"} <= set(result["test"])
     assert len(result["answers"]) == 3

@@ -144,13 +144,9 @@ def on_base(adapters: Any, base: Any) -> Any:
 
 def merged(model: Any) -> Any:
     """The same model with plain arrays, added up in float32."""
-
-    def whole(lora: Lora) -> Array:
-        wide = dataclasses.replace(lora, base=array_of(lora.base).astype(jnp.float32))
-        return (jax.vmap(Lora.array) if lora.is_stack else Lora.array)(wide)
-
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), model)
     with jax.default_matmul_precision("highest"):
-        return _each(model, whole)
+        return _each(wide, lambda lora: (jax.vmap(Lora.array) if lora.is_stack else Lora.array)(lora))
 
 
 def drops(model: Any) -> bool:

@@ -40,7 +40,16 @@ def next_commands(result: Result, given: Mapping[str, Any]) -> str:
     python, folder = this_python(), str(result.folder)
     tensorboard = Path(python).with_name("tensorboard")
     steps = 10 * int(result.state.step)
-    once = ("total_steps", "resume", "wait_for_lock", "coordinator_address", "num_processes", "process_id")
+    once = (
+        "total_steps",
+        "epochs",
+        "patience",
+        "resume",
+        "wait_for_lock",
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+    )
     others = {k: v for k, v in given.items() if k.partition(".")[2] not in once}
     longer = [python, "-m", "nash_mhc.train", *as_flags(others), "--total-steps", str(steps)]
     what = "goes on to ten times the steps" if "train.checkpoint_dir" in given else "a run of ten times the steps"

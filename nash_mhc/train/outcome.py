@@ -12,6 +12,7 @@ import numpy as np
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RESULT
 from nash_mhc.model.lora import adapters_of, base_of, on_base
+from nash_mhc.parallel.processes import from_leader
 from nash_mhc.train.evaluate import BrokenOff
 from nash_mhc.train.session import Session
 from nash_mhc.train.state import TrainState, sharded_abstract_state
@@ -38,7 +39,7 @@ def ask_before(session: Session, state: TrainState) -> None:
 
 def finish(session: Session, state: TrainState, step: int) -> TrainState:
     """The state that the run ends with; scores it on the test split, once."""
-    before = session.inputs.folder.result()
+    before = from_leader(session.inputs.folder.result)  # all processes must do the same
     if session.cfg.ends_with_best and session.inputs.evaluator is not None:
         state, step = _with_best(session, state, step)
     if before.get("step") == step:
