@@ -15,7 +15,7 @@ import jax
 import pytest
 import small
 from corpora import prepared, save_tokenizer, stories, write_jsonl
-from runs import RUN, at
+from runs import RUN, at, untrained_run
 from training_process import MODEL
 
 from nash_mhc import __main__ as commands
@@ -34,6 +34,8 @@ from nash_mhc.train.inferred_settings import found_settings
 
 ROOT = Path(__file__).parent.parent
 SMALL = [*MODEL[: MODEL.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
+# A program less to trace and compile: samples are written by the first run here.
+WITHOUT_SAMPLE = ["--seq-len", "64", "--sample-tokens", "0"]
 
 
 def typed(line: str, folder: Path) -> str:
@@ -111,7 +113,7 @@ def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
     assert (mixed.data.seq_len, mixed.model.vocab_size, mixed.data.validation_fraction) == (512, 271, 0.05)
     # A run that is started from tells its model and tokenizer, one that is gone on with its vocabulary.
     model = dataclasses.replace(small.MODEL, vocab_size=300, rope_theta=5e4)
-    at(tmp_path / "base", dataclasses.replace(RUN, model=model), total_steps=1, eval_interval=0)
+    untrained_run(tmp_path / "base", dataclasses.replace(RUN, model=model))
     started = parse("--init-from", "base", "--model-window", "16")
     assert started.config.model == dataclasses.replace(model, window=16)
     assert started.origins["model.width"] == "--init-from base"
@@ -196,7 +198,7 @@ def test_the_console_script_is_every_command(tmp_path):
     script.chmod(0o755)
     assert "usage: nash-mhc COMMAND" in typed("./nash-mhc --help", tmp_path)
     # Worker processes begin with the script as well, and a signal that stops a run is heard.
-    flags = shlex.join([*SMALL, "--num-workers", "1", "--checkpoint-dir", "run"])
+    flags = shlex.join([*SMALL, *WITHOUT_SAMPLE, "--num-workers", "1", "--checkpoint-dir", "run"])
     assert "held out at step 2" in typed(f"./nash-mhc train {flags}", tmp_path)
     assert "whole" in typed("./nash-mhc checkpoint verify run", tmp_path)
 
@@ -209,7 +211,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 
 
 def test_a_step_that_never_ran_is_not_shown(tmp_path):
-    folder = at(tmp_path / "run", total_steps=5, eval_interval=0).folder
+    folder = at(tmp_path / "run", total_steps=5, evaluated=False).folder
     assert "step 5, row 0" in of_run(RunFolder(folder), 5, 0)
     with pytest.raises(ConfigError, match=r"--step 6: this run has not come so far; by its .* checkpoints 5 is the most"):
         of_run(RunFolder(folder), 6, 0)
@@ -248,11 +250,12 @@ def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):
 
 
 def test_the_snippet_of_the_readme_runs(tmp_path):
-    """As it stands, but for the size of what it trains."""
+    """As it stands, but for the size of what it makes and trains."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    assert code.count('presets.run("tiny")') == 1
+    assert code.count('presets.run("tiny")') == code.count('presets.model("tiny")') == 1
     code = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport small\n{code}"
-    (tmp_path / "snippet.py").write_text(code.replace('presets.run("tiny")', "small.config()"))
+    code = code.replace('presets.run("tiny")', "small.config()").replace('presets.model("tiny")', "small.MODEL")
+    (tmp_path / "snippet.py").write_text(code)
     out = typed(f"{shlex.quote(sys.executable)} snippet.py", tmp_path)
     assert "(1, 16, 257)" in out
     assert len(list(tmp_path.glob("runs/*/checkpoints/50"))) == 1

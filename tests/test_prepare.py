@@ -161,12 +161,19 @@ def test_a_tokenizer_by_its_name_on_hugging_face_comes_from_the_local_cache(tmp_
     (snapshot / "config.json").write_text('{"model_type": "llama"}')
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
-    code = (
-        "from nash_mhc.data.tokenizer import load_tokenizer as l; print(l('someone/cats').vocab_size, l('hf:someone/cats').end)"
-    )
+    # A folder of ours is read by the class that AutoTokenizer would choose, without it: it imports torch.
+    plain = save_tokenizer(tmp_path / "plain")
+    code = f"""
+import sys
+from nash_mhc.data.tokenizer import load_tokenizer
+plain = load_tokenizer({plain!r})
+print("torch" in sys.modules, load_tokenizer("someone/cats").vocab_size, load_tokenizer("hf:someone/cats").end)
+from transformers import AutoTokenizer
+print(type(plain._inner) is type(AutoTokenizer.from_pretrained({plain!r})))
+"""
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "hub")}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout == "271 0\n", done.stderr
+    assert done.stdout == "False 271 0\nTrue\n", done.stderr
 
 
 def test_a_tokenizer_can_be_trained(

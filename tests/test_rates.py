@@ -1,7 +1,6 @@
 """Rates by role: one learning rate moves what a model computes as far, whatever its width; gates learn faster."""
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -20,14 +19,14 @@ from nash_mhc.optim.roles import rates
 from nash_mhc.optim.schedule import Hyperparameters
 
 WIDTHS = (64, 1024)
-T, STEPS = 16, 4
+T, STEPS = 16, 2
 
 
 def model_of_width(width: int) -> ModelConfig:
     """The whole architecture; heads become more with the width, as they do from one preset to the next."""
     heads = width // 32
     return ModelConfig(
-        vocab_size=64, width=width, layers=2, heads=heads, kv_heads=heads, head_dim=32, ffn=2 * width,
+        vocab_size=64, width=width, layers=2, heads=heads, kv_heads=heads, head_dim=32, ffn=width,
         scales=2, ratio=4, window=8, nash_iterations=1, conv_taps=3, streams=2, sinkhorn_iterations=3,
     )  # fmt: skip
 
@@ -37,12 +36,15 @@ def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
     cfg, residual = model.cfg, residual_class(model.cfg)
     layout = lay_out(tokens_BT.shape, None, cfg.strides)
     state = residual.enter(cfg, model.embed_VD[tokens_BT] * cfg.width**0.5)
-    seen: dict[str, jax.Array] = {}
-    for i in range(cfg.layers):
-        layer = jax.tree.map(operator.itemgetter(i), model.layers)
-        seen[f"maps of layer {i}"] = jnp.log(layer.attention_residual.maps(state).all_BTM)
+
+    def body(state: Any, layer: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        maps_BTM = jnp.log(layer.attention_residual.maps(state).all_BTM)
         state, _, _ = layer(state, unmixed(cfg, tokens_BT.shape), layout, window=cfg.window, kernel="xla")
-        seen[f"stream after layer {i}"] = residual.leave(state)
+        return state, (maps_BTM, residual.leave(state))
+
+    state, (maps_LBTM, streams_LBTD) = jax.lax.scan(body, state, model.layers)  # a layer is compiled once
+    seen = {f"maps of layer {i}": maps_BTM for i, maps_BTM in enumerate(maps_LBTM)}
+    seen |= {f"stream after layer {i}": stream_BTD for i, stream_BTD in enumerate(streams_LBTD)}
     return seen | {"logits": model.norm(residual.leave(state)) @ model.unembed_VD.T}
 
 
@@ -62,9 +64,9 @@ def moved(width: int, learning_rate: float = 5e-4) -> dict[str, float]:
         updates, state = make_optimizer(h, model).update(gradients, state, model)
         return optax.apply_updates(model, updates), state, seen
 
-    model = LM.init(model_of_width(width), key=jax.random.key(0))
+    model = jax.jit(lambda: LM.init(model_of_width(width), key=jax.random.key(0)))()
     model = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), model)  # not weakly typed, as after a step: one compilation
-    state, each = make_optimizer(h, model).init(model), []
+    state, each = jax.jit(make_optimizer(h, model).init)(model), []
     for _ in range(STEPS + 1):  # a step tells what it found before it moved anything
         model, state, seen = step(model, state)
         each.append(seen)

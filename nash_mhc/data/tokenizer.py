@@ -242,11 +242,11 @@ def _loaded(name: str, from_hub: str | None, _: tuple[tuple[str, int], ...]) -> 
 
 def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # that there is no PyTorch is no news here
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import; only those who ask for it wait
+    from transformers import PreTrainedTokenizerFast  # slow to import; only those who ask for it wait
 
     try:
         if from_hub is not None:
-            return AutoTokenizer.from_pretrained(from_hub)
+            return _auto_tokenizer().from_pretrained(from_hub)
         if path.is_file() and not (path.parent / "tokenizer_config.json").exists():
             bare = PreTrainedTokenizerFast(tokenizer_file=str(path))
             return PreTrainedTokenizerFast(
@@ -254,7 +254,7 @@ def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
             )
         folder = path if path.is_dir() else path.parent
         # Where the model is code of its own, AutoTokenizer would ask on the terminal whether to run that.
-        kind = PreTrainedTokenizerFast if _brings_code(folder) else AutoTokenizer
+        kind = PreTrainedTokenizerFast if _brings_code(folder) or _is_plain(folder) else _auto_tokenizer()
         return kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise, bare Exception included
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -267,11 +267,32 @@ def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
         ) from error
 
 
-def _brings_code(folder: Path) -> bool:
+def _auto_tokenizer() -> Any:
+    from transformers import AutoTokenizer  # imports torch where it is installed: several seconds more
+
+    return AutoTokenizer
+
+
+def _values(file: Path) -> dict[str, Any]:
+    """What such a file of the transformers library says; nothing, where it cannot be read."""
     try:
-        return "auto_map" in json.loads((folder / "config.json").read_text())
+        values = json.loads(file.read_text())
     except (OSError, ValueError):
-        return False
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _brings_code(folder: Path) -> bool:
+    return "auto_map" in _values(folder / "config.json")
+
+
+def _is_plain(folder: Path) -> bool:
+    """A folder that names the class that AutoTokenizer would choose, such as those that we write;
+    beside a model's config.json it may choose another one."""
+    values = _values(folder / "tokenizer_config.json")
+    named = values.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    files = (folder / "tokenizer.json").is_file() and not (folder / "config.json").exists()
+    return named and files and "auto_map" not in values
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:

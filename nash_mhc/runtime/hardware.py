@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 # Dense bfloat16 peak of one device in TFLOP/s, from the vendors' data sheets, by a piece of JAX's device_kind.
@@ -45,7 +46,9 @@ def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
     A CPU may be busy with something else just now. What it could do follows from the time that it spends on this.
     """
     n, clock = (1024, _processor_time) if device.platform == "cpu" else (8192, time.perf_counter)
-    a, b = (jax.device_put(jax.random.normal(jax.random.key(i), (n, n), jnp.dtype(dtype)), device) for i in (0, 1))
+    # Drawn on the host, and repeated where it is large: a program that draws would take longer than all else here.
+    drawn = np.resize(np.random.default_rng(0).standard_normal(1 << 20, np.float32), (n, n)).astype(jnp.dtype(dtype))
+    a, b = jax.device_put((drawn, drawn.T), device)
     multiply = jax.jit(jnp.matmul)
     jax.block_until_ready(multiply(a, b))
     best, stop = float("inf"), time.perf_counter() + seconds
