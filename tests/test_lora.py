@@ -16,6 +16,7 @@ from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConf
 from nash_mhc.hub.load import load
 from nash_mhc.model.lm import LM
 from nash_mhc.model.lora import Lora, adapted, base_of, drops, merged, with_dropout
+from nash_mhc.optim.roles import rates
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.state import abstract_state
@@ -71,6 +72,12 @@ def test_what_is_dropped_is_another_part_in_every_layer_and_part_and_the_same_fo
     assert abs((seen == 0).mean() - 0.25) < 0.06
     np.testing.assert_array_equal(seen, lora.project(x, None))
     assert (np.asarray(dataclasses.replace(lora, key_2=jnp.asarray(drawn[1])).project(x, None)) != seen).any()
+
+
+def test_they_learn_at_the_very_rate_that_is_given(plain):
+    factors = named_leaves(rates(adapted(plain, LORA, jax.random.key(1))))
+    assert {value for name, value in factors.items() if "lora_" in name} == {1.0}
+    assert factors["layers.ffn.up_DF.base"] == 640 / 64
 
 
 def trained_parameters(cfg):
