@@ -73,7 +73,7 @@ PLAIN = dataclasses.replace(small.NASH, residual="plain")  # streams do not care
 @pytest.fixture(scope="module")
 def model():
     # Away from the start, where all scales and streams are alike.
-    model = LM.init(PLAIN, key=jax.random.key(0))
+    model = jax.jit(lambda: LM.init(PLAIN, key=jax.random.key(0)))()
     leaves, tree = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     return jax.tree.unflatten(tree, [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
