@@ -87,9 +87,9 @@ def targets(model: Any, wanted: str) -> set[str]:
             if name.rpartition(".")[2] in ends or fnmatch.fnmatchcase(name, word) or name.startswith(f"{word}.")
         ]
         if not fits:
+            known = what_there_is(word, [*GROUPS, *PROJECTIONS])
             raise ConfigError(
-                f"--lora-targets {word}: no matrix of this model is named so{what_there_is(word, [*GROUPS, *PROJECTIONS])}, "
-                "or a name as in parameters.txt"
+                f"--lora-targets {word}: no matrix of this model is named so (a run's parameters.txt lists them){known}"
             )
         found.update(fits)
     return found
