@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError
@@ -128,5 +129,11 @@ def kept(folder: Folder, *, last: int, every: int) -> set[int]:
     steps = [step for step in numbered(folder) if files.exists(folder / str(step) / FILE)]
     chosen = set(steps[-last:]) | {step for step in steps if every and step % every == 0}
     losses = {step: held_out_loss(folder / str(step), strict=True) for step in steps}
-    best = min(steps, key=lambda step: (losses[step], -step), default=None)
-    return chosen | {best} if best is not None and losses[best] < math.inf else chosen
+    best = best_of(losses)
+    return chosen if best is None else chosen | {best}
+
+
+def best_of(losses: Mapping[int, float]) -> int | None:
+    """The step with the lowest loss, of equal ones the last; None where no loss is finite."""
+    best = min(losses, key=lambda step: (losses[step], -step), default=None)
+    return best if best is not None and losses[best] < math.inf else None

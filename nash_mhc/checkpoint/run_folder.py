@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from nash_mhc.checkpoint.manifest import FILE, held_out_loss, numbered, values_of
+from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, numbered, values_of
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line, reason
@@ -158,9 +157,7 @@ class RunFolder:
 
     def best_step(self) -> int | None:
         """Of the checkpoints that were evaluated, the one with the lowest held-out loss."""
-        losses = {step: held_out_loss(self.checkpoints / str(step)) for step in self.steps()}
-        best = min(losses, key=lambda step: (losses[step], -step), default=None)
-        return best if best is not None and losses[best] < math.inf else None
+        return best_of({step: held_out_loss(self.checkpoints / str(step)) for step in self.steps()})
 
     def set_aside(self) -> list[str]:
         """Names of the checkpoints that could not be used."""

@@ -20,7 +20,7 @@ from nash_mhc.hub.importing import texts_beside, write_model
 from nash_mhc.hub.layout import tensors
 from nash_mhc.hub.load import Loaded, config_of
 from nash_mhc.model.architectures import count_parameters
-from nash_mhc.model.lora import PROJECTIONS, adapters_of, factor_of
+from nash_mhc.model.lora import adapters_of, alpha_of
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.new_folder import check_free, new_folder
@@ -33,10 +33,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None,), "target_parameters": (None, []),
     "trainable_token_indices": (None,), "alora_invocation_tokens": (None,),
 }  # fmt: skip
-
-
-def is_adapter_folder(path: str | Path) -> bool:
-    return (Path(path) / CONFIG).is_file()
 
 
 def _modules(cfg: ModelConfig) -> dict[str, str]:
@@ -70,7 +66,7 @@ def export_adapters(loaded: Loaded, out: Path, base: str) -> list[Path]:
                 yield _name(modules[parameter], i, "a"), np.ascontiguousarray(a[i].reshape(-1, lora.rank).T)
                 yield _name(modules[parameter], i, "b"), np.ascontiguousarray(b[i].reshape(lora.rank, -1).T)
 
-    alpha = factor_of(lora) * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+    alpha = alpha_of(lora)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -100,7 +96,7 @@ def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], Non
         raise ConfigError(f"--base {base}: a model of the kind {run.model.architecture!r} takes no adapters of PEFT's")
     lora, found = _read(folder)
     modules = _modules(run.model)
-    ours = {module.rpartition(".")[2]: PROJECTIONS[module.rpartition(".")[2]] for module in modules.values()}
+    ours = {module.rpartition(".")[2] for module in modules.values()}
     there = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in found})
     if strange := [name for name in there if name not in ours]:
         raise ConfigError(f"{folder}: corrects {strange[0]}, which {base} does not have")
@@ -145,7 +141,7 @@ def _read(folder: Path) -> tuple[LoraConfig, dict[str, np.ndarray]]:
         for name, plain in _PLAIN.items():
             if name in config and config[name] not in plain:
                 raise ConfigError(
-                    f"{folder / CONFIG}: {name} {json.dumps(config[name])} is more than plain LoRA; merge it there"
+                    f"{folder / CONFIG}: {name} {json.dumps(config[name])} is more than plain LoRA; merge it with PEFT"
                 )
         lora = LoraConfig(
             rank=config["r"], alpha=float(config["lora_alpha"]), dropout=float(config.get("lora_dropout", 0.0)),

@@ -59,7 +59,7 @@ class Lora(Weight):
     def _dropped(self, x: Array) -> Array:
         if self.key_2 is None or not self.dropout:
             return x
-        # Sixteen bits say the share to a hundred-thousandth, and are drawn in half the time of thirty-two.
+        # Sixteen bits say the share to a hundred-thousandth, and are half as many to draw as thirty-two.
         drawn = jax.random.bits(jax.random.wrap_key_data(self.key_2), x.shape, jnp.uint16)
         kept = drawn >= jnp.uint16(round(self.dropout * 2**16))
         return jnp.where(kept, x / (1 - self.dropout), jnp.zeros_like(x))
@@ -69,10 +69,13 @@ def _is_lora(x: Any) -> bool:
     return isinstance(x, Lora)
 
 
+def alpha_of(cfg: LoraConfig) -> float:
+    return 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
+
+
 def factor_of(cfg: LoraConfig) -> float:
     """What the adapters' product is multiplied by."""
-    alpha = 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
-    return alpha / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank)
+    return alpha_of(cfg) / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank)
 
 
 def targets(model: Any, wanted: str) -> set[str]:
