@@ -32,6 +32,8 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
     if command == "step":
         group.add_argument("--steps", type=int, default=10, help="steps to time")
         group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+        against = "time the same plain decoder in transformers as well, on one device, before ours"
+        group.add_argument("--against", choices=["torch"], help=against)
     elif command == "compile":
         group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for")
     elif command == "data":
@@ -64,6 +66,10 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         return bench_data(cfg, megabytes=own.megabytes, steps=own.steps)
     if command == "step" and (own.steps < 1 or own.warmup < 0):
         raise ConfigError("--steps must be at least 1 and --warmup at least 0")
+    if command == "step" and own.against:
+        from nash_mhc.bench.torch_step import against_torch
+
+        return against_torch(cfg, steps=own.steps, warmup=own.warmup)
     print("compiling ...", file=sys.stderr, flush=True)
     if command == "compile":
         from nash_mhc.bench.aot import bench_compile

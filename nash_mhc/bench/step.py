@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
-from nash_mhc.model.architectures import architecture_of, count_parameters
+from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
 from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resolve_devices import resolve
-from nash_mhc.train.state import create_state
+from nash_mhc.train.state import create_state, flops_per_token
 
 _DOCUMENTS = 2  # in a row
 
@@ -63,7 +63,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     rate = max(rate_before, matmul_rate(cfg.train.dtype, device, seconds=1.0))
     seconds = statistics.median(times)
     tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
-    flops = architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len) * tokens
+    flops = flops_per_token(cfg) * tokens
     return {
         "devices": describe(mesh),
         "model_size": cfg.model_size,

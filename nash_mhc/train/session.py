@@ -19,7 +19,6 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.hub.importing import texts_beside
-from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.hardware import peak_flops, peak_memory
@@ -42,7 +41,7 @@ from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resume import Start, checkpoint_values, starting_state
 from nash_mhc.train.run_json import described
 from nash_mhc.train.samples import Samples
-from nash_mhc.train.state import TrainState, saved_part, sharded_abstract_state
+from nash_mhc.train.state import TrainState, flops_per_token, saved_part, sharded_abstract_state
 
 
 class BadSteps(Exception):
@@ -204,7 +203,7 @@ def begin(
         reporter.say(line)
     meter = Meter(
         cfg,
-        architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len),
+        flops_per_token(cfg),
         peak_flops(mesh, cfg.train.dtype),
         step=start.step,
         updates=int(start.state.step),

@@ -21,6 +21,7 @@ from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
+from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Role, map_declared
 from nash_mhc.parallel.sharding import named, shardings
 from nash_mhc.train.spikes import Recent
 
@@ -136,6 +137,25 @@ def _makers(
 
     fresh = lambda key: given(init(cfg.model, key=jax.random.wrap_key_data(key)), key)
     return jax.jit(fresh, out_shardings=out), jax.jit(given, out_shardings=out, donate_argnums=0)
+
+
+def flops_per_token(cfg: RunConfig) -> float:
+    """Useful matrix work of one token of this run: what the model says of itself, without the gradients of weights that
+    are frozen, and with the adapters.
+
+    A table counts where logits are made, as far as it has tokens; of two, one is looked up in, and costs nothing.
+    """
+    trained, frozen = Training.of(cfg).split(abstract_state(cfg).model)
+
+    def arrays(part: Any, *roles: Role) -> list[Any]:
+        chosen = lambda declared, array: array if declared.is_matrix and declared.role in roles else None
+        return jax.tree.leaves(map_declared(part, chosen))
+
+    unneeded = sum(array.size for array in arrays(frozen, MATRIX, GATE))
+    if (tables := arrays(frozen, TABLE)) and not arrays(trained, TABLE):
+        unneeded += max(cfg.model.vocab_size * table.size // table.shape[0] for table in tables)
+    added = sum(array.size for array in arrays(trained, ADAPTER))
+    return architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len) - 2.0 * unneeded + 6.0 * added
 
 
 def saved_part(cfg: RunConfig, state: TrainState) -> TrainState:
