@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -137,14 +138,15 @@ def test_a_platform_that_is_not_there_is_told_with_the_variable_that_asks_for_it
 @pytest.mark.parametrize(
     ("does", "told"),
     [
-        ("time.sleep(1e6)", "no answer within 15 s while asking JAX for its devices"),
+        # As a driver does: in C, and with the lock that all other threads of the process would need.
+        ("ctypes.PyDLL(None).sleep(1000)", "no answer within 15 s while asking JAX for its devices"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "the process died of SIGSEGV while asking JAX for its devices"),
     ],
 )
 def test_a_device_that_hangs_or_tears_the_process_down_is_a_line(here: Machine, does: str, told: str) -> None:
     here.is_light()
     pid = here.packages / "pid"
-    plugin = f"import os, signal, time\ndef initialize():\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    {does}\n"
+    plugin = f"import ctypes, os, signal\ndef initialize():\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    {does}\n"
     here.has(jax_plugins__stuck=plugin)
     code, found = here.examine("--timeout", "15", JAX_PLATFORMS=None)
     assert (code, problems(found)) == (1, ["devices"])
@@ -173,6 +175,18 @@ def test_a_doctor_that_is_killed_takes_its_processes_along(here: Machine) -> Non
         time.sleep(0.05)
 
 
+def test_a_driver_that_keeps_its_own_tool_waiting_is_a_line(here: Machine) -> None:
+    here.is_light()
+    tool = here.packages / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 1000\n")
+    tool.chmod(0o755)
+    code, found = here.examine("--quick", "--timeout", "20", PATH=f"{here.packages}:{os.environ['PATH']}")
+    assert (code, problems(found)) == (0, [])  # the CPU is there
+    assert found["accelerators"][0][0] == "warning"
+    assert "no answer within 5 s while asking nvidia-smi; look after the driver" in found["accelerators"][0][1]
+    assert found["devices"][0][0] == "ok"
+
+
 def test_wrong_flags_are_one_line_each(tmp_path: Path) -> None:
     for argv, told in [
         (["--quik"], "unknown flag --quik; did you mean --quick"),
@@ -184,7 +198,7 @@ def test_wrong_flags_are_one_line_each(tmp_path: Path) -> None:
             doctor.parse(argv)
 
 
-def test_a_check_that_fails_in_an_unforeseen_way_ends_no_other(monkeypatch, capsys) -> None:
+def test_a_check_that_fails_in_an_unforeseen_way_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[Finding]:
         raise ZeroDivisionError("by a file of the system")
 
@@ -193,7 +207,11 @@ def test_a_check_that_fails_in_an_unforeseen_way_ends_no_other(monkeypatch, caps
     lines = doctor.Lines()
     doctor.examine(doctor.parse(["--quick"]), lines)
     checks = {finding.check: finding.status for finding in lines.findings}
-    assert checks["host memory"] == "warning" and checks["accelerators"] == "ok"
+    assert checks["host memory"] == "warning" and checks["packages"] == "ok"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    doctor.examine(doctor.parse([]), lines := doctor.Lines())
+    assert (lines.findings[-1].check, lines.findings[-1].status) == ("temporary files", "problem")
+    assert "TMPDIR" in lines.findings[-1].remedy
 
 
 def installed(folder: Path, **versions: str) -> None:
@@ -241,5 +259,12 @@ def test_an_accelerator_that_jax_does_not_see_is_told_with_what_hides_it(
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     first, _ = machine.check_accelerators()
     assert first.status == "warning" and "version mismatch" in first.text and "driver" in first.remedy
-    (tmp_path / "accel0").touch()
-    assert machine.tpu_chips(tmp_path) == 1
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "0").touch()
+    bus = tmp_path / "bus"
+    for card, kind in (("nic", "0x020000"), ("tpu", "0x120000")):
+        assert machine.tpu_chips(tmp_path, bus) == 0
+        (bus / card).mkdir(parents=True)
+        (bus / card / "vendor").write_text("0x1ae0\n")
+        (bus / card / "class").write_text(f"{kind}\n")
+    assert machine.tpu_chips(tmp_path, bus) == 1

@@ -19,7 +19,7 @@ from nash_mhc.config.humanize import counted, duration
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, told
 from nash_mhc.doctor.isolated import Watched
-from nash_mhc.doctor.machine import check_accelerators, check_memory, compare
+from nash_mhc.doctor.machine import check_memory, compare
 from nash_mhc.doctor.packages import check_packages, device_packages
 from nash_mhc.doctor.show import Lines
 from nash_mhc.doctor.smoke import hurried
@@ -60,16 +60,29 @@ def _figures(lines: Lines, check: str) -> dict[str, Any]:
     return next((f.figures for f in lines.findings if f.check == check and f.status == OK), {})
 
 
-def _smoke(watched: Watched, lines: Lines, scratch: str) -> None:
+def _smoke(watched: Watched, lines: Lines) -> None:
     """Only where the devices answer; where one fails, the run would fail in the same way, after minutes."""
     seen, env = _figures(lines, "devices"), os.environ
     failed = [f.check for f in lines.findings if f.status in (PROBLEM, SKIPPED) and f.check in _DEVICES]
     if not seen or failed or seen["processes"] > 1:
-        reason = f"because of {failed[0]}" if failed else "it takes all processes; train for 2 steps with the same launcher"
+        alone = f"because of {failed[0] if failed else 'devices'}"
+        reason = alone if failed or not seen else "it takes all processes; train for 2 steps with the same launcher"
         lines.found(Finding("smoke test", SKIPPED, reason))
         return
-    settings = {"scratch": scratch, "platform": seen["platform"], "count": seen["count"]}
-    watched.run("smoke", ["smoke test"], settings, env if seen["platform"] != "cpu" else hurried(env))
+    with tempfile.TemporaryDirectory(prefix="nash-mhc-doctor-", ignore_cleanup_errors=True) as scratch:
+        settings = {"scratch": scratch, "platform": seen["platform"], "count": seen["count"]}
+        watched.run("smoke", ["smoke test"], settings, env if seen["platform"] != "cpu" else hurried(env))
+
+
+def _has_temporary_files(lines: Lines) -> bool:
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(b"x")
+    except OSError as error:
+        remedy = "make room there, or set TMPDIR to a folder that can be written"
+        lines.found(Finding("temporary files", PROBLEM, told(error), remedy))
+        return False
+    return True
 
 
 def examine(args: argparse.Namespace, lines: Lines) -> None:
@@ -78,14 +91,15 @@ def examine(args: argparse.Namespace, lines: Lines) -> None:
     where = {"folder": args.folder or ".", "run_folder": args.folder or "runs/new"}
     _each("packages", check_packages, lines)
     _each("host memory", check_memory, lines)
-    _each("accelerators", check_accelerators, lines)
+    if not _has_temporary_files(lines):
+        return  # what follows keeps there what its processes say
+    _each("accelerators", lambda: watched.run("accelerators", ["accelerators"], {}, os.environ), lines)
     _each("storage", lambda: watched.run("storage", ["storage", "compilation cache"], where, os.environ), lines)
     _each("devices", lambda: watched.run("devices", _DEVICES, {}, os.environ), lines)
     if seen := _figures(lines, "devices"):
         _each("devices", lambda: compare(_figures(lines, "accelerators"), seen, device_packages(), os.environ), lines)
     if not args.quick:
-        with tempfile.TemporaryDirectory(prefix="nash-mhc-doctor-", ignore_cleanup_errors=True) as scratch:
-            _each("smoke test", lambda: _smoke(watched, lines, scratch), lines)
+        _each("smoke test", lambda: _smoke(watched, lines), lines)
 
 
 def verdict(findings: Sequence[Finding]) -> tuple[int, str]:

@@ -17,6 +17,7 @@ import threading
 from nash_mhc.doctor.teller import Stop, Teller
 
 TASKS = {
+    "accelerators": "nash_mhc.doctor.machine",
     "devices": "nash_mhc.doctor.devices",
     "storage": "nash_mhc.doctor.disk",
     "smoke": "nash_mhc.doctor.smoke",

@@ -103,5 +103,6 @@ def check(tell: Teller, *, folder: str, run_folder: str) -> None:
     remedy = f"let this user write to {folder}, or name another folder, and give it to train as --checkpoint-dir"
     with contextlib.suppress(Stop), tell.part("storage", f"writing to {folder}", remedy), as_os_errors():
         _storage(tell, place(folder))
-    with tell.part("compilation cache", "looking for the cache", "set JAX_COMPILATION_CACHE_DIR to a folder of your own"):
+    remedy = "set JAX_COMPILATION_CACHE_DIR to a folder of your own"
+    with tell.part("compilation cache", "looking for the cache", remedy, status=WARNING):
         _cache(tell, place(run_folder))

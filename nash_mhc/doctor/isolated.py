@@ -49,17 +49,23 @@ class Watched:
 
     def __init__(self, shown: Callable[[Finding], None], busy: Callable[[str], None], limit: float) -> None:
         self._shown, self._busy, self._limit = shown, busy, limit
-        self._part, self._doing, self._remedy, self._patience = "", "", "", 1.0
+        self._part, self._doing, self._remedy, self._patience, self._status = "", "", "", 1.0, PROBLEM
 
     def run(self, task: str, checks: Sequence[str], settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
         """A line for each of `checks` at least, whatever happens."""
         told_of: set[str] = set()
-        self._part, self._doing, self._patience = checks[0], "starting", 1.0
+        self._part, self._doing, self._patience, self._status = checks[0], "starting", 1.0, PROBLEM
         self._remedy = "install this package again: pip install --force-reinstall nash_mhc"
         argv = [sys.executable, "-m", "nash_mhc.doctor.child", task, json.dumps(settings)]
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=dict(env), start_new_session=True
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=dict(env),
+                start_new_session=True,
+                bufsize=0,
             )
             try:
                 ended = self._follow(process, told_of)
@@ -67,7 +73,8 @@ class Watched:
                 if process.poll() is None:
                     _end(process)
                 for pipe in (process.stdin, process.stdout):
-                    if pipe is not None:
+                    # One that could not be ended still holds the other end, and our own listener waits at this one.
+                    if pipe is not None and process.poll() is not None:
                         pipe.close()
             if not ended:
                 self._lost(f"no answer within {self._limit * self._patience:g} s while {self._doing}", told_of)
@@ -85,7 +92,7 @@ class Watched:
 
     def _lost(self, text: str, told_of: set[str]) -> None:
         told_of.add(self._part)
-        self._shown(Finding(self._part, PROBLEM, text.rstrip(": "), self._remedy))
+        self._shown(Finding(self._part, self._status, text.rstrip(": "), self._remedy))
 
     def _follow(self, process: subprocess.Popen[bytes], told_of: set[str]) -> bool:
         """Whether it came to an end by itself."""
@@ -104,6 +111,7 @@ class Watched:
                 return process.poll() is not None
             if "part" in event:
                 self._part, self._remedy, self._patience = event["part"], event["remedy"], event["patience"]
+                self._status = event["status"]
             if "say" in event:
                 self._doing = event["say"]
                 self._busy(f"{self._part}: {self._doing} ...")

@@ -9,17 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.doctor.findings import OK, WARNING, Finding, size, told
+from nash_mhc.doctor.teller import Teller
 
-_ANSWERS_S = 20.0  # a driver that is stuck keeps its own tool waiting, too
+_GOOGLE = "0x1ae0"  # as a vendor on the PCI bus
 _LITTLE = 2e9  # bytes: the tiny model's run takes about half of it
 
 
+_DRIVER = "look after the driver (dmesg, a restart): a run would find no GPU"
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def gpus() -> list[dict[str, Any]]:
-    """Those that NVIDIA's tool lists. OSError, or TimeoutExpired, where it is there and does not answer."""
+    """Those that NVIDIA's tool lists; OSError where it fails. A driver that is stuck keeps it waiting for ever."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return []
     asked = [tool, "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(asked, capture_output=True, text=True, timeout=_ANSWERS_S, check=False)
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
     if answer.returncode:
         raise OSError(answer.stdout.strip() or answer.stderr.strip() or f"nvidia-smi ended with {answer.returncode}")
     found = []
@@ -30,19 +41,22 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def tpu_chips(dev: Path = Path("/dev")) -> int:
-    """Device files of TPU chips; since v5e they are those of VFIO, which other devices may have as well."""
-    return len([*dev.glob("accel[0-9]*")] or [*dev.glob("vfio/[0-9]*")])
+def tpu_chips(dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Device files of TPU chips; since v5e they are those of VFIO, which other devices than Google's have as well."""
+    if chips := [*dev.glob("accel[0-9]*")]:
+        return len(chips)
+    of_google = (card for card in bus.glob("*") if _read(card / "vendor") == _GOOGLE)
+    if all(_read(card / "class").startswith(("0x01", "0x02")) for card in of_google):  # disks and networks of its cloud
+        return 0
+    return len([*dev.glob("vfio/[0-9]*")])
 
 
 def check_accelerators() -> Iterator[Finding]:
     """What is plugged in, whoever may use it."""
     try:
         cards = gpus()
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        silent = isinstance(error, subprocess.TimeoutExpired)
-        reason = f"nvidia-smi gives no answer in {_ANSWERS_S:g} s" if silent else f"nvidia-smi: {told(error)}"
-        yield Finding("accelerators", WARNING, reason, "look after the driver (dmesg, a restart): a run would find no GPU")
+    except (OSError, ValueError) as error:
+        yield Finding("accelerators", WARNING, f"nvidia-smi: {told(error)}", _DRIVER)
         cards = []
     chips = tpu_chips()
     figures = {"gpus": cards, "tpu_chips": chips}
@@ -56,11 +70,11 @@ def check_accelerators() -> Iterator[Finding]:
             yield Finding("accelerators", WARNING, text, "nvidia-smi names the processes; end them, or take another GPU")
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
+def check(tell: Teller) -> None:
+    """In a process of its own: one that waits for a driver cannot always be ended."""
+    with tell.part("accelerators", "asking nvidia-smi", _DRIVER, patience=0.25, status=WARNING):
+        for finding in check_accelerators():
+            tell.found(finding)
 
 
 def free_memory() -> tuple[float, float] | None:

@@ -39,14 +39,15 @@ class Teller:
         self.found(Finding(check, OK, text, figures=figures))
 
     @contextlib.contextmanager
-    def part(self, check: str, doing: str, remedy: str, *, patience: float = 1.0) -> Iterator[None]:
-        """Whatever goes wrong inside is a problem with this remedy, and Stop; `patience` is a factor of its time."""
-        self._tell(part=check, say=doing, remedy=remedy, patience=patience)
+    def part(self, check: str, doing: str, remedy: str, *, patience: float = 1.0, status: str = PROBLEM) -> Iterator[None]:
+        """Whatever goes wrong inside is told with this status and remedy, and is a Stop; `patience` is a factor of the
+        time that it has."""
+        self._tell(part=check, say=doing, remedy=remedy, patience=patience, status=status)
         try:
             yield
         except Exception as error:
             if not isinstance(error, Stop):
                 reason = error.strerror if isinstance(error, OSError) else None
                 text, own = reason or told(error), isinstance(error, ConfigError) and "; " in str(error)
-                self.found(Finding(check, PROBLEM, *(text.split("; ", 1) if own else (text, remedy))))
+                self.found(Finding(check, status, *(text.split("; ", 1) if own else (text, remedy))))
             raise Stop from None
