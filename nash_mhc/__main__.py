@@ -19,6 +19,7 @@ ABOUT = {
     "checkpoint": "lists, verifies and inspects a run's checkpoints",
     "hub": "models from and for Hugging Face's libraries",
     "report": "one HTML page about a run",
+    "doctor": "looks at this machine: is it ready to train?",
     "bench": "measures speed, quality, memory and the input pipeline",
 }
 

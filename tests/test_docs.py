@@ -18,6 +18,7 @@ from nash_mhc.checkpoint import __main__ as checkpoint
 from nash_mhc.config import cli, reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data import __main__ as data
+from nash_mhc.doctor import __main__ as doctor
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.hub import __main__ as hub
@@ -52,6 +53,7 @@ RUN_BY = {
     "evaluate": "test_evaluate.py::test_the_command_shows_a_table_and_writes_json",
     "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "report --live": "test_report.py::test_the_live_command_serves_until_it_is_interrupted",
+    "doctor": "test_doctor.py::test_a_healthy_machine_is_found_to_be_so",
     "bench step": "test_bench.py::test_figures_follow_from_one_another",
     "bench compile": "test_bench.py::test_compiling_for_a_topology_reports_memory_and_collectives",
     "bench data": "test_bench_data.py::test_bench_data_measures_every_part",
@@ -187,6 +189,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         generate.parse(words)
     elif module == "evaluate":
         evaluate.parse(words)
+    elif module == "doctor":
+        doctor.parse(words)
     elif command.kind == "bench corpus":
         monkeypatch.setattr(corpus, "build", lambda out: {})
         corpus.command(words[1:])

@@ -29,6 +29,7 @@ ORDER = (
     "plan",
     "report",
     "bench",
+    "doctor",
     "notebook",
 )
 
@@ -57,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"config", "parallel", "ops", "model", "data", "train"},
     "report": {"config", "storage", "checkpoint", "plan"},
     "bench": {"config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "train", "plan", "report"},
+    "doctor": {"config", "storage", "parallel", "checkpoint", "runtime", "train"},
     "notebook": {"config", "storage", "checkpoint", "runtime", "model", "data"},
 }  # fmt: skip
 

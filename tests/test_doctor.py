@@ -1,0 +1,270 @@
+"""`doctor`: whatever is wrong with a machine is a line with its remedy; it never crashes, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.doctor import __main__ as doctor
+from nash_mhc.doctor import machine, packages
+from nash_mhc.doctor.findings import Finding
+
+ROOT = Path(__file__).parent.parent
+# Slow to import, and of no use to a test that is about something else: empty modules take their place.
+HEAVY = ("equinox", "optax", "clu", "grain", "transformers", "tensorboard", "pyarrow", "beartype", "jaxtyping", "tokenizers")
+
+
+class Machine:
+    """A machine with its own packages in front of the real ones, and its own folder for temporary files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.packages, self.temporary, self.here = folder / "packages", folder / "tmp", folder / "here"
+        for one in (self.packages, self.temporary, self.here):
+            one.mkdir()
+
+    def has(self, **modules: str) -> None:
+        for name, text in modules.items():
+            file = self.packages / f"{name.replace('__', '/')}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    def is_light(self) -> None:
+        self.has(**dict.fromkeys(HEAVY, ""), orbax____init__="", orbax__checkpoint="")
+
+    def start(self, *argv: str, **env: str | None) -> subprocess.Popen:
+        given = os.environ | {"PYTHONPATH": f"{self.packages}:{ROOT}", "TMPDIR": str(self.temporary)} | env
+        kept = {name: value for name, value in given.items() if value is not None}
+        command = [sys.executable, "-m", "nash_mhc", "doctor", *argv]
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=kept, cwd=self.here, **out)
+
+    def examine(self, *argv: str, **env: str | None) -> tuple[int, dict[str, list[tuple[str, str]]]]:
+        """(exit code, check -> the status and the text of each of its lines); whatever happens, this holds."""
+        there = sorted(self.here.iterdir())
+        out, err = (process := self.start(*argv, **env)).communicate(timeout=300)
+        assert err == ""
+        assert "Traceback" not in out
+        assert sorted(self.here.iterdir()) == there
+        assert not list(self.temporary.iterdir())
+        found: dict[str, list[tuple[str, str]]] = {}
+        for line in out.splitlines()[:-1]:
+            status, (check, _, text) = line[:9].strip(), line[11:].partition(": ")
+            assert status in ("ok", "warning", "problem", "not tried", "...")
+            found.setdefault(check, []).append((status, text))
+        return process.returncode, found
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def problems(found: dict[str, list[tuple[str, str]]]) -> list[str]:
+    return [check for check, lines in found.items() for status, _ in lines if status == "problem"]
+
+
+def test_a_healthy_machine_is_found_to_be_so(here: Machine, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    code, found = here.examine("runs/new", "--json", str(file), XLA_FLAGS=flags)
+    assert (code, problems(found)) == (0, [])
+    assert [status for status, _ in found["smoke test"]] == ["...", "ok"]
+    assert "compiling" in found["smoke test"][0][1]
+    written = json.loads(file.read_text())
+    assert written["exit_code"] == 0
+    figures = {one["check"]: one["figures"] for one in written["findings"] if one["status"] in ("ok", "warning")}
+    assert {"python", "packages", "versions", "host memory", "accelerators", "compilation cache", "imports"} <= set(figures)
+    assert (figures["devices"]["platform"], figures["devices"]["count"]) == ("cpu", 2)
+    assert min(figures["matmul"]["rates"]) > 1e9
+    assert figures["all-reduce"]["devices"] == 2
+    assert figures["all-reduce"]["rate"] == pytest.approx(figures["all-reduce"]["bytes"] / figures["all-reduce"]["seconds"])
+    assert min(figures["storage"]["write"], figures["storage"]["read"]) > 1e5
+    first, second = figures["smoke test"]["losses"]
+    assert 7 > first > second > 0
+
+
+def test_a_folder_that_cannot_be_written_is_one_problem(here: Machine) -> None:
+    here.is_light()
+    (here.here / "notes.txt").write_text("mine")
+    code, found = here.examine("notes.txt/run", "--quick", JAX_COMPILATION_CACHE_DIR=None)
+    assert (code, problems(found)) == (1, ["storage"])
+    ((_, text),) = found["storage"]
+    assert "Not a directory" in text and "name another folder" in text
+    assert found["matmul"][0][0] == "ok"  # all else is looked at nonetheless
+    assert found["compilation cache"][0][0] == "warning" and "JAX_COMPILATION_CACHE_DIR" in found["compilation cache"][0][1]
+
+
+HIDDEN = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"optax", "rich", "yaml"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_missing_packages_are_named_and_broken_ones_as_well(here: Machine) -> None:
+    here.is_light()
+    here.has(sitecustomize=HIDDEN)
+    code, found = here.examine()
+    assert (code, set(problems(found))) == (1, {"packages"})
+    told = [text for _, text in found["packages"]]
+    assert len(told) == 3 and all(any(f"pip install {name}" in text for text in told) for name in ("optax", "rich", "pyyaml"))
+    assert found["smoke test"] == [("not tried", "because of imports")]
+
+    here.has(sitecustomize="", optax="raise AttributeError('this optax wants another jax')")
+    code, found = here.examine()
+    assert (code, problems(found)) == (1, ["imports"])
+    assert "optax cannot be imported" in found["imports"][0][1] and "another jax" in found["imports"][0][1]
+    assert "pip install --force-reinstall optax" in found["imports"][0][1]
+
+
+def test_a_platform_that_is_not_there_is_told_with_the_variable_that_asks_for_it(here: Machine) -> None:
+    here.is_light()
+    code, found = here.examine(JAX_PLATFORMS="cuda")
+    assert (code, problems(found)) == (1, ["devices"])
+    assert "JAX_PLATFORMS is cuda: unset it" in found["devices"][0][1]
+    assert found["smoke test"] == [("not tried", "because of devices")]
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        # As a driver does: in C, and with the lock that all other threads of the process would need.
+        ("ctypes.PyDLL(None).sleep(1000)", "no answer within 15 s while asking JAX for its devices"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "the process died of SIGSEGV while asking JAX for its devices"),
+    ],
+)
+def test_a_device_that_hangs_or_tears_the_process_down_is_a_line(here: Machine, does: str, told: str) -> None:
+    here.is_light()
+    pid = here.packages / "pid"
+    plugin = f"import ctypes, os, signal\ndef initialize():\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    {does}\n"
+    here.has(jax_plugins__stuck=plugin)
+    code, found = here.examine("--timeout", "15", JAX_PLATFORMS=None)
+    assert (code, problems(found)) == (1, ["devices"])
+    assert told in found["devices"][0][1] and "end other processes that hold the device" in found["devices"][0][1]
+    assert [found[check][0][0] for check in ("matmul", "all-reduce", "device memory", "smoke test")] == ["not tried"] * 4
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_a_doctor_that_is_killed_takes_its_processes_along(here: Machine) -> None:
+    here.is_light()
+    pid = here.packages / "pid"
+    wait = f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1e6)\n"
+    here.has(optax=wait)
+    process = here.start()
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    end = time.monotonic() + 60
+    while (
+        Path(f"/proc/{pid.read_text()}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid.read_text()}/status").read_text()
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_driver_that_keeps_its_own_tool_waiting_is_a_line(here: Machine) -> None:
+    here.is_light()
+    tool = here.packages / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 1000\n")
+    tool.chmod(0o755)
+    code, found = here.examine("--quick", "--timeout", "20", PATH=f"{here.packages}:{os.environ['PATH']}")
+    assert (code, problems(found)) == (0, [])  # the CPU is there
+    assert found["accelerators"][0][0] == "warning"
+    assert "no answer within 5 s while asking nvidia-smi; look after the driver" in found["accelerators"][0][1]
+    assert found["devices"][0][0] == "ok"
+
+
+def test_wrong_flags_are_one_line_each(tmp_path: Path) -> None:
+    for argv, told in [
+        (["--quik"], "unknown flag --quik; did you mean --quick"),
+        (["a", "b"], "unexpected argument 'b'; name one folder"),
+        (["--timeout", "0"], "--timeout 0: must be"),
+        (["--json", str(tmp_path / "no" / "file.json")], "is no folder"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            doctor.parse(argv)
+
+
+def test_a_check_that_fails_in_an_unforeseen_way_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[Finding]:
+        raise ZeroDivisionError("by a file of the system")
+
+    monkeypatch.setattr(doctor, "check_memory", broken)
+    monkeypatch.setattr(doctor.Watched, "run", lambda *_: None)
+    lines = doctor.Lines()
+    doctor.examine(doctor.parse(["--quick"]), lines)
+    checks = {finding.check: finding.status for finding in lines.findings}
+    assert checks["host memory"] == "warning" and checks["packages"] == "ok"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    doctor.examine(doctor.parse([]), lines := doctor.Lines())
+    assert (lines.findings[-1].check, lines.findings[-1].status) == ("temporary files", "problem")
+    assert "TMPDIR" in lines.findings[-1].remedy
+
+
+def installed(folder: Path, **versions: str) -> None:
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_versions_that_do_not_fit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, jaxlib="0.4.1", rich="1.0", jax_cuda13_plugin="0.4.1", jax_cuda12_plugin="0.4.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [finding for finding in packages.check_packages() if finding.status != "ok"]
+    told = "\n".join(f"{finding.status} {finding.text}; {finding.remedy}" for finding in found)
+    assert "problem rich is 1.0, and this package needs >=13.7; pip install 'rich>=13.7'" in told
+    assert "problem jaxlib is 0.4.1, and jax " in told
+    assert "problem jax-cuda13-plugin is 0.4.1, and jax " in told
+    assert "warning JAX is installed for cuda12 and cuda13 at once" in told
+
+
+def test_an_accelerator_that_jax_does_not_see_is_told_with_what_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559, 4'\necho 'NVIDIA H100, 81559, 70000'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    first, second = machine.check_accelerators()
+    assert (first.status, first.text) == ("ok", "2 x NVIDIA H100")
+    assert second.status == "warning" and second.text.startswith("GPU 1: 73.4 GB of 85.5 GB")
+
+    def compared(seen: dict, parts: tuple[str, ...] = (), **env: str) -> list[tuple[str, str]]:
+        return [(f.text, f.remedy) for f in machine.compare(first.figures, seen, list(parts), env)]
+
+    cpu, cuda = {"platform": "cpu", "local": 1}, ("jax-cuda13-plugin",)
+    assert compared(cpu, cuda, JAX_PLATFORMS="cpu")[0][1] == "unset JAX_PLATFORMS"
+    assert compared(cpu, cuda, CUDA_VISIBLE_DEVICES="")[0][1] == "unset CUDA_VISIBLE_DEVICES"
+    assert compared(cpu)[0][1] == "pip install 'nash_mhc[cuda]'"
+    assert "JAX does not say why" in compared(cpu, cuda)[0][0]
+    assert compared({"platform": "gpu", "local": 1}, cuda, CUDA_VISIBLE_DEVICES="0")[0][0] == "JAX sees 1 of 2 GPUs"
+    assert compared({"platform": "gpu", "local": 2}, cuda) == []
+    ((text, _),) = [(f.text, f.remedy) for f in machine.compare({}, cpu, list(cuda), {})]
+    assert text == "JAX is installed for CUDA, and no GPU is here"
+
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    first, _ = machine.check_accelerators()
+    assert first.status == "warning" and "version mismatch" in first.text and "driver" in first.remedy
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "0").touch()
+    bus = tmp_path / "bus"
+    for card, kind in (("nic", "0x020000"), ("tpu", "0x120000")):
+        assert machine.tpu_chips(tmp_path, bus) == 0
+        (bus / card).mkdir(parents=True)
+        (bus / card / "vendor").write_text("0x1ae0\n")
+        (bus / card / "class").write_text(f"{kind}\n")
+    assert machine.tpu_chips(tmp_path, bus) == 1
