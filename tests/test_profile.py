@@ -32,7 +32,7 @@ def test_the_most_costly_parts_are_named(tmp_path, capsys):
 
 def test_instructions_belong_to_the_names_that_the_code_gives():
     program = """
-  %fusion.1 = f32[8]{0} fusion(%p), metadata={op_name="jit(traced)/while/body/checkpoint/attention/dot_general" x=1}
+  %fusion.1 = f32[8]{0} fusion(%p), metadata={op_name="jit(traced)/eval_jaxpr/while/body/checkpoint/attention/dot_general" x=1}
   ROOT %dot.2 = f32[8]{0} dot(%a), metadata={op_name="jit(traced)/transpose(jvp(mhc))/attention/mul"}
   %add.3 = f32[8]{0} add(%a), metadata={op_name="jit(traced)/add"}
 """
