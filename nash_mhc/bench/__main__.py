@@ -33,7 +33,7 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--steps", type=int, default=10, help="steps to time")
         group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     elif command == "compile":
-        group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for")
+        group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for; cpu: emulated devices")
     elif command == "data":
         group.add_argument("--megabytes", type=int, default=32, help="text to make and prepare [32]")
         group.add_argument("--steps", type=int, default=40, help="steps of the training run [40]")
