@@ -18,6 +18,7 @@ ABOUT = {
     "data": "prepares and inspects data, trains tokenizers",
     "checkpoint": "lists, verifies and inspects a run's checkpoints",
     "hub": "models from and for Hugging Face's libraries",
+    "plan": "says what fits a machine, how fast it will be and what it costs, before you rent it",
     "report": "one HTML page about a run",
     "doctor": "looks at this machine: is it ready to train?",
     "bench": "measures speed, quality, memory and the input pipeline",

@@ -35,7 +35,7 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         against = "time the same plain decoder in transformers as well, on one device, before ours"
         group.add_argument("--against", choices=["torch"], help=against)
     elif command == "compile":
-        group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for")
+        group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for; cpu: emulated devices")
     elif command == "data":
         group.add_argument("--megabytes", type=int, default=32, help="text to make and prepare [32]")
         group.add_argument("--steps", type=int, default=40, help="steps of the training run [40]")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
 from typing import Any
 
 from jax.experimental import topologies
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resolve_devices import for_platform
@@ -32,8 +34,8 @@ def count_collectives(compiled: Any) -> dict[str, int]:
     return dict(sorted(Counter(_COLLECTIVE.findall(communicating(compiled.as_text()))).items()))
 
 
-def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
-    """Compiles for `topology` (for instance v6e:2x4); needs the TPU compiler library, not a TPU."""
+def _tpu_mesh(cfg: RunConfig, topology: str) -> Mesh:
+    """Of a TPU that is not here."""
     axes, shape = tuple(cfg.mesh.axes), tuple(cfg.mesh.axes.values())
     try:
         # Hosts have four chips each, but for the one that has a single one.
@@ -47,9 +49,18 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     if math.prod(shape) != len(described.devices):
         raise ConfigError(f"--topology {topology} has {len(described.devices)} chips; the mesh axes must multiply to that")
     mesh = topologies.make_mesh(described, shape, axes)
-    mesh = type(mesh)(mesh.devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+    return type(mesh)(mesh.devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
+    """Compiles for `topology` (for instance v6e:2x4); needs the TPU compiler library, not a TPU.
+
+    `cpu` needs neither: as many emulated devices as the mesh has, for what does not depend on the chip.
+    """
+    emulated = dataclasses.replace(cfg.mesh, platform="cpu")
+    mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg, topology)
     check_fit(cfg, mesh.shape)
-    cfg = for_platform(cfg, "tpu")
+    cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
     step = compile_train_step(cfg, mesh)
     compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
     memory = compiled.memory_analysis()

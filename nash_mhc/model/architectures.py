@@ -9,6 +9,7 @@ import jax
 
 from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ModelConfig
 from nash_mhc.model import incremental
+from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
 
@@ -33,6 +34,7 @@ register(
         empty_cache=incremental.empty_cache,
         decode=incremental.step,
         attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window),
+        activations=activations,
     ),
 )
 

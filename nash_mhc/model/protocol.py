@@ -51,6 +51,17 @@ class AttentionShape(NamedTuple):
     window: int | None
 
 
+class Activations(NamedTuple):
+    """Bytes that one device holds of one part of a batch."""
+
+    streams: float  # the residual state that enters each layer, kept for the backward pass
+    saved: float  # all else that is kept
+    forward: float  # while one layer runs, ...
+    backward: float  # ... and while it runs backwards
+    gathered: float  # rows put together from several devices meanwhile
+    moved: float  # through its memory, outside of matrix products, forwards and backwards
+
+
 class Architecture(NamedTuple):
     """A kind of model, in functions of its configuration."""
 
@@ -59,3 +70,5 @@ class Architecture(NamedTuple):
     empty_cache: Callable[[Any, int, int, Any], Any]  # (cfg, batch, seq_len, dtype): what decoding begins with, a pytree
     decode: Callable[[Any, Any, Array], tuple[Array, Any]]  # (model, cache, tokens_B) -> (logits_BV of the next ones, cache)
     attention: Callable[[Any], AttentionShape | None] = lambda cfg: None  # None: there is no attention
+    # (cfg, execution, rows, seq_len, tp): what a device holds of so many rows. None: nobody has counted.
+    activations: Callable[[Any, Execution, int, int, int], Activations] | None = None

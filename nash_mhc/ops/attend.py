@@ -122,6 +122,11 @@ def _query_blocks(T: int, window: int | None) -> list[tuple[int, int, int]]:
     return [(t, min(t + size, T), 0 if window is None else max(0, t - window + 1)) for t in starts]
 
 
+def held_scores(T: int, window: int | None) -> int:
+    """Scores of one head and row that the xla kernel forms, in all of its blocks: XLA keeps the masks of all."""
+    return sum((end - first) * (end - low) for first, end, low in _query_blocks(T, window))
+
+
 def _block_scores(q: Array, k: Array, segments: Array | None, window: int | None, block: tuple[int, int, int]) -> Array:
     """Masked scores of one block of queries, [B, K, G, t, s], from [B, K, G, T, H] queries and [B, K, T, H] keys."""
     first, end, low = block

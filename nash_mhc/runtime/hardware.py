@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -14,15 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-# Dense bfloat16 peak of one device in TFLOP/s, from the vendors' data sheets, by a piece of JAX's device_kind.
-_PEAKS = {
-    "TPU v6": 918.0, "TPU v5p": 459.0, "TPU v5": 459.0, "TPU v5 lite": 197.0, "TPU v5e": 197.0, "TPU v4": 275.0,
-    "B200": 2250.0, "GB200": 2450.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40": 181.0, "L40S": 362.0, "L4": 121.0,
-}  # fmt: skip
-
-
-# Memory of one TPU chip in GB, by its data sheet, for where it does not say so itself.
-_MEMORY = {"TPU v6": 32, "TPU v5p": 95, "TPU v5": 95, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v4": 32}
+from nash_mhc.runtime.chips import by_kind
 
 
 def cores() -> float:
@@ -62,20 +53,14 @@ def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
 _rate_here = functools.cache(functools.partial(matmul_rate, seconds=0.2))  # a run should not wait for it twice
 
 
-def _best_match(names: Iterable[str], device_kind: str) -> str:
-    """The longest name counts: GB200 is no B200, an L40 no L4."""
-    return max((name for name in names if name in device_kind), key=len, default="")
-
-
 def known_peak(device_kind: str) -> float | None:
     """bfloat16 TFLOP/s of one such chip by its data sheet."""
-    return _PEAKS.get(_best_match(_PEAKS, device_kind))
+    return None if (chip := by_kind(device_kind)) is None else chip.tflops
 
 
 def known_memory(device_kind: str) -> int | None:
     """Bytes of one such chip by its data sheet."""
-    gigabytes = _MEMORY.get(_best_match(_MEMORY, device_kind))
-    return None if gigabytes is None else gigabytes * 10**9
+    return None if (chip := by_kind(device_kind)) is None else int(chip.memory_gb * 10**9)
 
 
 def device_memory(device: jax.Device) -> int | None:

@@ -1,0 +1,139 @@
+"""Every sensible way to run a model on a machine, each with its memory, its speed and its cost, best first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.plan.roofline import Speed, speed
+from nash_mhc.runtime.chips import Machine, next_larger
+from nash_mhc.train.memory import Memory, estimate
+from nash_mhc.train.resolve_devices import for_platform
+
+# Of a chip's memory: what an estimate may come to and still be believed, by its error against the compiler.
+_SAFE = 0.9
+_REMATS = ("none", "dots", "full")
+_MOST_PARTS = 64  # of a batch: more forward passes a step than this are not looked at
+_MOST_TP = 16  # what splits a layer's every matrix stays within the fast links
+
+
+@dataclass(frozen=True)
+class Candidate:
+    cfg: RunConfig  # resolved for the chip
+    mesh: dict[str, int]
+    memory: Memory
+    speed: Speed
+    room: float  # bytes of a chip
+
+    @property
+    def fits(self) -> str:
+        """yes, tight or no."""
+        share = self.memory.total / self.room
+        return "yes" if share <= _SAFE else "tight" if share <= 1 else "no"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `train` has to be told besides what the user has given."""
+        return {f"mesh.{axis}": size for axis, size in self.mesh.items()} | {
+            "data.batch_size": self.cfg.data.batch_size,
+            "train.grad_accum": self.cfg.train.grad_accum,
+            "train.remat": self.cfg.train.remat,
+        }
+
+
+def _meshes(chips: int, slices: int) -> Iterator[dict[str, int]]:
+    """data x fsdp x tp; where there are several slices, data crosses them and nothing else does."""
+    for tp in (t for t in range(1, min(chips, _MOST_TP) + 1) if chips % t == 0):
+        for fsdp in (f for f in range(1, chips // tp + 1) if chips // tp % f == 0):
+            data = chips // tp // fsdp
+            if data % slices == 0:
+                yield {"data": data, "fsdp": fsdp, "tp": tp}
+
+
+def _divides(cfg: RunConfig, mesh: Mapping[str, int]) -> bool:
+    try:
+        check_fit(cfg, mesh)
+    except ConfigError:
+        return False
+    return True
+
+
+def _parts(rows: int, ways: int) -> Iterator[tuple[int, int]]:
+    """(rows of a forward pass, forward passes) that make these rows a step, where each device has whole rows."""
+    for parts in range(1, _MOST_PARTS + 1):
+        if rows % parts == 0 and rows // parts % ways == 0:
+            yield rows // parts, parts
+
+
+def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
+    """Those that divide, best first: what fits before what does not, then by speed, then by room that is left.
+
+    `given` are the user's own settings, which stay as they are: a mesh, a remat, parts of a batch.
+    """
+    wanted = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
+    remats = [cfg.train.remat] if "train.remat" in given else _REMATS
+    rows = cfg.data.batch_size * cfg.train.grad_accum
+    found = []
+    for mesh in _meshes(machine.chips, machine.slices):
+        if any(mesh[axis] != size for axis, size in wanted.items()):
+            continue
+        axes: dict[str, Any] = {**mesh}
+        for batch, parts in _parts(rows, mesh["data"] * mesh["fsdp"]):
+            if "train.grad_accum" in given and parts != cfg.train.grad_accum:
+                continue
+            for remat in remats:
+                one = dataclasses.replace(
+                    cfg,
+                    data=dataclasses.replace(cfg.data, batch_size=batch),
+                    mesh=dataclasses.replace(cfg.mesh, **axes),
+                    train=dataclasses.replace(cfg.train, grad_accum=parts, remat=remat),
+                )
+                if _divides(one, mesh):
+                    found.append(_candidate(for_platform(one, machine.chip.platform), mesh, machine))
+    order = {"yes": 0, "tight": 1, "no": 2}
+    best = lambda c: (order[c.fits], -c.speed.tokens_a_second if c.fits != "no" else c.memory.total, c.memory.total)
+    return sorted(found, key=best)
+
+
+def _candidate(cfg: RunConfig, mesh: dict[str, int], machine: Machine) -> Candidate:
+    memory = estimate(cfg, mesh)
+    return Candidate(cfg, mesh, memory, speed(cfg, mesh, machine, memory), machine.chip.memory)
+
+
+def rows_for(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> RunConfig:
+    """With a row a chip and step at least, unless the user has said how many: a preset's few cannot be split more."""
+    rows = cfg.data.batch_size * cfg.train.grad_accum
+    if {"data.batch_size", "train.grad_accum"} & set(given) or rows % machine.chips == 0:
+        return cfg
+    more = -(-rows // machine.chips) * machine.chips
+    train = dataclasses.replace(cfg.train, grad_accum=1)
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=more), train=train)
+
+
+def nearest_that_fit(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[tuple[str, Candidate]]:
+    """(what is changed, the best of it): the smallest changes with which it fits, for when nothing does."""
+    changes: list[tuple[str, RunConfig, Machine, Mapping[str, Any]]] = []
+    without = {key: value for key, value in given.items() if not key.startswith(("train.remat", "train.grad_accum", "mesh."))}
+    changes.append(("another mesh, remat or number of parts", cfg, machine, without))
+    for rows in (r for r in range(cfg.data.batch_size * cfg.train.grad_accum - 1, 0, -1) if r % machine.chips == 0):
+        fewer = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=rows))
+        changes.append((f"--batch-size {rows}", fewer, machine, without))
+    T = cfg.data.seq_len // 2
+    while T >= 1024 and T % cfg.model.alignment == 0:
+        shorter = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=T))
+        changes.append((f"--seq-len {T}", shorter, machine, without))
+        T //= 2
+    for larger in next_larger(machine):
+        changes.append((f"--chip {larger.name}", rows_for(cfg, larger, given), larger, without))
+    found: list[tuple[str, Candidate]] = []
+    for what, changed, where, kept in changes:
+        if what.split()[0] in {name.split()[0] for name, _ in found}:
+            continue  # a smaller change of this kind does already
+        best = candidates(changed, where, kept)[:1]
+        if best and best[0].fits == "yes":
+            found.append((what, best[0]))
+    return found

@@ -1,0 +1,71 @@
+"""A candidate, verified by the compiler: the real train step, compiled ahead of time in a process of its own.
+
+For a TPU that is not here where its compiler library is installed; otherwise for as many emulated devices of this CPU,
+in the same mesh. That leaves much out, and so it is held against the same arithmetic for the same program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from nash_mhc.config.cli import as_flags
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.plan.candidates import Candidate
+from nash_mhc.runtime.chips import Machine
+from nash_mhc.train.memory import estimate
+from nash_mhc.train.resolve_devices import for_platform
+
+_MOST_COMPILED = 256  # chips
+_SECONDS = 1800
+_OF_THE_MACHINE = ("train.dtype", "train.attention", "train.unroll", "mesh.platform", "mesh.num_devices")
+_LEFT_OUT = "bfloat16, the accelerator's own attention kernels, fusions and layouts are left out"
+
+
+def _compile(flags: list[str], topology: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "nash_mhc.bench", "compile", *flags, "--topology", topology, "--json", "-"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS, env=environment)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--method compile: the compiler took more than {_SECONDS} s; plan with --method estimate") from None
+    if done.returncode:
+        last = (done.stderr.strip() or "no reason was given").splitlines()[-1].removeprefix("error: ")
+        raise ConfigError(f"--method compile: {last}")
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def verify(candidate: Candidate, given: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+    """What the compiler says, beside what was computed. ConfigError where it cannot be asked."""
+    if machine.chips > _MOST_COMPILED:
+        raise ConfigError(
+            f"--method compile goes up to {_MOST_COMPILED} chips, and {machine.name} has {machine.chips}; leave it out"
+        )
+    flags = as_flags({**given, **candidate.settings})
+    mesh = "x".join(map(str, candidate.mesh.values()))
+    label = f"{mesh} {candidate.cfg.train.remat}, {candidate.cfg.train.grad_accum} x {candidate.cfg.data.batch_size} rows"
+    here = importlib.util.find_spec("libtpu") is not None
+    if machine.chip.platform == "tpu" and machine.slices == 1 and here:
+        topology, computed = f"{machine.chip.name}:{machine.topology}", candidate.memory.total
+        what, left_out = f"compiled for {topology}", ""
+    else:
+        topology = "cpu"
+        cfg = dataclasses.replace(candidate.cfg, train=dataclasses.replace(candidate.cfg.train, dtype="auto", attention="auto"))
+        computed = estimate(for_platform(cfg, "cpu"), candidate.mesh).total
+        flags = as_flags({key: v for key, v in ({**given, **candidate.settings}).items() if key not in _OF_THE_MACHINE})
+        what, left_out = f"compiled for {machine.chips} emulated CPU device{'s' * (machine.chips > 1)} in float32", _LEFT_OUT
+    figures = _compile(flags, topology)
+    gib, own = figures["peak_gib_per_chip"], computed / 2**30
+    sentence = f"{label}: {gib:.3g} GiB a device {what}, {own:.3g} computed for that program ({own / gib - 1:+.0%})"
+    sentence += f" in {figures['compile_s']:.0f} s" + (f"; {left_out}" if left_out else "")
+    return {
+        **candidate.settings, "compiled_for": topology, "compiled_gib": gib, "computed_gib": own, "left_out": left_out,
+        "collectives": figures["collectives"], "compile_s": figures["compile_s"], "sentence": sentence, "figures": "compiled",
+    }  # fmt: skip

@@ -1,0 +1,156 @@
+"""What a run needs of a device's memory, by arithmetic alone: no device, no compiler, a few milliseconds a mesh.
+
+Parameters and moments are counted leaf by leaf from the real state and its axes, activations as the model itself says.
+The rest is what XLA does with them, as its buffers show: docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.model.architectures import architecture_of
+from nash_mhc.model.protocol import Execution
+from nash_mhc.ops.xent import chunk_length
+from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.optim.trainable import Training
+from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.parallel.sharding import GATHERED, RULES, logical_axes
+from nash_mhc.train.state import abstract_state, registered, shaping
+
+_BATCH_BYTES = 16  # a token: input, target and segment as int32, weight as float32
+# The state is donated, and still XLA copies all of it but one tree: it writes new moments while old ones are yet to be
+# read. Of the gradients, 5/8 have buffers of their own; the others lie where the copied trees were.
+_GRADIENTS_APART = 0.625
+# While the update is made: gradients and updates beside the copies, and three of the largest leaf, which is being
+# selected and leaves holes.
+_UPDATE_TREES, _UPDATE_LEAVES = 2, 3
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device when it holds most, by what they are for."""
+
+    parameters: float
+    gradients: float
+    optimizer: float  # moments, and averaged weights
+    streams: float  # the residual state that enters each layer
+    activations: float  # all else that is kept for the backward pass
+    logits: float  # of the loss: a chunk of them, and the output projection's gradient
+    collectives: float  # weights and rows that are put together from several devices
+    temporaries: float  # the compiler's: what a layer works with, and copies of the state
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+class _Axes:
+    """The logical axes of a leaf; no pytree, so that it can be one's leaf."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+
+class _Leaf(NamedTuple):
+    part: str  # parameters, trained, optimizer
+    bytes: int
+    layers: int  # that a stack holds; 0: no stack
+    axes: tuple[str, ...]
+
+    def on(self, mesh: Mapping[str, int], *, whole: str | None = None) -> float:
+        """Of one device; gathered over the mesh axis `whole`."""
+        return self.bytes / math.prod(mesh[a] for name in self.axes for a in RULES[name] if a != whole)
+
+
+@functools.lru_cache(64)
+def _leaves(cfg: RunConfig, _: tuple[Any, ...]) -> tuple[_Leaf, ...]:
+    """Of the whole state."""
+    state, training = abstract_state(cfg), Training.of(cfg)
+    trained, _frozen = training.split(state.model)
+    is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
+    axes = lambda tree: jax.tree.map(_Axes, logical_axes(tree), is_leaf=is_names)
+    is_gone = lambda x: isinstance(x, optax.MaskedNode)
+    moments = optax.tree_utils.tree_map_params(
+        training.make_optimizer(Hyperparameters.of(cfg), trained), lambda x, a: x if is_gone(x) else a,
+        state.opt_state, axes(trained), transform_non_params=lambda _: _Axes(()), is_leaf=is_gone,
+    )  # fmt: skip
+
+    def listed(part: str, tree: Any, its_axes: Any) -> list[_Leaf]:
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(its_axes), strict=True)
+        return [_Leaf(part, x.size * x.dtype.itemsize, x.shape[0] if "layers" in a.names else 0, a.names) for x, a in pairs]
+
+    made = listed("parameters", state.model, axes(state.model)) + listed("trained", trained, axes(trained))
+    made += listed("optimizer", state.opt_state, moments)
+    return tuple(made + (listed("optimizer", state.ema, axes(trained)) if state.ema is not None else []))
+
+
+def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
+    """For a configuration whose dtype, kernel and unrolling are resolved, on a mesh of that shape.
+
+    ConfigError where the mesh does not divide it, and for a model that does not say what it holds.
+    """
+    check_fit(cfg, mesh)
+    counted = architecture_of(cfg.model).activations
+    if counted is None:
+        raise ConfigError(
+            f"model {cfg.model.architecture} does not say what its layers hold; give its Architecture activations"
+        )
+    leaves = _leaves(shaping(cfg), registered(cfg))
+    local = lambda part: sum((leaf.on(mesh) for leaf in leaves if leaf.part == part), 0.0)
+    parameters, gradients, optimizer = local("parameters"), local("trained"), local("optimizer")
+    rows = cfg.data.batch_size // math.prod(mesh[a] for a in RULES["batch"])
+    tp = math.prod(mesh[a] for a in RULES["time_split"])
+    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
+    held = counted(cfg.model, execution, rows, cfg.data.seq_len, tp)
+    chunk, table = _loss(cfg, mesh, rows)
+    gathered = _gathered(cfg, mesh, leaves) + held.gathered
+    batch = _BATCH_BYTES * cfg.train.grad_accum * rows * cfg.data.seq_len
+    # Three moments of the step may be the worst: the end of the forward pass, whose loss works on the last chunk or
+    # whose last layer is just done; the start of the backward pass; the update.
+    copied = optimizer + (gradients if cfg.train.grad_accum > 1 else 0.0)
+    kept = copied + held.streams + held.saved
+    forward = kept + _GRADIENTS_APART * gradients + table + gathered + max(held.forward, chunk)
+    backward = kept + table / 2 + gathered + held.backward
+    largest = max(leaf.on(mesh) for leaf in leaves if leaf.part == "trained")
+    update = copied + _UPDATE_TREES * gradients + _UPDATE_LEAVES * largest
+    held_most = max(forward, backward, update)
+    if held_most == update:  # the layers are done by then
+        named = Memory(parameters, gradients, optimizer, 0.0, 0.0, 0.0, 0.0, 0.0)
+    elif held_most == backward:
+        named = Memory(parameters, gradients, optimizer, held.streams, held.saved, table / 2, gathered, 0.0)
+    else:
+        logits = table + (chunk if chunk > held.forward else 0)
+        named = Memory(parameters, gradients, optimizer, held.streams, held.saved, logits, gathered, 0.0)
+    # The state is an argument, all else is the compiler's; gradients may lie where other things were.
+    rest = parameters + optimizer + held_most - named.total
+    return replace(named, gradients=gradients + min(rest, 0.0), temporaries=max(rest, 0.0) + batch)
+
+
+def _item(cfg: RunConfig) -> int:
+    return 2 if cfg.train.dtype == "bfloat16" else 4
+
+
+def _loss(cfg: RunConfig, mesh: Mapping[str, int], rows: int) -> tuple[float, float]:
+    """(logits of a chunk with what is made of them, the gradient of the output projection and its start)."""
+    columns = cfg.model.padded_vocab // math.prod(mesh[a] for a in RULES["vocab"])
+    chunk = rows * chunk_length(rows, cfg.data.seq_len, columns) * columns
+    width = next(length.size for length in cfg.model.lengths() if length.axis == "embed")
+    return float(chunk * (4 + 4 + _item(cfg))), float(columns * width * 2 * 4)
+
+
+def _gathered(cfg: RunConfig, mesh: Mapping[str, int], leaves: tuple[_Leaf, ...]) -> float:
+    """One layer's weights, and the output projection, put together over fsdp, in the compute dtype."""
+    if mesh[GATHERED] == 1:
+        return 0.0
+    stacked = [leaf for leaf in leaves if leaf.part == "parameters" and leaf.layers and len(leaf.axes) > 2]
+    layer = sum(leaf.on(mesh, whole=GATHERED) / leaf.layers for leaf in stacked)
+    tables = [leaf.on(mesh, whole=GATHERED) for leaf in leaves if leaf.part == "parameters" and "vocab" in leaf.axes]
+    return (layer + max(tables, default=0.0)) * _item(cfg) / 4

@@ -1,0 +1,191 @@
+"""The planner: what it takes for a machine, what it ranks first, what it says where nothing fits or a name is wrong."""
+
+import dataclasses
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from nash_mhc.config import cli, presets
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.plan import __main__ as command
+from nash_mhc.plan import verify
+from nash_mhc.plan.candidates import candidates, nearest_that_fit, rows_for
+from nash_mhc.plan.roofline import ERROR, speed
+from nash_mhc.runtime.chips import by_kind, chips, machine
+from nash_mhc.train.memory import estimate
+from nash_mhc.train.resolve_devices import for_platform
+
+
+def planned(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    code = one_line_errors(command.main)
+    seen = capsys.readouterr()
+    return code, seen.out, seen.err
+
+
+def test_every_chip_has_its_facts_and_where_they_are_from():
+    for chip in chips().values():
+        assert chip.source and chip.kinds and chip.slices, chip.name
+        assert all(count == math.prod(map(int, shape.split("x"))) for count, shape in chip.slices.items()), chip.name
+        assert by_kind(chip.kinds[0]) is chip  # no other one claims its name
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "slices"),
+    [
+        ("v6e-8", 8, 1), ("v6e", 1, 1), ("v5p-8", 4, 1), ("v6e-4096", 4096, 16), ("h100-16", 16, 2), ("a100-80", 1, 1),
+        ("a100-80-8", 8, 1),
+    ],
+)  # fmt: skip
+def test_a_machine_has_as_many_chips_as_its_vendor_means(name, count, slices):
+    found = machine(name, chips())
+    assert (found.chips, found.slices) == (count, slices)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("v6f-8", "did you mean v6e"), ("v6e-7", "did you mean v6e-8"), ("l4-16", "network_gbps"), ("h100-x", "number")],
+)  # fmt: skip
+def test_a_machine_that_is_not_there_is_one_line_with_the_nearest(monkeypatch, capsys, name, said):
+    code, out, err = planned(monkeypatch, capsys, "--chip", name)
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+def test_a_file_of_the_user_changes_prices_and_adds_chips(tmp_path):
+    file = tmp_path / "chips.yaml"
+    file.write_text("v6e: {dollars: 1.5, from: my contract}\n")
+    assert (chips(str(file))["v6e"].dollars, chips(str(file))["v6e"].tflops) == (1.5, chips()["v6e"].tflops)
+    file.write_text("v6e: {dolars: 1.5}\n")
+    chips.cache_clear()
+    with pytest.raises(ConfigError, match="no key dolars; did you mean dollars"):
+        chips(str(file))
+
+
+def test_the_best_fits_and_divides_and_none_that_fits_is_faster():
+    cfg, at = presets.run("3b"), machine("v6e-8", chips())
+    found = candidates(cfg, at, {})
+    fitting = [c for c in found if c.fits == "yes"]
+    assert found[0] is max(fitting, key=lambda c: c.speed.tokens_a_second)
+    assert len({tuple(c.settings.items()) for c in found}) == len(found)
+    for c in found:
+        assert c.mesh["data"] * c.mesh["fsdp"] * c.mesh["tp"] == 8
+        assert c.cfg.data.batch_size * c.cfg.train.grad_accum == cfg.data.batch_size  # a step's rows are the user's
+        assert c.memory.total == pytest.approx(sum(vars(c.memory).values()))
+
+
+def test_what_the_user_has_set_stays():
+    cfg, at = presets.run("3b"), machine("v6e-8", chips())
+    wanted = {"mesh.tp": 2, "train.remat": "full"}
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, remat="full"))
+    assert all(c.mesh["tp"] == 2 and c.cfg.train.remat == "full" for c in candidates(cfg, at, wanted))
+
+
+def test_the_command_of_the_winner_is_one_that_train_takes(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    words = ["--model-size", "3b", "--chip", "v6e-8", "--seq-len", "2048", "--tokens", "100B", "--json", str(file)]
+    code, out, _ = planned(monkeypatch, capsys, *words)
+    figures = json.loads(file.read_text())
+    assert code == 0 and figures["command"] in out
+    parsed = cli.parse(figures["command"].split()[3:]).config
+    best = figures["candidates"][0]
+    assert (parsed.model_size, parsed.data.seq_len, parsed.train.remat) == ("3b", 2048, best["remat"])
+    assert parsed.mesh.axes == {axis: best[axis] for axis in ("data", "fsdp", "tp")}
+    assert best["figures"] == "computed"
+    assert best["hours"] == pytest.approx(100e9 / best["tokens_per_s"] / 3600)
+    assert best["dollars"] == pytest.approx(best["hours"] * 8 * chips()["v6e"].dollars)
+
+
+def test_one_chip_is_no_mesh_of_eight(monkeypatch, capsys):
+    mesh = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
+    code, out, _ = planned(monkeypatch, capsys, "--model-size", "3b", "--chip", "v6e-1", *mesh)
+    assert code == 0 and out.startswith("v6e-1 is 1 chip, and mesh 2x2x2 needs 8: this is the plan for v6e-8")
+    code, _, err = planned(monkeypatch, capsys, "--chip", "v6e-1", "--mesh-data", "3")
+    assert code == 2 and "needs 3 chips, and v6e-1 has 1" in err
+
+
+def test_where_nothing_fits_the_nearest_that_does_is_named(monkeypatch, capsys):
+    cfg, at = presets.run("3b"), machine("v6e-1", chips())
+    assert {c.fits for c in candidates(cfg, at, {})} == {"no"}
+    (what, best), *_ = nearest_that_fit(cfg, at, {})
+    assert what == "--chip v6e-4" and best.fits == "yes"
+    code, out, _ = planned(monkeypatch, capsys, "--model-size", "3b", "--chip", "v6e-1")
+    assert code == 0 and "nothing fits" in out and "--chip v6e-4" in out and "nash_mhc.train" not in out
+
+
+def test_a_few_rows_are_made_enough_for_many_chips_unless_they_were_given():
+    cfg, at = presets.run("3b"), machine("v6e-256", chips())
+    assert rows_for(cfg, at, {}).data.batch_size == 256
+    assert rows_for(cfg, at, {"data.batch_size": 8}) is cfg
+
+
+# Figures of docs/performance.md and docs/log.md, measured on one H200: (size, dense?, rows, T, remat, tokens a second).
+MEASURED = [
+    ("1b", True, 8, 4096, "dots", 77_203), ("1b", True, 16, 4096, "dots", 79_325),
+    ("small", True, 16, 2048, "none", 554e3), ("small", False, 16, 2048, "none", 327e3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "dense", "rows", "T", "remat", "measured"), MEASURED)
+def test_the_speed_is_within_its_error_of_what_was_measured(size, dense, rows, T, remat, measured):
+    cfg = presets.run(size)
+    model = dataclasses.replace(cfg.model, vocab_size=16_384 if size == "small" else cfg.model.vocab_size)
+    if dense:
+        model = dataclasses.replace(model, scales=1, window=None, conv_taps=0, residual="plain")
+    data = dataclasses.replace(cfg.data, batch_size=rows, seq_len=T)
+    cfg = dataclasses.replace(cfg, model=model, data=data, train=dataclasses.replace(cfg.train, remat=remat))
+    cfg, at = for_platform(cfg, "gpu"), machine("h200", chips())
+    found = speed(cfg, cfg.mesh.axes, at, estimate(cfg, cfg.mesh.axes))
+    assert found.tokens_a_second == pytest.approx(measured, rel=ERROR)
+
+
+def test_a_slower_chip_or_link_is_never_faster():
+    cfg, at = for_platform(presets.run("3b"), "tpu"), machine("v6e-8", chips())
+    mesh = {"data": 2, "fsdp": 2, "tp": 2}
+    memory = estimate(cfg, mesh)
+    before = speed(cfg, mesh, at, memory)
+    for fact in ("tflops", "memory_gbps", "links_gbps"):
+        slower = dataclasses.replace(at.chip, **{fact: getattr(at.chip, fact) / 50})
+        after = speed(cfg, mesh, dataclasses.replace(at, chip=slower), memory)
+        assert after.tokens_a_second < before.tokens_a_second
+        assert after.times.binds == {"tflops": "compute", "memory_gbps": "memory", "links_gbps": "exchange"}[fact]
+
+
+@pytest.mark.parametrize(("text", "number"), [("100B", 100e9), ("2.5e10", 2.5e10), ("300k", 3e5), ("7", 7.0)])
+def test_tokens_are_read_as_people_write_them(text, number):
+    assert command.number_of_tokens(text) == number
+
+
+@pytest.mark.parametrize(
+    "words", [("--tokens", "lots"), ("--top", "0"), ("--json", "/no/such/folder/x"), ("--batch-size", "3")]
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, words):
+    code, out, err = planned(monkeypatch, capsys, "--model-size", "3b", "--chip", "v6e-8", *words)
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_the_compiler_is_asked_for_the_same_settings_and_its_answer_is_marked(monkeypatch):
+    """In place of minutes of compiling, what it would be started with; tests of `bench compile` run the compiler."""
+    asked = []
+
+    def started(words, **options):
+        asked.append(words)
+        answer = {"peak_gib_per_chip": 20.0, "compile_s": 61.0, "collectives": "all-gather 3"}
+        return SimpleNamespace(returncode=0, stdout=json.dumps(answer), stderr="")
+
+    monkeypatch.setattr(verify.subprocess, "run", started)
+    at = machine("v6e-8", chips())
+    best = candidates(presets.run("3b"), at, {})[0]
+    for here, topology in ((None, "cpu"), (object(), "v6e:2x4")):
+        monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name, here=here: here)
+        told = verify.verify(best, {"model_size": "3b"}, at)
+        words = asked[-1][asked[-1].index("compile") + 1 :]
+        assert words[words.index("--topology") + 1] == topology == told["compiled_for"]
+        cfg = cli.parse(words[: words.index("--topology")]).config
+        assert cfg.mesh.axes == best.mesh and cfg.train.remat == best.cfg.train.remat and cfg.model_size == "3b"
+        assert told["figures"] == "compiled" and bool(told["left_out"]) == (topology == "cpu")
+    with pytest.raises(ConfigError, match="up to 256 chips"):
+        verify.verify(best, {}, machine("v6e-512", chips()))

@@ -1,0 +1,82 @@
+"""The estimate of a device's memory, held against the compiler's own figures, and what must be true of it anywhere."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+import small
+
+from nash_mhc.config import presets
+from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.train.device_batches import abstract_batch
+from nash_mhc.train.memory import estimate
+from nash_mhc.train.state import sharded_abstract_state
+
+# Many layers, which a loop compiles as fast as few, so that what grows with them counts as it does in a real model.
+_SIZES = {"vocab_size": 1000, "width": 128, "layers": 16, "heads": 8, "kv_heads": 8, "head_dim": 16, "ffn": 384}
+MODELS = {
+    "dense": ModelConfig(**_SIZES, scales=1, conv_taps=0, residual="plain"),
+    "nash": ModelConfig(
+        **_SIZES, scales=2, ratio=4, window=32, conv_taps=2, streams=2, nash_iterations=1, sinkhorn_iterations=1
+    ),
+}
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
+
+
+def run(model: str, mesh: tuple[int, int, int], remat: str, **data: int) -> RunConfig:
+    return RunConfig(
+        model=MODELS[model],
+        data=DataConfig(**{"batch_size": 64, "seq_len": 32} | data),
+        mesh=MeshConfig(**dict(zip(("data", "fsdp", "tp"), mesh, strict=True))),
+        train=TrainConfig(dtype="float32", attention="xla", unroll="no", remat=remat),
+    )
+
+
+# All of the dense ones; of Nash-MHC, which takes the compiler three times as long, each mesh with one of the two.
+COMPILED = [("dense", mesh, remat) for mesh in MESHES for remat in ("dots", "full")]
+COMPILED += [("nash", mesh, remat) for mesh, remat in zip(MESHES, ("full", "dots", "full", "dots"), strict=True)]
+
+
+@pytest.mark.parametrize(("model", "mesh", "remat"), COMPILED, ids=str)
+def test_the_estimate_is_within_15_percent_of_the_compiler(model, mesh, remat):
+    cfg = run(model, mesh, remat)
+    devices, step = small._compiled(cfg)
+    batch = abstract_batch(cfg.data, cfg.train.grad_accum, devices)
+    found = step.compile(sharded_abstract_state(cfg, devices), batch).memory_analysis()
+    held = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
+    assert estimate(cfg, cfg.mesh.axes).total == pytest.approx(held, rel=0.15)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, (1, 1, 1), (4, 2, 1)], ids=str)
+def test_parameters_and_moments_are_those_of_the_sharded_state(mesh):
+    cfg = run("nash", mesh, "dots")
+    state = sharded_abstract_state(cfg, make_mesh(cfg.mesh))
+    own = lambda tree: sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )  # fmt: skip
+    found = estimate(cfg, cfg.mesh.axes)
+    assert (found.parameters, found.optimizer) == (own(state.model), own(state.opt_state))
+
+
+def test_what_is_computed_again_is_not_held():
+    by_remat = [estimate(run("nash", (2, 2, 2), remat), {"data": 2, "fsdp": 2, "tp": 2}) for remat in ("none", "dots", "full")]
+    kept = [m.streams + m.activations for m in by_remat]
+    assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[1] > 2 * kept[2]
+    assert by_remat[0].streams == by_remat[1].streams  # which enter a layer whatever is kept of it
+
+
+def test_averaged_weights_and_parts_of_a_batch_are_counted():
+    cfg = run("dense", (1, 1, 1), "dots")
+    plain, mesh = estimate(cfg, cfg.mesh.axes), cfg.mesh.axes
+    averaged = estimate(dataclasses.replace(cfg, optim=OptimConfig(ema_decay=0.9)), mesh)
+    assert averaged.optimizer == plain.optimizer + plain.parameters
+    halves = dataclasses.replace(cfg.train, grad_accum=2)
+    in_parts = estimate(dataclasses.replace(cfg, data=DataConfig(batch_size=32, seq_len=32), train=halves), mesh)
+    assert in_parts.streams == plain.streams / 2
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused():
+    with pytest.raises(ConfigError, match="--model-heads 22 cannot be split over tp = 4"):
+        estimate(presets.run("3b"), {"data": 1, "fsdp": 2, "tp": 4})
