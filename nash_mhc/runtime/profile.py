@@ -17,7 +17,9 @@ import jax
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata=\{[^}]*op_name=\"([^\"]+)\"", re.MULTILINE)
 # What JAX puts between and around the names that the code gives: calls and loops, differentiation.
-_NOT_NAMES = re.compile(r"p?jit\(.*|eval_jaxpr|while|body|cond|branch\w*|closed_call|checkpoint|remat\w*|custom_\w+|scan|.*->.*")
+_NOT_NAMES = re.compile(
+    r"p?jit\(.*|eval_jaxpr|while|body|cond|branch\w*|closed_call|checkpoint|remat\w*|custom_\w+|scan|.*->.*"
+)
 _GRAPHS = "xla_gpu_enable_command_buffer"  # what is to be recorded; empty: nothing
 SHOWN = 10
 
