@@ -24,6 +24,7 @@ from nash_mhc.hub import __main__ as hub
 from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import RULES, logical_axes
+from nash_mhc.plan import __main__ as plan
 from nash_mhc.report import __main__ as report
 from nash_mhc.train import __main__ as train
 from nash_mhc.train.resolve_devices import resolve
@@ -50,6 +51,7 @@ RUN_BY = {
     "hub merge": "test_adapters.py::test_adapters_of_theirs_are_ours_and_go_back_and_make_one_model",
     "hub check": "test_hub_import.py::test_check_says_how_far_two_models_are_apart",
     "evaluate": "test_evaluate.py::test_the_command_shows_a_table_and_writes_json",
+    "plan": "test_plan.py::test_the_command_of_the_winner_is_one_that_train_takes",
     "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "report --live": "test_report.py::test_the_live_command_serves_until_it_is_interrupted",
     "bench step": "test_bench.py::test_figures_follow_from_one_another",
@@ -187,6 +189,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         generate.parse(words)
     elif module == "evaluate":
         evaluate.parse(words)
+    elif module == "plan":
+        cli.parse(words, own=plan.own_flags)
     elif command.kind == "bench corpus":
         monkeypatch.setattr(corpus, "build", lambda out: {})
         corpus.command(words[1:])
