@@ -25,6 +25,7 @@ from nash_mhc.hub import __main__ as hub
 from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import RULES, logical_axes
+from nash_mhc.plan import __main__ as plan
 from nash_mhc.report import __main__ as report
 from nash_mhc.train import __main__ as train
 from nash_mhc.train.resolve_devices import resolve
@@ -51,6 +52,7 @@ RUN_BY = {
     "hub merge": "test_adapters.py::test_adapters_of_theirs_are_ours_and_go_back_and_make_one_model",
     "hub check": "test_hub_import.py::test_check_says_how_far_two_models_are_apart",
     "evaluate": "test_evaluate.py::test_the_command_shows_a_table_and_writes_json",
+    "plan": "test_plan.py::test_the_command_of_the_winner_is_one_that_train_takes",
     "report": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "report --live": "test_report.py::test_the_live_command_serves_until_it_is_interrupted",
     "doctor": "test_doctor.py::test_a_healthy_machine_is_found_to_be_so",
@@ -191,6 +193,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate.parse(words)
     elif module == "doctor":
         doctor.parse(words)
+    elif module == "plan":
+        cli.parse(words, own=plan.own_flags)
     elif command.kind == "bench corpus":
         monkeypatch.setattr(corpus, "build", lambda out: {})
         corpus.command(words[1:])

@@ -176,7 +176,7 @@ def test_the_package_itself_says_what_there_is_and_its_version(monkeypatch, caps
 
     code, out, _ = call()
     assert code == 0
-    assert all(f"  {name} " in out for name in ("train", "generate", "data", "checkpoint", "report", "bench"))
+    assert all(f"  {name} " in out for name in ("train", "generate", "data", "checkpoint", "plan", "report", "bench"))
     assert call("--help")[1] == out
     code, out, err = call("--version")
     assert (code, err) == (0, "")

@@ -189,3 +189,15 @@ def test_the_compiler_is_asked_for_the_same_settings_and_its_answer_is_marked(mo
         assert told["figures"] == "compiled" and bool(told["left_out"]) == (topology == "cpu")
     with pytest.raises(ConfigError, match="up to 256 chips"):
         verify.verify(best, {}, machine("v6e-512", chips()))
+
+
+def test_twice_the_chips_with_twice_the_rows_are_nearly_twice_as_fast():
+    """By data alone: every chip does what it did, and the sum of the gradients goes on beside it."""
+    each = []
+    for chips_there in (8, 16):
+        at, mesh = machine(f"v6e-{chips_there}", chips()), {"data": chips_there // 8, "fsdp": 8, "tp": 1}
+        cfg = presets.run("3b")
+        cfg = for_platform(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=chips_there)), "tpu")
+        each.append(speed(cfg, mesh, at, estimate(cfg, mesh)))
+    assert each[1].tokens_a_second == pytest.approx(2 * each[0].tokens_a_second, rel=0.05)
+    assert each[1].mfu == pytest.approx(each[0].mfu, rel=0.05) and each[0].mfu < 0.68
