@@ -13,10 +13,10 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.plan import __main__ as command
 from nash_mhc.plan import verify
-from nash_mhc.plan.candidates import candidates, nearest_that_fit, rows_for
-from nash_mhc.plan.roofline import ERROR, speed
 from nash_mhc.runtime.chips import by_kind, chips, machine
-from nash_mhc.train.memory import estimate
+from nash_mhc.train.fit.candidates import candidates, nearest_that_fit, rows_for
+from nash_mhc.train.fit.memory import estimate
+from nash_mhc.train.fit.roofline import ERROR, speed
 from nash_mhc.train.resolve_devices import for_platform
 
 

@@ -11,7 +11,7 @@ from nash_mhc.config import presets
 from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.device_batches import abstract_batch
-from nash_mhc.train.memory import estimate
+from nash_mhc.train.fit.memory import estimate
 from nash_mhc.train.state import sharded_abstract_state
 
 # Many layers, which a loop compiles as fast as few, so that what grows with them counts as it does in a real model.

@@ -42,8 +42,8 @@ def number_of_tokens(text: str) -> float:
 
 def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, str | None]:
     """(the machine, a remark): a mesh that needs more chips than were named is answered with as many as it needs."""
-    from nash_mhc.plan.here import this_cpu
     from nash_mhc.runtime.chips import chips, machine, next_larger
+    from nash_mhc.train.fit.here import this_cpu
 
     known = chips(own.chips)
     if own.chip is None:
@@ -73,7 +73,7 @@ def _writable(name: str | None) -> Path | None:
 
 def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
     """What to change where nothing fits."""
-    from nash_mhc.plan.candidates import nearest_that_fit
+    from nash_mhc.train.fit.candidates import nearest_that_fit
 
     need, room = smallest.memory.total / 2**30, smallest.room / 2**30
     lines = [f"nothing fits: the smallest needs {need:.1f} GiB of a chip's {room:.1f}. What would:"]
@@ -96,7 +96,8 @@ def main() -> int:
     machine, remark = _machine(own, parsed.given)
 
     from nash_mhc.model.architectures import count_parameters  # with JAX: after the flags
-    from nash_mhc.plan import candidates, show
+    from nash_mhc.plan import show
+    from nash_mhc.train.fit import candidates
 
     cfg = candidates.rows_for(parsed.config, machine, parsed.given)
     found = candidates.candidates(cfg, machine, parsed.given)

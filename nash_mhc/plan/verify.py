@@ -17,9 +17,9 @@ from typing import Any
 
 from nash_mhc.config.cli import as_flags
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.plan.candidates import Candidate
 from nash_mhc.runtime.chips import Machine
-from nash_mhc.train.memory import estimate
+from nash_mhc.train.fit.candidates import Candidate
+from nash_mhc.train.fit.memory import estimate
 from nash_mhc.train.resolve_devices import for_platform
 
 _MOST_COMPILED = 256  # chips

@@ -62,7 +62,7 @@ def facts(run: Run) -> dict[str, str]:
     info, last, held_out = run.info, run.rows[-1] if run.rows else {}, run.evals[-1] if run.evals else {}
     config, devices, mesh, floor = (info.get(k) or {} for k in ("config", "devices", "mesh", "floor"))
     loss, nats = _number(held_out, "eval/loss"), _number(floor, "nats_per_token")
-    test = run.result.get("test") or {}
+    test, expected = run.result.get("test") or {}, info.get("expected") or {}
 
     def median(name: str) -> float | None:
         known = [v for row in run.rows if (v := _number(row, name)) is not None]
@@ -88,9 +88,11 @@ def facts(run: Run) -> dict[str, str]:
         "floor, bits a byte": show(_number(floor, "bits_per_byte"), "{:.4f}"),
         "held-out loss / floor": f"{loss / nats:.3f}x" if loss is not None and nats else "",
         "tokens a second (median)": show(median("tokens_per_s"), "{:,.0f}"),
+        "tokens a second, expected": show(_number(expected, "tokens_per_s"), "{:,.0f}"),
         "MFU (median)": show(median("mfu"), "{:.1%}"),
         "goodput (share of time in steps)": show(_number(last, "goodput"), "{:.1%}"),
         "peak memory of a device": show(_number(last, "memory_gib"), "{:.1f} GiB"),
+        "peak memory, expected": show(_number(expected, "gib"), "{:.2g} GiB"),
     }
     return {name: text for name, text in found.items() if text}
 

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import jax
 from nash_mhc.config.cli import as_flags, parse, render
 from nash_mhc.config.commands import one_line_errors, this_python
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.model.architectures import architecture_of
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
+from nash_mhc.train.fit.preflight import after_running_out, best_here
 from nash_mhc.train.inferred_settings import found_settings
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.run import Result, run
@@ -35,8 +37,8 @@ def _show_sample(sample: str) -> None:
     print(sample if sample.strip() else "(it is blank: the model has not learned to begin a text yet)")
 
 
-def next_commands(result: Result, given: Mapping[str, Any]) -> str:
-    """What to type after a run with these settings: commands that run as they stand."""
+def next_commands(result: Result, given: Mapping[str, Any], also: Sequence[str] = ()) -> str:
+    """What to type after a run with these settings, and these flags: commands that run as they stand."""
     python, folder = this_python(), str(result.folder)
     tensorboard = Path(python).with_name("tensorboard")
     steps = 10 * int(result.state.step)
@@ -51,7 +53,7 @@ def next_commands(result: Result, given: Mapping[str, Any]) -> str:
         "process_id",
     )
     others = {k: v for k, v in given.items() if k.partition(".")[2] not in once}
-    longer = [python, "-m", "nash_mhc.train", *as_flags(others), "--total-steps", str(steps)]
+    longer = [python, "-m", "nash_mhc.train", *as_flags(others), *also, "--total-steps", str(steps)]
     what = "goes on to ten times the steps" if "train.checkpoint_dir" in given else "a run of ten times the steps"
     commands = [
         shlex.join([python, "-m", "nash_mhc.generate", folder]),
@@ -63,15 +65,15 @@ def next_commands(result: Result, given: Mapping[str, Any]) -> str:
 
 
 def out_of_memory(cfg: RunConfig, error: Exception) -> ConfigError:
-    """What to change, the least harmful first."""
+    """What holds most, and what to change, the least harmful first."""
     told = re.split(r" with allocator| \[|\n", str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": "))
-    batch, accum, remat = cfg.data.batch_size, cfg.train.grad_accum, cfg.train.remat
-    remedies = [f"--batch-size {batch // 2} --grad-accum {2 * accum} (the same step)"] * (batch % 2 == 0)
-    remedies += [f"--remat {'dots' if remat == 'none' else 'full'}"] * (remat != "full")
-    remedies += ["more devices along --mesh-fsdp", "a smaller --seq-len or --model-size"]
+    said = told[0].rstrip(".") or "out of memory"
+    cfg, mesh = resolve(cfg)
+    if architecture_of(cfg.model).activations is not None:
+        return after_running_out(cfg, mesh.shape, said)
     return ConfigError(
-        f"the devices have too little memory for this run ({told[0].rstrip('.') or 'out of memory'}); "
-        f"try {', '.join(remedies[:-1])}, or {remedies[-1]}; what is saved stays, and the same command goes on from it"
+        f"the devices have too little memory for this run ({said}); try a smaller --batch-size with more --grad-accum, --remat "
+        "full, or more devices along --mesh-fsdp; what is saved stays, and the same command goes on from it"
     )
 
 
@@ -80,16 +82,22 @@ def _own_flags(group: argparse._ArgumentGroup) -> None:
         f"instead of training: {STEPS} steps of this run, killed and resumed, also on another mesh, and whether all are equal"
     )
     group.add_argument("--verify-resume", action="store_true", help=text)
+    text = "take the mesh, remat and split of the batch that are expected to be the fastest on the devices here"
+    group.add_argument("--mesh-auto", action="store_true", help=text)
+    group.add_argument("--no-preflight", action="store_true", help="begin even what is not expected to fit the devices")
 
 
 def main() -> int:
     parsed = parse(
         sys.argv[1:], prog="python -m nash_mhc.train", own=_own_flags, found=found_settings, folder="train.checkpoint_dir"
     )
+    asked = parsed.config
+    if parsed.own.mesh_auto:
+        asked = best_here(asked, parsed.given, lambda text: print(text, file=sys.stderr))
     if parsed.own.verify_resume:
-        return verify_resume(parsed.config)
+        return verify_resume(asked)
     if parsed.print_config:
-        config, _ = resolve(parsed.config)
+        config, _ = resolve(asked)
         before, after = parsed.config.to_dict(), config.to_dict()
         origins = dict(parsed.origins)
         for section, values in after.items():
@@ -99,11 +107,11 @@ def main() -> int:
         print(render(config, origins), end="")
         return 0
     try:
-        result = run(parsed.config)
+        result = run(asked, insist=parsed.own.no_preflight)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise out_of_memory(parsed.config, error) from None
+        raise out_of_memory(asked, error) from None
     except Interrupted as stopped:
         if jax.process_index() == 0:
             print(f"stopped: {stopped}; the same command goes on from there", file=sys.stderr)
@@ -115,7 +123,8 @@ def main() -> int:
     if jax.process_index() == 0:
         if result.sample is not None:
             _show_sample(result.sample)
-        print(next_commands(result, parsed.given))
+        flags = {"--mesh-auto": parsed.own.mesh_auto, "--no-preflight": parsed.own.no_preflight}
+        print(next_commands(result, parsed.given, [flag for flag, is_set in flags.items() if is_set]))
     return 0
 
 

@@ -25,6 +25,7 @@ from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.terminal import JsonReporter, Reporter, is_terminal
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.device_batches import host_batches, prefetched
+from nash_mhc.train.fit.preflight import preflight
 from nash_mhc.train.inputs import Inputs, open_inputs
 from nash_mhc.train.loop import train_loop
 from nash_mhc.train.outcome import ask_before, finish
@@ -50,12 +51,14 @@ def run(
     quiet: bool = False,
     each_step: Callable[[int], None] | None = None,
     sinks: Sequence[Sink] = (),
+    insist: bool = False,
 ) -> Result:
     """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
 
     Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there. `each_step` is
     called with the number of each step that has finished, while the next one runs. `sinks` get the rows of metrics and
-    evaluations, as the run's own files do; of several processes, those of the first.
+    evaluations, as the run's own files do; of several processes, those of the first. `insist`: begin even what is not
+    expected to fit the devices.
     """
     clock = WallClock(SIGNALS.began_with_process())
     if cfg.telemetry.profiled is not None:
@@ -65,11 +68,12 @@ def run(
         quiet = quiet or jax.process_index() > 0
         reporter = _reporter(cfg, quiet, each_step)
         held.callback(reporter.end)
+        expected = preflight(cfg, mesh, reporter.say, insist=insist)
         inputs = open_inputs(cfg, mesh, watch, held, reporter.say)
         use_compilation_cache(inputs.folder.path)
         _introduce(inputs, mesh, reporter)
         with Store(inputs.folder.path, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
-            session = begin(inputs, mesh, store, watch=watch, reporter=reporter, clock=clock, sinks=sinks)
+            session = begin(inputs, mesh, store, watch=watch, reporter=reporter, clock=clock, sinks=sinks, expected=expected)
             state = _train(session)
     return Result(inputs.folder.path, state, dict(session.evaluation), inputs.floor, session.sample)
 

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -168,8 +169,12 @@ def begin(
     reporter: Reporter,
     clock: WallClock,
     sinks: Sequence[Sink] = (),
+    expected: dict[str, Any] | None = None,
 ) -> Session:
-    """Compiles the step and, meanwhile, makes or restores the state; then writes the run's first files."""
+    """Compiles the step and, meanwhile, makes or restores the state; then writes the run's first files.
+
+    `expected`: what was computed of memory and speed beforehand, for the report to hold against what came.
+    """
     cfg, source = inputs.cfg, inputs.source
     reporter.wait_for("compiling the step ...")
     watch.doing("compiling")
@@ -185,6 +190,7 @@ def begin(
         "init_from": start.init_from,
         "history": changed_settings.added_to(start.history, changed, start.step),
         "wandb": wandb,
+        "expected": expected,
     }
     texts = described(cfg, mesh, inputs.floor, source.identity, start.state.model, known) | _beside(start)
     telemetry: Telemetry = Nowhere()

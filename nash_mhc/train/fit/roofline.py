@@ -16,7 +16,7 @@ from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.sharding import GATHERED, RULES
 from nash_mhc.runtime.chips import Machine
-from nash_mhc.train.memory import Memory
+from nash_mhc.train.fit.memory import Memory
 
 # Shares of the data sheet that our programs attain, from `bench` on an H200 (docs/performance.md: 1b and small, dense
 # and Nash-MHC). Other chips are taken to be as good; docs/planning.md has how far each measured figure is from this.

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.divisibility import check_fit
-from nash_mhc.plan.roofline import Speed, speed
 from nash_mhc.runtime.chips import Machine, next_larger
-from nash_mhc.train.memory import Memory, estimate
+from nash_mhc.train.fit.memory import Memory, estimate
+from nash_mhc.train.fit.roofline import Speed, speed
 from nash_mhc.train.resolve_devices import for_platform
 
 # Of a chip's memory: what an estimate may come to and still be believed, by its error against the compiler.
-_SAFE = 0.9
+SAFE = 0.9
 _REMATS = ("none", "dots", "full")
 _MOST_PARTS = 64  # of a batch: more forward passes a step than this are not looked at
 _MOST_TP = 16  # what splits a layer's every matrix stays within the fast links
@@ -33,7 +33,7 @@ class Candidate:
     def fits(self) -> str:
         """yes, tight or no."""
         share = self.memory.total / self.room
-        return "yes" if share <= _SAFE else "tight" if share <= 1 else "no"
+        return "yes" if share <= SAFE else "tight" if share <= 1 else "no"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -69,22 +69,14 @@ def _parts(rows: int, ways: int) -> Iterator[tuple[int, int]]:
             yield rows // parts, parts
 
 
-def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
-    """Those that divide, best first: what fits before what does not, then by speed, then by room that is left.
-
-    `given` are the user's own settings, which stay as they are: a mesh, a remat, parts of a batch.
-    """
-    wanted = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
-    remats = [cfg.train.remat] if "train.remat" in given else _REMATS
+def ways(
+    cfg: RunConfig, chips: int, slices: int = 1, remats: Sequence[str] = _REMATS
+) -> Iterator[tuple[RunConfig, dict[str, int]]]:
+    """(configuration, mesh): all that divide, of as many rows a step."""
     rows = cfg.data.batch_size * cfg.train.grad_accum
-    found = []
-    for mesh in _meshes(machine.chips, machine.slices):
-        if any(mesh[axis] != size for axis, size in wanted.items()):
-            continue
+    for mesh in _meshes(chips, slices):
         axes: dict[str, Any] = {**mesh}
         for batch, parts in _parts(rows, mesh["data"] * mesh["fsdp"]):
-            if "train.grad_accum" in given and parts != cfg.train.grad_accum:
-                continue
             for remat in remats:
                 one = dataclasses.replace(
                     cfg,
@@ -93,7 +85,22 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> li
                     train=dataclasses.replace(cfg.train, grad_accum=parts, remat=remat),
                 )
                 if _divides(one, mesh):
-                    found.append(_candidate(for_platform(one, machine.chip.platform), mesh, machine))
+                    yield one, mesh
+
+
+def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
+    """Those that divide, best first: what fits before what does not, then by speed, then by room that is left.
+
+    `given` are the user's own settings, which stay as they are: a mesh, a remat, parts of a batch.
+    """
+    wanted = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
+    remats = [cfg.train.remat] if "train.remat" in given else _REMATS
+    found = [
+        _candidate(for_platform(one, machine.chip.platform), mesh, machine)
+        for one, mesh in ways(cfg, machine.chips, machine.slices, remats)
+        if all(mesh[axis] == size for axis, size in wanted.items())
+        and ("train.grad_accum" not in given or one.train.grad_accum == cfg.train.grad_accum)
+    ]
     order = {"yes": 0, "tight": 1, "no": 2}
     best = lambda c: (order[c.fits], -c.speed.tokens_a_second if c.fits != "no" else c.memory.total, c.memory.total)
     return sorted(found, key=best)

@@ -1,0 +1,1 @@
+"""What fits a machine, and how fast it runs there, by arithmetic."""

@@ -1,0 +1,123 @@
+"""What cannot fit is refused before it begins, with settings that do; where memory runs out, there is advice, too."""
+
+import dataclasses
+import json
+import re
+import shlex
+
+import jax
+import pytest
+import small
+from runs import RUN, at
+
+from nash_mhc.config import ConfigError, cli
+from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.train import __main__ as command
+from nash_mhc.train.fit import preflight
+from nash_mhc.train.fit.memory import estimate
+from nash_mhc.train.resolve_devices import resolve
+
+NASH = dataclasses.replace(small.config(data__batch_size=8, data__seq_len=256), model=small.NASH)
+
+
+def sizes_of(cfg):
+    resolved, mesh = resolve(cfg)
+    return resolved, mesh, estimate(resolved, mesh.shape).total
+
+
+def with_flags(cfg, flags):
+    """As a user would type them after the others."""
+    words = shlex.split(flags)
+    given = cli.parse(words).given
+    sections = {
+        name: {k.partition(".")[2]: v for k, v in given.items() if k.startswith(f"{name}.")}
+        for name in ("data", "train", "mesh")
+    }
+    return dataclasses.replace(cfg, **{name: dataclasses.replace(getattr(cfg, name), **v) for name, v in sections.items()})
+
+
+def settings_in(message):
+    return re.findall(r"(--[a-z][^()]*?) \([\d.]+ [GM]iB\)", message)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_what_cannot_fit_is_refused_with_settings_that_do(monkeypatch, tmp_path, share):
+    cfg, _, total = sizes_of(NASH)
+    room = share * total
+    monkeypatch.setattr(preflight, "room_of", lambda mesh: room)
+    with pytest.raises(
+        ConfigError, match=r"^this run needs about .* of each device's .*, or insist with --no-preflight$"
+    ) as refused:
+        at(tmp_path / "run", cfg)
+    assert not (tmp_path / "run").exists()  # nothing is left behind
+    found = settings_in(str(refused.value))
+    assert found
+    for flags in found:
+        _, _, size = sizes_of(with_flags(cfg, flags))
+        assert size <= room
+
+
+def test_settings_that_change_least_come_first():
+    cfg, mesh, total = sizes_of(NASH)
+    first, *others = preflight.smaller(cfg, mesh.shape, 0.8 * total)
+    assert "--seq-len" not in first.flags
+    assert "--mesh" not in first.flags  # one device stays one
+    assert len({remedy.flags for remedy in [first, *others]}) == 1 + len(others) <= 3
+
+
+def test_who_insists_gets_a_warning_and_a_run_that_knows_what_was_expected(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(preflight, "room_of", lambda mesh: 1.0)
+    with pytest.raises(ConfigError, match="no split of it fits; take a smaller --model-size or more devices"):
+        at(tmp_path, RUN)
+    said = []
+    cfg, mesh, total = sizes_of(RUN)
+    expected = preflight.preflight(cfg, mesh, said.append, insist=True)
+    assert said[0].endswith("it was told to begin all the same")
+    assert expected["gib"] == pytest.approx(total / 2**30) == pytest.approx(sum(expected["gib_by_category"].values()))
+
+
+def test_the_runs_folder_keeps_what_was_expected(tmp_path):
+    at(tmp_path, RUN, evaluated=False)
+    _, _, total = sizes_of(RUN)
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert info["expected"]["gib"] == pytest.approx(total / 2**30)
+    assert info["expected"]["room_gib"] > info["expected"]["gib"]
+
+
+def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
+    cfg, mesh, total = sizes_of(NASH)
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.00GiB. [tf-allocator]")
+    message = str(command.out_of_memory(NASH, error))
+    assert message.startswith(
+        "the devices have too little memory for this run (Out of memory while trying to allocate 1.00GiB)"
+    )
+    assert "\n" not in message
+    found = settings_in(message)
+    assert found
+    for flags in found:
+        assert sizes_of(with_flags(cfg, flags))[2] < 0.85 * total
+    # The parts that are named are the largest ones, each with what makes it.
+    memory = estimate(cfg, mesh.shape)
+    parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
+    for name in sorted(parts, key=lambda n: -parts[n])[:3]:
+        assert re.search(rf"{name} [\d.]+ [GM]iB from ", message)
+
+
+def test_the_best_mesh_for_the_devices_here_is_taken():
+    count = jax.device_count()
+    asked = dataclasses.replace(NASH, mesh=dataclasses.replace(NASH.mesh, num_devices=count))
+    said = []
+    best = preflight.best_here(asked, {}, said.append)
+    shape = make_mesh(best.mesh).shape
+    assert shape["data"] * shape["fsdp"] * shape["tp"] == count > 1
+    assert best.data.batch_size * best.train.grad_accum == asked.data.batch_size * asked.train.grad_accum
+    assert said[0].startswith("--mesh-auto: --mesh-data ")
+    kept = preflight.best_here(asked, {"mesh.tp": 2, "train.remat": "full"}, said.append)
+    assert kept.mesh.tp == 2
+    assert kept.train.remat == asked.train.remat  # what the user has set stays
+
+
+def test_a_mesh_that_does_not_fit_is_not_taken(monkeypatch):
+    monkeypatch.setattr(preflight, "room_of", lambda mesh: 1000.0)
+    with pytest.raises(ConfigError, match=r"^--mesh-auto: nothing fits: the smallest way needs "):
+        preflight.best_here(NASH, {}, lambda text: None)
