@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "plan": {"config", "parallel", "runtime", "model", "train"},
     "report": {"config", "storage", "checkpoint", "plan"},
-    "bench": {"config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "train", "plan", "report"},
+    "bench": {"config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "hub", "train", "plan", "report"},
     "doctor": {"config", "storage", "parallel", "checkpoint", "runtime", "train"},
     "notebook": {"config", "storage", "checkpoint", "runtime", "model", "data"},
 }  # fmt: skip

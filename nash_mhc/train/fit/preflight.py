@@ -40,6 +40,12 @@ _MADE_BY = {
 }
 
 
+# The same rows in more parts are the same step; remat costs time; another mesh may cost more of it; shorter rows are
+# another run.
+_KINDS = {"data.batch_size": "parts", "train.grad_accum": "parts", "train.remat": "remat", "data.seq_len": "length"}
+_HARM = {"parts": 1, "remat": 2, "mesh": 4, "length": 8}
+
+
 class Remedy(NamedTuple):
     flags: str
     memory: float  # bytes of a device
@@ -105,14 +111,14 @@ def _advice(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> str:
 def smaller(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> list[Remedy]:
     """At most three settings that fit with some room left, each of another kind, those that change least first."""
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
+    now = _settings(cfg, mesh)
     for other, its_mesh in itertools.chain(ways(cfg, math.prod(mesh.values())), _more(cfg, mesh)):
-        changed = {key: value for key, value in _settings(other, its_mesh).items() if _settings(cfg, mesh)[key] != value}
+        changed = {key: value for key, value in _settings(other, its_mesh).items() if now[key] != value}
         size = estimate(other, its_mesh).total
         if changed and size <= SAFE * room:
-            # A change of the mesh is one change; what is nearest to the room was changed least.
-            kinds = tuple(sorted({"mesh" if key.startswith("mesh.") else key for key in changed}))
-            harm = len(kinds) + 2 * (other.data.seq_len != cfg.data.seq_len) + 3 * (its_mesh != dict(mesh))
-            found.append((harm, -size, kinds, Remedy(" ".join(as_flags(changed)), size)))
+            kinds = tuple(sorted({_KINDS.get(key, "mesh") for key in changed}))
+            # What comes nearest to the room was changed least.
+            found.append((sum(_HARM[kind] for kind in kinds), -size, kinds, Remedy(" ".join(as_flags(changed)), size)))
     best: dict[tuple[str, ...], Remedy] = {}
     for _, _, kinds, remedy in sorted(found, key=lambda each: each[:2]):
         best.setdefault(kinds, remedy)
