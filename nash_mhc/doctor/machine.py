@@ -10,6 +10,7 @@ from typing import Any
 
 from nash_mhc.doctor.findings import OK, WARNING, Finding, size, told
 from nash_mhc.doctor.teller import Teller
+from nash_mhc.runtime.host_memory import host_memory
 
 _GOOGLE = "0x1ae0"  # as a vendor on the PCI bus
 _LITTLE = 2e9  # bytes: the tiny model's run takes about half of it
@@ -77,21 +78,8 @@ def check(tell: Teller) -> None:
             tell.found(finding)
 
 
-def free_memory() -> tuple[float, float] | None:
-    """(free, in all) of this machine, or of the container where that grants less; None where nobody says."""
-    rows = (line.split() for line in _read("/proc/meminfo").splitlines())
-    kib = {row[0].rstrip(":"): float(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-    if not {"MemAvailable", "MemTotal"} <= set(kib):
-        return None
-    free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit.isdigit() and used.isdigit() and float(limit) < total:
-        free, total = min(free, float(limit) - float(used)), float(limit)
-    return max(free, 0.0), total
-
-
 def check_memory() -> Iterator[Finding]:
-    if (found := free_memory()) is None:
+    if (found := host_memory()) is None:
         yield Finding("host memory", OK, "this system does not say how much is free")
         return
     free, total = found

@@ -15,6 +15,7 @@ from nash_mhc.data.mixture import passes
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
+from nash_mhc.parallel.processes import from_leader
 from nash_mhc.runtime.profile import show_kernels
 from nash_mhc.runtime.program_cache import use_compilation_cache
 from nash_mhc.runtime.signals import SIGNALS, Interrupted
@@ -68,7 +69,7 @@ def run(
         quiet = quiet or jax.process_index() > 0
         reporter = _reporter(cfg, quiet, each_step)
         held.callback(reporter.end)
-        expected = preflight(cfg, mesh, reporter.say, insist=insist)
+        expected = from_leader(lambda: preflight(cfg, mesh, reporter.say, insist=insist))
         inputs = open_inputs(cfg, mesh, watch, held, reporter.say)
         use_compilation_cache(inputs.folder.path)
         _introduce(inputs, mesh, reporter)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import math
 import time
 
 import numpy as np
 
 from nash_mhc.runtime.chips import Chip, Machine
+from nash_mhc.runtime.host_memory import host_memory
 
 _COPIED = 1 << 26  # bytes, more than a cache holds
 
@@ -28,10 +29,12 @@ def this_cpu() -> Machine:
     seconds = _best_of(5, lambda: a @ a)
     source, target = np.ones(_COPIED // 8), np.empty(_COPIED // 8)
     copied = _best_of(3, lambda: np.copyto(target, source))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    held = host_memory()
+    memory = held[1] / 1e9 if held else math.inf
     gbps = 2 * _COPIED / copied / 1e9
     chip = Chip(
-        name="cpu", platform="cpu", tflops=2 * n**3 / seconds / 1e12, memory_gb=memory, memory_gbps=gbps, links_gbps=gbps,
+        name="cpu", platform="cpu", tflops=2 * n**3 / seconds / 1e12, memory_gb=memory,
+        memory_gbps=gbps, links_gbps=gbps,
         network_gbps=None, dollars=None, named_by="chips", slices={1: "1"}, source="measured just now",
     )  # fmt: skip
     return Machine("cpu", chip, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.chips import Chip, Machine, by_kind
 from nash_mhc.runtime.hardware import device_memory
+from nash_mhc.runtime.host_memory import host_memory
 from nash_mhc.train.fit.candidates import SAFE, candidates, rows_for, ways
 from nash_mhc.train.fit.here import this_cpu
 from nash_mhc.train.fit.memory import Memory, estimate
@@ -56,9 +56,9 @@ def room_of(mesh: Mesh) -> float:
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     if (known := device_memory(local[0])) is not None:
         return float(known)
-    if local[0].platform != "cpu":
+    if local[0].platform != "cpu" or (known_here := host_memory()) is None:
         return math.inf
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(local)
+    return known_here[1] / len(local)
 
 
 def preflight(cfg: RunConfig, mesh: Mesh, say: Callable[[str], None], *, insist: bool = False) -> dict[str, Any] | None:
