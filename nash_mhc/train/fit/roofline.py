@@ -17,6 +17,7 @@ from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.sharding import GATHERED, RULES
 from nash_mhc.runtime.chips import Machine
 from nash_mhc.train.fit.memory import Memory
+from nash_mhc.train.state import flops_per_token
 
 # Shares of the data sheet that our programs attain, from `bench` on an H200 (docs/performance.md: 1b and small, dense
 # and Nash-MHC). Other chips are taken to be as good; docs/planning.md has how far each measured figure is from this.
@@ -26,6 +27,7 @@ ERROR = 0.25  # of a time, either way: what the measured figures differ by at mo
 _UPDATE_PASSES = 7
 # Bytes that move for each of a token's logits: float32 written and read twice, their gradients written and read twice.
 _LOGIT_BYTES = 18
+_LOOP_COPIES = 2  # of what is kept for the backward pass: into the loop's stack, and out of it (docs/log.md)
 _WEIGHT_PASSES = 3  # over a device's weights, for each part of a batch: forwards, forwards again, backwards
 _TP_EXCHANGES = 10  # of whole rows, a layer: two gathers and two scatters forwards, as many backwards, two gathers again
 
@@ -95,12 +97,14 @@ def speed(cfg: RunConfig, mesh: Mapping[str, int], machine: Machine, memory: Mem
     tp = math.prod(mesh[a] for a in RULES["time_split"])
     rows = cfg.data.batch_size // math.prod(mesh[a] for a in RULES["batch"])
     own_tokens = parts * rows * cfg.data.seq_len
-    useful = architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len) * tokens / machine.chips
+    useful = flops_per_token(cfg) * tokens / machine.chips
     counted = architecture_of(cfg.model).activations
     assert counted is not None  # `estimate` has asked
     execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
     moved = parts * counted(cfg.model, execution, rows, cfg.data.seq_len, tp).moved
     moved += _UPDATE_PASSES * memory.parameters + _LOGIT_BYTES * own_tokens * cfg.model.padded_vocab / tp
+    if chip.platform == "gpu" and cfg.train.unroll == "no":  # a loop over layers copies what it keeps in and out
+        moved += _LOOP_COPIES * parts * (memory.streams + memory.activations)
     width = next(length.size for length in cfg.model.lengths() if length.axis == "embed")
     item = 2 if cfg.train.dtype == "bfloat16" else 4
     moved += parts * _WEIGHT_PASSES * memory.parameters * mesh[GATHERED] / 4 * item
