@@ -8,6 +8,7 @@ import pytest
 
 from nash_mhc.ops.attend import attend, best_kernel, why_not
 from nash_mhc.ops.attend_cudnn import documents_of
+from nash_mhc.ops.attend_splash import _kernel
 from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
 
 
@@ -84,6 +85,19 @@ def test_auto_takes_the_platforms_best():
     # Shapes that the fast kernels do not take.
     assert best_kernel("tpu", "bfloat16", 4000, 128, None) == "xla"
     assert best_kernel("gpu", "bfloat16", 4096, 4, None) == "xla"
+
+
+def test_the_tables_of_splash_lie_on_no_device():
+    """A step may be compiled for devices that are not here (`bench compile`): nothing can be put on these."""
+    seen = []
+
+    def traced(x):
+        seen.extend(jax.tree.leaves(_kernel(2, 256, 64)))
+        return x
+
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        jax.jit(traced).lower(1.0)
+    assert seen and all(isinstance(table, np.ndarray) for table in seen)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from nash_mhc.ops.attend_rows import Found, with_gradient_of_evidence
@@ -14,7 +16,8 @@ from nash_mhc.ops.attend_rows import Found, with_gradient_of_evidence
 
 def _kernel(group: int, T: int, window: int | None) -> Any:
     """Its mask tables are arrays: made now, and not by the program under way, or the backward pass, which is a program
-    of its own, could not see them."""
+    of its own, could not see them; and not on the mesh under way, whose devices need not be here (`bench compile`).
+    Both belong to a thread, so another one makes them."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     one = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
@@ -23,8 +26,13 @@ def _kernel(group: int, T: int, window: int | None) -> Any:
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
-    with jax.ensure_compile_time_eval():
-        return splash.make_splash_mqa_single_device(mask=splash.MultiHeadMask([one] * group), block_sizes=sizes)
+
+    def make() -> Any:
+        kernel = splash.make_splash_mqa_single_device(mask=splash.MultiHeadMask([one] * group), block_sizes=sizes)
+        return jax.tree.map(np.asarray, kernel)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        return other.submit(make).result()
 
 
 def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
