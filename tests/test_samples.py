@@ -78,7 +78,7 @@ def test_it_is_never_a_reason_to_stop(trained, monkeypatch):
 
 def test_training_ends_with_the_last_one(trained, monkeypatch, capsys):
     (trained.folder / "run.yaml").write_text(json.dumps(CFG.to_dict()))
-    monkeypatch.setattr(train_command, "run", lambda cfg: trained)
+    monkeypatch.setattr(train_command, "run", lambda cfg, **_: trained)
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(trained.folder / "run.yaml")])
     assert one_line_errors(train_command.main) == 0
     shown = f"\nA sample (temperature 0.8):\n{trained.sample}\n\nThe run is in {trained.folder}. Next:\n"
