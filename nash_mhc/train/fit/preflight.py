@@ -110,6 +110,8 @@ def _advice(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> str:
 
 def smaller(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> list[Remedy]:
     """At most three settings that fit with some room left, each of another kind, those that change least first."""
+    if set(mesh) != {"data", "fsdp", "tp"}:
+        return []  # `ways` knows no other axes: of a mesh with one more, nobody has said what may be split along it
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
     now = _settings(cfg, mesh)
     for other, its_mesh in itertools.chain(ways(cfg, math.prod(mesh.values())), _more(cfg, mesh)):
