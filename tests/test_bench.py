@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import re
@@ -20,7 +19,7 @@ import small
 from jax.experimental import topologies
 
 from nash_mhc.bench import __main__ as command
-from nash_mhc.bench import findings, plot, quality, torch_step, variants
+from nash_mhc.bench import findings, plot, quality, variants
 from nash_mhc.bench.aot import bench_compile
 from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_step
@@ -29,11 +28,9 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import flops_per_token
-from nash_mhc.model.lora import adapters_of
 from nash_mhc.runtime.hardware import known_peak
-from nash_mhc.train import device_batches, evaluate, state
+from nash_mhc.train import device_batches, evaluate
 from nash_mhc.train.resolve_devices import resolve
-from nash_mhc.train.state import abstract_state
 
 
 def test_figures_follow_from_one_another():
@@ -49,44 +46,6 @@ def test_figures_follow_from_one_another():
     assert figures["peak_memory_gib"] > 0
     assert figures["last_loss"] < figures["first_loss"]  # it really trains, on the one batch it is given
     assert figures["finite"]
-
-
-def test_torch_trains_the_same_model_on_as_many_tokens():
-    """As many parameters of each kind as ours, adapters among them; and it really trains."""
-    pytest.importorskip("peft", reason="compares with PEFT, which needs torch: pip install 'torch<2.14' peft")
-    sized = lambda cfg: dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=384))  # whole tiles
-    for cfg in (sized(small.config()), sized(small.config(lora__rank=4, lora__targets="attention"))):
-        model = torch_step._model(cfg, torch_device())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        adapters = sum(array.size for array in jax.tree.leaves(adapters_of(abstract_state(cfg).model)))
-        assert trained == (adapters or count_parameters(cfg.model))
-        losses = [float(loss) for loss in itertools.islice(torch_step._losses(cfg, model, torch_device()), 4)]
-        assert losses[-1] < losses[0]
-
-
-def test_a_model_that_torch_has_not_is_refused():
-    with pytest.raises(ConfigError, match=r"^--against torch: transformers has no such model"):
-        torch_step.against_torch(dataclasses.replace(small.config(), model=small.NASH), steps=1, warmup=1)
-    with pytest.raises(ConfigError, match=r"^--against torch: --lora-targets q_porj is no module's name there"):
-        torch_step.against_torch(small.config(lora__rank=4, lora__targets="q_porj"), steps=1, warmup=1)
-
-
-def test_what_is_frozen_has_no_gradients_to_count():
-    """Of three matmuls with a weight, one makes its gradient; adapters have all three, and attention stays as it is."""
-    cfg = small.config()
-    m = cfg.model
-    weights = m.layers * (m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + 3 * m.width * m.ffn)
-    unembedding = m.vocab_size * m.width
-    whole = flops_per_token(m, cfg.data.seq_len)
-    assert state.flops_per_token(cfg) == whole
-    assert state.flops_per_token(small.config(optim__freeze="layers.ffn")) == whole - 2 * m.layers * 3 * m.width * m.ffn
-    adapters = m.layers * 4 * sum((m.width + out) for out in (m.heads * m.head_dim, m.kv_heads * m.head_dim)) * 2
-    tuned = state.flops_per_token(small.config(lora__rank=4, lora__targets="attention"))
-    assert tuned == whole - 2 * (weights + unembedding) + 6 * adapters
-
-
-def torch_device():
-    return pytest.importorskip("torch").device("cpu")
 
 
 def test_a_topology_that_cannot_be_described_is_one_line(monkeypatch):

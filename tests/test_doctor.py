@@ -192,7 +192,7 @@ def test_wrong_flags_are_one_line_each(tmp_path: Path) -> None:
         (["--quik"], "unknown flag --quik; did you mean --quick"),
         (["a", "b"], "unexpected argument 'b'; name one folder"),
         (["--timeout", "0"], "--timeout 0: must be"),
-        (["--json", str(tmp_path / "no" / "file.json")], "is no folder"),
+        (["--json", str(tmp_path / "no" / "file.json")], "cannot be written; name a file in a folder that is there"),
     ]:
         with pytest.raises(ConfigError, match=told):
             doctor.parse(argv)

@@ -10,13 +10,14 @@ from runs import RUN, assert_equal_states, at
 
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, OptimConfig
-from nash_mhc.model.lm import LM
+from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.resume import starting_state
 from nash_mhc.train.state import abstract_state
+from nash_mhc.train.state import flops_per_token as flops_of_run
 
 FROZEN = "embed_VD, layers.ffn, *norm.scale_D"  # a name, the first words of several, a pattern
 
@@ -189,3 +190,17 @@ def test_muon_keeps_one_moment_of_a_map_where_adam_keeps_two():
         for end in MAPS:
             counts[end] += name.endswith(end)
     assert set(counts.values()) == {1}
+
+
+def test_what_is_frozen_has_no_gradients_to_count():
+    """Of three matmuls with a weight, one makes its gradient; adapters have all three, and attention stays as it is."""
+    cfg = small.config()
+    m = cfg.model
+    weights = m.layers * (m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + 3 * m.width * m.ffn)
+    unembedding = m.vocab_size * m.width
+    whole = flops_per_token(m, cfg.data.seq_len)
+    assert flops_of_run(cfg) == whole
+    assert flops_of_run(small.config(optim__freeze="layers.ffn")) == whole - 2 * m.layers * 3 * m.width * m.ffn
+    adapters = m.layers * 4 * sum((m.width + out) for out in (m.heads * m.head_dim, m.kv_heads * m.head_dim)) * 2
+    tuned = flops_of_run(small.config(lora__rank=4, lora__targets="attention"))
+    assert tuned == whole - 2 * (weights + unembedding) + 6 * adapters

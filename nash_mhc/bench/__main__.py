@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.config.cli import Settings, parse, shown
-from nash_mhc.config.commands import chosen_command, one_line_errors
+from nash_mhc.config.commands import chosen_command, file_to_write, one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {
@@ -97,14 +95,6 @@ def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     return found_settings(given, values)
 
 
-def _writable(flag: str, name: str | None) -> Path | None:
-    """Asked before the work, which may take an hour."""
-    file = Path(name).expanduser() if name else None
-    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        raise ConfigError(f"{flag} {file}: cannot be written; name a file in a folder that is there")
-    return file
-
-
 def main() -> int:
     if (chosen := chosen_command(ABOUT, USAGE, "benchmark")) is None:
         return 0
@@ -118,8 +108,8 @@ def main() -> int:
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
     if shown(parsed):
         return 0
-    file = _writable("--json", parsed.own.json) if parsed.own.json != "-" else None
-    drawn = _writable("--picture", getattr(parsed.own, "picture", None))
+    file = file_to_write("--json", parsed.own.json) if parsed.own.json != "-" else None
+    drawn = file_to_write("--picture", getattr(parsed.own, "picture", None))
     figures = _run(command, parsed.config, parsed.own)
     if drawn:
         from nash_mhc.bench.plot import picture

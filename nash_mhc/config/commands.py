@@ -93,3 +93,14 @@ def one_line_errors(main: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader (`head`, a pager) has seen enough; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def file_to_write(flag: str, name: str | None) -> Path | None:
+    """The file that a flag names, if it names one; ConfigError where none can be written.
+
+    Asked before the work, which may take an hour.
+    """
+    file = Path(name).expanduser() if name else None
+    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"{flag} {file}: cannot be written; name a file in a folder that is there")
+    return file

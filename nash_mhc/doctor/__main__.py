@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nash_mhc import __version__
-from nash_mhc.config.commands import OneLineParser, one_line_errors
+from nash_mhc.config.commands import OneLineParser, file_to_write, one_line_errors
 from nash_mhc.config.humanize import counted, duration
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, told
@@ -42,8 +42,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_strictly(argv, "name one folder")
     if not 0 < args.timeout < 1e6:
         raise ConfigError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {args.json}: {Path(args.json).parent} is no folder; make it, or name another file")
+    file_to_write("--json", args.json)
     return args
 
 

@@ -10,20 +10,11 @@ from typing import Any
 
 from nash_mhc.doctor.findings import OK, WARNING, Finding, size, told
 from nash_mhc.doctor.teller import Teller
-from nash_mhc.runtime.host_memory import host_memory
+from nash_mhc.runtime.host_memory import host_memory, system_file
 
 _GOOGLE = "0x1ae0"  # as a vendor on the PCI bus
 _LITTLE = 2e9  # bytes: the tiny model's run takes about half of it
-
-
 _DRIVER = "look after the driver (dmesg, a restart): a run would find no GPU"
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -46,8 +37,8 @@ def tpu_chips(dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")
     """Device files of TPU chips; since v5e they are those of VFIO, which other devices than Google's have as well."""
     if chips := [*dev.glob("accel[0-9]*")]:
         return len(chips)
-    of_google = (card for card in bus.glob("*") if _read(card / "vendor") == _GOOGLE)
-    if all(_read(card / "class").startswith(("0x01", "0x02")) for card in of_google):  # disks and networks of its cloud
+    of_google = (card for card in bus.glob("*") if system_file(card / "vendor") == _GOOGLE)
+    if all(system_file(card / "class").startswith(("0x01", "0x02")) for card in of_google):  # disks and networks of its cloud
         return 0
     return len([*dev.glob("vfio/[0-9]*")])
 

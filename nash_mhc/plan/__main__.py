@@ -8,11 +8,10 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.cli import Parsed, as_flags, parse, shown
-from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.commands import file_to_write, one_line_errors
 from nash_mhc.config.schema import ConfigError
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -64,13 +63,6 @@ def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, st
     )
 
 
-def _writable(name: str | None) -> Path | None:
-    file = Path(name).expanduser() if name and name != "-" else None
-    if file and (file.is_dir() or not file.parent.is_dir()):
-        raise ConfigError(f"--json {file}: cannot be written; name a file in a folder that is there")
-    return file
-
-
 def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
     """What to change where nothing fits."""
     from nash_mhc.train.fit.candidates import nearest_that_fit
@@ -92,7 +84,10 @@ def main() -> int:
     own = parsed.own
     if own.top < 1:
         raise ConfigError("--top must be at least 1")
-    file, tokens = _writable(own.json), number_of_tokens(own.tokens) if own.tokens else None
+    file, tokens = (
+        file_to_write("--json", own.json if own.json != "-" else None),
+        number_of_tokens(own.tokens) if own.tokens else None,
+    )
     machine, remark = _machine(own, parsed.given)
 
     from nash_mhc.model.architectures import count_parameters  # with JAX: after the flags

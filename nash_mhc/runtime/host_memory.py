@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def _read(path: str) -> str:
+def system_file(path: str | Path) -> str:
+    """What the system says in such a file; nothing where there is none."""
     try:
         return Path(path).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -14,12 +15,12 @@ def _read(path: str) -> str:
 
 def host_memory() -> tuple[float, float] | None:
     """(free, in all) of this machine, or of the container where that grants less; None where nobody says."""
-    rows = (line.split() for line in _read("/proc/meminfo").splitlines())
+    rows = (line.split() for line in system_file("/proc/meminfo").splitlines())
     kib = {row[0].rstrip(":"): float(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     if not {"MemAvailable", "MemTotal"} <= set(kib):
         return None
     free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    limit, used = system_file("/sys/fs/cgroup/memory.max"), system_file("/sys/fs/cgroup/memory.current")
     if limit.isdigit() and used.isdigit() and float(limit) < total:
         free, total = min(free, float(limit) - float(used)), float(limit)
     return max(free, 0.0), total

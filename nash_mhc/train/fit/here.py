@@ -23,7 +23,10 @@ def _best_of(count: int, work: object) -> float:
 
 
 def this_cpu() -> Machine:
-    """float32 matrix work by all of its cores, and its memory: a copy reads and writes."""
+    """float32 matrix work by all of its cores, and its memory: a copy reads and writes.
+
+    By numpy: JAX would take hold of the accelerators, if there are some.
+    """
     n = 1024
     a = np.ones((n, n), np.float32)
     seconds = _best_of(5, lambda: a @ a)
