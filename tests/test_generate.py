@@ -131,7 +131,7 @@ def test_a_long_prompt_is_read_with_progress_by_a_program_that_is_compiled_once(
         list(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, max_tokens=60, say=said.append))
     progress = [f"reading the prompt: {n} of 150 tokens ..." for n in (64, 128)]
     assert said == ["compiling ...", *progress]
-    compiled = [m for r in caplog.records if (m := r.getMessage()).startswith("Compiling") and "_read" in m.split("with")[0]]
+    compiled = [m for r in caplog.records if (m := r.getMessage()).startswith("Compiling") and "write_on" in m.split("with")[0]]
     assert len(compiled) == 1  # for chunks of the prompt, single tokens and a fresh start alike
 
 

@@ -52,8 +52,14 @@ def test_texts_that_are_written_at_once_are_those_that_are_written_alone(ours, h
     for row, token in generate_rows(model, prompts, how, **options):
         together[row].append(token)
     for row, prompt in enumerate(prompts):
+        for at_once in (7, 100):  # without the host in between
+            assert together[row] == [token for _, token in generate_rows(model, [prompt], how, at_once=at_once, **options)]
         assert together[row] == [token for _, token in generate_rows(model, [prompt], how, **options)]
     assert max(map(len, together.values())) == 30
+    many: dict[int, list[int]] = {row: [] for row in range(len(prompts))}
+    for row, token in generate_rows(model, prompts, how, at_once=7, **options):
+        many[row].append(token)
+    assert many == together
     if how == Drawn(0.0):
         assert together[1] == list(generate_tokens(model, prompts[1], seq_len=32, end=256, max_tokens=30, temperature=0.0))
 

@@ -15,7 +15,6 @@ from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model import LM
 from nash_mhc.model.incremental import empty_cache, step
 from nash_mhc.model.protocol import Execution
-from nash_mhc.model.sampling import read
 
 # Few iterations compile faster, and every one is the same code as in the whole model.
 BASE = dataclasses.replace(
@@ -95,7 +94,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_whole_forward_pass_is() -> None:
     assert jax.eval_shape(lambda: empty_cache(cfg, 2, 64, "bfloat16")).dtype == jnp.bfloat16
 
 
-reader = jax.jit(read)
+reader = jax.jit(small.read)
 
 
 def test_a_chunk_is_read_as_its_tokens_are_and_padding_is_not_read() -> None:

@@ -15,7 +15,6 @@ from nash_mhc.config.schema import ARCHITECTURES, ModelConfig
 from nash_mhc.model import architectures, incremental
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
-from nash_mhc.model.sampling import read
 from nash_mhc.model.weights import Weight, array_of
 from nash_mhc.optim.roles import decays, is_orthogonal
 from nash_mhc.parallel.params import MATRIX, TABLE, VECTOR, map_declared, named_leaves, param
@@ -96,7 +95,7 @@ def test_a_model_of_modules_is_the_model_of_their_arrays(plain, kind):
     assert float(jnp.max(jnp.abs(merged_BTV - forward(plain, tokens_BT)))) > 0.05
     np.testing.assert_allclose(forward(model, tokens_BT), merged_BTV, atol=2e-4)
     cache = lambda: incremental.empty_cache(plain.cfg, 2, 16)
-    decoded = jax.jit(lambda m: read(m, cache(), tokens_BT, jnp.asarray(16))[0])
+    decoded = jax.jit(lambda m: small.read(m, cache(), tokens_BT, jnp.asarray(16))[0])
     np.testing.assert_allclose(decoded(model), merged_BTV[:, -1], atol=2e-4)
 
 

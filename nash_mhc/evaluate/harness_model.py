@@ -15,7 +15,7 @@ from nash_mhc.evaluate.progress import Progress
 from nash_mhc.evaluate.scoring import Request, Scorer, windows
 from nash_mhc.hub.load import Loaded
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.sampling import generate_tokens
+from nash_mhc.model.sampling import MANY, generate_tokens
 from nash_mhc.parallel.sharding import for_compute, named
 
 _NEW_TOKENS = 256  # that a task asks for when it says nothing, as with lm-eval's own backends
@@ -115,7 +115,7 @@ class HarnessModel(TemplateLM):
             self._on_one_device(), tokens, seq_len=self._room(len(tokens) + count), end=self.loaded.tokenizer.end,
             max_tokens=count, temperature=float(options["temperature"]) if is_drawn else 0.0,
             top_k=int(options.get("top_k") or 0), top_p=float(options.get("top_p") or 1.0), dtype=self.loaded.dtype,
-            say=self._say_once,
+            at_once=MANY, say=self._say_once,
         ):  # fmt: skip
             if token in self.loaded.stops:
                 break

@@ -117,6 +117,7 @@ def _rows(
     prompts: Sequence[list[int]],
     is_done: Callable[[int], bool],
     say: Callable[[str], None] | None,
+    at_once: int = 1,
 ) -> Iterator[tuple[int, int]]:
     from nash_mhc.generate.decode import Drawn, generate_rows
 
@@ -127,7 +128,7 @@ def _rows(
     return generate_rows(
         loaded.model, prompts, Drawn(args.temperature, args.top_k, args.top_p, args.repetition_penalty),
         seq_len=min(room, loaded.config.data.seq_len), ends=set(loaded.stops), max_tokens=args.max_tokens, seed=args.seed,
-        dtype=loaded.dtype, is_done=is_done, say=say or (lambda text: None),
+        dtype=loaded.dtype, at_once=at_once, is_done=is_done, say=say or (lambda text: None),
     )  # fmt: skip
 
 
@@ -142,6 +143,8 @@ def _text(args: argparse.Namespace, loaded: Loaded, prompt: Prompt) -> Iterator[
 
 def _answer_all(args: argparse.Namespace, loaded: Loaded, prompts: Sequence[Prompt]) -> int:
     """A line of JSON for each prompt, in their order; how fast, at the end."""
+    from nash_mhc.generate.decode import MANY
+
     try:
         out: TextIO = open(args.out, "w", encoding="utf-8") if args.out else sys.stdout  # noqa: SIM115  (closed below)
     except OSError as error:
@@ -154,7 +157,8 @@ def _answer_all(args: argparse.Namespace, loaded: Loaded, prompts: Sequence[Prom
         # As many rows as before, so that it is the same program; those that are too many end at once.
         done = set(range(len(some), size))
         made: list[list[int]] = [[] for _ in range(size)]
-        for row, token in _rows(args, loaded, read + read[:1] * len(done), done.__contains__, _say if at == 0 else None):
+        rows = read + read[:1] * len(done)
+        for row, token in _rows(args, loaded, rows, done.__contains__, _say if at == 0 else None, MANY):
             made[row].append(token)
             tokens += row < len(some)
             began = began or time.perf_counter()

@@ -22,27 +22,9 @@ from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import for_compute
 
-_CHUNK = 64  # tokens of a prompt that are read in one call
+_CHUNK = 64  # tokens that are read or written in one call, at most
+MANY = 16  # tokens to draw `at_once` where nobody watches; those after the end of a text are drawn in vain
 _PATIENCE = 2.0  # seconds of silence that a reader of the terminal is asked for
-
-
-@functools.partial(jax.jit, donate_argnames="cache")  # the cache comes back with its new rows written in place
-def _read(model: Any, cache: Any, tokens_BT: Int[Array, "B T"], count: Int[Array, ""]) -> tuple[Float[Array, "B V"], Any]:
-    return read(model, cache, tokens_BT, count)
-
-
-def read(model: Any, cache: Any, tokens_BT: Int[Array, "B T"], count: Int[Array, ""]) -> tuple[Float[Array, "B V"], Any]:
-    """Decodes the first `count` tokens, at least one: (logits of the token after them, cache). The rest is padding.
-
-    The count is not part of the program: compiled once, this reads a chunk of a prompt and a single token alike.
-    """
-    decode = architecture_of(model.cfg).decode
-
-    def body(t: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        return decode(model, carry[1], lax.dynamic_index_in_dim(tokens_BT, t, axis=1, keepdims=False))
-
-    nothing_BV = jnp.zeros((tokens_BT.shape[0], model.cfg.vocab_size), jnp.float32)
-    return lax.fori_loop(0, count, body, (nothing_BV, cache))
 
 
 def keep_likely(logits_V: Float[Array, "V"], top_k: int, top_p: float) -> Float[Array, "V"]:
@@ -87,7 +69,6 @@ class Drawn(NamedTuple):
     repetition_penalty: float = 1.0
 
 
-@functools.partial(jax.jit, static_argnums=(4,))
 def _sample_rows(
     logits_BV: Float[Array, "B V"],
     key: PRNGKeyArray,
@@ -100,6 +81,48 @@ def _sample_rows(
         logits_BV = jax.vmap(lambda logits, seen: repeated_less(logits, seen, how.repetition_penalty))(logits_BV, seen_BV)
     one = lambda logits_V, i: sample(logits_V, jax.random.fold_in(key, i), how.temperature, how.top_k, how.top_p)
     return jax.vmap(one)(logits_BV, numbers_B)
+
+
+class Written(NamedTuple):
+    """Where the texts stand on the device."""
+
+    logits_BV: Float[Array, "B V"]  # of the token after those that were read
+    cache: Any
+    seen_BV: Bool[Array, "B V"] | None  # tokens that have come before, where repetition is penalized
+
+
+def write_on(
+    model: Any,
+    at: Written,
+    tokens_BT: Int[Array, "B T"],
+    known_B: Int[Array, "B"],
+    count: Int[Array, ""],
+    numbers_B: Int[Array, "B"],
+    key: PRNGKeyArray,
+    how: Drawn,
+) -> tuple[Int[Array, "B T"], Written]:
+    """Reads `count` tokens of each text: the first `known` are given, each one after them is drawn.
+
+    Neither count is part of the program: compiled once, this reads a chunk of a prompt, draws a single token, or many
+    of them without the host in between. `numbers`: of the draw of the first token, had it not been known.
+    """
+    decode = architecture_of(model.cfg).decode
+    rows_B = jnp.arange(tokens_BT.shape[0])
+
+    def body(t: Array, carry: tuple[Array, Written]) -> tuple[Array, Written]:
+        tokens_BT, at = carry
+        given_B = lax.dynamic_index_in_dim(tokens_BT, t, axis=1, keepdims=False)
+        is_known_B = t < known_B
+        drawn = lambda: _sample_rows(at.logits_BV, key, numbers_B + t, at.seen_BV, how).astype(given_B.dtype)
+        token_B = jnp.where(is_known_B, given_B, lax.cond(jnp.all(is_known_B), lambda: given_B, drawn))
+        seen_BV = None if at.seen_BV is None else at.seen_BV.at[rows_B, token_B].set(True)
+        logits_BV, cache = decode(model, at.cache, token_B)
+        return tokens_BT.at[:, t].set(token_B), Written(logits_BV, cache, seen_BV)
+
+    return lax.fori_loop(0, count, body, (tokens_BT, at))
+
+
+_write_on = jax.jit(write_on, static_argnames="how", donate_argnames="at")  # the cache gets its new rows in place
 
 
 def context_start(cfg: ArchitectureConfig, count: int, seq_len: int) -> int:
@@ -124,6 +147,7 @@ def generate_rows(
     max_tokens: int = 400,
     seed: int = 0,
     dtype: str = "float32",
+    at_once: int = 1,
     is_done: Callable[[int], bool] = lambda row: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[int, int]]:
@@ -134,50 +158,63 @@ def generate_rows(
     longer than that, more than half as many (the half rounded down to whole blocks). Beginning the cache anew costs
     half a `seq_len` of steps every half `seq_len` of tokens, so a token costs about two steps however long the text is.
     A document begins with the tokenizer's begin token, so a prompt usually does, too. The same arguments give the same
-    tokens. `say` hears of what takes long before the first token.
+    tokens. `at_once` of them are drawn before they are handed out: one for a reader who watches; many are faster, since
+    the device need not wait for the host after each. `say` hears of what takes long before the first token.
     """
     texts = [[int(t) for t in prompt] for prompt in prompts]
     if not all(texts):
         raise ValueError("the model needs a token to begin with; a new document begins with the tokenizer's begin token")
     made, going = [0] * len(texts), set(range(len(texts)))
+    prompt_B = np.array([len(text) for text in texts], np.int32)
     key = jax.random.key(seed)
     model = for_compute(model, jnp.dtype(dtype))  # once, not for every token
     # Where the model lies, in so many words:
     # JAX would compile once for a cache without a place and again for the one returned.
     (device,) = jax.tree.leaves(model)[0].devices()
-    fresh = lambda: jax.device_put(architecture_of(model.cfg).empty_cache(model.cfg, len(texts), seq_len, dtype), device)
-    cache, start, read_to = fresh(), 0, 0
+
+    def fresh() -> Written:
+        logits_BV = jnp.zeros((len(texts), model.cfg.vocab_size), jnp.float32)  # the first token is always known
+        seen_BV = _seen(texts, model.cfg.vocab_size) if how.repetition_penalty != 1 else None
+        cache = architecture_of(model.cfg).empty_cache(model.cfg, len(texts), seq_len, dtype)
+        return jax.device_put(Written(logits_BV, cache, seen_BV), device)
+
+    at, start, read_to = fresh(), 0, 0
     said = time.monotonic()
     say("compiling ...")
     while going:
         upto = min(len(texts[row]) for row in going)
         now = context_start(model.cfg, upto, seq_len)
         if now != start:
-            cache, start, read_to = fresh(), now, now
-        while read_to < upto:
-            count = min(_CHUNK, upto - read_to)
-            tokens_BT = np.zeros((len(texts), _CHUNK), np.int32)
-            for row, text in enumerate(texts):  # of one that has ended, anything
-                part = text[read_to : read_to + count]
-                tokens_BT[row, : len(part)] = part
-            logits_BV, cache = _read(model, cache, jnp.asarray(tokens_BT), jnp.asarray(count))
-            read_to += count
+            at, start, read_to = fresh(), now, now
+        # The token that finds the cache full is the last: what it writes there is thrown away with the cache.
+        wanted = max(1, min(at_once, max(max_tokens - made[row] for row in going)))
+        last = min(upto + wanted, start + seq_len + 1)
+        count = min(_CHUNK, last - read_to)
+        tokens_BT, known_B = np.zeros((len(texts), _CHUNK), np.int32), np.zeros(len(texts), np.int32)
+        for row in going:  # of one that has ended, anything
+            part = texts[row][read_to : read_to + count]
+            tokens_BT[row, : len(part)], known_B[row] = part, len(part)
+        given = jax.device_put((tokens_BT, known_B, np.int32(count), read_to - prompt_B))
+        written_BT, at = _write_on(model, at, *given, key, how)
+        read_to += count
+        if read_to <= upto:
             if not any(made) and read_to < upto and time.monotonic() - said > _PATIENCE:
-                logits_BV.block_until_ready()  # otherwise these words would be ahead of the work
+                at.logits_BV.block_until_ready()  # otherwise these words would be ahead of the work
                 said = time.monotonic()
                 say(f"reading the prompt: {read_to - start:,} of {upto - start:,} tokens ...")
-        seen_BV = _seen(texts, model.cfg.vocab_size) if how.repetition_penalty != 1 else None
-        chosen_B = np.asarray(_sample_rows(logits_BV, key, jnp.asarray(made), seen_BV, how))
-        for row in [row for row in sorted(going) if len(texts[row]) == upto]:
-            token = int(chosen_B[row])
-            if token in ends:
-                going.remove(row)
-                continue
-            texts[row].append(token)
-            made[row] += 1
-            yield row, token
-            if made[row] == max_tokens or is_done(row):
-                going.remove(row)
+            continue
+        drawn_BT = np.asarray(written_BT)[:, count - (read_to - upto) : count]
+        for position, drawn_B in enumerate(drawn_BT.T, start=upto):
+            for row in [row for row in sorted(going) if len(texts[row]) == position]:
+                token = int(drawn_B[row])
+                if token in ends:
+                    going.remove(row)
+                    continue
+                texts[row].append(token)
+                made[row] += 1
+                yield row, token
+                if made[row] == max_tokens or is_done(row):
+                    going.remove(row)
 
 
 def _seen(texts: Sequence[Sequence[int]], vocab_size: int) -> Array:
@@ -199,10 +236,13 @@ def generate_tokens(
     top_p: float = 1.0,
     seed: int = 0,
     dtype: str = "float32",
+    at_once: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[int]:
     """The tokens of one text; see `generate_rows`."""
     how = Drawn(temperature, top_k, top_p)
-    options: dict[str, Any] = {"seq_len": seq_len, "max_tokens": max_tokens, "seed": seed, "dtype": dtype, "say": say}
-    for _, token in generate_rows(model, [prompt_tokens], how, ends=(end,), **options):
+    for _, token in generate_rows(
+        model, [prompt_tokens], how, seq_len=seq_len, ends=(end,), max_tokens=max_tokens, seed=seed, dtype=dtype,
+        at_once=at_once, say=say,
+    ):  # fmt: skip
         yield token

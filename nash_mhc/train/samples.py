@@ -15,7 +15,7 @@ from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, stream_text
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.sampling import Drawn, generate_rows, generate_tokens
+from nash_mhc.model.sampling import MANY, Drawn, generate_rows, generate_tokens
 from nash_mhc.parallel.sharding import for_compute, named
 from nash_mhc.runtime.hardware import device_memory
 
@@ -50,7 +50,7 @@ class Samples:
         def text(local: LanguageModel) -> str:
             tokens = generate_tokens(
                 local, self._prompt, seq_len=self._seq_len, end=self._tokenizer.end, max_tokens=self._count,
-                temperature=TEMPERATURE, seed=0, dtype=self._dtype,
+                temperature=TEMPERATURE, seed=0, dtype=self._dtype, at_once=MANY,
             )  # fmt: skip
             return "".join(stream_text(tokens, self._tokenizer))
 
@@ -64,7 +64,7 @@ class Samples:
             room, ends = self._seq_len, [self._tokenizer.end]
             how = Drawn(temperature=0.0)
             for row, token in generate_rows(
-                local, prompts, how, seq_len=room, ends=ends, max_tokens=self._count, dtype=self._dtype
+                local, prompts, how, seq_len=room, ends=ends, max_tokens=self._count, dtype=self._dtype, at_once=MANY
             ):
                 answers[row].append(token)
             return [self._tokenizer.decode(np.asarray(answer)) for answer in answers]
