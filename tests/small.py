@@ -14,7 +14,6 @@ import numpy as np
 
 from nash_mhc.config.schema import (
     DataConfig,
-    LoraConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -105,14 +104,16 @@ def change_batches(change: Callable[[int, Rows], Rows], setattr: Callable[[Any, 
 
 
 @functools.cache
-def _start(model: ModelConfig, optim: OptimConfig, lora: LoraConfig, seed: int) -> TrainState:
-    cfg = RunConfig(model=model, optim=optim, lora=lora, train=TrainConfig(seed=seed))
+def _start(cfg: RunConfig, seed: int) -> TrainState:
+    cfg = dataclasses.replace(cfg, train=TrainConfig(seed=seed))
     return jax.device_get(create_state(cfg, make_mesh(cfg.mesh)))
 
 
 def start(cfg: RunConfig, mesh: Any) -> TrainState:
     """`create_state`, drawn once for all meshes: that they draw the same values is a test of its own."""
-    state = _start(cfg.model, shaping(cfg).optim, cfg.lora, cfg.train.seed)
+    shaped = shaping(cfg)  # whatever a mesh, a dtype or the rows have to do with it is left out
+    drawn = RunConfig(model=cfg.model, optim=shaped.optim, lora=cfg.lora, precision=cfg.precision)
+    state = _start(drawn, cfg.train.seed)
     # Copies: the step is given these buffers to overwrite.
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
 

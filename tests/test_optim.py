@@ -14,7 +14,9 @@ from nash_mhc.config.schema import OptimConfig, RunConfig, TrainConfig
 from nash_mhc.optim import roles
 from nash_mhc.optim import schedule as module
 from nash_mhc.optim.optimizers import averaged, make_optimizer
+from nash_mhc.optim.rounding import salt_of
 from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import VECTOR, param
 
 PEAK = 0.5
@@ -156,6 +158,31 @@ def test_three_steps_equal_adamw_by_hand(scale: float, clip: float) -> None:
         net = optax.apply_updates(net, updates)
     for name, value in expected.items():
         np.testing.assert_allclose(np.asarray(getattr(net, name)), value, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("scale", [0.01, 10.0], ids=["below the clip", "above the clip"])
+@pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "never clipped"])
+def test_in_one_go_it_is_what_the_parts_are_one_after_the_other(scale: float, clip: float) -> None:
+    cfg = config(learning_rate=0.1, b1=0.8, b2=0.9, eps=1e-2, weight_decay=0.3, max_grad_norm=clip)
+    h, net = Hyperparameters.of(cfg), make_net()
+    optimizer = make_optimizer(h, net)
+    fast, state = Training.of(cfg), optimizer.init(net)
+    step = jax.jit(lambda net, grad, state, good: fast.update(h, net, grad, state, good, salt_of(0)))
+    ours = (net, state)
+    for number, grad in enumerate(gradients(scale)):
+        if number == 1:  # a bad step in between, which nothing remembers
+            bad = jax.tree.map(lambda g: g * jnp.nan, grad)
+            left = step(ours[0], bad, ours[1], jnp.asarray(False))
+            for a, b in zip(*map(jax.tree.leaves, (ours, left[:2])), strict=True):
+                np.testing.assert_array_equal(a, b)
+        updates, state = optimizer.update(grad, state, net)
+        net = optax.apply_updates(net, updates)
+        new, kept, norm = step(ours[0], grad, ours[1], jnp.asarray(True))
+        ours = (new, kept)
+        assert float(norm) == pytest.approx(float(optax.tree.norm(updates)), rel=1e-5)
+        assert jax.tree.structure(kept) == jax.tree.structure(state)
+        for a, b in zip(*map(jax.tree.leaves, (ours, (net, state))), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
 
 
 def test_clipping_keeps_the_direction_and_the_ratio_between_arrays() -> None:

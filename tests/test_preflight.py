@@ -103,6 +103,16 @@ def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
         assert re.search(rf"{name} [\d.]+ [GM]iB from ", message)
 
 
+def test_what_was_known_to_be_too_much_is_answered_with_what_there_is_room_for(monkeypatch):
+    """Who insisted gets settings that fit the devices, not merely less than far too much."""
+    cfg, _, total = sizes_of(NASH)
+    monkeypatch.setattr(command, "room_of", lambda mesh: 0.7 * total)
+    found = settings_in(str(command.out_of_memory(NASH, RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))))
+    assert found
+    for flags in found:
+        assert sizes_of(with_flags(cfg, flags))[2] < 0.85 * 0.7 * total
+
+
 def test_the_best_mesh_for_the_devices_here_is_taken():
     count = jax.device_count()
     asked = dataclasses.replace(NASH, mesh=dataclasses.replace(NASH.mesh, num_devices=count))

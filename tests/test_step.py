@@ -37,7 +37,8 @@ def test_every_mesh_gives_the_same_run(shape, batches, one_device):
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_accumulation_4_of_batch_2_is_batch_8(config):
-    rows = [small.random_rows(config(), seed) for seed in range(2)]
+    # Not the rows of 0 and 1: with those, a gradient of the residual maps is so near 0 that it is all rounding.
+    rows = [small.random_rows(config(), seed) for seed in (2, 3)]
     # Uneven padding between the parts: a mean of means would differ from the mean over tokens.
     for r in rows:
         r.weights[:, :2, 5:] = 0.0

@@ -30,6 +30,19 @@ class LoraConfig(Section):
 
 
 @dataclass(frozen=True)
+class PrecisionConfig(Section):
+    section = "precision"
+
+    weights_dtype: str = key(
+        "float32",
+        "how matrices and tables are kept between steps; bfloat16: half the memory, rounded by chance so that small updates "
+        "add up",
+        choices=("float32", "bfloat16"),
+    )
+    moments_dtype: str = key("float32", "how AdamW's moments of them are kept, likewise", choices=("float32", "bfloat16"))
+
+
+@dataclass(frozen=True)
 class TelemetryConfig(Section):
     section = "telemetry"
 

@@ -23,6 +23,7 @@ FURTHER = {
     "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
     "tuning": "fine-tuning: how questions and answers are written, how long a run is, which checkpoint is its own",
     "lora": "fine-tuning with adapters, of a model that --init-from names",
+    "precision": "weights and moments in half of the memory: a larger model on the same chips",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
 }
 

@@ -22,13 +22,13 @@ from nash_mhc.config.fields import (
     nearest_multiple,
     weighted_parts,
 )
-from nash_mhc.config.further import LoraConfig, ObjectiveConfig, TelemetryConfig
+from nash_mhc.config.further import LoraConfig, ObjectiveConfig, PrecisionConfig, TelemetryConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
 __all__ = [
     "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "LoraConfig", "MeshConfig",
-    "ModelConfig",
-    "ObjectiveConfig", "OptimConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types",
+    "ModelConfig", "ObjectiveConfig",
+    "OptimConfig", "PrecisionConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types",
     "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
 
@@ -211,6 +211,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Array, UInt32
 from nash_mhc.config.commands import what_there_is
 from nash_mhc.config.schema import ConfigError, LoraConfig
 from nash_mhc.model.weights import Weight, array_of, project
-from nash_mhc.parallel.params import ADAPTER, MATRIX, TABLE, Declared, map_declared, named_leaves, param
+from nash_mhc.parallel.params import ADAPTER, MATRIX, Declared, map_declared, named_leaves, param
 
 # Theirs are the names that people know; ours end the parameters' names.
 PROJECTIONS = {
@@ -113,7 +113,7 @@ def adapted(model: Any, cfg: LoraConfig, key: Array) -> Any:
         nonlocal number
         name = next(names)
         # Where everything is rounded to the compute dtype before it is used, half the memory holds as much.
-        kept = array.astype(cfg.base_dtype) if declared.role in (MATRIX, TABLE) and declared.cast else array
+        kept = array.astype(cfg.base_dtype) if declared.is_large else array
         if name not in chosen:
             return kept
         number += 1

@@ -78,7 +78,8 @@ def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothin
 
 def _backward(vocab_size, z_weight, smoothing, grads, cotangent):  # type: ignore[no-untyped-def]
     dx_BTD, dw_VD = grads
-    return (dx_BTD * cotangent.loss).astype(dx_BTD.dtype), dw_VD * cotangent.loss, None, None
+    scaled = lambda grad: (grad * cotangent.loss).astype(grad.dtype)
+    return scaled(dx_BTD), scaled(dw_VD), None, None
 
 
 sharded_xent.defvjp(_forward, _backward)

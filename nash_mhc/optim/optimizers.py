@@ -69,6 +69,11 @@ Make = Callable[[Hyperparameters, Any], optax.GradientTransformation]
 OPTIMIZERS: dict[str, Make] = {"adamw": _adam, "muon": _muon}
 
 
+def is_plain_adamw() -> bool:
+    """Whether adamw is ours, which `adamw.py` has a faster form of."""
+    return OPTIMIZERS["adamw"] is _adam
+
+
 def register(name: str, make: Make) -> None:
     """Makes an optimizer known as `--optimizer NAME`."""
     OPTIMIZERS[name] = make

@@ -4,16 +4,20 @@ which stays as it is."""
 from __future__ import annotations
 
 import fnmatch
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.optim.optimizers import make_optimizer
+from nash_mhc.optim import adamw
+from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
+from nash_mhc.optim.rounding import Salt, salt_of, stored
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.parallel.params import ADAPTER, map_declared, named_leaves
 
@@ -25,10 +29,14 @@ class Training(NamedTuple):
     freeze: str | None = None  # patterns, with commas between them
     train_only: str | None = None
     adapters: bool = False  # nothing else
+    weights: str = "float32"  # how they are kept from step to step, the large ones
+    moments: str = "float32"
 
     @staticmethod
     def of(cfg: RunConfig) -> Training:
-        return Training(cfg.optim.optimizer, cfg.optim.freeze, cfg.optim.train_only, adapters=cfg.lora.rank > 0)
+        optim, kept = cfg.optim, cfg.precision
+        adapters = cfg.lora.rank > 0
+        return Training(optim.optimizer, optim.freeze, optim.train_only, adapters, kept.weights_dtype, kept.moments_dtype)
 
     def split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """(the trained part, the frozen part): the same model twice, with None for what is in the other one.
@@ -47,8 +55,49 @@ class Training(NamedTuple):
         mask = jax.tree.unflatten(jax.tree.structure(model), [name in trained for name in named_leaves(model)])
         return eqx.partition(model, mask)
 
+    def kept(self, model: PyTree) -> PyTree:
+        """The model as it is kept from step to step."""
+        if self.weights == "float32":  # what is smaller already (a base of adapters) stays so
+            return model
+        return map_declared(model, lambda declared, w: w.astype(self.weights) if declared.is_large else w)
+
     def make_optimizer(self, h: Hyperparameters, trained: PyTree) -> optax.GradientTransformation:
         return make_optimizer(h, trained, self.optimizer)
+
+    def fresh_state(self, h: Hyperparameters, trained: PyTree) -> PyTree:
+        """The optimizer's, before the first step. ConfigError for moments that are not AdamW's own."""
+        if self.moments != "float32" and not self.is_adamw:
+            raise ConfigError(f"--moments-dtype {self.moments}: adamw alone can; leave it out, or --optimizer {self.optimizer}")
+        state = self.make_optimizer(h, trained).init(jax.tree.map(_wide, trained))
+        return adamw.with_smaller_moments(state, trained, self.moments)
+
+    @property
+    def is_adamw(self) -> bool:
+        """Our own, and nothing that was registered under its name."""
+        return self.optimizer == "adamw" and is_plain_adamw()
+
+    def update(
+        self, h: Hyperparameters, trained: PyTree, grads: PyTree, opt_state: PyTree, good: Bool[Array, ""], salt: Salt
+    ) -> adamw.Updated:
+        """Weights and state after a step; where it is not a good one, as they were."""
+        if self.is_adamw:
+            return adamw.update(h, trained, grads, opt_state, good, salt)
+        updates, new_state = self.make_optimizer(h, trained).update(grads, opt_state, jax.tree.map(_wide, trained))
+        # Chosen element by element, where the update is written anyway: no branch, no word to the host.
+        chosen = lambda new, old: jnp.where(good, new, old)
+        add = lambda number, p, u: chosen(stored(_wide(p) + u, p.dtype, salt_of(salt, number)), p)
+        changed = jax.tree.map(chosen, new_state, opt_state)
+        return adamw.Updated(map_numbered(add, trained, updates), changed, optax.tree.norm(updates))
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.float32)
+
+
+def map_numbered(fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+    """fn(the leaf's number, leaves)."""
+    numbers = iter(range(len(jax.tree.leaves(trees[0]))))
+    return jax.tree.map(lambda *leaves: fn(next(numbers), *leaves), *trees)
 
 
 def _matching(names: list[str], patterns: str, flag: str) -> set[str]:

@@ -50,6 +50,11 @@ class Declared(NamedTuple):
         return self.role.decays and self.is_matrix
 
     @property
+    def is_large(self) -> bool:
+        """Whether it is one of those that make up a model's size, and are rounded to the compute dtype before use."""
+        return self.role in (MATRIX, TABLE) and self.cast
+
+    @property
     def is_matrix(self) -> bool:
         return len(self.axes) - ("layers" in self.axes) > 1
 

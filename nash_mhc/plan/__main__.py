@@ -95,7 +95,7 @@ def main() -> int:
     from nash_mhc.train.fit import candidates
 
     cfg = candidates.rows_for(parsed.config, machine, parsed.given)
-    found = candidates.candidates(cfg, machine, parsed.given)
+    found = candidates.candidates(cfg, machine, parsed.given, also_smaller=True)
     if not found:
         rows = cfg.data.batch_size * cfg.train.grad_accum
         raise ConfigError(

@@ -36,7 +36,8 @@ def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
         **c.mesh,
         "remat": c.cfg.train.remat,
         "batch": f"{c.cfg.train.grad_accum} x {c.cfg.data.batch_size} x {c.cfg.data.seq_len}",
-        "moments": "float32",
+        "weights": c.cfg.precision.weights_dtype,
+        "moments": c.cfg.precision.moments_dtype,
         "fits": c.fits,
         "gib": c.memory.total / _GIB,
         "gib_by_category": {name: getattr(c.memory, name) / _GIB for name in _CATEGORIES},
@@ -65,14 +66,42 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
 
 
+def _kept(row: Mapping[str, Any]) -> str:
+    """Weights and moments: f32, f32+bf16, bf16."""
+    names = [{"float32": "f32", "bfloat16": "bf16"}[row[what]] for what in ("weights", "moments")]
+    return "+".join(dict.fromkeys(names))
+
+
 def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
     out = Table(box=None, pad_edge=False, header_style="bold")
-    heads = ["mesh", "remat", "batch", "fits", "GiB", *_CATEGORIES.values(), "ms", "compute", "memory", "tp", "net", "binds"]
+    heads = [
+        "mesh",
+        "remat",
+        "batch",
+        "kept",
+        "fits",
+        "GiB",
+        *_CATEGORIES.values(),
+        "ms",
+        "compute",
+        "memory",
+        "tp",
+        "net",
+        "binds",
+    ]
     heads += ["tok/s", "MFU"] + (["hours", "$"] if tokens else [])
     for head in heads:
-        out.add_column(head, justify="left" if head in ("mesh", "remat", "batch", "fits", "binds") else "right", no_wrap=True)
+        out.add_column(
+            head, justify="left" if head in ("mesh", "remat", "batch", "kept", "fits", "binds") else "right", no_wrap=True
+        )
     for each in rows:
-        cells = ["x".join(str(each[a]) for a in ("data", "fsdp", "tp")), each["remat"], each["batch"], each["fits"]]
+        cells = [
+            "x".join(str(each[a]) for a in ("data", "fsdp", "tp")),
+            each["remat"],
+            each["batch"],
+            _kept(each),
+            each["fits"],
+        ]
         cells += [_number(each["gib"]), *(_number(each["gib_by_category"][name]) for name in _CATEGORIES)]
         cells += [_number(each[key] * 1e3) for key in ("step_s", "compute_s", "memory_s", "exchange_s", "gather_s")]
         cells += [each["binds"], short(each["tokens_per_s"]), f"{each['mfu']:.0%}"]

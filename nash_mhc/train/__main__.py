@@ -21,7 +21,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
-from nash_mhc.train.fit.preflight import after_running_out, best_here
+from nash_mhc.train.fit.preflight import after_running_out, best_here, room_of
 from nash_mhc.train.inferred_settings import found_settings
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.run import Result, run
@@ -70,7 +70,7 @@ def out_of_memory(cfg: RunConfig, error: Exception) -> ConfigError:
     said = told[0].rstrip(".") or "out of memory"
     cfg, mesh = resolve(cfg)
     if architecture_of(cfg.model).activations is not None:
-        return after_running_out(cfg, mesh.shape, said)
+        return after_running_out(cfg, mesh.shape, room_of(mesh), said)
     return ConfigError(
         f"the devices have too little memory for this run ({said}); try a smaller --batch-size with more --grad-accum, --remat "
         "full, or more devices along --mesh-fsdp; what is saved stays, and the same command goes on from it"

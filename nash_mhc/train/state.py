@@ -30,7 +30,7 @@ _KEPT = 16  # shapes and programs, for later runs of the same process
 
 class TrainState(eqx.Module):
     step: Int[Array, ""]  # updates made: the run's step, less those that were skipped
-    model: Any  # a LanguageModel, float32
+    model: Any  # a LanguageModel, float32 (or as --weights-dtype says)
     opt_state: PyTree
     ema: Any  # averaged weights of what is trained, when ema_decay asks for them; else None
     recent: Recent  # losses and gradient norms of the last steps, skipped ones included: what a spike is judged by
@@ -51,7 +51,15 @@ def shaping(cfg: RunConfig) -> RunConfig:
     names = ("dtype", "remat", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
     any_rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
-    return RunConfig(model=cfg.model, data=any_rows, optim=optim, train=train, objective=cfg.objective, lora=cfg.lora)
+    return RunConfig(
+        model=cfg.model,
+        data=any_rows,
+        optim=optim,
+        train=train,
+        objective=cfg.objective,
+        lora=cfg.lora,
+        precision=cfg.precision,
+    )
 
 
 def registered(cfg: RunConfig) -> tuple[Any, ...]:
@@ -68,11 +76,12 @@ def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     """The state before the first step of a model;
     pure, so it can be traced for shapes alone or made in place on a mesh."""
     training = Training.of(cfg)
+    model = training.kept(model)
     trained, _ = training.split(model)
-    optimizer = training.make_optimizer(Hyperparameters.of(cfg), trained)
-    # A copy: a state whose leaves share a buffer could not be donated.
-    ema = jax.tree.map(jnp.copy, trained) if cfg.optim.ema_decay else None
-    return TrainState(jnp.zeros((), jnp.int32), model, optimizer.init(trained), ema, Recent.empty())
+    opt_state = training.fresh_state(Hyperparameters.of(cfg), trained)
+    # A copy: a state whose leaves share a buffer could not be donated. Averages change too little a step for bfloat16.
+    ema = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trained) if cfg.optim.ema_decay else None
+    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, Recent.empty())
 
 
 def abstract_state(cfg: RunConfig) -> TrainState:

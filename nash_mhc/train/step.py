@@ -14,18 +14,22 @@ from jaxtyping import Array, Float
 from nash_mhc.model.lora import drops, with_dropout
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.optim.optimizers import averaged
+from nash_mhc.optim.rounding import Salt, salt_of, stored
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
-from nash_mhc.optim.trainable import Training
+from nash_mhc.optim.trainable import Training, map_numbered
 from nash_mhc.train import spikes
 from nash_mhc.train.state import TrainState
 
 Metrics = dict[str, Float[Array, "..."]]
 
 
-def summed_gradients(objective: Objective, trained: Any, frozen: Any, batch: Batch, key: Array | None) -> tuple[Any, Aux]:
+def summed_gradients(
+    objective: Objective, trained: Any, frozen: Any, batch: Batch, key: Array | None, salt: Salt
+) -> tuple[Any, Aux]:
     """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one.
 
-    What a part leaves out is drawn from `key`, if there is one, and the part's number.
+    What a part leaves out is drawn from `key`, if there is one, and the part's number. Gradients are kept as their
+    weights are.
     """
 
     def of_trained(trained: Any, part: Batch, number: Array) -> tuple[Array, Aux]:
@@ -38,8 +42,12 @@ def summed_gradients(objective: Objective, trained: Any, frozen: Any, batch: Bat
     if parts == 1:
         return grad(trained, first, numbers[0])
 
-    def add(carry: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, carry, grad(trained, *part)), None
+    def add(carry: tuple[Any, Aux], part: tuple[Batch, Array]) -> tuple[tuple[Any, Aux], None]:
+        gradients, reports = grad(trained, *part)
+        added = map_numbered(
+            lambda i, a, b: stored(_wide(a) + _wide(b), a.dtype, salt_of(salt, part[1], i)), carry[0], gradients
+        )
+        return (added, jax.tree.map(jnp.add, carry[1], reports)), None
 
     shapes = jax.eval_shape(lambda: of_trained(trained, first, numbers[0])[1])
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
@@ -52,34 +60,35 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch, h: Hyperparameters) -> tuple[TrainState, Metrics]:
         trained, frozen = training.split(state.model)
         key = jax.random.fold_in(jax.random.key(h.seed), state.step) if drops(state.model) else None
-        grads, (sums, health) = summed_gradients(objective, trained, frozen, batch, key)
+        salts = [salt_of(h.seed, state.step, purpose) for purpose in range(2)]
+        grads, (sums, health) = summed_gradients(objective, trained, frozen, batch, key, salts[0])
         weight = sums["loss"].weight
         # One division at the end: every token weighs the same, whichever part of the batch it came in.
-        grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = training.make_optimizer(h, trained).update(grads, state.opt_state, trained)
-            trained = optax.apply_updates(trained, updates)
-            ema = None if state.ema is None else averaged(h, state.ema, trained, state.step)
+        grads = jax.tree.map(lambda g: _wide(g) / jnp.maximum(weight, 1.0), grads)
         metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
-        metrics |= {
-            "lr": learning_rate(h, state.step),
-            "grad_norm": optax.tree.norm(grads),
-            "update_norm": optax.tree.norm(updates),
-            "param_norm": optax.tree.norm(trained),
-        }
+        metrics |= {"lr": learning_rate(h, state.step), "grad_norm": optax.tree.norm(grads)}
         empty = weight == 0  # no target counts: nothing can be learned, and nothing is measured
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
         spike = (jnp.max(scores_M) > h.spike_score) & ~empty
         recent = spikes.remember(state.recent, jnp.where(empty, jnp.nan, measured_M), spike)
         # A step without a finite loss and gradients changes nothing, nor does a spike where the user wants it so.
-        # Chosen element by element, where the update is written anyway:
-        # no branch, no copy of the state, no word to the host.
         good = jnp.isfinite(measured_M).all() & ~(spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
         metrics |= {"skipped": 1.0 * ~(good | empty), "empty": 1.0 * empty, "spike": 1.0 * spike, "spikes": recent.spikes}
-        updated = TrainState(state.step + 1, eqx.combine(trained, frozen), opt_state, ema, recent)
-        chosen = jax.tree.map(lambda new, old: jnp.where(good & ~empty, new, old), updated, state)
-        return eqx.tree_at(lambda s: s.recent, chosen, recent), metrics
+        changes = good & ~empty
+        with jax.named_scope("optimizer"):
+            trained, opt_state, update_norm = training.update(h, trained, grads, state.opt_state, changes, salts[1])
+            ema = state.ema
+            if ema is not None:
+                average = averaged(h, ema, trained, state.step)
+                ema = jax.tree.map(lambda new, old: jnp.where(changes, new, old), average, ema)
+        metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(_wide, trained))}
+        step = state.step + changes.astype(state.step.dtype)
+        return TrainState(step, eqx.combine(trained, frozen), opt_state, ema, recent), metrics
 
     return train_step
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, PrecisionConfig, RunConfig
 from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.runtime.chips import Machine, next_larger
 from nash_mhc.train.fit.memory import Memory, estimate
@@ -17,6 +17,8 @@ from nash_mhc.train.resolve_devices import for_platform
 # Of a chip's memory: what an estimate may come to and still be believed, by its error against the compiler.
 SAFE = 0.9
 _REMATS = ("none", "dots", "full")
+# How weights and moments are kept, where there is too little room for float32: what costs least first.
+_SMALLER = (PrecisionConfig(moments_dtype="bfloat16"), PrecisionConfig(weights_dtype="bfloat16", moments_dtype="bfloat16"))
 _MOST_PARTS = 64  # of a batch: more forward passes a step than this are not looked at
 _MOST_TP = 16  # what splits a layer's every matrix stays within the fast links
 
@@ -38,11 +40,32 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """What `train` has to be told besides what the user has given."""
-        return {f"mesh.{axis}": size for axis, size in self.mesh.items()} | {
-            "data.batch_size": self.cfg.data.batch_size,
-            "train.grad_accum": self.cfg.train.grad_accum,
-            "train.remat": self.cfg.train.remat,
-        }
+        kept = {key: value for key, value in precision_settings(self.cfg).items() if value != "float32"}
+        return (
+            {f"mesh.{axis}": size for axis, size in self.mesh.items()}
+            | {
+                "data.batch_size": self.cfg.data.batch_size,
+                "train.grad_accum": self.cfg.train.grad_accum,
+                "train.remat": self.cfg.train.remat,
+            }
+            | kept
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is kept in float32."""
+        return set(precision_settings(self.cfg).values()) == {"float32"}
+
+
+def precision_settings(cfg: RunConfig) -> dict[str, str]:
+    return {f"precision.{name}": value for name, value in dataclasses.asdict(cfg.precision).items()}
+
+
+def smaller_precisions(cfg: RunConfig) -> list[RunConfig]:
+    """The same run with weights or moments in half of the memory, where that can be."""
+    if cfg.optim.optimizer != "adamw" or cfg.lora.rank or cfg.precision != PrecisionConfig():
+        return []
+    return [dataclasses.replace(cfg, precision=precision) for precision in _SMALLER]
 
 
 def _meshes(chips: int, slices: int) -> Iterator[dict[str, int]]:
@@ -88,22 +111,31 @@ def ways(
                     yield one, mesh
 
 
-def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
+def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, also_smaller: bool = False) -> list[Candidate]:
     """Those that divide, best first: what fits before what does not, then by speed, then by room that is left.
 
-    `given` are the user's own settings, which stay as they are: a mesh, a remat, parts of a batch.
+    `given` are the user's own settings, which stay as they are: a mesh, a remat, parts of a batch. `also_smaller`:
+    where nothing fits easily, with weights and moments in bfloat16 as well, after what fits without.
     """
+    found = _divided(cfg, machine, given)
+    if also_smaller and not any(key.startswith("precision.") for key in given) and all(c.fits != "yes" for c in found):
+        for smaller in smaller_precisions(cfg):
+            found += _divided(smaller, machine, given)
+    order = {"yes": 0, "tight": 0, "no": 2}
+    rank = lambda c: (order[c.fits] or (0 if c.is_whole else 1), {"yes": 0, "tight": 1, "no": 2}[c.fits])
+    best = lambda c: (*rank(c), -c.speed.tokens_a_second if c.fits != "no" else c.memory.total, c.memory.total)
+    return sorted(found, key=best)
+
+
+def _divided(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
     wanted = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
     remats = [cfg.train.remat] if "train.remat" in given else _REMATS
-    found = [
+    return [
         _candidate(for_platform(one, machine.chip.platform), mesh, machine)
         for one, mesh in ways(cfg, machine.chips, machine.slices, remats)
         if all(mesh[axis] == size for axis, size in wanted.items())
         and ("train.grad_accum" not in given or one.train.grad_accum == cfg.train.grad_accum)
     ]
-    order = {"yes": 0, "tight": 1, "no": 2}
-    best = lambda c: (order[c.fits], -c.speed.tokens_a_second if c.fits != "no" else c.memory.total, c.memory.total)
-    return sorted(found, key=best)
 
 
 def _candidate(cfg: RunConfig, mesh: dict[str, int], machine: Machine) -> Candidate:
@@ -140,7 +172,7 @@ def nearest_that_fit(cfg: RunConfig, machine: Machine, given: Mapping[str, Any])
     for what, changed, where, kept in changes:
         if what.split()[0] in {name.split()[0] for name, _ in found}:
             continue  # a smaller change of this kind does already
-        best = candidates(changed, where, kept)[:1]
+        best = candidates(changed, where, kept, also_smaller=True)[:1]
         if best and best[0].fits == "yes":
             found.append((what, best[0]))
     return found

@@ -26,12 +26,9 @@ from nash_mhc.parallel.sharding import GATHERED, RULES, logical_axes
 from nash_mhc.train.state import abstract_state, registered, shaping
 
 _BATCH_BYTES = 16  # a token: input, target and segment as int32, weight as float32
-# The state is donated, and still XLA copies all of it but one tree: it writes new moments while old ones are yet to be
-# read. Of the gradients, 5/8 have buffers of their own; the others lie where the copied trees were.
+# At the end of the forward pass, 5/8 of the gradients have buffers already; the others will lie where others lay.
 _GRADIENTS_APART = 0.625
-# While the update is made: gradients and updates beside the copies, and three of the largest leaf, which is being
-# selected and leaves holes.
-_UPDATE_TREES, _UPDATE_LEAVES = 2, 3
+_UPDATE_LEAVES = 0.5  # of the largest leaf, which leaves holes while its update is made
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,7 @@ class _Axes:
 class _Leaf(NamedTuple):
     part: str  # parameters, trained, optimizer
     bytes: int
+    item: int  # bytes of a number
     layers: int  # that a stack holds; 0: no stack
     axes: tuple[str, ...]
 
@@ -85,7 +83,10 @@ def _leaves(cfg: RunConfig, _: tuple[Any, ...]) -> tuple[_Leaf, ...]:
 
     def listed(part: str, tree: Any, its_axes: Any) -> list[_Leaf]:
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(its_axes), strict=True)
-        return [_Leaf(part, x.size * x.dtype.itemsize, x.shape[0] if "layers" in a.names else 0, a.names) for x, a in pairs]
+        return [
+            _Leaf(part, x.size * x.dtype.itemsize, x.dtype.itemsize, x.shape[0] if "layers" in a.names else 0, a.names)
+            for x, a in pairs
+        ]
 
     made = listed("parameters", state.model, axes(state.model)) + listed("trained", trained, axes(trained))
     made += listed("optimizer", state.opt_state, moments)
@@ -115,12 +116,12 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
     batch = _BATCH_BYTES * cfg.train.grad_accum * rows * cfg.data.seq_len
     # Three moments of the step may be the worst: the end of the forward pass, whose loss works on the last chunk or
     # whose last layer is just done; the start of the backward pass; the update.
-    copied = optimizer + (gradients if cfg.train.grad_accum > 1 else 0.0)
-    kept = copied + held.streams + held.saved
+    trained = [leaf for leaf in leaves if leaf.part == "trained"]
+    kept = held.streams + held.saved + (gradients if cfg.train.grad_accum > 1 else 0.0)
     forward = kept + _GRADIENTS_APART * gradients + table + gathered + max(held.forward, chunk)
-    backward = kept + table / 2 + gathered + held.backward
-    largest = max(leaf.on(mesh) for leaf in leaves if leaf.part == "trained")
-    update = copied + _UPDATE_TREES * gradients + _UPDATE_LEAVES * largest
+    backward = kept + gradients + table / 2 + gathered + held.backward
+    # Updates stay until their norm is known: of all weights, or of a part of them as large as weights of half the bits.
+    update = 2 * gradients + _UPDATE_LEAVES * max(leaf.on(mesh) for leaf in trained)
     held_most = max(forward, backward, update)
     if held_most == update:  # the layers are done by then
         named = Memory(parameters, gradients, optimizer, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -151,6 +152,7 @@ def _gathered(cfg: RunConfig, mesh: Mapping[str, int], leaves: tuple[_Leaf, ...]
     if mesh[GATHERED] == 1:
         return 0.0
     stacked = [leaf for leaf in leaves if leaf.part == "parameters" and leaf.layers and len(leaf.axes) > 2]
-    layer = sum(leaf.on(mesh, whole=GATHERED) / leaf.layers for leaf in stacked)
-    tables = [leaf.on(mesh, whole=GATHERED) for leaf in leaves if leaf.part == "parameters" and "vocab" in leaf.axes]
-    return (layer + max(tables, default=0.0)) * _item(cfg) / 4
+    numbers = lambda leaf: leaf.on(mesh, whole=GATHERED) / leaf.item
+    layer = sum(numbers(leaf) / leaf.layers for leaf in stacked)
+    tables = [numbers(leaf) for leaf in leaves if leaf.part == "parameters" and "vocab" in leaf.axes]
+    return (layer + max(tables, default=0.0)) * _item(cfg)

@@ -18,7 +18,7 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.chips import Chip, Machine, by_kind
 from nash_mhc.runtime.hardware import device_memory
 from nash_mhc.runtime.host_memory import host_memory
-from nash_mhc.train.fit.candidates import SAFE, candidates, rows_for, ways
+from nash_mhc.train.fit.candidates import SAFE, candidates, precision_settings, rows_for, smaller_precisions, ways
 from nash_mhc.train.fit.here import this_cpu
 from nash_mhc.train.fit.memory import Memory, estimate
 from nash_mhc.train.fit.roofline import ERROR, speed
@@ -29,9 +29,9 @@ _TRUSTED = 0.85
 _SHOWN = 3
 # What each part of the memory is made by, as a user sets it.
 _MADE_BY = {
-    "parameters": "the model, split by --mesh-fsdp and --mesh-tp",
+    "parameters": "the model and --weights-dtype, split by --mesh-fsdp and --mesh-tp",
     "gradients": "the model, split by --mesh-fsdp and --mesh-tp",
-    "optimizer": "the model and --optimizer, split by --mesh-fsdp and --mesh-tp",
+    "optimizer": "the model, --optimizer and --moments-dtype, split by --mesh-fsdp and --mesh-tp",
     "streams": "--batch-size x --seq-len, by --model-layers and --model-streams",
     "activations": "--batch-size x --seq-len, by --remat and --model-layers",
     "logits": "--model-vocab-size, split by --mesh-tp",
@@ -41,9 +41,12 @@ _MADE_BY = {
 
 
 # The same rows in more parts are the same step; remat costs time; another mesh may cost more of it; shorter rows are
-# another run.
-_KINDS = {"data.batch_size": "parts", "train.grad_accum": "parts", "train.remat": "remat", "data.seq_len": "length"}
-_HARM = {"parts": 1, "remat": 2, "mesh": 4, "length": 8}
+# another run, and so are weights that are kept in half of the bits.
+_KINDS = {
+    "data.batch_size": "parts", "train.grad_accum": "parts", "train.remat": "remat", "data.seq_len": "length",
+    "precision.weights_dtype": "precision", "precision.moments_dtype": "precision",
+}  # fmt: skip
+_HARM = {"parts": 1, "remat": 2, "mesh": 4, "precision": 8, "length": 16}
 
 
 class Remedy(NamedTuple):
@@ -133,11 +136,14 @@ def _settings(cfg: RunConfig, mesh: Mapping[str, int]) -> dict[str, Any]:
         "data.seq_len": cfg.data.seq_len,
         "train.grad_accum": cfg.train.grad_accum,
         "train.remat": cfg.train.remat,
+        **precision_settings(cfg),
     }
 
 
 def _more(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, dict[str, int]]]:
-    """Less of the same, for when no split of it fits: shorter rows."""
+    """Less of the same, for when no split of it fits: in half of the bits, or shorter rows."""
+    for halved in smaller_precisions(cfg):
+        yield from (way for way in ways(halved, math.prod(mesh.values())) if way[1] == dict(mesh))
     length = cfg.data.seq_len // 2
     while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
         shorter = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length))
@@ -145,10 +151,11 @@ def _more(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, 
         length //= 2
 
 
-def after_running_out(cfg: RunConfig, mesh: Mapping[str, int], said: str) -> ConfigError:
+def after_running_out(cfg: RunConfig, mesh: Mapping[str, int], room: float, said: str) -> ConfigError:
     """Memory ran out, whatever was expected: what holds most, and settings that hold a good deal less."""
     memory = estimate(cfg, mesh)
-    found = smaller(cfg, mesh, _TRUSTED * memory.total)
+    # Less than was expected, which was too little; and where it was known to be too much, less than there is.
+    found = smaller(cfg, mesh, _TRUSTED * min(memory.total, room))
     what = ", or ".join(f"{remedy.flags} ({_gib(remedy.memory)})" for remedy in found)
     return ConfigError(
         f"the devices have too little memory for this run ({said}); it was expected to hold {_gib(memory.total)} of each "

@@ -23,8 +23,6 @@ from nash_mhc.train.state import flops_per_token
 # and Nash-MHC). Other chips are taken to be as good; docs/planning.md has how far each measured figure is from this.
 MATMUL, BANDWIDTH, LINKS = 0.68, 0.5, 0.7
 ERROR = 0.25  # of a time, either way: what the measured figures differ by at most
-# Bytes a float32 parameter moves in an update: itself, two moments and the gradient read, the first three written.
-_UPDATE_PASSES = 7
 # Bytes that move for each of a token's logits: float32 written and read twice, their gradients written and read twice.
 _LOGIT_BYTES = 18
 _LOOP_COPIES = 2  # of what is kept for the backward pass: into the loop's stack, and out of it (docs/log.md)
@@ -79,11 +77,20 @@ def recomputed(cfg: RunConfig) -> float:
     return min(again / useful, 1 / 3)
 
 
+def _item(cfg: RunConfig) -> int:
+    """Bytes of a number that is computed with."""
+    return 2 if cfg.train.dtype == "bfloat16" else 4
+
+
+def _weights(cfg: RunConfig, memory: Memory) -> float:
+    """Bytes of a device's share of the weights in the compute dtype, however they are kept."""
+    return memory.parameters * _item(cfg) / (2 if cfg.precision.weights_dtype == "bfloat16" else 4)
+
+
 def _gathered_bytes(cfg: RunConfig, mesh: Mapping[str, int], memory: Memory, slices: int) -> tuple[float, float]:
     """(bytes a device sends over its links a step for fsdp and data, those over the network between slices)."""
-    item = 2 if cfg.train.dtype == "bfloat16" else 4
     fsdp, data, parts = mesh[GATHERED], mesh["data"], cfg.train.grad_accum
-    whole = memory.parameters * fsdp / 4 * item  # a device's share, put together over fsdp, in the compute dtype
+    whole = _weights(cfg, memory) * fsdp  # put together
     links = 3 * parts * whole * (fsdp - 1) / fsdp  # gathered forwards and backwards, gradients scattered
     within = data // slices
     links += parts * 2 * memory.gradients * (within - 1) / max(within, 1)
@@ -102,13 +109,14 @@ def speed(cfg: RunConfig, mesh: Mapping[str, int], machine: Machine, memory: Mem
     assert counted is not None  # `estimate` has asked
     execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
     moved = parts * counted(cfg.model, execution, rows, cfg.data.seq_len, tp).moved
-    moved += _UPDATE_PASSES * memory.parameters + _LOGIT_BYTES * own_tokens * cfg.model.padded_vocab / tp
+    # The update: the state is read and written, and gradients, which are kept as weights are, are read.
+    moved += 2 * (memory.parameters + memory.optimizer) + memory.parameters
+    moved += _LOGIT_BYTES * own_tokens * cfg.model.padded_vocab / tp
     if chip.platform == "gpu" and cfg.train.unroll == "no":  # a loop over layers copies what it keeps in and out
         moved += _LOOP_COPIES * parts * (memory.streams + memory.activations)
     width = next(length.size for length in cfg.model.lengths() if length.axis == "embed")
-    item = 2 if cfg.train.dtype == "bfloat16" else 4
-    moved += parts * _WEIGHT_PASSES * memory.parameters * mesh[GATHERED] / 4 * item
-    exchanged = _TP_EXCHANGES * cfg.model.depth * own_tokens * width * item * (tp - 1) / tp
+    moved += parts * _WEIGHT_PASSES * _weights(cfg, memory) * mesh[GATHERED]
+    exchanged = _TP_EXCHANGES * cfg.model.depth * own_tokens * width * _item(cfg) * (tp - 1) / tp
     links, network = _gathered_bytes(cfg, mesh, memory, machine.slices)
     over_network = network / ((chip.network_gbps or math.inf) * 1e9)
     times = Times(
