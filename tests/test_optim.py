@@ -13,6 +13,7 @@ import pytest
 from nash_mhc.config.schema import OptimConfig, RunConfig, TrainConfig
 from nash_mhc.optim import roles
 from nash_mhc.optim import schedule as module
+from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import averaged, make_optimizer
 from nash_mhc.optim.rounding import salt_of
 from nash_mhc.optim.schedule import Hyperparameters
@@ -167,7 +168,8 @@ def test_in_one_go_it_is_what_the_parts_are_one_after_the_other(scale: float, cl
     h, net = Hyperparameters.of(cfg), make_net()
     optimizer = make_optimizer(h, net)
     fast, state = Training.of(cfg), optimizer.init(net)
-    step = jax.jit(lambda net, grad, state, good: fast.update(h, net, grad, state, good, salt_of(0)))
+    step = jax.jit(lambda net, grad, state, good: fast.update(h, net, summed(grad), state, good, salt_of(0)))
+    summed = lambda grad: Gradients(jax.tree.map(lambda g: 8 * g, grad), 1 / 8, optax.tree.norm(grad))  # of eight tokens
     ours = (net, state)
     for number, grad in enumerate(gradients(scale)):
         if number == 1:  # a bad step in between, which nothing remembers

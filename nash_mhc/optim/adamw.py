@@ -27,10 +27,24 @@ class Updated(NamedTuple):
     norm: Float[Array, ""]  # of the update
 
 
+class Gradients(NamedTuple):
+    """As they come out of the backward pass: `sums` over tokens, in the dtype of the weights.
+
+    They are scaled where they are used. Scaled before, all of them would lie in memory once more, in float32.
+    """
+
+    sums: PyTree
+    scale: Float[Array, ""]
+    norm: Float[Array, ""]  # of the scaled ones
+
+    def scaled(self) -> PyTree:
+        return jax.tree.map(lambda g: g.astype(jnp.float32) * self.scale, self.sums)
+
+
 class _Numbers(NamedTuple):
     """What is the same for every parameter."""
 
-    clip: Float[Array, ""]  # factor of the gradients
+    scale: Float[Array, ""]  # of the gradients, clipped
     bias: tuple[Float[Array, ""], Float[Array, ""]]  # of the moments, which began with 0
     rate: Float[Array, ""]
     good: Bool[Array, ""]
@@ -46,19 +60,18 @@ def with_smaller_moments(opt_state: PyTree, model: PyTree, dtype: str) -> PyTree
 
 
 def update(
-    h: Hyperparameters, params: PyTree, gradients: PyTree, opt_state: PyTree, good: Bool[Array, ""], salt: Salt
+    h: Hyperparameters, params: PyTree, gradients: Gradients, opt_state: PyTree, good: Bool[Array, ""], salt: Salt
 ) -> Updated:
     """Parameters and state (that of the plain form) after a step; where it is not a good one, as they were."""
     clip, adam, decay, schedule = opt_state
     count = optax.safe_increment(adam.count)
-    norm = optax.tree.norm(gradients)
     shared = _Numbers(
-        clip=jnp.where(norm < h.max_grad_norm, 1.0, h.max_grad_norm / norm),
+        scale=gradients.scale * jnp.where(gradients.norm < h.max_grad_norm, 1.0, h.max_grad_norm / gradients.norm),
         bias=(1 - h.b1**count, 1 - h.b2**count),
         rate=learning_rate(h, schedule.count),
         good=good,
     )
-    columns = [jax.tree.leaves(tree) for tree in (params, gradients, adam.mu, adam.nu, rates(params), decays(params))]
+    columns = [jax.tree.leaves(tree) for tree in (params, gradients.sums, adam.mu, adam.nu, rates(params), decays(params))]
     made = [_updated(h, shared, *row, salt=salt_of(salt, number)) for number, row in enumerate(zip(*columns, strict=True))]
     new_params, mu, nu, squares = zip(*made, strict=True)
     like = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
@@ -74,7 +87,7 @@ def _updated(
     """(parameter, its moments, the sum of the update's squares)."""
     wide = lambda x: x.astype(jnp.float32)
     kept = lambda number, new, old: jnp.where(shared.good, stored(new, old.dtype, salt_of(salt, number)), old)
-    g = wide(g) * shared.clip
+    g = wide(g) * shared.scale
     m = kept(0, (1 - h.b1) * g + h.b1 * wide(m), m)
     v = kept(1, (1 - h.b2) * g**2 + h.b2 * wide(v), v)
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, PyTree
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.optim import adamw
+from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
 from nash_mhc.optim.rounding import Salt, salt_of, stored
 from nash_mhc.optim.schedule import Hyperparameters
@@ -77,12 +78,13 @@ class Training(NamedTuple):
         return self.optimizer == "adamw" and is_plain_adamw()
 
     def update(
-        self, h: Hyperparameters, trained: PyTree, grads: PyTree, opt_state: PyTree, good: Bool[Array, ""], salt: Salt
+        self, h: Hyperparameters, trained: PyTree, gradients: Gradients, opt_state: PyTree, good: Bool[Array, ""], salt: Salt
     ) -> adamw.Updated:
         """Weights and state after a step; where it is not a good one, as they were."""
         if self.is_adamw:
-            return adamw.update(h, trained, grads, opt_state, good, salt)
-        updates, new_state = self.make_optimizer(h, trained).update(grads, opt_state, jax.tree.map(_wide, trained))
+            return adamw.update(h, trained, gradients, opt_state, good, salt)
+        wide = jax.tree.map(_wide, trained)
+        updates, new_state = self.make_optimizer(h, trained).update(gradients.scaled(), opt_state, wide)
         # Chosen element by element, where the update is written anyway: no branch, no word to the host.
         chosen = lambda new, old: jnp.where(good, new, old)
         add = lambda number, p, u: chosen(stored(_wide(p) + u, p.dtype, salt_of(salt, number)), p)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from nash_mhc.model.lora import drops, with_dropout
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
+from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import averaged
 from nash_mhc.optim.rounding import Salt, salt_of, stored
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
@@ -63,10 +64,11 @@ def make_train_step(
         salts = [salt_of(h.seed, state.step, purpose) for purpose in range(2)]
         grads, (sums, health) = summed_gradients(objective, trained, frozen, batch, key, salts[0])
         weight = sums["loss"].weight
-        # One division at the end: every token weighs the same, whichever part of the batch it came in.
-        grads = jax.tree.map(lambda g: _wide(g) / jnp.maximum(weight, 1.0), grads)
+        # Divided at the end: every token weighs the same, whichever part of the batch it came in.
+        scale = 1.0 / jnp.maximum(weight, 1.0)
+        gradients = Gradients(grads, scale, scale * optax.tree.norm(jax.tree.map(_wide, grads)))
         metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
-        metrics |= {"lr": learning_rate(h, state.step), "grad_norm": optax.tree.norm(grads)}
+        metrics |= {"lr": learning_rate(h, state.step), "grad_norm": gradients.norm}
         empty = weight == 0  # no target counts: nothing can be learned, and nothing is measured
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
@@ -78,7 +80,7 @@ def make_train_step(
         metrics |= {"skipped": 1.0 * ~(good | empty), "empty": 1.0 * empty, "spike": 1.0 * spike, "spikes": recent.spikes}
         changes = good & ~empty
         with jax.named_scope("optimizer"):
-            trained, opt_state, update_norm = training.update(h, trained, grads, state.opt_state, changes, salts[1])
+            trained, opt_state, update_norm = training.update(h, trained, gradients, state.opt_state, changes, salts[1])
             ema = state.ema
             if ema is not None:
                 average = averaged(h, ema, trained, state.step)
