@@ -25,7 +25,7 @@ from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_step
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.schema import ModelConfig
+from nash_mhc.config.schema import ModelConfig, TelemetryConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import flops_per_token
 from nash_mhc.runtime.hardware import known_peak
@@ -497,3 +497,22 @@ def test_help_names_the_benchmarks_and_each_its_own_flags(monkeypatch, capsys):
     assert stopped.value.code == 0
     assert all(flag in flags for flag in ("--seeds", "--variants", "--eval-rows", "--json", "--total-steps"))
     assert "--topology" not in flags
+
+
+def test_what_is_seen_of_a_run_is_timed_at_the_intervals_that_it_has_by_itself(monkeypatch):
+    from nash_mhc.bench.telemetry import bench_telemetry
+    from nash_mhc.train.samples import Samples
+
+    plain = Samples.write
+    cfg = dataclasses.replace(
+        small.config(train__log_interval=5, train__eval_interval=50), telemetry=TelemetryConfig(sample_tokens=8)
+    )
+    found = bench_telemetry(cfg, steps=8)
+    assert Samples.write is plain
+    assert min(found["step_ms"], found["row_ms"], found["evaluation_row_and_pictures_ms"], found["sample_ms"]) > 0
+    events = found["evaluation_row_and_pictures_ms"] + found["sample_ms"]
+    share = found["row_ms"] / (5 * found["step_ms"]) + events / (50 * found["step_ms"])
+    assert found["share_of_the_step"] == pytest.approx(share)
+    assert found["kept"] == (share <= 0.01)
+    with pytest.raises(ConfigError, match="--steps must be at least 8, not 7"):
+        bench_telemetry(cfg, steps=7)

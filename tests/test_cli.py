@@ -16,6 +16,7 @@ import yaml
 from nash_mhc.config import cli, commands, presets
 from nash_mhc.config.key_names import FURTHER
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.train.inferred_settings import found_settings
 
 # A value for every flag that must exist, different from what any preset would hold.
 REQUIRED = {
@@ -577,3 +578,23 @@ def test_every_command_with_keys_shows_its_configuration_and_stops(
     assert main() == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["batch_size"] == 3
     assert not list(tmp_path.iterdir())
+
+
+def test_steps_that_are_typed_go_before_epochs_in_a_file(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("train:\n  epochs: 3\noptim:\n  warmup_steps: 2\n")
+    recipe = ["--config", str(tmp_path / "recipe.yaml")]
+    parsed = cli.parse([*recipe, "--total-steps", "40"])
+    assert (parsed.config.train.epochs, parsed.config.train.total_steps) == (None, 40)
+    assert parsed.given["train.epochs"] is None
+    assert cli.parse(recipe).config.train.epochs == 3
+    (tmp_path / "steps.yaml").write_text("train:\n  total_steps: 40\n")
+    assert cli.parse(["--config", str(tmp_path / "steps.yaml"), "--epochs", "2"]).config.train.epochs == 2
+    with pytest.raises(ConfigError, match="^--epochs 2 and --total-steps 40 both say how long the run is; leave one out$"):
+        cli.parse(["--epochs", "2", "--total-steps", "40"])
+
+
+def test_a_model_to_start_from_that_is_not_there_is_said_before_anything_else(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"--init-from \S+Qwen: no such folder; give that of a run, or of a Hugging Face model"
+    ):
+        cli.parse(["--init-from", str(tmp_path / "Qwen")], found=found_settings)

@@ -162,6 +162,7 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], message: 
             {"q": "x", "b": "y"},
             r"qa\.jsonl:3: no field 'a', there are q, b; mend or leave out the record, or put it in \[ \] in",
         ),
+        ({"q": "x", "aa": "y"}, r"qa\.jsonl:3: no field 'a', which --response-template names; did you mean aa\?"),
         ({"q": "x", "a": " "}, r"qa\.jsonl:3: field 'a' is empty; mend .* put it in \[ \] in --response-template"),
         ({"q": None, "a": "y"}, r"qa\.jsonl:3: field 'q' is empty; .* in --prompt-template"),
         ({"q": ["x"], "a": "y"}, r"qa\.jsonl:3: q is of type list, not text"),

@@ -22,6 +22,7 @@ ABOUT = {
     "quality": "trains the model and its relatives on the same rows and compares their held-out losses",
     "corpus": "builds two kinds of real text to compare models on, the same for everyone",
     "data": "prepares and reads rows: tokens a second, memory, and what a run waits for them",
+    "telemetry": "what rows, pictures and samples cost a run at its own intervals, as a share of the step",
 }
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 
@@ -37,6 +38,8 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
     elif command == "data":
         group.add_argument("--megabytes", type=int, default=32, help="text to make and prepare [32]")
         group.add_argument("--steps", type=int, default=40, help="steps of the training run [40]")
+    elif command == "telemetry":
+        group.add_argument("--steps", type=int, default=80, help="steps of the training run [80]")
     else:
         every = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of bench/variants.py, which imports JAX
         group.add_argument("--seeds", type=int, default=3, help="runs of each variant, counted from --seed on [3]")
@@ -62,6 +65,10 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         from nash_mhc.bench.data import bench_data
 
         return bench_data(cfg, megabytes=own.megabytes, steps=own.steps)
+    if command == "telemetry":
+        from nash_mhc.bench.telemetry import bench_telemetry
+
+        return bench_telemetry(cfg, steps=own.steps)
     if command == "step" and (own.steps < 1 or own.warmup < 0):
         raise ConfigError("--steps must be at least 1 and --warmup at least 0")
     if command == "step" and own.against:
@@ -104,7 +111,9 @@ def main() -> int:
 
         return corpus_command(argv)
     own = lambda group: _own_flags(command, group)
-    options: dict[str, Any] = {"found": _found} if command == "quality" else {}  # the only one that reads the user's data
+    options: dict[str, Any] = (
+        {"found": _found} if command in ("quality", "telemetry") else {}
+    )  # those that read the user's data
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
     if shown(parsed):
         return 0

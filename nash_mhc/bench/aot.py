@@ -75,5 +75,8 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
         "state_and_batch_gib": gib["argument"],
         "temporaries_gib": gib["temp"],
         "peak_gib_per_chip": gib["argument"] + gib["output"] - gib["alias"] + gib["temp"],
+        # What lies there at one moment; the figure above has the holes between, too. A program whose moment is too
+        # large for the chip is refused by the TPU's compiler.
+        "live_gib_per_chip": memory.peak_memory_in_bytes / 2**30,
         "collectives": ", ".join(f"{kind} {count}" for kind, count in count_collectives(compiled).items()),
     }

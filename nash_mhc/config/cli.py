@@ -220,6 +220,18 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
     return settings, print_config
 
 
+def _one_length(settings: Settings) -> None:
+    """Epochs and steps both say how long a run is: one that was typed goes before one in a file."""
+    epochs, steps = (settings.get(f"train.{name}") for name in ("epochs", "total_steps"))
+    if epochs is None or steps is None or epochs[0] is None:
+        return
+    typed = [origin.startswith(("flag ", "override ")) for _, origin in (epochs, steps)]
+    if all(typed):
+        raise ConfigError(f"--epochs {epochs[0]:g} and --total-steps {steps[0]} both say how long the run is; leave one out")
+    if typed[1]:
+        settings["train.epochs"] = (None, steps[1])
+
+
 def _build(settings: Settings, found: Found) -> tuple[RunConfig, dict[str, str]]:
     """The preset, what is found in the user's folders on top of it, and the settings above all."""
     size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
@@ -275,6 +287,7 @@ def parse(
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
     settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings], folder)
+    _one_length(settings)
     given = {path: value for path, (value, _) in settings.items()}
     return Parsed(*_build(settings, found), print_config, given, namespace)
 

@@ -26,7 +26,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "--batch-size": ({"low": 1}, 8, "rows of one forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
     "--limit": ({"low": 1}, None, "only the first INT documents of a task, or rows of stories and bytes:FILE"),
     "--num-fewshot": ({"low": 0}, None, "examples before each question (default: as many as the task says)"),
-    "--step": ({"low": 0}, None, "checkpoint to use (default: the last)"),
+    "--step": ({"low": 0}, None, "checkpoint to use (default: the one that the run ends with)"),
     "--mesh-data": ({"low": -1}, 1, "devices along data: whole copies, each with its share of the batch (-1: the rest)"),
     "--mesh-fsdp": ({"low": -1}, 1, "devices along fsdp: batch and parameters are split (-1: the rest)"),
     "--mesh-tp": ({"low": -1}, 1, "devices along tp: heads, ffn and vocabulary are split (-1: the rest)"),

@@ -28,7 +28,7 @@ _OPTIONS = {
     "--top-p": (float, {"above": 0, "high": 1}, 1.0, "draw among the fewest tokens that have this probability together"),
     "--repetition-penalty": (float, {"above": 0}, 1.0, "above 1, tokens that have come before are drawn less (1: as others)"),
     "--seed": (int, {"low": 0, "high": 2**32 - 1}, 0, "the same seed gives the same text"),
-    "--step": (int | None, {"low": 0}, None, "checkpoint to use (default: the last)"),
+    "--step": (int | None, {"low": 0}, None, "checkpoint to use (default: the one that the run ends with)"),
     "--batch-size": (int, {"low": 1}, 8, "prompts of --prompts that are answered at once"),
 }
 _SMALLEST_CACHE = 256  # tokens: programs are compiled for twice, four times ... as many

@@ -73,7 +73,7 @@ def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, 
     parser = _parser(command)
     parser.add_argument("folder", metavar="DIR", help="folder of a run, or an imported model")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
-    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the last)")
+    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
     kinds = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=kinds, default="auto", help="of the weights [auto: as imported, else float32]")
     parser.add_argument("--shard-size", type=float, default=4.0, metavar="GB", help="most that one file holds [4]")

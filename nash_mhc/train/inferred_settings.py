@@ -11,7 +11,7 @@ from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.cli import Settings
-from nash_mhc.config.schema import weighted_parts
+from nash_mhc.config.schema import ConfigError, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
@@ -42,6 +42,11 @@ def of_run(flag: str, folder: str) -> Settings:
         return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
     with one_line(f"{flag} {folder}"):
         described = RunFolder(folder).description()
+    if flag == "--init-from" and described is None and not RunFolder(folder).exists():
+        raise ConfigError(
+            f"{flag} {folder}: no such folder; give that of a run, or of a Hugging Face model (hf download OWNER/NAME "
+            f"--local-dir {folder})"
+        )
     known = {} if described is None else described.config
     wanted = {k: v for k, v in known.items() if k.startswith("model.") or k == "data.tokenizer"}
     return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}

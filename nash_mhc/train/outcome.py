@@ -69,7 +69,8 @@ def finish(session: Session, state: TrainState, step: int) -> TrainState:
 
 def _short(text: str) -> str:
     line = " ".join(text.split()) or "(nothing)"
-    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 4]} ..."
+    # The end of it, where a question is asked.
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN // 4]} ... {line[5 + _SHOWN // 4 - _SHOWN :]}"
 
 
 def _evaluation(session: Session, step: int) -> dict[str, Any]:

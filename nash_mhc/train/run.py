@@ -99,7 +99,8 @@ def _train(session: Session) -> TrainState:
     try:
         with SIGNALS.at_work():
             if session.done:
-                more = "--patience" if session.has_waited_enough else "--total-steps"
+                longer = "--epochs" if cfg.train.epochs is not None else "--total-steps"
+                more = "--patience" if session.has_waited_enough else longer
                 reporter.say(f"all {start.step} steps are done already; raise {more} to train on")
                 session.evaluate(state, step, write_row=not start.own or session.begins_with_evaluation)
             else:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.documents.spans import Part, text_of
 
@@ -58,6 +59,8 @@ class FieldTemplate(NamedTuple):
                 if stretch.is_optional:
                     continue
                 there = ", ".join(map(str, record)) or "none"
+                if empty[0] not in record and (meant := did_you_mean(empty[0], [str(name) for name in record])):
+                    raise ConfigError(f"{where}: no field {empty[0]!r}, which {self.flag} names{meant}")
                 found = f"field {empty[0]!r} is empty" if empty[0] in record else f"no field {empty[0]!r}, there are {there}"
                 raise ConfigError(f"{where}: {found}; mend or leave out the record, or put it in [ ] in {self.flag}")
             parts += [Part(values[word.text]) if word.is_field else Part(word.text, is_template=True) for word in stretch.words]
