@@ -589,7 +589,7 @@ def test_steps_that_are_typed_go_before_epochs_in_a_file(tmp_path):
     assert cli.parse(recipe).config.train.epochs == 3
     (tmp_path / "steps.yaml").write_text("train:\n  total_steps: 40\n")
     assert cli.parse(["--config", str(tmp_path / "steps.yaml"), "--epochs", "2"]).config.train.epochs == 2
-    with pytest.raises(ConfigError, match="^--epochs 2 and --total-steps 40 both say how long the run is; leave one out$"):
+    with pytest.raises(ConfigError, match=r"^--epochs 2 and --total-steps 40 both say how long the run is; leave one out$"):
         cli.parse(["--epochs", "2", "--total-steps", "40"])
 
 

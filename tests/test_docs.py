@@ -59,6 +59,7 @@ RUN_BY = {
     "bench step": "test_bench.py::test_figures_follow_from_one_another",
     "bench compile": "test_bench.py::test_compiling_for_a_topology_reports_memory_and_collectives",
     "bench data": "test_bench_data.py::test_bench_data_measures_every_part",
+    "bench telemetry": "test_bench.py::test_what_is_seen_of_a_run_is_timed_at_the_intervals_that_it_has_by_itself",
     "bench quality": "test_bench.py::test_the_comparison_as_json_and_as_a_table",
     "bench corpus": "test_bench_corpus.py::test_a_corpus_has_every_text_once_by_its_kind_and_is_the_same_every_time",
     "config.reference": "test_docs.py::test_the_page_of_all_keys_is_the_one_that_the_declarations_make",
@@ -180,7 +181,15 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
             check_fit(config, config.mesh.axes)
         if {"optim.freeze", "optim.train_only", "optim.optimizer"} & set(given):
             abstract_state(config)  # whether there are such parameters, and such an optimizer
-    elif command.kind in ("data prepare", "data train-bpe", "bench step", "bench data", "bench compile", "bench quality"):
+    elif command.kind in (
+        "data prepare",
+        "data train-bpe",
+        "bench step",
+        "bench data",
+        "bench telemetry",
+        "bench compile",
+        "bench quality",
+    ):
         monkeypatch.setattr(sys, "argv", [module, *words, "--print-config"])
         monkeypatch.setattr(bench, "_found", cli._nothing)
         {"data": data, "bench": bench}[module].main()
