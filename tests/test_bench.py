@@ -474,7 +474,7 @@ def test_recall_is_scored_by_distance(compared):
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | compile |"),
         (
             "",
-            "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | corpus | data "
+            "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | corpus | data | telemetry "
             "[flags of train]",
         ),
     ],

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"config", "storage", "checkpoint", "plan"},
     "bench": {
         "config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "hub", "train", "plan", "report", "telemetry",
-    },  # fmt: skip
+    },
     "doctor": {"config", "storage", "parallel", "checkpoint", "runtime", "train"},
     "notebook": {"config", "storage", "checkpoint", "runtime", "model", "data"},
 }  # fmt: skip
