@@ -1,6 +1,7 @@
 """Weights and moments in bfloat16: small updates add up, the same bits everywhere, and half of the memory is saved."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,14 @@ def test_a_run_that_is_stopped_and_goes_on_has_the_bits_of_one_that_was_not(trai
     runs.at(tmp_path / "run", CFG, total_steps=3, evaluated=False)
     again = runs.at(tmp_path / "run", CFG, evaluated=False)
     runs.assert_equal_states(jax.tree.map(_wide, again.state), jax.tree.map(_wide, trained.state), rtol=0, atol=0)
+
+
+def test_a_run_may_go_on_in_half_and_it_is_written_down(tmp_path):
+    runs.at(tmp_path / "run", runs.RUN, total_steps=3, evaluated=False)
+    went_on = runs.at(tmp_path / "run", CFG, evaluated=False)
+    assert went_on.state.model.embed_VD.dtype == went_on.state.opt_state[1].mu.embed_VD.dtype == jnp.bfloat16
+    (entry,) = json.loads((tmp_path / "run" / "run.json").read_text())["history"]
+    assert entry["changed"]["precision.weights_dtype"] == ["float32", "bfloat16"]
 
 
 def _wide(x):

@@ -1,4 +1,4 @@
-"""AdamW in one go: the same numbers as optax's parts give one after the other, in half of the memory.
+"""AdamW in one go: the same numbers as optax's parts give one after the other, in less memory.
 
 `optimizers.py` has the plain form. There, moments that a bad step must leave alone are chosen when the update has been
 made, and so old and new ones lie beside each other: the compiler copies the whole state. Here the moments that go into
@@ -30,7 +30,7 @@ class Updated(NamedTuple):
 class Gradients(NamedTuple):
     """As they come out of the backward pass: `sums` over tokens, in the dtype of the weights.
 
-    They are scaled where they are used. Scaled before, all of them would lie in memory once more, in float32.
+    They are scaled where they are used, so that nobody needs a float32 copy of all of them.
     """
 
     sums: PyTree

@@ -121,8 +121,9 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
     if also_smaller and not any(key.startswith("precision.") for key in given) and all(c.fits != "yes" for c in found):
         for smaller in smaller_precisions(cfg):
             found += _divided(smaller, machine, given)
-    order = {"yes": 0, "tight": 0, "no": 2}
-    rank = lambda c: (order[c.fits] or (0 if c.is_whole else 1), {"yes": 0, "tight": 1, "no": 2}[c.fits])
+    order = {"yes": 0, "tight": 1, "no": 2}
+    # What fits in float32, even tightly, goes before what fits in half of the bits.
+    rank = lambda c: (c.fits == "no", not c.is_whole and c.fits != "no", order[c.fits])
     best = lambda c: (*rank(c), -c.speed.tokens_a_second if c.fits != "no" else c.memory.total, c.memory.total)
     return sorted(found, key=best)
 
