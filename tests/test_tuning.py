@@ -40,8 +40,9 @@ def questions(tmp_path_factory):
 def tuned(questions, **changes):
     cfg = small.config(
         data__dataset=str(questions), data__cache_dir=str(questions.parent / "cache"), data__validation_fraction=0.3,
-        optim__schedule="constant", optim__warmup_steps=0, optim__learning_rate=2e-3, telemetry__sample_tokens=4,
-        train__eval_interval=2, train__checkpoint_interval=0, train__patience=3, train__total_steps=200,
+        optim__schedule="constant", optim__warmup_steps=0, optim__learning_rate=2e-3, telemetry__sample_tokens=12,
+        telemetry__sample_prompt="user", train__eval_interval=2, train__checkpoint_interval=0, train__patience=3,
+        train__total_steps=200,
     )  # fmt: skip
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
 
@@ -62,6 +63,9 @@ def test_a_run_ends_when_nothing_gets_better_and_with_its_best(ended):
     assert_equal_states(loaded.model, ended.state.model)
     with pytest.raises(AssertionError):
         assert_equal_states(load(ended.folder, best + 6).model, ended.state.model)
+    samples = {row["step"]: row["sample"] for row in rows(ended.folder, "eval.jsonl")}
+    assert ended.sample == samples[best]
+    assert samples[best] != samples[best + 6]  # otherwise it could be that of the last step
     result = json.loads((ended.folder / "result.json").read_text())
     assert result["step"] == best and result["evaluation"]["eval/loss"] == scored[best]
     assert [set(row) for row in result["answers"]] == [{"prompt", "response", "before", "after"}] * 3

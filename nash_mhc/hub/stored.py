@@ -28,6 +28,7 @@ from nash_mhc.storage.paths import is_remote
 
 Record = dict[str, Any]  # of run.json: where weights lie, and how to know that they are the same
 Say = Callable[[str], None]
+_MOVED = "; where it has moved, train RUN --init-from NEW_PLACE goes on with it"
 Place = Callable[[Any], Any]  # a model of shapes -> the same with the places of its arrays
 
 
@@ -76,9 +77,12 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
     name, like = record["folder"], place(shape)
     if record.get("hub"):
         if not is_hub_folder(name):
-            raise ConfigError(f"{name}: the model that this run's adapters belong to is not there; bring it back")
+            raise ConfigError(f"{name}: the model that this run's adapters belong to is not there; bring it back{_MOVED}")
         if not verified and "sha256" in record and from_leader(lambda: _hub_digest(name)) != record["sha256"]:
-            raise ConfigError(f"{name}: is not the model that this run began with: its files have another hash")
+            raise ConfigError(
+                f"{name}: is not the model that this run began with: its files have another hash; bring those "
+                "back, or begin another run"
+            )
         return read_weights(HubFolder(name), like, say)
     run, step = RunFolder(name), record["step"]
     if not verified:
@@ -118,12 +122,15 @@ def _check_same(record: Record, run: RunFolder) -> None:
     if not exists(checkpoint, kind="directory"):
         raise ConfigError(
             f"{run}: checkpoint {record['step']}, the base of a run's adapters, is not there; bring it back "
-            f"(a run keeps those that --keep-every names)"
+            f"(a run keeps those that --keep-every names){_MOVED}"
         )
     if wrong := manifest.problem(checkpoint):
         raise ConfigError(f"{checkpoint}: the base of a run's adapters is damaged, {wrong}; bring it back from a copy")
     if manifest.identity(checkpoint) != record["manifest"]:
-        raise ConfigError(f"{checkpoint}: is not what this run's adapters were trained on: it has another hash")
+        raise ConfigError(
+            f"{checkpoint}: is not what this run's adapters were trained on: it has another hash; bring that back, or begin "
+            "another run"
+        )
 
 
 def _hub_digest(name: str) -> str:

@@ -93,4 +93,5 @@ def _with_best(session: Session, state: TrainState, step: int) -> tuple[TrainSta
     state = eqx.tree_at(lambda s: s.model, state, model)
     if state.ema is not None:
         state = eqx.tree_at(lambda s: s.ema, state, store.restore_part(best.step, like.ema, "ema"))
+    session.sample = session.samples.write(state.best_model)  # that of the last step would be another model's
     return state, best.step
