@@ -72,6 +72,7 @@ def test_compiling_for_a_topology_reports_memory_and_collectives(monkeypatch):
     figures = bench_compile(cfg, "v6e:2x4")
     assert figures["topology"] == "v6e:2x4, mesh 2x2x2 (data x fsdp x tp)"
     assert figures["peak_gib_per_chip"] >= figures["state_and_batch_gib"] > 0
+    assert figures["live_gib_per_chip"] > 0
     assert "all-gather" in figures["collectives"]
     assert figures["compile_s"] > 0
 

@@ -178,7 +178,7 @@ def test_the_compiler_is_asked_for_the_same_settings_and_its_answer_is_marked(mo
 
     def started(words, **options):
         asked.append(words)
-        answer = {"peak_gib_per_chip": 20.0, "compile_s": 61.0, "collectives": "all-gather 3"}
+        answer = {"peak_gib_per_chip": 20.0, "live_gib_per_chip": 16.0, "compile_s": 61.0, "collectives": "all-gather 3"}
         return SimpleNamespace(returncode=0, stdout=json.dumps(answer), stderr="")
 
     monkeypatch.setattr(verify.subprocess, "run", started)
@@ -192,6 +192,7 @@ def test_the_compiler_is_asked_for_the_same_settings_and_its_answer_is_marked(mo
         cfg = cli.parse(words[: words.index("--topology")]).config
         assert cfg.mesh.axes == best.mesh and cfg.train.remat == best.cfg.train.remat and cfg.model_size == "3b"
         assert told["figures"] == "compiled" and bool(told["left_out"]) == (topology == "cpu")
+        assert told["compiled_gib"] == (20.0 if topology == "cpu" else 16.0)
     with pytest.raises(ConfigError, match="up to 256 chips"):
         verify.verify(best, {}, machine("v6e-512", chips()))
 
