@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from nash_mhc.optim.roles import decays, rates
-from nash_mhc.optim.rounding import Salt, salt_of, stored
+from nash_mhc.optim.rounding import Salt, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 from nash_mhc.parallel.params import map_declared
 
@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
     norm: Float[Array, ""]  # of the scaled ones
 
     def scaled(self) -> PyTree:
-        return jax.tree.map(lambda g: g.astype(jnp.float32) * self.scale, self.sums)
+        return jax.tree.map(lambda g: wide(g) * self.scale, self.sums)
 
 
 class _Numbers(NamedTuple):
@@ -85,7 +85,6 @@ def _updated(
     h: Hyperparameters, shared: _Numbers, p: Array, g: Array, m: Array, v: Array, factor: float, decays: bool, *, salt: Salt
 ) -> tuple[Array, Array, Array, Array]:
     """(parameter, its moments, the sum of the update's squares)."""
-    wide = lambda x: x.astype(jnp.float32)
     kept = lambda number, new, old: jnp.where(shared.good, stored(new, old.dtype, salt_of(salt, number)), old)
     g = wide(g) * shared.scale
     m = kept(0, (1 - h.b1) * g + h.b1 * wide(m), m)

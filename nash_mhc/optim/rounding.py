@@ -7,11 +7,12 @@ every mesh, and in a resumed run the same as in an unbroken one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, PyTree, UInt32
 
 Salt = UInt32[Array, ""]
 _GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: numbers in a row are spread far from one another by it
@@ -48,6 +49,17 @@ def stochastic_bfloat16(x: Float[Array, "..."], salt: Salt) -> Float[Array, "...
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + random) & jnp.uint32(0xFFFFFFFF ^ _LOW), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def wide(x: Any) -> Any:
+    """As it is computed with, however it is kept."""
+    return x.astype(jnp.float32)
+
+
+def map_numbered(fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+    """fn(the leaf's number, leaves): each array has a salt of its own."""
+    numbers = iter(range(len(jax.tree.leaves(trees[0]))))
+    return jax.tree.map(lambda *leaves: fn(next(numbers), *leaves), *trees)
 
 
 def stored(x: Float[Array, "..."], dtype: jnp.dtype, salt: Salt) -> Float[Array, "..."]:

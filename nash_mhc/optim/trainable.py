@@ -4,8 +4,7 @@ which stays as it is."""
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,7 +17,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.optim import adamw
 from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
-from nash_mhc.optim.rounding import Salt, salt_of, stored
+from nash_mhc.optim.rounding import Salt, map_numbered, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.parallel.params import ADAPTER, map_declared, named_leaves
 
@@ -69,7 +68,7 @@ class Training(NamedTuple):
         """The optimizer's, before the first step. ConfigError for moments that are not AdamW's own."""
         if self.moments != "float32" and not self.is_adamw:
             raise ConfigError(f"--moments-dtype {self.moments}: adamw alone can; leave it out, or --optimizer {self.optimizer}")
-        state = self.make_optimizer(h, trained).init(jax.tree.map(_wide, trained))
+        state = self.make_optimizer(h, trained).init(jax.tree.map(wide, trained))
         return adamw.with_smaller_moments(state, trained, self.moments)
 
     @property
@@ -83,23 +82,13 @@ class Training(NamedTuple):
         """Weights and state after a step; where it is not a good one, as they were."""
         if self.is_adamw:
             return adamw.update(h, trained, gradients, opt_state, good, salt)
-        wide = jax.tree.map(_wide, trained)
-        updates, new_state = self.make_optimizer(h, trained).update(gradients.scaled(), opt_state, wide)
+        optimizer, whole = self.make_optimizer(h, trained), jax.tree.map(wide, trained)
+        updates, new_state = optimizer.update(gradients.scaled(), opt_state, whole)
         # Chosen element by element, where the update is written anyway: no branch, no word to the host.
         chosen = lambda new, old: jnp.where(good, new, old)
-        add = lambda number, p, u: chosen(stored(_wide(p) + u, p.dtype, salt_of(salt, number)), p)
+        add = lambda number, p, u: chosen(stored(wide(p) + u, p.dtype, salt_of(salt, number)), p)
         changed = jax.tree.map(chosen, new_state, opt_state)
         return adamw.Updated(map_numbered(add, trained, updates), changed, optax.tree.norm(updates))
-
-
-def _wide(x: Any) -> Any:
-    return x.astype(jnp.float32)
-
-
-def map_numbered(fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """fn(the leaf's number, leaves)."""
-    numbers = iter(range(len(jax.tree.leaves(trees[0]))))
-    return jax.tree.map(lambda *leaves: fn(next(numbers), *leaves), *trees)
 
 
 def _matching(names: list[str], patterns: str, flag: str) -> set[str]:

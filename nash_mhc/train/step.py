@@ -15,9 +15,9 @@ from nash_mhc.model.lora import drops, with_dropout
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import averaged
-from nash_mhc.optim.rounding import Salt, salt_of, stored
+from nash_mhc.optim.rounding import Salt, map_numbered, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
-from nash_mhc.optim.trainable import Training, map_numbered
+from nash_mhc.optim.trainable import Training
 from nash_mhc.train import spikes
 from nash_mhc.train.state import TrainState
 
@@ -45,9 +45,7 @@ def summed_gradients(
 
     def add(carry: tuple[Any, Aux], part: tuple[Batch, Array]) -> tuple[tuple[Any, Aux], None]:
         gradients, reports = grad(trained, *part)
-        added = map_numbered(
-            lambda i, a, b: stored(_wide(a) + _wide(b), a.dtype, salt_of(salt, part[1], i)), carry[0], gradients
-        )
+        added = map_numbered(lambda i, a, b: stored(wide(a) + wide(b), a.dtype, salt_of(salt, part[1], i)), carry[0], gradients)
         return (added, jax.tree.map(jnp.add, carry[1], reports)), None
 
     shapes = jax.eval_shape(lambda: of_trained(trained, first, numbers[0])[1])
@@ -66,7 +64,7 @@ def make_train_step(
         weight = sums["loss"].weight
         # Divided at the end: every token weighs the same, whichever part of the batch it came in.
         scale = 1.0 / jnp.maximum(weight, 1.0)
-        gradients = Gradients(grads, scale, scale * optax.tree.norm(jax.tree.map(_wide, grads)))
+        gradients = Gradients(grads, scale, scale * optax.tree.norm(jax.tree.map(wide, grads)))
         metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
         metrics |= {"lr": learning_rate(h, state.step), "grad_norm": gradients.norm}
         empty = weight == 0  # no target counts: nothing can be learned, and nothing is measured
@@ -85,12 +83,8 @@ def make_train_step(
             if ema is not None:
                 average = averaged(h, ema, trained, state.step)
                 ema = jax.tree.map(lambda new, old: jnp.where(changes, new, old), average, ema)
-        metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(_wide, trained))}
+        metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(wide, trained))}
         step = state.step + changes.astype(state.step.dtype)
         return TrainState(step, eqx.combine(trained, frozen), opt_state, ema, recent), metrics
 
     return train_step
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
