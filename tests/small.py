@@ -112,7 +112,7 @@ def _start(cfg: RunConfig, seed: int) -> TrainState:
 def start(cfg: RunConfig, mesh: Any) -> TrainState:
     """`create_state`, drawn once for all meshes: that they draw the same values is a test of its own."""
     shaped = shaping(cfg)  # whatever a mesh, a dtype or the rows have to do with it is left out
-    drawn = RunConfig(model=cfg.model, optim=shaped.optim, lora=cfg.lora, precision=cfg.precision)
+    drawn = RunConfig(model=cfg.model, optim=shaped.optim, lora=cfg.lora, quantize=cfg.quantize, precision=cfg.precision)
     state = _start(drawn, cfg.train.seed)
     # Copies: the step is given these buffers to overwrite.
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))

@@ -77,7 +77,8 @@ def a_value(key: cli.Key) -> tuple[str, object]:
         special |= {"model.nash_iterations": 7, "model.streams": 7, "model.conv_taps": 7, "model.full_every": 2}
         number = special.get(key.path, 97)
         return str(number), number
-    text = {"telemetry.profile": "5:7", "model.rope_scaling": "linear,factor=2"}.get(key.path, "some text")
+    special_text = {"telemetry.profile": "5:7", "model.rope_scaling": "linear,factor=2", "quantize.weights": "3/0,none"}
+    text = special_text.get(key.path, "some text")
     return text, text
 
 
@@ -414,8 +415,8 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         ("dta:\n  seq_len: 3", "run.yaml:1: unknown key dta; did you mean data?"),
         (
             "[a]: 3",
-            "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, lora, precision, telemetry, "
-            "model_size",
+            "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, lora, quantize, precision, "
+            "telemetry, model_size",
         ),
         ("data:\n  split: a\n  split: b", "run.yaml:3: data.split is set twice, first on line 2; keep one of them"),
         ("data: {}\ntrain: {}\ndata: {}", "run.yaml:3: data is set twice, first on line 1; keep one of them"),

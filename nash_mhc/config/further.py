@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nash_mhc.config.fields import ConfigError, Section, key
 
@@ -27,6 +29,63 @@ class LoraConfig(Section):
     )
     rslora: bool = key(False, "divide alpha by the root of the rank instead, which suits large ranks")
     base_dtype: str = key("float32", "how the weights that stay are kept", choices=("float32", "bfloat16"))
+
+
+class Bits(NamedTuple):
+    """Of a weight: its bits, and the rank of its scales (0: one for each group)."""
+
+    bits: int
+    rank: int
+
+
+# Bits and rank of the feed-forward layers' weights, then of attention's.
+QUANTIZED = {"q2a4": "2/32,4/8", "q4a4": "4/4,4/4", "q4_r32": "4/32,4/32", "q2a2": "2/32,2/32"}
+
+
+@dataclass(frozen=True)
+class QuantizeConfig(Section):
+    section = "quantize"
+
+    weights: str | None = key(
+        None,
+        f"train with weights of few bits: {', '.join(QUANTIZED)}, or bits/rank of the feed-forward layers and of attention, "
+        "such as 2/32,4/8 (rank 0: a scale for each group; none instead of either: as it is)",
+        flag="quantize",
+    )
+    group: int = key(32, "inputs that share a scale, where scales have no rank, and at the start where they have one", low=2)
+    levels: str = key("uniform", "of the codes: in equal steps, or a table that is trained", choices=("uniform", "table"))
+    magnitudes: bool = key(False, "scales of some rank as unit vectors times magnitudes, which are trained beside them")
+    trains: str = key(
+        "both", "the weights that are rounded, their scales alone, or both with all else", choices=("weights", "scales", "both")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.mlp, self.attention
+
+    @property
+    def mlp(self) -> Bits | None:
+        """None: as they are."""
+        return self._parsed()[0]
+
+    @property
+    def attention(self) -> Bits | None:
+        return self._parsed()[1]
+
+    def _parsed(self) -> tuple[Bits | None, Bits | None]:
+        if self.weights is None:
+            return None, None
+        parts = QUANTIZED.get(self.weights, self.weights).split(",")
+        found = [re.fullmatch(r"([234])/(\d+)", part.strip()) for part in parts]
+        if len(parts) != 2 or not all(match or part.strip() == "none" for match, part in zip(found, parts, strict=True)):
+            raise ConfigError(
+                f"--quantize {self.weights}: must be {', '.join(QUANTIZED)}, or bits (2, 3 or 4) and rank of the feed-forward "
+                "layers and of attention, such as 2/32,4/8"
+            )
+        mlp, attention = (Bits(int(match[1]), int(match[2])) if match else None for match in found)
+        if mlp is None and attention is None:
+            raise ConfigError(f"--quantize {self.weights}: leaves every weight as it is; leave it out")
+        return mlp, attention
 
 
 @dataclass(frozen=True)

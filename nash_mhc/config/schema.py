@@ -22,14 +22,14 @@ from nash_mhc.config.fields import (
     nearest_multiple,
     weighted_parts,
 )
-from nash_mhc.config.further import LoraConfig, ObjectiveConfig, PrecisionConfig, TelemetryConfig
+from nash_mhc.config.further import LoraConfig, ObjectiveConfig, PrecisionConfig, QuantizeConfig, TelemetryConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
 __all__ = [
     "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "LoraConfig", "MeshConfig",
     "ModelConfig", "ObjectiveConfig",
-    "OptimConfig", "PrecisionConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types",
-    "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
+    "OptimConfig", "PrecisionConfig", "QuantizeConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
+    "accepted_types", "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
 
 
@@ -211,6 +211,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
@@ -223,6 +224,11 @@ class RunConfig:
             )
         if self.lora.rank and self.optim.train_only is not None:
             raise ConfigError("--lora-rank trains adapters alone; leave out --train-only, or choose their --lora-targets")
+        if self.lora.rank and self.quantize.weights is not None:
+            raise ConfigError(
+                "--quantize: adapters correct a model that is quantized already; quantize it in a run of its own, and name "
+                "that one with --init-from, without --quantize"
+            )
         self.model.check_rows(self.data.seq_len)
 
     @property

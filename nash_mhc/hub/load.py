@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
-from nash_mhc.hub.stored import chosen_step, read_adapted
+from nash_mhc.hub.stored import chosen_step, model_shape, read_adapted
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import placed
@@ -74,7 +74,7 @@ def load(
         if cfg.lora.rank:
             model = read_adapted(run, cfg, store, chosen, place, say)
         else:
-            model = store.restore_part(chosen, place(abstract_model(cfg.model)), "ema", "model")
+            model = store.restore_part(chosen, place(model_shape(cfg)), "ema", "model")
     stops = HubFolder(beside).stops() if beside is not None else []
     return Loaded(cfg, tokenizer, model, chosen, _dtype(cfg.train.dtype), (tokenizer.end, *stops), beside)
 

@@ -21,6 +21,7 @@ from nash_mhc.hub.folder import CONFIG, HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.lora import adapted, adapters_of, base_of, merged, on_base
+from nash_mhc.model.quantized import baked, quantized, unquantized
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.storage.digests import digest_of, digests_of_files
 from nash_mhc.storage.files import exists
@@ -72,9 +73,11 @@ def chosen_step(run: RunFolder, store: Store, say: Say) -> int | None:
 def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool = False) -> Any:
     """What was found, in the shapes and dtypes of `shape`; ConfigError where it is not the same any more.
 
+    Weights that are quantized there as they are here come as they are. Other ones are arrays, here as well: of what is
+    quantized there, those that are computed with.
     `verified`: it has just been found. Every process calls this, and gets what its own devices hold.
     """
-    name, like = record["folder"], place(shape)
+    name, like = record["folder"], place(unquantized(shape))
     if record.get("hub"):
         if not is_hub_folder(name):
             raise ConfigError(f"{name}: the model that this run's adapters belong to is not there; bring it back{_MOVED}")
@@ -89,9 +92,18 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
         from_leader(lambda: _check_same(record, run))
     with Store(name) as store:
         store.trust(step)
-        if not (cfg := run.config()).lora.rank:
+        cfg = run.config()
+        if cfg.lora.rank:
+            whole = merged(read_adapted(run, cfg, store, step, place, say))
+        elif cfg.quantize.weights is None:
             return store.restore_part(step, like, "ema", "model")
-        whole = merged(read_adapted(run, cfg, store, step, place, say))
+        else:
+            own = model_shape(cfg)
+            alike: bool = jax.tree.structure(own) == jax.tree.structure(shape)  # type: ignore[operator]
+            found = store.restore_part(step, place(shape if alike else own), "ema", "model")
+            if alike:
+                return found
+            whole = jax.jit(baked)(found)
     return jax.tree.map(lambda a, b: jax.device_put(a.astype(b.dtype), b.sharding), whole, like)
 
 
@@ -100,6 +112,11 @@ def read_adapted(run: RunFolder, cfg: RunConfig, store: Store, step: int, place:
     model = place(adapted_shape(cfg))
     adapters = store.restore_part(step, adapters_of(model), "ema", "model")
     return on_base(adapters, read(base_record(run, step), base_of(adapted_shape(cfg)), place, say))
+
+
+def model_shape(cfg: RunConfig) -> Any:
+    """The tree of the model of a run without adapters, and shapes for arrays."""
+    return jax.eval_shape(lambda model: quantized(model, cfg.quantize), abstract_model(cfg.model))
 
 
 def adapted_shape(cfg: RunConfig) -> Any:

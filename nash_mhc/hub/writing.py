@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -19,6 +20,7 @@ from nash_mhc.hub.families import family_of, read_config, written_config
 from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
 from nash_mhc.hub.layout import tensors
 from nash_mhc.hub.load import Loaded
+from nash_mhc.model.quantized import baked
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.new_folder import new_folder
 
@@ -49,7 +51,7 @@ def imported_dtype(loaded: Loaded) -> str:
 
 def named_tensors(loaded: Loaded) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under the name that it has there, float32, one at a time."""
-    cfg, leaves = loaded.config.model, named_leaves(loaded.model)
+    cfg, leaves = loaded.config.model, named_leaves(jax.jit(baked)(loaded.model))
     assert isinstance(cfg, ModelConfig)
     if family_of(cfg) is None:
         yield from nash_tensors.tensors(leaves, cfg)

@@ -21,16 +21,8 @@ from jaxtyping import Array, UInt32
 
 from nash_mhc.config.commands import what_there_is
 from nash_mhc.config.schema import ConfigError, LoraConfig
-from nash_mhc.model.weights import Weight, array_of, project
+from nash_mhc.model.weights import GROUPS, PROJECTIONS, Weight, array_of, project
 from nash_mhc.parallel.params import ADAPTER, MATRIX, Declared, map_declared, named_leaves, param
-
-# Theirs are the names that people know; ours end the parameters' names.
-PROJECTIONS = {
-    "q_proj": "q_DNH", "k_proj": "k_DKH", "v_proj": "v_DKH", "o_proj": "out_NHD",
-    "gate_proj": "gate_DF", "up_proj": "up_DF", "down_proj": "down_FD",
-}  # fmt: skip
-_ATTENTION, _MLP = list(PROJECTIONS)[:4], list(PROJECTIONS)[4:]
-GROUPS = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
 
 
 class Lora(Weight):

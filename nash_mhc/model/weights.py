@@ -21,6 +21,14 @@ from jaxtyping import Array
 
 from nash_mhc.ops.project import project as times
 
+# Theirs are the names that people know; ours end the parameters' names.
+PROJECTIONS = {
+    "q_proj": "q_DNH", "k_proj": "k_DKH", "v_proj": "v_DKH", "o_proj": "out_NHD",
+    "gate_proj": "gate_DF", "up_proj": "up_DF", "down_proj": "down_FD",
+}  # fmt: skip
+_ATTENTION, _MLP = list(PROJECTIONS)[:4], list(PROJECTIONS)[4:]
+GROUPS = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
+
 
 class Weight(eqx.Module):
     @abstractmethod

@@ -19,7 +19,7 @@ from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
 from nash_mhc.optim.rounding import Salt, map_numbered, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters
-from nash_mhc.parallel.params import ADAPTER, map_declared, named_leaves
+from nash_mhc.parallel.params import ADAPTER, SCALE, map_declared, named_leaves
 
 
 class Training(NamedTuple):
@@ -29,6 +29,7 @@ class Training(NamedTuple):
     freeze: str | None = None  # patterns, with commas between them
     train_only: str | None = None
     adapters: bool = False  # nothing else
+    quantized: str = "both"  # which part of quantized weights
     weights: str = "float32"  # how they are kept from step to step, the large ones
     moments: str = "float32"
 
@@ -36,18 +37,22 @@ class Training(NamedTuple):
     def of(cfg: RunConfig) -> Training:
         optim, kept = cfg.optim, cfg.precision
         adapters = cfg.lora.rank > 0
-        return Training(optim.optimizer, optim.freeze, optim.train_only, adapters, kept.weights_dtype, kept.moments_dtype)
+        what = (optim.optimizer, optim.freeze, optim.train_only, adapters, cfg.quantize.trains)
+        return Training(*what, kept.weights_dtype, kept.moments_dtype)
 
     def split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """(the trained part, the frozen part): the same model twice, with None for what is in the other one.
 
         ConfigError for a pattern that fits no parameter, and where nothing is left to train.
         """
-        if self.freeze is None and self.train_only is None and not self.adapters:
+        if self.freeze is None and self.train_only is None and not self.adapters and self.quantized == "both":
             return model, jax.tree.map(lambda _: None, model)
         names = list(named_leaves(model))
         if self.adapters:
             names = list(named_leaves(map_declared(model, lambda declared, _: declared.role == ADAPTER or None)))
+        elif self.quantized != "both":
+            scales = self.quantized == "scales"
+            names = list(named_leaves(map_declared(model, lambda declared, _: (declared.role == SCALE) == scales or None)))
         only = _matching(names, self.train_only, "--train-only") if self.train_only is not None else set(names)
         trained = only - (_matching(names, self.freeze, "--freeze") if self.freeze is not None else set())
         if not trained:

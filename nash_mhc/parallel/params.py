@@ -9,12 +9,13 @@ its decay and its optimizer by its role.
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 Axes = tuple[str, ...]
 
@@ -37,6 +38,18 @@ VECTOR = Role("vector", decays=False)  # scales, biases, taps of convolutions
 GATE = Role("gate", rate=4.0)
 # A narrow correction of a matrix: at the very rate that a run is given, which is what everyone's recipes mean by it.
 ADAPTER = Role("adapter", by_width=False)
+
+# What the codes of a quantized weight are multiplied by: at the rate that a run is given, likewise, and never shrunk.
+SCALE = Role("scale", decays=False, by_width=False)
+
+
+class Made(eqx.Module):
+    """Stands where a parameter was declared, and makes its array: before that is cast to the compute dtype and put
+    together, so that every device makes its own share, from numbers that are not rounded yet."""
+
+    @abstractmethod
+    def made(self) -> Array:
+        """In the shape and with the axes of the parameter."""
 
 
 class Declared(NamedTuple):
@@ -88,11 +101,13 @@ def map_declared(module: PyTree, leaf: Callable[[Declared, Any], Any]) -> PyTree
 def _in_place_of(outer: Declared | None, own: Declared) -> Declared:
     """The declaration of an array inside of a module that stands where another parameter was declared.
 
-    Among its axes, "inputs" and "outputs" are those of that parameter. With both, it has that parameter's role, too.
+    Among its axes, "inputs" and "outputs" are those of that parameter; "groups" are its inputs, of which the last is
+    counted in groups that every device has all of. With inputs and outputs, it has that parameter's role, too.
     """
     if outer is None:
         return own
     of = {"inputs": outer.axes[: outer.inputs], "outputs": outer.axes[outer.inputs :]}
+    of["groups"] = (*of["inputs"][:-1], "groups")
     axes = tuple(axis for name in own.axes for axis in of.get(name, (name,)))
     whole = own.axes == ("inputs", "outputs")
     inputs = len(of["inputs"]) if own.axes[:1] == ("inputs",) else own.inputs

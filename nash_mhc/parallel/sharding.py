@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from nash_mhc.parallel.params import Axes, Declared, map_declared
+from nash_mhc.parallel.params import Axes, Declared, Made, map_declared
 
 # One row a logical axis. An empty row says "every device holds all of it", in so many words: a name that is not
 # listed is an error, so nothing is replicated by accident.
@@ -37,6 +37,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "scales": (),  # C: every device has all scales of its own heads
     "taps": (),  # of a pooling kernel
     "rank": (),  # of an adapter: between its two narrow matrices
+    "groups": (),  # of inputs that share a scale: few, and cut where the weights are
+    "levels": (),  # what codes stand for
     "vector": (),  # norm scales: too small to be worth a gather
     "layers": (),  # the stacked axis that the scan walks
     "parts": (),  # the parts of an accumulated batch, taken one after another
@@ -122,7 +124,9 @@ def for_compute(module: PyTree, dtype: Any) -> PyTree:
             return w
         return checkpoint_name(_gathered(w, declared.axes) if _ambient() else w, GATHERED_WEIGHT)
 
-    return map_declared(module, prepare)
+    is_made = lambda x: isinstance(x, Made)
+    made = jax.tree.map(lambda x: x.made() if is_made(x) else x, module, is_leaf=is_made)
+    return map_declared(made, prepare)
 
 
 def is_gathered_weight(primitive: Any, params: dict[str, Any]) -> bool:

@@ -79,6 +79,8 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     kept += ["optim.optimizer", "optim.freeze", "optim.train_only"]
     if before.get("lora.rank") or now["lora.rank"]:  # dropout and what follows from it may change on the way
         kept += [f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "base_dtype")]
+    if before.get("quantize.weights") or now["quantize.weights"]:
+        kept += [k for k in now if k.startswith("quantize.")]
     if rows is not None:
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:

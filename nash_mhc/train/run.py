@@ -13,6 +13,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.mixture import passes
 from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.quantized import counted
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.parallel.processes import from_leader
@@ -141,8 +142,11 @@ def _introduce(inputs: Inputs, mesh: Mesh, reporter: Reporter) -> None:
 
 def _parameters(cfg: RunConfig) -> str:
     text = f"{count_parameters(cfg.model):,} parameters"
-    if cfg.optim.freeze is None and cfg.optim.train_only is None and not cfg.lora.rank:
+    model = abstract_state(cfg).model
+    if few := counted(model):
+        text += "".join(f", {count:,} of them of {bits} bits" for bits, count in sorted(few.items()))
+    trained, frozen = Training.of(cfg).split(model)
+    if not jax.tree.leaves(frozen):
         return text
-    trained, _ = Training.of(cfg).split(abstract_state(cfg).model)
     count = f"{sum(leaf.size for leaf in jax.tree.leaves(trained)):,}"
-    return f"{text}, and {count} of adapters, which are trained" if cfg.lora.rank else f"{text}, {count} of them trained"
+    return f"{text}, and {count} of adapters, which are trained" if cfg.lora.rank else f"{text}; {count} are trained"

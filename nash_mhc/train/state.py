@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, PyTree
 from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.model.architectures import abstract_model, architecture_of
 from nash_mhc.model.lora import adapted, adapters_of
+from nash_mhc.model.quantized import quantized
 from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
 from nash_mhc.optim.schedule import Hyperparameters
@@ -58,6 +59,7 @@ def shaping(cfg: RunConfig) -> RunConfig:
         train=train,
         objective=cfg.objective,
         lora=cfg.lora,
+        quantize=cfg.quantize,
         precision=cfg.precision,
     )
 
@@ -84,13 +86,18 @@ def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, Recent.empty())
 
 
+def _as_trained(cfg: RunConfig, model: Any, key: Array) -> Any:
+    """With what the run puts in the places of weights."""
+    return adapted(quantized(model, cfg.quantize), cfg.lora, key)
+
+
 def abstract_state(cfg: RunConfig) -> TrainState:
     return _abstract_state(shaping(cfg), registered(cfg))
 
 
 @functools.lru_cache(_KEPT)
 def _abstract_state(cfg: RunConfig, _: tuple[Any, ...]) -> TrainState:
-    begin = lambda model: initial_state(cfg, adapted(model, cfg.lora, jax.random.key(0)))
+    begin = lambda model: initial_state(cfg, _as_trained(cfg, model, jax.random.key(0)))
     return jax.eval_shape(begin, abstract_model(cfg.model))
 
 
@@ -142,7 +149,7 @@ def _makers(
     init, out = architecture_of(cfg.model).init, state_shardings(cfg, mesh)
 
     def given(model: Any, key: Any) -> TrainState:
-        return initial_state(cfg, adapted(model, cfg.lora, jax.random.wrap_key_data(key)))
+        return initial_state(cfg, _as_trained(cfg, model, jax.random.wrap_key_data(key)))
 
     fresh = lambda key: given(init(cfg.model, key=jax.random.wrap_key_data(key)), key)
     return jax.jit(fresh, out_shardings=out), jax.jit(given, out_shardings=out, donate_argnums=0)

@@ -1,0 +1,121 @@
+"""Training with weights of few bits: on any mesh, resumed, and with the very numbers that are used afterwards."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.config.schema import ConfigError, QuantizeConfig
+from nash_mhc.model.lm import LM
+from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized, snapped
+from nash_mhc.parallel.params import named_leaves
+from nash_mhc.parallel.sharding import for_compute
+
+FORMS = {
+    "groups": QuantizeConfig(weights="2/0,4/0", group=8),
+    "rank": QuantizeConfig(weights="2/4,4/2", group=8),
+    "magnitudes, table": QuantizeConfig(weights="2/4,3/2", group=8, magnitudes=True, levels="table"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    cfg = small.nash_config().model
+    return jax.jit(lambda: LM.init(cfg, key=jax.random.key(0)))()
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def few(request, plain):
+    return jax.jit(lambda model: quantized(model, FORMS[request.param]))(plain)
+
+
+forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))
+
+
+def weights_of(model):
+    return [x for x in jax.tree.leaves(model, is_leaf=is_quantized) if is_quantized(x)]
+
+
+def test_each_projection_has_few_levels_and_nothing_else_has(few, plain):
+    made = named_leaves(jax.jit(baked)(few))
+    assert set(made) == set(named_leaves(plain))
+    changed = {name for name, leaf in named_leaves(plain).items() if (np.asarray(leaf) != np.asarray(made[name])).any()}
+    ends = {"q_DNH", "k_DKH", "v_DKH", "out_NHD", "gate_DF", "up_DF", "down_FD"}
+    assert {name.rpartition(".")[2] for name in changed} == ends
+    assert len(weights_of(few)) == len(ends)
+    for weight in weights_of(few):
+        codes, levels = jax.jit(jax.vmap(Quantized.exported))(weight)
+        assert codes.min() >= 0 and codes.max() < 2**weight.bits == levels.shape[1]
+
+
+def test_the_baked_model_and_the_snapped_one_compute_the_same_bit_for_bit(few):
+    tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
+    want = forward(few, tokens_BT)
+    np.testing.assert_array_equal(forward(jax.jit(baked)(few), tokens_BT), want)
+    # Samples and prompts make the weights of all layers once, before the first token.
+    np.testing.assert_array_equal(forward(jax.jit(lambda model: for_compute(model, jnp.float32))(few), tokens_BT), want)
+    once = jax.jit(snapped)(few)
+    np.testing.assert_array_equal(forward(once, tokens_BT), want)
+    for a, b in zip(jax.tree.leaves(jax.jit(snapped)(once)), jax.tree.leaves(once), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_every_part_of_every_layer_has_a_gradient(few):
+    tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
+    # Fresh models of several streams mix them alike, so that some gradients are zero: these are not the weights'.
+    grads = jax.jit(jax.grad(lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)))(few)
+    for weight in weights_of(grads):
+        for name, leaf in named_leaves(weight).items():
+            largest = np.abs(np.asarray(leaf)).reshape(leaf.shape[0], -1).max(axis=1)
+            assert (largest > 0).all() and np.isfinite(largest).all(), name
+
+
+@pytest.mark.parametrize("text", ["2/32", "5/8,4/8", "2/32,none/2", "q2a3", "none,none"])
+def test_what_is_no_such_thing_is_refused(text):
+    with pytest.raises(ConfigError, match="--quantize"):
+        QuantizeConfig(weights=text)
+
+
+def test_presets_and_pairs_say_the_same():
+    assert QuantizeConfig(weights="q2a4").mlp == QuantizeConfig(weights="2/32,4/8").mlp == (2, 32)
+    assert QuantizeConfig(weights="q2a4").attention == (4, 8)
+    assert QuantizeConfig(weights="none,4/0").mlp is None
+
+
+CONFIG = dataclasses.replace(small.config(), quantize=QuantizeConfig(weights="2/4,4/0", group=4, levels="table"))
+
+
+def steps(cfg, count=3):
+    return [small.random_rows(cfg, seed) for seed in range(count)]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return small.train(CONFIG, steps(CONFIG))
+
+
+def test_a_mesh_trains_them_as_one_device_does(one_device):
+    state, history, _ = one_device
+    sharded, on_mesh, _ = small.train(small.mesh_config(CONFIG, 2, 2, 2), steps(CONFIG))
+    np.testing.assert_allclose([m["loss"] for m in on_mesh], [m["loss"] for m in history], rtol=2e-5)
+    moved = 0
+    for (name, a), b in zip(named_leaves(state.model).items(), jax.tree.leaves(sharded.model), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-4, err_msg=name)
+        moved += "scale" in name
+    assert moved
+
+
+@pytest.mark.parametrize("trains", ["weights", "scales"])
+def test_only_what_is_named_is_trained(trains):
+    cfg = dataclasses.replace(CONFIG, quantize=dataclasses.replace(CONFIG.quantize, trains=trains))
+    before = small.start(cfg, small.make_mesh(cfg.mesh))
+    before = {name: np.asarray(leaf) for name, leaf in named_leaves(before.model).items()}
+    state, _, _ = small.train(cfg, steps(cfg, 2))
+    changed = {name for name, leaf in named_leaves(state.model).items() if (leaf != before[name]).any()}
+    is_scale = lambda name: name.rpartition(".")[2] in ("scale", "scale_a", "scale_b", "steps_K")
+    assert changed == {name for name in before if is_scale(name) == (trains == "scales")}
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if np.ndim(leaf) > 0]
+    assert len(moments) == 2 * len(changed)
