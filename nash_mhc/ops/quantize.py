@@ -69,7 +69,7 @@ def levels_at(codes: Int[Array, "..."], levels_L: Float[Array, "L"]) -> Float[Ar
 
 
 def dequantized(codes: Int[Array, "..."], s: Float[Array, "..."], levels_L: Float[Array, "L"]) -> Float[Array, "..."]:
-    """What is computed with, in training and from a packed file: by these very operations, so they agree bit for bit."""
+    """What is computed with, in training and from a packed file: the same operations, so they agree bit for bit."""
     return levels_at(codes, levels_L) * s
 
 
