@@ -16,6 +16,7 @@ ABOUT = {
     "generate": "writes text with a trained model",
     "evaluate": "puts tasks to a model: lm-evaluation-harness, held-out text",
     "data": "prepares and inspects data, trains tokenizers",
+    "distill": "has a teacher read a dataset, for students to learn from",
     "checkpoint": "lists, verifies and inspects a run's checkpoints",
     "hub": "models from and for Hugging Face's libraries",
     "plan": "says what fits a machine, how fast it will be and what it costs, before you rent it",

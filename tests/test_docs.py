@@ -18,6 +18,8 @@ from nash_mhc.checkpoint import __main__ as checkpoint
 from nash_mhc.config import cli, reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data import __main__ as data
+from nash_mhc.distill import __main__ as distill
+from nash_mhc.distill.chain import read_chain
 from nash_mhc.doctor import __main__ as doctor
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
@@ -49,6 +51,9 @@ RUN_BY = {
     "generate": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "hub import": "test_hub_import.py::test_here_and_back_nothing_changes",
     "hub export": "test_hub_import.py::test_here_and_back_nothing_changes",
+    "hub pack": "test_distill.py::test_a_chain_makes_all_of_it_and_a_mistake_in_it_is_found_before_anything_begins",
+    "distill cache": "test_distill.py::test_a_chain_makes_all_of_it_and_a_mistake_in_it_is_found_before_anything_begins",
+    "distill chain": "test_distill.py::test_a_chain_makes_all_of_it_and_a_mistake_in_it_is_found_before_anything_begins",
     "hub merge": "test_adapters.py::test_adapters_of_theirs_are_ours_and_go_back_and_make_one_model",
     "hub check": "test_hub_import.py::test_check_says_how_far_two_models_are_apart",
     "evaluate": "test_evaluate.py::test_the_command_shows_a_table_and_writes_json",
@@ -168,7 +173,7 @@ def test_the_tests_that_run_the_commands_are_there() -> None:
         assert kind in used, f"no page has a command of the kind {kind}: leave it out of RUN_BY"
 
 
-def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ConfigError for a flag, a key or a value that the command does not take. Nothing is run."""
     module, _, _ = command.kind.partition(" ")
     words = command.arguments
@@ -204,6 +209,10 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         doctor.parse(words)
     elif module == "plan":
         cli.parse(words, own=plan.own_flags)
+    elif command.kind == "distill cache":
+        cli.parse(words[1:], own=distill._flags)
+    elif command.kind == "distill chain":
+        read_chain(Path(words[1]), tmp_path)
     elif command.kind == "bench corpus":
         monkeypatch.setattr(corpus, "build", lambda out: {})
         corpus.command(words[1:])
@@ -224,7 +233,7 @@ def test_every_flag_and_key_of_a_command_exists(
     Path("notes").mkdir()
     Path("recipes").symlink_to(ROOT / "recipes")
     with contextlib.suppress(SystemExit):  # --help
-        check(command, monkeypatch)
+        check(command, tmp_path, monkeypatch)
     assert "error" not in capsys.readouterr().err
 
 

@@ -26,6 +26,7 @@ ORDER = (
     "train",
     "generate",
     "evaluate",
+    "distill",
     "plan",
     "report",
     "bench",
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"config", "storage", "checkpoint"},
     "optim": {"config", "parallel"},
     "objectives": {"config", "parallel", "ops", "model"},
-    "hub": {"config", "storage", "parallel", "checkpoint", "model", "data"},
+    "hub": {"config", "storage", "parallel", "checkpoint", "ops", "model", "data"},
     "telemetry": {"config", "storage", "checkpoint"},
     "train": {
         "config", "storage", "parallel", "checkpoint", "ops", "runtime", "model", "data", "optim", "objectives", "hub",
@@ -54,6 +55,9 @@ ALLOWED: dict[str, set[str]] = {
     "generate": {"config", "storage", "checkpoint", "runtime", "model", "data", "hub"},
     "evaluate": {
         "config", "storage", "parallel", "ops", "runtime", "model", "data", "objectives", "hub", "train",
+    },
+    "distill": {
+        "config", "storage", "parallel", "checkpoint", "runtime", "model", "data", "objectives", "hub", "train",
     },
     "plan": {"config", "parallel", "runtime", "model", "train"},
     "report": {"config", "storage", "checkpoint", "plan"},

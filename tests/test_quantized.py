@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from safetensors.numpy import load_file
 
-from nash_mhc.config.schema import ConfigError, QuantizeConfig
+from nash_mhc.config.schema import ConfigError, LoraConfig, QuantizeConfig
+from nash_mhc.data.tokenizer import ByteTokenizer
+from nash_mhc.hub.load import Loaded, load
+from nash_mhc.hub.packed import is_packed, write_packed
 from nash_mhc.model.lm import LM
+from nash_mhc.model.lora import adapted, adapters_of
 from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized, snapped
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import for_compute
@@ -47,7 +52,7 @@ def test_each_projection_has_few_levels_and_nothing_else_has(few, plain):
     assert {name.rpartition(".")[2] for name in changed} == ends
     assert len(weights_of(few)) == len(ends)
     for weight in weights_of(few):
-        codes, levels = jax.jit(jax.vmap(Quantized.exported))(weight)
+        codes, levels, *_ = jax.jit(Quantized.exported)(weight)
         assert codes.min() >= 0 and codes.max() < 2**weight.bits == levels.shape[1]
 
 
@@ -119,3 +124,43 @@ def test_only_what_is_named_is_trained(trains):
     assert changed == {name for name in before if is_scale(name) == (trains == "scales")}
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if np.ndim(leaf) > 0]
     assert len(moments) == 2 * len(changed)
+
+
+def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
+    cfg = dataclasses.replace(small.nash_config(), quantize=FORMS["groups"])
+    loaded = Loaded(cfg, ByteTokenizer(), few, 7, "float32", ())
+    sizes = {size.name: size for size in write_packed(loaded, tmp_path / "packed")}
+    assert is_packed(str(tmp_path / "packed"))
+    read = load(tmp_path / "packed")
+    for (name, a), b in zip(named_leaves(jax.jit(baked)(few)).items(), jax.tree.leaves(read.model), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    two = sizes["2 bits"]
+    codes = sum(
+        array.nbytes for name, array in load_file(tmp_path / "packed" / "packed.safetensors").items() if "codes" in name
+    )
+    assert two.numbers // 4 <= two.bytes and codes < sum(size.numbers for size in sizes.values()) / 2
+    tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
+    np.testing.assert_array_equal(forward(read.model, tokens_BT), forward(few, tokens_BT))
+
+
+def test_a_damaged_packed_folder_is_one_line(few, tmp_path):
+    cfg = dataclasses.replace(small.nash_config(), quantize=FORMS["groups"])
+    write_packed(Loaded(cfg, ByteTokenizer(), few, 7, "float32", ()), tmp_path / "packed")
+    weights = tmp_path / "packed" / "packed.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    with pytest.raises(ConfigError, match=r"packed\.safetensors: cannot be read"):
+        load(tmp_path / "packed")
+    (tmp_path / "packed" / "packed.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"packed\.json: cannot be read .* pack it again"):
+        load(tmp_path / "packed")
+
+
+def test_a_recovering_adapter_learns_through_the_quantized_base_from_the_first_layer_on(few):
+    """The base is frozen, and what comes back through it reaches the adapters of layer 0."""
+    model = adapted(jax.jit(baked)(few), LoraConfig(rank=2), jax.random.key(1))
+    tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
+    loss = lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)
+    grads = jax.jit(jax.grad(loss))(model)
+    for name, leaf in named_leaves(adapters_of(grads)).items():
+        if name.endswith("lora_b"):  # A has none while B is zero
+            assert float(jnp.abs(leaf[0]).max()) > 0, name

@@ -193,7 +193,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     values = {
         f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
     }
-    later = ("objective", "lora", "quantize", "precision")  # sections that older runs do not have
+    later = ("objective", "lora", "distill", "quantize", "precision")  # sections that older runs do not have
     return values | {f"{section}.{k}": v for section in later for k, v in config.get(section, {}).items()}
 
 

@@ -13,7 +13,11 @@ from nash_mhc.config.fields import ConfigError, Section, key
 class ObjectiveConfig(Section):
     section = "objective"
 
-    name: str = key("next_token", "what is minimized: next_token, smoothed, or one that was registered", flag="objective")
+    name: str = key(
+        "next_token",
+        "what is minimized: next_token, smoothed, distill (from a teacher's cache), or one that was registered",
+        flag="objective",
+    )
     label_smoothing: float = key(0.1, "share of a target that `smoothed` gives to the whole vocabulary", above=0, high=0.99)
 
 
@@ -29,6 +33,21 @@ class LoraConfig(Section):
     )
     rslora: bool = key(False, "divide alpha by the root of the rank instead, which suits large ranks")
     base_dtype: str = key("float32", "how the weights that stay are kept", choices=("float32", "bfloat16"))
+
+
+@dataclass(frozen=True)
+class DistillConfig(Section):
+    section = "distill"
+
+    temperature: float = key(1.0, "both softmaxes are of logits over this; one that the cache was made for", above=0)
+    text: float = key(0.0, "share of the loss that is the cross-entropy of the text itself", low=0, high=1)
+    hard: float = key(0.0, "share of the loss that is the cross-entropy of the teacher's first choice", low=0, high=1)
+    renormalised: bool = key(False, "compare the cached tokens alone, and forget the rest: biased, for comparison")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text + self.hard > 1:
+            raise ConfigError(f"--distill-text {self.text:g} and --distill-hard {self.hard:g} are more than all of the loss")
 
 
 class Bits(NamedTuple):

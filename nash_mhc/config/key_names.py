@@ -23,6 +23,7 @@ FURTHER = {
     "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
     "tuning": "fine-tuning: how questions and answers are written, how long a run is, which checkpoint is its own",
     "lora": "fine-tuning with adapters, of a model that --init-from names",
+    "distill": "learning from a teacher whose choices were cached (--objective distill)",
     "quantize": "training with weights of two to four bits, as they will be used",
     "precision": "weights and moments in half of the memory: a larger model on the same chips",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
@@ -69,7 +70,7 @@ def keys() -> dict[str, Key]:
             continue
         inner = typing.get_type_hints(kind)
         for f in dataclasses.fields(kind):  # type: ignore[arg-type]
-            prefix = f"{top.name}-" if top.name in ("mesh", "model", "lora", "quantize") else ""
+            prefix = f"{top.name}-" if top.name in ("mesh", "model", "lora", "distill", "quantize") else ""
             flag = f.metadata["flag"] or prefix + f.name.replace("_", "-")
             found.append(Key(f"{top.name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))
     return {key.path: key for key in found}

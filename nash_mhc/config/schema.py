@@ -22,12 +22,12 @@ from nash_mhc.config.fields import (
     nearest_multiple,
     weighted_parts,
 )
-from nash_mhc.config.further import LoraConfig, ObjectiveConfig, PrecisionConfig, QuantizeConfig, TelemetryConfig
+from nash_mhc.config.further import DistillConfig, LoraConfig, ObjectiveConfig, PrecisionConfig, QuantizeConfig, TelemetryConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
 __all__ = [
-    "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "Length", "LoraConfig", "MeshConfig",
-    "ModelConfig", "ObjectiveConfig",
+    "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "DistillConfig", "Length",
+    "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig",
     "OptimConfig", "PrecisionConfig", "QuantizeConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
     "accepted_types", "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
@@ -211,6 +211,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -230,6 +231,11 @@ class RunConfig:
                 "that one with --init-from, without --quantize"
             )
         self.model.check_rows(self.data.seq_len)
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether it learns from a teacher, whose choices lie beside the rows."""
+        return self.objective.name == "distill"
 
     @property
     def ends_with_best(self) -> bool:

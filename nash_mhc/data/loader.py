@@ -31,7 +31,7 @@ class Steps:
         positions = int(step) * self._rows + np.arange(share, self._rows, shares)
         indices = positions if self._source.endless else shuffled(positions, len(self._source), seed=self._seed)
         rows = self._source.take(indices)
-        return Rows(*(a.reshape(self._parts, -1, a.shape[-1]) for a in rows))
+        return type(rows)(*(a.reshape(self._parts, -1, *a.shape[1:]) for a in rows))
 
 
 def _begin_worker(_: int, __: int) -> None:
@@ -76,7 +76,7 @@ def batches(
         for rows in iterator:
             # Out of the memory that is shared with a worker: grain gives it back in a thread of its own, some time
             # after nobody holds it any more, and a run that ends just then would leave it behind.
-            yield Rows(*(np.array(a) for a in rows)) if workers else rows
+            yield type(rows)(*(np.array(a) for a in rows)) if workers else rows
     finally:
         getattr(iterator, "close", lambda: None)()
 

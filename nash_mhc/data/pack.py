@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,21 @@ class Rows(NamedTuple):
     targets: np.ndarray
     segments: np.ndarray
     weights: np.ndarray
+
+
+class Taught(NamedTuple):
+    """Rows, and what a teacher knows of every slot."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    segments: np.ndarray
+    weights: np.ndarray
+    ids: np.ndarray  # [.., T, K]: its likeliest tokens
+    logits: np.ndarray  # [.., T, K]: theirs, less the largest
+    lse: np.ndarray  # [.., T]: log-sum-exp over all tokens at the run's temperature, less the largest logit
+
+
+AnyRows = TypeVar("AnyRows", Rows, Taught)
 
 
 def best_fit(lengths: Sequence[int], capacity: int, most_rows: int | None = None) -> list[list[int]]:

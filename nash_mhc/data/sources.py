@@ -20,6 +20,7 @@ from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.taught import TaughtRows, read_about
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.stories.rows import StoryRows
@@ -102,9 +103,13 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
         )
 
 
-def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1) -> RowSource:
+def open_source(
+    cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1, temperature: float | None = None
+) -> RowSource:
     """The rows of one split, documents starting at multiples of `align`;
-    ConfigError when there is no such dataset or split."""
+    ConfigError when there is no such dataset or split. With a temperature, a teacher has read them, at that one."""
+    if temperature is not None:
+        return _open_taught(cfg, tokenizer, split, align, temperature)
     if parts := parts_of(cfg):
         sources = [open_source(part, tokenizer, split=split, seed=seed, align=align) for part, _ in parts]
         return Mixture([part.dataset for part, _ in parts], sources, [weight for _, weight in parts], seed=seed)
@@ -124,7 +129,16 @@ def open_source(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int,
     return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
 
 
-def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> RowSource | None:
+def _open_taught(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int, temperature: float) -> RowSource:
+    folder = Path(cfg.dataset)
+    read_about(folder)  # says what is missing where it is no such folder
+    _check_recipe(folder, cfg, tokenizer, align)
+    return TaughtRows(folder, split, temperature, vocab_size=tokenizer.vocab_size, name=cfg.dataset)  # type: ignore[return-value]
+
+
+def open_held_out(
+    cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperature: float | None = None
+) -> RowSource | None:
     """The rows to evaluate on, the same for every run on this data;
     None where none are held out (--validation-fraction 0).
 
@@ -133,12 +147,12 @@ def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> R
     if parts := parts_of(cfg):
         return _mixed([(part, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts])
     try:
-        return open_source(cfg, tokenizer, split=cfg.eval_split, seed=0, align=align)
+        return open_source(cfg, tokenizer, split=cfg.eval_split, seed=0, align=align, temperature=temperature)
     except NothingHeldOut:
         return None
 
 
-def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> RowSource | None:
+def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperature: float | None = None) -> RowSource | None:
     """The rows for a test at the end, which are neither trained nor evaluated on;
     None where none were asked for (--test-fraction, --test-split). A prepared folder knows by itself.
 
@@ -152,7 +166,7 @@ def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1) -> RowSo
         name = Manifest.read(folder).recipe.get("test_split", name)
     if name is not None and cfg.dataset == "stories":
         raise ConfigError("--dataset stories: has no test part; leave out --test-fraction and --test-split")
-    return None if name is None else open_source(cfg, tokenizer, split=name, seed=0, align=align)
+    return None if name is None else open_source(cfg, tokenizer, split=name, seed=0, align=align, temperature=temperature)
 
 
 def _mixed(found: list[tuple[DataConfig, str, RowSource | None]]) -> RowSource | None:

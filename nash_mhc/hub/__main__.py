@@ -16,6 +16,7 @@ from nash_mhc.config.schema import ConfigError
 ABOUT = {
     "import": "a Hugging Face folder becomes a folder of ours; `train --init-from` takes the former as it is, too",
     "export": "a run becomes a folder that transformers loads; one with adapters, a folder that PEFT loads",
+    "pack": "a run with weights of few bits becomes a folder that holds no more than those bits",
     "merge": "a run's adapters and their base become one model, in a folder that transformers loads",
     "check": "what two folders predict for the same text, compared",
 }
@@ -103,6 +104,33 @@ def _export(argv: Sequence[str]) -> int:
     return 0
 
 
+def _pack(argv: Sequence[str]) -> int:
+    parser = _parser("pack")
+    parser.add_argument("folder", metavar="DIR", help="folder of a run that was trained with --quantize")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
+    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
+    about = "of all that is not quantized; float32 keeps what training computed, bit for bit [float32]"
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=about)
+    args = parser.parse_strictly(argv, "the folder to make is --out {word}")
+    from nash_mhc.hub.load import load
+    from nash_mhc.hub.packed import write_packed
+    from nash_mhc.storage.new_folder import check_free
+
+    check_free(Path(args.out))
+    loaded = load(args.folder, args.step, say=_say)
+    if loaded.config.quantize.weights is None:
+        raise ConfigError(f"{args.folder}: was not trained with --quantize; python -m nash_mhc.hub export writes it as it is")
+    sizes = write_packed(loaded, Path(args.out), args.dtype)
+    whole = sum(size.numbers for size in sizes)
+    print(f"  {'':<12} {'numbers':>15} {'bytes':>15} {'bits each':>10}")
+    for size in sizes:
+        print(f"  {size.name:<12} {size.numbers:>15,} {size.bytes:>15,} {8 * size.bytes / size.numbers:>10.2f}")
+    total = sum(size.bytes for size in sizes)
+    print(f"  {'all':<12} {whole:>15,} {total:>15,} {8 * total / whole:>10.2f}   ({total / whole / 2:.0%} of float16)")
+    print(f"{args.out}: ask it with python -m nash_mhc.generate {args.out} --prompt 'Once upon a time'")
+    return 0
+
+
 def _merge(argv: Sequence[str]) -> int:
     args, loaded = _written_by("merge", argv)
     if not loaded.config.lora.rank:
@@ -181,7 +209,7 @@ def _text(args: argparse.Namespace) -> str:
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "import": _import, "export": _export, "merge": _merge, "check": _check,
+    "import": _import, "export": _export, "pack": _pack, "merge": _merge, "check": _check,
 }  # fmt: skip
 
 

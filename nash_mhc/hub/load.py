@@ -17,6 +17,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
+from nash_mhc.hub.packed import is_packed, read_packed, read_packed_config
 from nash_mhc.hub.reading import read_weights
 from nash_mhc.hub.stored import chosen_step, model_shape, read_adapted
 from nash_mhc.model.architectures import abstract_model
@@ -54,6 +55,8 @@ def load(
     """
     if not is_remote(folder) and is_hub_folder(str(folder)):
         return _of_hub(Path(str(folder)), step, mesh, say)
+    if not is_remote(folder) and is_packed(str(folder)):
+        return _of_packed(Path(str(folder)), step, mesh, say)
     run = RunFolder(folder)
     cfg = run.config(hint=" (the text to go on from is --prompt)")
     beside = _beside(run)
@@ -83,6 +86,8 @@ def tokenizer_of(folder: str) -> Tokenizer:
     """Of either kind of folder, without its weights."""
     if not is_remote(folder) and is_hub_folder(folder):
         return load_tokenizer(folder)
+    if not is_remote(folder) and is_packed(folder):
+        return load_tokenizer(read_packed_config(Path(folder)).data.tokenizer)
     run = RunFolder(folder)
     return load_tokenizer(_tokenizer(run.config(), _beside(run)))
 
@@ -91,6 +96,8 @@ def config_of(folder: str) -> RunConfig:
     """Of either kind of folder, without anything else of it. ConfigError."""
     if not is_remote(folder) and is_hub_folder(folder):
         return _hub_config(HubFolder(folder))
+    if not is_remote(folder) and is_packed(folder):
+        return read_packed_config(Path(folder))
     return RunFolder(folder).config(hint=" or of a Hugging Face model")
 
 
@@ -108,6 +115,16 @@ def _of_hub(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str]
     say(f"reading {path} ...")
     model = read_weights(folder, _placed(abstract_model(cfg.model), mesh), say)
     return Loaded(cfg, tokenizer, model, 0, _dtype("bfloat16"), (tokenizer.end, *folder.stops()), path)
+
+
+def _of_packed(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str], None]) -> Loaded:
+    if step is not None:
+        raise ConfigError(f"--step {step}: {path} is no run, and has no steps")
+    cfg = read_packed_config(path)
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    say(f"reading {path} ...")
+    model = read_packed(path, _placed(abstract_model(cfg.model), mesh))
+    return Loaded(cfg, tokenizer, model, 0, _dtype(cfg.train.dtype), (tokenizer.end,))
 
 
 def _beside(run: RunFolder) -> Path | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,6 +22,22 @@ from nash_mhc.config.schema import QuantizeConfig
 from nash_mhc.model.weights import GROUPS, PROJECTIONS, Weight
 from nash_mhc.ops import quantize as ops
 from nash_mhc.parallel.params import SCALE, Declared, Made, map_declared, named_leaves, param
+
+
+class Exported(NamedTuple):
+    """What a quantized weight is made of: the same numbers as in training, by the same operations."""
+
+    codes: Array  # u8, in the shape of the parameter
+    levels_L: Array
+    scale: Array | None  # float16, like the other two
+    scale_a: Array | None
+    scale_b: Array | None
+
+    def array(self, inputs: int) -> Array:
+        """Of one layer."""
+        scale, a, b = (None if x is None else x.astype(jnp.float32) for x in (self.scale, self.scale_a, self.scale_b))
+        s = _scales(self.codes.shape, scale, a, b, None, inputs)
+        return ops.dequantized(self.codes.astype(jnp.int32), s, self.levels_L)
 
 
 class Quantized(Made, Weight):
@@ -51,11 +67,19 @@ class Quantized(Made, Weight):
     def array(self) -> Array:
         return self.made()
 
-    def exported(self) -> tuple[Array, Array]:
-        """(codes, levels) of one layer: with the scales, all that a packed file holds."""
+    def exported(self) -> Exported:
+        """All that a packed file holds of it; of a stack, of all layers."""
+        return (jax.vmap(Quantized._exported) if self.is_stack else Quantized._exported)(self)
+
+    def _exported(self) -> Exported:
         levels_L = _levels(self.steps_K, self.bits)
         s = _scales(self.base.shape, self.scale, self.scale_a, self.scale_b, self.magnitude_R, self.inputs)
-        return ops.codes_of(self.base.astype(jnp.float32), s, levels_L), levels_L
+        codes = ops.codes_of(self.base.astype(jnp.float32), s, levels_L).astype(jnp.uint8)
+        if self.scale is not None:
+            return Exported(codes, levels_L, self.scale.astype(jnp.float16), None, None)
+        assert self.scale_a is not None and self.scale_b is not None
+        a, b = factors(self.scale_a, self.scale_b, self.magnitude_R)
+        return Exported(codes, levels_L, None, a.astype(jnp.float16), b.astype(jnp.float16))
 
 
 @jax.custom_vjp

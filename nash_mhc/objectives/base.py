@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nash_mhc.ops.distill import Teacher
+
 
 class Batch(NamedTuple):
     """Packed rows. Segment 0 is padding; targets are the inputs moved by one within a document."""
@@ -20,6 +22,7 @@ class Batch(NamedTuple):
     targets: Int[Array, "*A B T"]
     segments: Int[Array, "*A B T"]
     weights: Float[Array, "*A B T"]  # of each target in the loss
+    teacher: Teacher | None = None  # what one knows of every place, where there is one
 
 
 class Sum(NamedTuple):

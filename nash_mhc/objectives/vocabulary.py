@@ -9,13 +9,16 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from nash_mhc.ops.distill import DistillSums, Teacher, Weights, distill, distill_and_grads, likeliest
 from nash_mhc.ops.log_probs import TokenScores, log_probs
 from nash_mhc.ops.xent import XentSums, xent, xent_and_grads
 from nash_mhc.parallel.sharding import mesh_axis, on_shards
 
 # Logical axes of what the loss takes and gives.
 _X, _W, _TOKENS = ("batch", "time_split", "width"), ("vocab", "embed"), ("batch", "time")
+_TEACHER: Any = Teacher((*_TOKENS, "candidates"), (*_TOKENS, "candidates"), _TOKENS)  # type: ignore[arg-type]
 _SCALARS: Any = XentSums(*((),) * len(XentSums._fields))  # type: ignore[arg-type]
+_DISTILLED: Any = DistillSums(*((),) * len(DistillSums._fields))  # type: ignore[arg-type]
 
 
 def _gather(x: Array, w: Array) -> tuple[Array, Array]:
@@ -32,8 +35,22 @@ def _settings(vocab_size: int, z_weight: float, smoothing: float) -> dict[str, A
     return {"vocab_size": vocab_size, "z_weight": z_weight, "smoothing": smoothing, "vocab_axes": mesh_axis("vocab")}
 
 
-def _over_batch(sums: XentSums) -> XentSums:
+def _over_batch(sums: Any) -> Any:
     return lax.psum(sums, mesh_axis("batch")) if mesh_axis("batch") else sums
+
+
+def _home(dx: Array, dw: Array) -> tuple[Array, Array]:
+    """Each gradient goes home in one collective: summed where it is partial, split where its array is split."""
+    for axis in mesh_axis("time_split"):
+        dx = lax.psum_scatter(dx, axis, scatter_dimension=1, tiled=True)
+    for axis in mesh_axis("batch"):
+        split = axis in mesh_axis("embed")
+        dw = lax.psum_scatter(dw, axis, scatter_dimension=1, tiled=True) if split else lax.psum(dw, axis)
+    return dx, dw
+
+
+def _scaled(grad: Array, cotangent: Array) -> Array:
+    return (grad * cotangent).astype(grad.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -62,13 +79,7 @@ def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothin
         x, w = _gather(x, w)
         settings = _settings(vocab_size, z_weight, smoothing)
         sums, dx, dw = xent_and_grads(x, w, targets, weights, **settings)
-        # Each gradient goes home in one collective: summed where it is partial, split where its array is split.
-        for axis in mesh_axis("time_split"):
-            dx = lax.psum_scatter(dx, axis, scatter_dimension=1, tiled=True)
-        for axis in mesh_axis("batch"):
-            split = axis in mesh_axis("embed")
-            dw = lax.psum_scatter(dw, axis, scatter_dimension=1, tiled=True) if split else lax.psum(dw, axis)
-        return _over_batch(sums), dx, dw
+        return _over_batch(sums), *_home(dx, dw)
 
     out = (_SCALARS, _X, _W)
     with jax.named_scope("loss"):
@@ -77,12 +88,63 @@ def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothin
 
 
 def _backward(vocab_size, z_weight, smoothing, grads, cotangent):  # type: ignore[no-untyped-def]
-    dx_BTD, dw_VD = grads
-    scaled = lambda grad: (grad * cotangent.loss).astype(grad.dtype)
-    return scaled(dx_BTD), scaled(dw_VD), None, None
+    return *(_scaled(grad, cotangent.loss) for grad in grads), None, None
 
 
 sharded_xent.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def sharded_distill(
+    x_BTD: Float[Array, "B T D"],
+    w_VD: Float[Array, "V D"],
+    targets_BT: Int[Array, "B T"],
+    weights_BT: Float[Array, "B T"],
+    teacher: Teacher,
+    vocab_size: int,
+    parts: Weights,
+) -> DistillSums:
+    """The loss against a teacher, on the mesh. Only `loss` carries a gradient; the other sums are for reports."""
+
+    def local(x: Array, w: Array, targets: Array, weights: Array, teacher: Teacher) -> DistillSums:
+        x, w = _gather(x, w)
+        settings: dict[str, Any] = {"vocab_size": vocab_size, "parts": parts, "vocab_axes": mesh_axis("vocab")}
+        return _over_batch(distill(x, w, targets, weights, teacher, **settings))
+
+    with jax.named_scope("loss"):
+        return on_shards(local, [_X, _W, _TOKENS, _TOKENS, _TEACHER], _DISTILLED)(x_BTD, w_VD, targets_BT, weights_BT, teacher)
+
+
+def _distill_forward(x_BTD, w_VD, targets_BT, weights_BT, teacher, vocab_size, parts):  # type: ignore[no-untyped-def]
+    def local(x: Array, w: Array, targets: Array, weights: Array, teacher: Teacher) -> tuple[DistillSums, Array, Array]:
+        x, w = _gather(x, w)
+        settings: dict[str, Any] = {"vocab_size": vocab_size, "parts": parts, "vocab_axes": mesh_axis("vocab")}
+        sums, dx, dw = distill_and_grads(x, w, targets, weights, teacher, **settings)
+        return _over_batch(sums), *_home(dx, dw)
+
+    axes = [_X, _W, _TOKENS, _TOKENS, _TEACHER]
+    with jax.named_scope("loss"):
+        sums, dx_BTD, dw_VD = on_shards(local, axes, (_DISTILLED, _X, _W))(x_BTD, w_VD, targets_BT, weights_BT, teacher)
+    return sums, (dx_BTD, dw_VD.astype(w_VD.dtype))
+
+
+def _distill_backward(vocab_size, parts, grads, cotangent):  # type: ignore[no-untyped-def]
+    return *(_scaled(grad, cotangent.loss) for grad in grads), None, None, None
+
+
+sharded_distill.defvjp(_distill_forward, _distill_backward)
+
+
+def sharded_likeliest(
+    x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], vocab_size: int, k: int, temperature: float
+) -> Teacher:
+    """What is to be known of a teacher, on the mesh."""
+
+    def local(x: Array, w: Array) -> Teacher:
+        x, w = _gather(x, w)
+        return likeliest(x, w, vocab_size=vocab_size, k=k, temperature=temperature, vocab_axes=mesh_axis("vocab"))
+
+    return on_shards(local, [_X, _W], _TEACHER)(x_BTD, w_VD)
 
 
 def sharded_log_probs(

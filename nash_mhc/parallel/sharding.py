@@ -36,6 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "maps": (),  # coefficients of the residual streams' maps
     "scales": (),  # C: every device has all scales of its own heads
     "taps": (),  # of a pooling kernel
+    "candidates": (),  # tokens that a teacher finds likely
     "rank": (),  # of an adapter: between its two narrow matrices
     "groups": (),  # of inputs that share a scale: few, and cut where the weights are
     "levels": (),  # what codes stand for

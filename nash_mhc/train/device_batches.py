@@ -13,22 +13,24 @@ from jax.sharding import Mesh, NamedSharding
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches
-from nash_mhc.data.pack import Rows
+from nash_mhc.data.pack import AnyRows, Rows, Taught
 from nash_mhc.data.sources import RowSource
 from nash_mhc.objectives.base import Batch
+from nash_mhc.ops.distill import Teacher
 from nash_mhc.parallel.sharding import RULES, named
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of an array [accumulation, batch, time]."""
-    return named(mesh, "parts", "batch", "time")
+def batch_sharding(mesh: Mesh, axes: int = 3) -> NamedSharding:
+    """Of an array [accumulation, batch, time], or of one with what a teacher knows of every time."""
+    return named(mesh, *("parts", "batch", "time", "candidates")[:axes])
 
 
-def to_device(rows: Rows, mesh: Mesh) -> Batch:
+def to_device(rows: Rows | Taught, mesh: Mesh) -> Batch:
     """Starts the transfer and returns at once; each process brings its own rows."""
-    sharding = batch_sharding(mesh)
     with jax.transfer_guard_host_to_device("allow"):  # asked for by name, but with several processes JAX does not see that
-        return Batch(*(jax.make_array_from_process_local_data(sharding, a) for a in rows))
+        arrays = [jax.make_array_from_process_local_data(batch_sharding(mesh, a.ndim), a) for a in rows]
+    inputs, targets, segments, weights, *known = arrays
+    return Batch(inputs, targets, segments, weights, Teacher(*known) if known else None)
 
 
 def share_of_batch(mesh: Mesh) -> tuple[int, int]:
@@ -47,18 +49,21 @@ def share_of_batch(mesh: Mesh) -> tuple[int, int]:
     return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
 
 
-def own_rows(rows: Rows, mesh: Mesh) -> Rows:
+def own_rows(rows: AnyRows, mesh: Mesh) -> AnyRows:
     """This process's share of a whole batch [parts, batch, time]."""
     share, shares = share_of_batch(mesh)
-    return Rows(*(np.split(a, shares, axis=1)[share] for a in rows))
+    return type(rows)(*(np.split(a, shares, axis=1)[share] for a in rows))
 
 
-def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh) -> Batch:
-    """The batch's shapes and shardings, to compile for before any data is there."""
+def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh, top_k: int | None = None) -> Batch:
+    """The batch's shapes and shardings, to compile for before any data is there; `top_k`: with so much of a teacher."""
     shape = (grad_accum, cfg.batch_size, cfg.seq_len)
-    dtypes = ("int32", "int32", "int32", "float32")
-    structs: Any = [jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh)) for dtype in dtypes]
-    return Batch(*structs)
+
+    def array(dtype: str, *more: int) -> Any:
+        return jax.ShapeDtypeStruct((*shape, *more), dtype, sharding=batch_sharding(mesh, 3 + len(more)))
+
+    teacher = None if top_k is None else Teacher(array("int32", top_k), array("float16", top_k), array("float32"))
+    return Batch(array("int32"), array("int32"), array("int32"), array("float32"), teacher)
 
 
 def host_batches(
@@ -70,14 +75,14 @@ def host_batches(
     seed: int,
     start_step: int = 0,
     stop_step: int | None = None,
-) -> Iterator[Rows]:
+) -> Iterator[Rows | Taught]:
     return batches(
         source, batch_size=cfg.batch_size, grad_accum=grad_accum, seed=seed, start_step=start_step, stop_step=stop_step,
         workers=cfg.num_workers, buffer=cfg.worker_buffer_size, share=share_of_batch(mesh),
     )  # fmt: skip
 
 
-def prefetched(rows: Iterator[Rows], mesh: Mesh, depth: int = 2) -> Iterator[Batch]:
+def prefetched(rows: Iterator[Rows | Taught], mesh: Mesh, depth: int = 2) -> Iterator[Batch]:
     """Batches on the devices, `depth` of them in flight, so that a step never waits for a transfer."""
     queue: deque[Batch] = deque()
     for row in rows:

@@ -54,7 +54,8 @@ class Evaluator:
         rows = [held_out[int(i)] for i in fixed_sample(held_out, count)]
         # A small split ends within a batch: rows of no weight fill it up.
         rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-len(rows) % B)
-        self._rows = [Rows(*(np.stack(a)[None] for a in zip(*rows[i : i + B], strict=True))) for i in range(0, len(rows), B)]
+        stacked = lambda some: type(some[0])(*(np.stack(a)[None] for a in zip(*some, strict=True)))
+        self._rows = [stacked(rows[i : i + B]) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
         self.step = compile_evaluation(cfg, mesh, held_out)
 
@@ -69,7 +70,7 @@ class Evaluator:
         """
         found: list[Question] = []
         for rows in self._rows:
-            for inputs, targets, segments, weights in zip(*(a.reshape(-1, a.shape[-1]) for a in rows), strict=True):
+            for inputs, targets, segments, weights in zip(*(a.reshape(-1, a.shape[-1]) for a in rows[:4]), strict=True):
                 for segment in range(1, int(segments.max(initial=0)) + 1):
                     (places,) = np.nonzero(segments == segment)
                     counts = weights[places] > 0

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -55,13 +56,14 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     tokenizer = _tokenizer(cfg)
     floor = loss_floor(cfg.data, tokenizer)
     align = cfg.model.alignment
-    source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=align))
+    how: dict[str, Any] = {"align": align, "temperature": cfg.distill.temperature if cfg.is_taught else None}
+    source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **how))
     cfg = _with_steps_of(cfg, source)
     from_leader(lambda: check_resume(cfg, rows=source.identity))
     from_leader(lambda: weights_and_biases.check(cfg.telemetry))
-    held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, align=align))
+    held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, **how))
     evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh)
-    tested = leader_first(lambda: open_test(cfg.data, tokenizer, align=align))
+    tested = leader_first(lambda: open_test(cfg.data, tokenizer, **how))
     test = None if tested is None else Evaluator(cfg, tested, tokenizer, mesh, all_rows=True)
     # Last of the checks: what is refused leaves nothing behind.
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))

@@ -35,10 +35,10 @@ def make_objective(cfg: RunConfig, source: RowSource | None = None, *, most_docu
 
     `most_documents`: what a row holds at most, where that is known: attention need not find out then.
     """
-    return _objective(shaping(cfg), most_documents, _room(cfg, source))
+    return _objective(shaping(cfg), most_documents, room_for(cfg, source))
 
 
-def _room(cfg: RunConfig, source: RowSource | None) -> int | None:
+def room_for(cfg: RunConfig, source: RowSource | None) -> int | None:
     """Places of a row of attention, where documents begin anywhere:
     whole blocks of the coarsest scale, and few lengths."""
     if source is None or source.room is None:
@@ -66,7 +66,7 @@ def compile_train_step(
     """The real step, donated, with the state pinned to its shardings:
     what the run, the benchmark and the tests all use."""
     most_documents = source.most_documents if source is not None else most_documents
-    return _train_step(shaping(cfg), mesh, most_documents, _room(cfg, source), registered(cfg)).again(
+    return _train_step(shaping(cfg), mesh, most_documents, room_for(cfg, source), registered(cfg)).again(
         [Hyperparameters.of(cfg)], warn
     )
 
@@ -80,7 +80,7 @@ def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: in
 
 def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = None) -> CompiledStep:
     """(model, batch) -> sums over the batch."""
-    return _evaluation(shaping(cfg), mesh, _room(cfg, held_out), registered(cfg)).again()
+    return _evaluation(shaping(cfg), mesh, room_for(cfg, held_out), registered(cfg)).again()
 
 
 @functools.lru_cache(_KEPT)

@@ -179,7 +179,10 @@ def begin(
     reporter.wait_for("compiling the step ...")
     watch.doing("compiling")
     step_fn = compile_train_step(cfg, mesh, source, warn=reporter.say)
-    compiled = step_fn.begin(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
+    compiled = step_fn.begin(
+        sharded_abstract_state(cfg, mesh),
+        abstract_batch(cfg.data, cfg.train.grad_accum, mesh, getattr(inputs.source, "top_k", None)),
+    )
     start = starting_state(cfg, mesh, store, reporter.say)
     store.warm_up(saved_part(cfg, start.state))
     if start.own and "clock" in start.values:

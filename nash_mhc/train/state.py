@@ -59,6 +59,7 @@ def shaping(cfg: RunConfig) -> RunConfig:
         train=train,
         objective=cfg.objective,
         lora=cfg.lora,
+        distill=cfg.distill,
         quantize=cfg.quantize,
         precision=cfg.precision,
     )

@@ -70,7 +70,7 @@ class _File:
             os.close(self.number)
 
 
-def _few_open_files(paths: list[Path], at_once: int = 256) -> Callable[[int], _File]:
+def few_open_files(paths: list[Path], at_once: int = 256) -> Callable[[int], _File]:
     """Files by their number. A corpus may have more shards than a process may have open files."""
     return functools.lru_cache(maxsize=at_once)(lambda number: _File(paths[number]))
 
@@ -97,7 +97,7 @@ class PreparedRows:
         self._vocab_size = self.form.vocab_size if vocab_size is None else vocab_size
         self._paths = [folder / f"{shard.name}.rows" for shard in self.shards]
         self._ends = list(accumulate(shard.rows for shard in self.shards))
-        self._open = _few_open_files(self._paths)
+        self._open = few_open_files(self._paths)
         size = self.form.record_bytes
         check_files(folder, {f"{s.name}.rows": (s.rows * size, s.sha256) for s in self.shards})
 
@@ -116,14 +116,15 @@ class PreparedRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Rows:
-        return Rows(*(a[0] for a in self.take([index])))
+        found = self.take([index])
+        return type(found)(*(a[0] for a in found))
 
     def __getstate__(self) -> dict[str, object]:  # worker processes open the files for themselves
         return {k: v for k, v in self.__dict__.items() if k != "_open"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._open = _few_open_files(self._paths)
+        self._open = few_open_files(self._paths)
 
     def locate(self, index: int) -> tuple[int, int]:
         """(number of the shard, row in it) of a row."""

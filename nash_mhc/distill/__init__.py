@@ -1,0 +1,1 @@
+"""Learning from a teacher: its choices, cached once."""

@@ -1,0 +1,164 @@
+"""`python -m nash_mhc.distill cache`: what a teacher finds likely, written once for all students; `chain`: a whole
+recipe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nash_mhc.config.cli import parse, shown
+from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
+from nash_mhc.config.schema import ConfigError, RunConfig
+
+ABOUT = {
+    "cache": "a teacher reads a dataset once; what it finds likely at every place is kept for train --objective distill",
+    "chain": "a teacher, its cache and stages of a student, one after the other, from a file such as recipes/kd-qat-2bit.yaml",
+}
+USAGE = f"python -m nash_mhc.distill {' | '.join(ABOUT)} ..."
+
+
+def _flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--teacher", metavar="DIR", help="folder of a run, or of a Hugging Face model (required)")
+    group.add_argument("--teacher-step", type=int, metavar="INT", help="its checkpoint [the one that the run ends with]")
+    group.add_argument("--out", metavar="DIR", help="folder to make: the rows, and what the teacher knows of them (required)")
+    group.add_argument("--top-k", type=int, default=128, metavar="K", help="tokens of each place that are kept [128]")
+    group.add_argument("--temperatures", default="1", metavar="T,T", help="that students may be trained at [1]")
+
+
+def _wanted(own: argparse.Namespace, batch_size: int, vocab_size: int) -> Any:
+    from nash_mhc.distill.cache import Wanted
+
+    if own.top_k < 1:
+        raise ConfigError(f"--top-k must be at least 1, not {own.top_k}")
+    try:
+        temperatures = tuple(float(word) for word in own.temperatures.split(","))
+    except ValueError:
+        temperatures = ()
+    if not temperatures or not all(t > 0 and math.isfinite(t) for t in temperatures):
+        raise ConfigError(f"--temperatures {own.temperatures}: must be numbers above 0 with commas between them, such as 1,2")
+    return Wanted(min(own.top_k, vocab_size), temperatures, batch_size)
+
+
+def cache_command(argv: Sequence[str]) -> int:
+    parsed = parse(argv, prog="python -m nash_mhc.distill cache", own=_flags)
+    if shown(parsed):
+        return 0
+    cfg, own = parsed.config, parsed.own
+    for flag, value, example in (("--teacher", own.teacher, "runs/teacher"), ("--out", own.out, "data/taught")):
+        if not value:
+            raise ConfigError(f"{flag} is missing; name a folder, such as {flag} {example}")
+    out = Path(own.out).expanduser()
+    _wanted(own, 1, 1 << 30)
+    import jax
+
+    from nash_mhc.data.prepared.manifest import Manifest
+    from nash_mhc.data.prepared.progress import watching
+    from nash_mhc.distill.cache import check_room, make_cache, size_of
+    from nash_mhc.hub import stored
+    from nash_mhc.hub.load import load
+    from nash_mhc.parallel.divisibility import check_fit
+    from nash_mhc.parallel.mesh import describe, make_mesh
+    from nash_mhc.parallel.processes import leader_first
+    from nash_mhc.runtime.program_cache import use_compilation_cache
+
+    say = (lambda text: print(text, file=sys.stderr, flush=True)) if jax.process_index() == 0 else (lambda text: None)
+    mesh = make_mesh(cfg.mesh)
+    record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True, say=say)
+    loaded = load(own.teacher, own.teacher_step, mesh=mesh, say=say)
+    check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape)
+    leader_first(lambda: _rows(cfg, loaded, out, "data.tokenizer" in parsed.given))
+    wanted = _wanted(own, cfg.data.batch_size, loaded.tokenizer.vocab_size)
+    rows, needed = size_of(out, wanted)
+    check_room(out, needed)
+    say(f"{describe(mesh)}; {rows:,} rows, {needed / 1e6:,.1f} MB will be in {out}; compiling ...")
+    use_compilation_cache(out.parent)
+    began, done = time.monotonic(), 0
+    seq_len = Manifest.read(out).recipe["seq_len"]
+    with watching(f"{own.teacher} reads") as watch:
+
+        def tick(read: int) -> None:
+            nonlocal done
+            done += read
+            watch(done, rows, done * seq_len)
+
+        known = {k: v for k, v in record.items() if k != "folder"}  # wherever it lies: its hash says which one it is
+        make_cache(out, loaded, known, mesh, wanted, tick)
+    if jax.process_index() == 0:
+        print(f"{out}: {rows:,} rows with {wanted.top_k} tokens a place, in {time.monotonic() - began:.1f} s. Next:")
+        print(f"  {this_python()} -m nash_mhc.train runs/student --dataset {out} --objective distill")
+    return 0
+
+
+def _rows(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
+    """Prepared rows in `out`: made there, or those of a prepared folder; ConfigError where they suit no teacher."""
+    from nash_mhc.data.prepared.manifest import FILE, Manifest
+    from nash_mhc.data.prepared.prepare import prepare
+    from nash_mhc.data.prepared.progress import watching
+    from nash_mhc.data.recipe import make_recipe
+    from nash_mhc.data.sources import open_corpus
+    from nash_mhc.data.tokenizer import load_tokenizer
+    from nash_mhc.storage.new_folder import new_folder
+
+    tokenizer, given = loaded.tokenizer, Path(cfg.data.dataset)
+    align = math.lcm(cfg.model.alignment, loaded.config.model.alignment)
+    if has_tokenizer and load_tokenizer(cfg.data.tokenizer).fingerprint != tokenizer.fingerprint:
+        raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: is not the teacher's, whose tokens these would have to be")
+    if (given / FILE).exists():
+        recipe = Manifest.read(given).recipe
+        if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+            raise ConfigError(
+                f"--dataset {given}: was prepared with another tokenizer than the teacher's; prepare it with that"
+            )
+        if recipe["align"] % loaded.config.model.alignment:
+            raise ConfigError(
+                f"--dataset {given}: its documents start at multiples of {recipe['align']}, and the teacher needs "
+                f"{loaded.config.model.alignment}; prepare it again for that model"
+            )
+        if not (out / FILE).exists():
+            with new_folder(out) as part:
+                shutil.copytree(given, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.teacher*", "teacher*.json"))
+        elif Manifest.read(out).identity != Manifest.read(given).identity:
+            raise ConfigError(f"--out {out}: holds other rows than --dataset {given}; choose another folder")
+        return
+    corpus = open_corpus(cfg.data)
+    with watching(f"preparing {cfg.data.dataset}") as watch:
+        prepare(make_recipe(cfg.data, tokenizer, corpus, align), tokenizer, corpus, out, dataset=cfg.data.dataset, watch=watch)
+
+
+def chain_command(argv: Sequence[str]) -> int:
+    parser = OneLineParser(prog="python -m nash_mhc.distill chain", allow_abbrev=False, description=ABOUT["chain"])
+    parser.add_argument("file", metavar="FILE", help="YAML: teacher, cache, student, stages, pack")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder for all of it; given again, it goes on there")
+    args = parser.parse_strictly(argv, "the folder is --out {word}")
+    from nash_mhc.distill.chain import read_chain, results, run_chain, show
+
+    out = Path(args.out).expanduser()
+    links = read_chain(Path(args.file).expanduser(), out)
+    out.mkdir(parents=True, exist_ok=True)
+    if code := run_chain(links):
+        return code
+    print(show(results(links), out))
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"cache": cache_command, "chain": chain_command}
+
+
+def main() -> int:
+    if not sys.argv[1:]:
+        raise ConfigError(f"what is to be done? {USAGE}")
+    if (chosen := chosen_command(ABOUT, USAGE)) is None:
+        return 0
+    command, argv = chosen
+    return _COMMANDS[command](argv)
+
+
+if __name__ == "__main__":
+    sys.exit(one_line_errors(main))

@@ -1,0 +1,144 @@
+"""Several runs one after the other, from a file: a teacher, its cache, stages of a student that each begin with the one
+before. Each is the command that a user would type; what was stopped goes on, what is done is passed over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
+from nash_mhc.config.cli import parse
+from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.key_names import find, keys
+from nash_mhc.config.schema import ConfigError
+
+TEACHER, CACHE = "teacher", "cache"
+_PARTS = (TEACHER, CACHE, "student", "stages", "pack")
+_OF_CACHE = ("top_k", "temperatures")  # flags of `distill cache` that no run has
+
+
+class Link(NamedTuple):
+    """One command of the chain."""
+
+    name: str
+    folder: Path  # that it makes
+    module: str
+    argv: list[str]
+
+    @property
+    def is_run(self) -> bool:
+        return self.module == "nash_mhc.train"
+
+
+def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]:
+    """`total_steps: 300` -> `--total-steps 300`; ConfigError for what is no key."""
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{where}: must hold keys and values, such as total_steps: 300")
+    words: list[str] = []
+    for name, value in settings.items():
+        if name in others:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+            continue
+        if (key := find(str(name))) is None:
+            known = [k.short for k in keys().values()] + list(others)
+            raise ConfigError(f"{where}: unknown key {name}{what_there_is(str(name), known)[:200]}")
+        if isinstance(value, bool):
+            words.append(key.flag if value else f"--no-{key.flag[2:]}")
+        else:
+            words += [key.flag, "none" if value is None else str(value)]
+    return words
+
+
+def read_chain(file: Path, out: Path) -> list[Link]:
+    """Every command of it, checked; ConfigError says where in the file it is wrong."""
+    try:
+        chain = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is no YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(chain, dict) or not isinstance(chain.get("stages"), list) or not chain["stages"]:
+        raise ConfigError(f"{file}: must have stages, a list of runs; recipes/kd-qat-2bit.yaml is an example")
+    if unknown := [name for name in chain if name not in _PARTS]:
+        raise ConfigError(f"{file}: unknown part {unknown[0]}{what_there_is(str(unknown[0]), _PARTS)}")
+    links, folders = [], {}
+    if isinstance(given := chain.get(TEACHER, {}), str):
+        folders[TEACHER] = Path(given).expanduser()
+    else:
+        folders[TEACHER] = out / TEACHER
+        links.append(Link(TEACHER, out / TEACHER, "nash_mhc.train", [str(out / TEACHER), *_flags(f"{file}: {TEACHER}", given)]))
+    cached = ["--teacher", str(folders[TEACHER]), "--out", str(out / CACHE)]
+    cached += _flags(f"{file}: {CACHE}", chain.get(CACHE, {}), _OF_CACHE)
+    links.append(Link(CACHE, out / CACHE, "nash_mhc.distill", ["cache", *cached]))
+    before = TEACHER
+    for number, stage in enumerate(chain["stages"], 1):
+        where = f"{file}: stage {number}"
+        if not isinstance(stage, dict) or not isinstance(stage.get("name"), str):
+            raise ConfigError(f"{where}: must have a name, and keys of a run")
+        name, settings = stage["name"], {k: v for k, v in stage.items() if k not in ("name", "from")}
+        if name in folders or name == CACHE or Path(name).name != name:
+            raise ConfigError(f"{where}: its name {name!r} must be a folder's, and no other's")
+        origin = stage.get("from", before)
+        if origin != "fresh" and origin not in folders:
+            raise ConfigError(f"{where}: from {origin}{what_there_is(str(origin), ['fresh', *folders])}")
+        given = {"dataset": str(out / CACHE)} | chain.get("student", {}) | settings
+        if origin != "fresh":
+            given["init_from"] = str(folders[origin])
+        folders[name] = out / name
+        links.append(Link(name, out / name, "nash_mhc.train", [str(out / name), *_flags(where, given)]))
+        before = name
+    for name in _named(chain.get("pack"), folders, file):
+        words = ["pack", str(folders[name]), "--out", str(out / f"{name}-packed")]
+        links.append(Link(f"{name}-packed", out / f"{name}-packed", "nash_mhc.hub", words))
+    for link in links:
+        if link.is_run:
+            try:
+                parse(link.argv[1:])
+            except ConfigError as error:
+                raise ConfigError(f"{file}: {link.name}: {error}") from None
+    return links
+
+
+def _named(value: Any, folders: dict[str, Path], file: Path) -> list[str]:
+    names = [value] if isinstance(value, str) else list(value or [])
+    for name in names:
+        if name not in folders:
+            raise ConfigError(f"{file}: pack {name}{what_there_is(str(name), folders)}")
+    return names
+
+
+def run_chain(links: list[Link]) -> int:
+    """The exit code of the first that fails, or 0."""
+    for number, link in enumerate(links, 1):
+        if not link.is_run and link.module == "nash_mhc.hub" and link.folder.exists():
+            continue
+        print(f"== {number} of {len(links)}, {link.name}: python -m {link.module} {' '.join(link.argv)}", flush=True)
+        if code := subprocess.run([sys.executable, "-m", link.module, *link.argv], check=False).returncode:
+            print(f"{link.name} has ended with {code}; the same command goes on from there", file=sys.stderr)
+            return code
+    return 0
+
+
+def results(links: list[Link]) -> list[dict[str, Any]]:
+    """The last evaluation of every run."""
+    found = []
+    for link in links:
+        if link.is_run and (rows := [row for row in RunFolder(link.folder).rows(EVALUATIONS) if "eval/loss" in row]):
+            best = rows[-1]
+            found.append({"name": link.name, "step": int(best["step"]), "loss": best["eval/loss"], "kl": best.get("eval/kl")})
+    return found
+
+
+def show(found: list[dict[str, Any]], out: Path) -> str:
+    """A table; what the losses are measured by is the first of them."""
+    lines = [f"{'':<24}{'steps':>8}{'held-out loss':>16}{'of the first':>14}{'from the teacher':>18}"]
+    for row in found:
+        kl = "" if row["kl"] is None else f"{row['kl']:.4f}"
+        lines.append(f"{row['name']:<24}{row['step']:>8}{row['loss']:>16.4f}{row['loss'] / found[0]['loss']:>14.3f}{kl:>18}")
+    (out / "chain.json").write_text(json.dumps(found, indent=1) + "\n")
+    return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""A teacher's cache: what it holds, that it is the same bytes however it came to be, and what learns from it."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import RUN, assert_equal_states, at, rows
+
+from nash_mhc.config.schema import ConfigError, DistillConfig, MeshConfig, ObjectiveConfig
+from nash_mhc.data.prepared.taught import TaughtRows
+from nash_mhc.distill import cache as making
+from nash_mhc.distill.__main__ import cache_command, chain_command
+from nash_mhc.hub.load import load
+
+K = 12
+DATA = ["--dataset", "stories", "--max-documents", "20", "--seq-len", "32", "--batch-size", "8", "--model-scales", "1"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """It has learned which letters are likely."""
+    learns = dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, learning_rate=1e-3))
+    return at(tmp_path_factory.mktemp("distill") / "teacher", learns, total_steps=60, evaluated=False).folder
+
+
+def make(teacher, out, *more, monkeypatch=None):
+    return cache_command(["--teacher", str(teacher), "--out", str(out), "--top-k", str(K), *DATA, *more])
+
+
+@pytest.fixture(scope="module")
+def cache(teacher, tmp_path_factory):
+    out = tmp_path_factory.mktemp("distill") / "cache"
+    assert make(teacher, out, "--temperatures", "1,2") == 0
+    return out
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if "teacher" in path.name}
+
+
+def test_it_holds_what_the_teacher_finds_likely(teacher, cache):
+    model = load(teacher).model
+    for split, temperature in (("train", 1.0), ("validation", 2.0)):
+        source = TaughtRows(cache, split, temperature)
+        got = source.take([0, len(source) - 1])
+        z = np.asarray(jax.jit(model.__call__)(jnp.asarray(got.inputs), jnp.asarray(got.segments)))
+        order = np.argsort(-z, axis=-1, kind="stable")[..., :K]
+        counts = got.weights > 0
+        np.testing.assert_array_equal(got.ids[counts], order[counts])
+        want = np.take_along_axis(z, order, -1) - z.max(-1, keepdims=True)
+        np.testing.assert_allclose(got.logits[counts], want[counts], atol=2e-3)
+        assert (got.logits[..., 0] == 0).all()
+        lse = np.log(np.exp((z - z.max(-1, keepdims=True)) / temperature).sum(-1))
+        np.testing.assert_allclose(got.lse[counts], lse[counts], rtol=1e-5)
+
+
+def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monkeypatch):
+    out, seen = tmp_path / "cache", 0
+    write = making._own_records
+
+    def killed(found, form):
+        nonlocal seen
+        seen += 1
+        if seen == 8:
+            raise KeyboardInterrupt
+        return write(found, form)
+
+    monkeypatch.setattr(making, "_NOTE_EVERY", 3)
+    monkeypatch.setattr(making, "_own_records", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(teacher, out, "--temperatures", "1,2")
+    (note,) = out.glob("*.note")
+    assert int(note.read_text()) == 48  # six batches; the seventh is there, too, but nobody has said so
+    (part,) = out.glob("*.teacher.partial")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-100])  # and not all of it
+    monkeypatch.setattr(making, "_own_records", write)
+    computed = []
+    monkeypatch.setattr(making, "_batch", lambda *args, of=making._batch: (computed.append(args[1]), of(*args))[1])
+    assert make(teacher, out, "--temperatures", "1,2") == 0
+    assert computed[0].start == 48
+    assert files(out) == files(cache)
+    assert make(teacher, out, "--temperatures", "1,2") == 0  # all is there
+    assert files(out) == files(cache)
+
+
+def test_a_mesh_finds_the_same(teacher, cache, tmp_path):
+    assert make(teacher, tmp_path / "c", "--temperatures", "1,2", "--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2") == 0
+    one, other = (TaughtRows(folder, "train", 1.0) for folder in (cache, tmp_path / "c"))
+    a, b = one.take(range(16)), other.take(range(16))
+    assert (a.ids == b.ids).mean() > 0.999  # two that are equally likely may change places
+    np.testing.assert_allclose(a.logits, b.logits, atol=4e-3)
+    np.testing.assert_allclose(a.lse, b.lse, atol=1e-5)
+
+
+STUDENT = dataclasses.replace(
+    RUN,
+    model=dataclasses.replace(RUN.model, ffn=32),
+    objective=ObjectiveConfig(name="distill"),
+    distill=DistillConfig(temperature=2.0, text=0.1, hard=0.05),
+    optim=dataclasses.replace(RUN.optim, learning_rate=1e-3),
+)
+
+
+def student(cache, **changes):
+    cfg = dataclasses.replace(STUDENT, data=dataclasses.replace(STUDENT.data, dataset=str(cache)))
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
+
+
+@pytest.fixture(scope="module")
+def unbroken(cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distill") / "student"
+    return at(folder, student(cache, total_steps=40, checkpoint_interval=20, eval_interval=20))
+
+
+def test_a_student_comes_nearer_to_its_teacher(unbroken):
+    scored = rows(unbroken.folder, "eval.jsonl")
+    assert scored[-1]["eval/kl"] < 0.7 * scored[0]["eval/kl"]
+    assert scored[-1]["eval/agreement"] > scored[0]["eval/agreement"]
+    trained = rows(unbroken.folder)[-1]
+    parts = 4 * 0.85 * trained["kl"] + 0.1 * trained["loss/ce"] + 0.05 * trained["loss/hard"]
+    assert trained["loss"] == pytest.approx(parts, rel=1e-4)
+
+
+def test_a_stopped_student_goes_on_bit_for_bit_and_a_mesh_learns_the_same(cache, unbroken, tmp_path):
+    copy = shutil.copytree(unbroken.folder, tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints" / "40")
+    assert_equal_states(
+        at(copy, student(cache, total_steps=40, checkpoint_interval=20, eval_interval=20)).state, unbroken.state
+    )
+    short = {"total_steps": 2, "eval_interval": 0}
+    one = at(tmp_path / "one", student(cache, **short), evaluated=False)
+    meshed = dataclasses.replace(student(cache, **short), mesh=MeshConfig(data=2, fsdp=2, tp=2))
+    assert_equal_states(at(tmp_path / "mesh", meshed, evaluated=False).state.model, one.state.model, atol=2e-5)
+
+
+def test_what_does_not_belong_together_is_refused_by_name(teacher, cache, tmp_path):
+    def refused(cfg, said):
+        with pytest.raises(ConfigError, match=said):
+            at(tmp_path / "run", cfg)
+        assert not (tmp_path / "run").exists()
+
+    refused(student("stories"), "stories: no teacher has read it; python -m nash_mhc.distill cache")
+    warm = dataclasses.replace(student(cache), distill=DistillConfig(temperature=3.0))
+    refused(warm, "--distill-temperature 3: .* was made for 1, 2")
+    other = shutil.copytree(cache, tmp_path / "other")
+    (other / "manifest.json").write_text((cache / "manifest.json").read_text().replace('"bytes": ', '"bytes": 1'))
+    refused(student(other), "the teacher has read other text")
+    longer = dataclasses.replace(student(cache), data=dataclasses.replace(student(cache).data, seq_len=64))
+    refused(longer, "its rows have 32 tokens")
+    spoilt = shutil.copytree(cache, tmp_path / "spoilt")
+    name = next(path for path in spoilt.iterdir() if path.suffix == ".teacher")
+    name.write_bytes(bytes([name.read_bytes()[0] ^ 1]) + name.read_bytes()[1:])
+    refused(student(spoilt), f"{name.name}: its content has changed")
+    with pytest.raises(ConfigError, match="holds what was found with another top k"):
+        cache_command(["--teacher", str(teacher), "--out", str(cache), "--top-k", "3", "--temperatures", "1,2", *DATA])
+    info = json.loads((cache / "teacher.json").read_text())
+    assert "folder" not in json.dumps(info)  # it may lie anywhere
+
+
+def test_a_prepared_folder_is_copied_and_one_of_another_tokenizer_refused(teacher, cache, tmp_path):
+    again = tmp_path / "again"
+    words = ["--teacher", str(teacher), "--out", str(again), "--top-k", str(K), "--temperatures", "1,2", "--batch-size", "8"]
+    assert cache_command([*words, "--dataset", str(cache)]) == 0
+    assert files(again) == files(cache)
+    other = shutil.copytree(cache, tmp_path / "other")
+    values = json.loads((other / "manifest.json").read_text())
+    values["recipe"]["tokenizer"]["fingerprint"] = "another"
+    (other / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="with another tokenizer than the teacher's"):
+        cache_command([*words[:2], "--out", str(tmp_path / "new"), "--dataset", str(other)])
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--out", "x"], "--teacher is missing"),
+    (["--teacher", "x"], "--out is missing"),
+    (["--teacher", "x", "--out", "y", "--top-k", "0"], "--top-k must be at least 1"),
+    (["--teacher", "x", "--out", "y", "--temperatures", "1,warm"], "--temperatures 1,warm: must be numbers above 0"),
+])  # fmt: skip
+def test_flags_that_make_no_sense(words, said):
+    with pytest.raises(ConfigError, match=said):
+        cache_command(words)
+
+
+CHAIN = """
+teacher: {model_width: 32, model_heads: 4, model_kv_heads: 4, model_head_dim: 8, model_ffn: 64, model_scales: 1,
+  model_window: null, model_full_every: 0, model_conv_taps: 0, model_residual: plain, batch_size: 4, seq_len: 32,
+  total_steps: 2, warmup_steps: 0, eval_interval: 2, eval_batches: 1, sample_tokens: 0}
+cache: {dataset: stories, max_documents: 4, seq_len: 32, batch_size: 4, top_k: 4, model_scales: 1}
+student: {model_width: 32, model_heads: 4, model_kv_heads: 4, model_head_dim: 8, model_ffn: 64, model_scales: 1,
+  model_window: null, model_full_every: 0, model_conv_taps: 0, model_residual: plain, batch_size: 4, seq_len: 32,
+  objective: distill, warmup_steps: 0, eval_interval: 2, eval_batches: 1, sample_tokens: 0}
+stages:
+  - {name: few, quantize: "2/4,4/0", quantize_group: 8, total_steps: 2}
+pack: few
+"""
+
+
+def test_a_chain_makes_all_of_it_and_a_mistake_in_it_is_found_before_anything_begins(tmp_path):
+    file, out = tmp_path / "chain.yaml", tmp_path / "out"
+    file.write_text(CHAIN)
+    assert chain_command([str(file), "--out", str(out)]) == 0
+    assert [row["name"] for row in json.loads((out / "chain.json").read_text())] == ["teacher", "few"]
+    assert load(out / "few-packed").config.quantize.weights is None
+    for before, after, said in (
+        ("total_steps: 2}\npack", "totl_steps: 2}\npack", "stage 1: unknown key totl_steps; did you mean total_steps"),
+        ("2/4,4/0", "9/4,4/0", "few: --quantize 9/4,4/0: must be"),
+        ("pack: few", "pack: two", "pack two; there are teacher, few"),
+        ("name: few,", "name: few, from: four,", "stage 1: from four; there are fresh, teacher"),
+        ("stages:", "stage:", "must have stages"),
+    ):
+        file.write_text(CHAIN.replace(before, after))
+        with pytest.raises(ConfigError, match=said):
+            chain_command([str(file), "--out", str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()

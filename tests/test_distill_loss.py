@@ -1,0 +1,144 @@
+"""The loss against a teacher of whom K tokens are known: its plain form, autodiff on all logits, and any mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from nash_mhc.ops.distill import Teacher, Weights, distill, distill_and_grads, distill_reference, likeliest
+
+B, T, D, V, REAL = 2, 6, 8, 24, 21  # a vocabulary with padding
+
+
+@pytest.fixture(scope="module")
+def given():
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, teacher_x = (jax.random.normal(k, (B, T, D)) for k in keys[:2])
+    w, teacher_w = (jax.random.normal(k, (V, D)) for k in keys[2:4])
+    targets = jax.random.randint(keys[4], (B, T), 0, REAL)
+    weights = (jax.random.uniform(keys[5], (B, T)) > 0.3).astype(jnp.float32)
+    return x, w, targets, weights, teacher_x, teacher_w
+
+
+def known(given, k, temperature=1.0):
+    return likeliest(*given[4:], vocab_size=REAL, k=k, temperature=temperature)
+
+
+CASES = {
+    "plain": Weights(),
+    "text and first choice": Weights(text=0.3, hard=0.05),
+    "warm": Weights(text=0.2, hard=0.1, temperature=2.0),
+    "renormalised": Weights(text=0.1, renormalised=True),
+    "renormalised and warm": Weights(temperature=3.0, renormalised=True),
+}
+
+
+@pytest.mark.parametrize("parts", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("k", [1, 5, REAL])
+def test_chunks_give_the_values_and_gradients_of_the_plain_form(given, parts, k):
+    x, w, targets, weights = given[:4]
+    teacher = known(given, k, parts.temperature)
+    plain = lambda x, w: distill_reference(x, w, targets, weights, teacher, vocab_size=REAL, parts=parts)
+    want, (dx, dw) = plain(x, w), jax.grad(lambda x, w: plain(x, w).loss, argnums=(0, 1))(x, w)
+    settings = {"vocab_size": REAL, "parts": parts}
+    got, got_dx, got_dw = jax.jit(lambda x, w: distill_and_grads(x, w, targets, weights, teacher, **settings))(x, w)
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(got_dx, dx, atol=2e-5)
+    np.testing.assert_allclose(got_dw, dw, atol=2e-5)
+    without = jax.jit(lambda x, w: distill(x, w, targets, weights, teacher, **settings))(x, w)
+    for a, b in zip(without, got, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_with_all_tokens_it_is_the_whole_divergence(given, temperature):
+    x, w, targets, weights, teacher_x, teacher_w = given
+    p = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", teacher_x, teacher_w)[..., :REAL] / temperature)
+
+    def whole(x, w):
+        q = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", x, w)[..., :REAL] / temperature)
+        return temperature**2 * jnp.sum(weights * jnp.sum(jnp.exp(p) * (p - q), axis=-1))
+
+    teacher = known(given, REAL, temperature)
+    parts = Weights(temperature=temperature)
+    got, dx, dw = distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=parts)
+    np.testing.assert_allclose(got.loss, whole(x, w), rtol=1e-5)
+    for a, b in zip((dx, dw), jax.grad(whole, argnums=(0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_what_is_left_over_is_one_token_more(given):
+    """The form with the rest is the divergence of distributions whose other tokens were put together."""
+    x, w, targets, weights, teacher_x, teacher_w = given
+    teacher = known(given, 4)
+    p = jax.nn.softmax(jnp.einsum("btd,vd->btv", teacher_x, teacher_w)[..., :REAL])
+    chosen = jax.nn.one_hot(teacher.ids, REAL).sum(axis=-2)
+
+    def together(probs):
+        return jnp.concatenate([jnp.take_along_axis(probs, teacher.ids, -1), jnp.sum(probs * (1 - chosen), -1)[..., None]], -1)
+
+    def whole(x, w):
+        q = together(jax.nn.softmax(jnp.einsum("btd,vd->btv", x, w)[..., :REAL]))
+        return jnp.sum(weights[..., None] * together(p) * jnp.log(together(p) / q))
+
+    got, dx, dw = distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights())
+    np.testing.assert_allclose(got.loss, whole(x, w), rtol=1e-5)
+    for a, b in zip((dx, dw), jax.grad(whole, argnums=(0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_places_without_weight_do_not_count(given):
+    x, w, targets, weights, *_ = given
+    teacher = known(given, 4)
+    other = jax.tree.map(lambda a: jnp.where(weights.reshape(B, T, *(1,) * (a.ndim - 2)) > 0, a, a[:1, :1]), teacher)
+    run = lambda teacher: distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights(text=0.5))
+    (one, dx, dw), (two, other_dx, other_dw) = run(teacher), run(other)
+    np.testing.assert_array_equal(one.loss, two.loss)
+    np.testing.assert_array_equal(dw, other_dw)
+    np.testing.assert_array_equal(dx, other_dx)
+    assert (np.asarray(dx)[np.asarray(weights) == 0] == 0).all()
+
+
+def test_a_split_vocabulary_gives_the_same_teacher_and_the_same_loss(given):
+    x, w, targets, weights, teacher_x, teacher_w = given
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    find = functools.partial(likeliest, vocab_size=REAL, k=5, vocab_axes=("tp",))
+    found = jax.jit(split(find, in_specs=(P(), P("tp")), out_specs=P()))(teacher_x, teacher_w)
+    teacher = known(given, 5)
+    np.testing.assert_array_equal(found.ids, teacher.ids)
+    np.testing.assert_allclose(found.logits, teacher.logits, rtol=1e-6)
+    np.testing.assert_allclose(found.lse, teacher.lse, rtol=1e-6)
+    parts = Weights(text=0.2, hard=0.1, temperature=2.0)
+    settings = {"vocab_size": REAL, "parts": parts}
+
+    def local(x, w):
+        sums, dx, dw = distill_and_grads(x, w, targets, weights, teacher, **settings, vocab_axes=("tp",))
+        return sums, jax.lax.psum(dx, "tp"), dw
+
+    got = jax.jit(split(local, in_specs=(P(), P("tp")), out_specs=(P(), P(), P("tp"))))(x, w)
+    want = distill_and_grads(x, w, targets, weights, teacher, **settings)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def test_no_array_has_all_logits(given):
+    x, w, targets, weights, *_ = given
+    teacher = known(given, 4)
+    run = lambda x, w: distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights())
+    text = jax.jit(run).lower(x, w).as_text()
+    assert f"tensor<{B}x{T}x{V}x" not in text and f"tensor<{B * T}x{V}x" not in text
+
+
+def test_the_teacher_is_found_as_it_is(given):
+    teacher = known(given, 6)
+    assert isinstance(teacher, Teacher)
+    z = jnp.einsum("btd,vd->btv", *given[4:])[..., :REAL]
+    want, ids = jax.lax.top_k(z, 6)
+    np.testing.assert_array_equal(teacher.ids, ids)
+    np.testing.assert_allclose(teacher.logits, want, rtol=1e-6)
+    np.testing.assert_allclose(teacher.lse, jax.nn.logsumexp(z, axis=-1), rtol=1e-6)
