@@ -12,6 +12,7 @@ a level is the centre of its cell, and so what was snapped once does not move wh
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -169,10 +170,15 @@ def fitted_product(
     They begin as the singular vectors of the groups' scales. Then by turns: codes for the scales that there are, and
     for those codes each row, then each column, by least squares; the best of all turns is returned.
     """
-    s_IO = spread_groups(fitted_groups(w_IO, group, levels_L), w_IO.shape[0])
-    u_IK, g_K, v_KO = jnp.linalg.svd(s_IO, full_matrices=False)
-    root_R = jnp.sqrt(g_K[:rank])
-    a_IR, b_RO = u_IK[:, :rank] * root_R[None], v_KO[:rank] * root_R[:, None]
+    s_GO = fitted_groups(w_IO, group, levels_L)
+    u_GK, g_K, v_KO = jnp.linalg.svd(s_GO, full_matrices=False)
+    root_K = jnp.sqrt(g_K)[:rank]
+    a_IR = spread_groups(u_GK[:, :rank] * root_K[None], w_IO.shape[0])
+    b_RO = v_KO[:rank] * root_K[:, None]
+    if (extra := rank - len(root_K)) > 0:  # more columns than groups: what they will be, the turns below find
+        size = 1e-3 * root_K[0] / math.sqrt(w_IO.shape[0])
+        more = [size * jax.random.normal(jax.random.key(side), (n, extra)) for side, n in enumerate(w_IO.shape)]
+        a_IR, b_RO = jnp.concatenate([a_IR, more[0]], axis=1), jnp.concatenate([b_RO, more[1].T])
 
     def error_of(a_IR: Array, b_RO: Array) -> Array:
         return jnp.sum((quantized(w_IO, product_scales(a_IR, b_RO), levels_L) - w_IO) ** 2)
