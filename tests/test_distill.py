@@ -207,6 +207,9 @@ def test_a_chain_makes_all_of_it_and_a_mistake_in_it_is_found_before_anything_be
     assert chain_command([str(file), "--out", str(out)]) == 0
     assert [row["name"] for row in json.loads((out / "chain.json").read_text())] == ["teacher", "few"]
     assert load(out / "few-packed").config.quantize.weights is None
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
+    assert chain_command([str(file), "--out", str(out)]) == 0  # all is there
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
     for before, after, said in (
         ("total_steps: 2}\npack", "totl_steps: 2}\npack", "stage 1: unknown key totl_steps; did you mean total_steps"),
         ("2/4,4/0", "9/4,4/0", "few: --quantize 9/4,4/0: must be"),

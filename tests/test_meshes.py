@@ -29,7 +29,7 @@ class Seen:
             if isinstance(state, TrainState):
                 if len(self.found) <= len(self.batches) // steps:
                     self.found.append(named_leaves(jax.device_get(state)))
-                self.batches.append([a.reshape(-1, a.shape[-1]) for a in jax.device_get(batch)])
+                self.batches.append([a.reshape(-1, a.shape[-1]) for a in jax.device_get(batch)[:4]])
             return run_step(step_fn, state, batch)
 
         with pytest.MonkeyPatch.context() as patch:

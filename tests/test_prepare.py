@@ -410,7 +410,7 @@ def test_threads_that_open_the_same_shards_do_not_close_them_on_each_other(
         # Fresh files each time, and a cache of two:
         # every read opens one, and lets go of one that another may be reading.
         rows = PreparedRows(tmp_path / "out", "train")
-        rows._open = rows_module._few_open_files(rows._paths, at_once=2)
+        rows._open = rows_module.few_open_files(rows._paths, at_once=2)
         with ThreadPoolExecutor(8) as pool:
             for got in pool.map(lambda _, rows=rows: rows.take(np.arange(len(rows))).inputs, range(8)):
                 np.testing.assert_array_equal(got, wanted)

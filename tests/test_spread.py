@@ -154,7 +154,7 @@ def test_rows_of_attention_are_whole_blocks_whatever_the_strides(ratio, scales):
     source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
     for needed in (1, 100, 129, 600):
         source.room = needed
-        room = programs._room(cfg, source)
+        room = programs.room_for(cfg, source)
         assert room >= needed
         assert room % cfg.model.coarsest_stride == 0
         assert room < needed + 2 * max(128, cfg.model.coarsest_stride)

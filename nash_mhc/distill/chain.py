@@ -16,6 +16,7 @@ from nash_mhc.config.cli import parse
 from nash_mhc.config.commands import what_there_is
 from nash_mhc.config.key_names import find, keys
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.data.prepared.taught import FILE
 
 TEACHER, CACHE = "teacher", "cache"
 _PARTS = (TEACHER, CACHE, "student", "stages", "pack")
@@ -112,10 +113,17 @@ def _named(value: Any, folders: dict[str, Path], file: Path) -> list[str]:
     return names
 
 
+def _is_done(link: Link) -> bool:
+    if link.is_run:
+        steps = RunFolder(link.folder).steps() if link.folder.exists() else []
+        return bool(steps) and steps[-1] >= parse(link.argv[1:]).config.train.total_steps
+    return (link.folder / FILE).exists() if link.name == CACHE else link.folder.exists()
+
+
 def run_chain(links: list[Link]) -> int:
     """The exit code of the first that fails, or 0."""
     for number, link in enumerate(links, 1):
-        if not link.is_run and link.module == "nash_mhc.hub" and link.folder.exists():
+        if _is_done(link):
             continue
         print(f"== {number} of {len(links)}, {link.name}: python -m {link.module} {' '.join(link.argv)}", flush=True)
         if code := subprocess.run([sys.executable, "-m", link.module, *link.argv], check=False).returncode:

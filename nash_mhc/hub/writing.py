@@ -20,7 +20,7 @@ from nash_mhc.hub.families import family_of, read_config, written_config
 from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
 from nash_mhc.hub.layout import tensors
 from nash_mhc.hub.load import Loaded
-from nash_mhc.model.quantized import baked
+from nash_mhc.model.quantized import baked, has_few_bits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.new_folder import new_folder
 
@@ -51,7 +51,8 @@ def imported_dtype(loaded: Loaded) -> str:
 
 def named_tensors(loaded: Loaded) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under the name that it has there, float32, one at a time."""
-    cfg, leaves = loaded.config.model, named_leaves(jax.jit(baked)(loaded.model))
+    plain = jax.jit(baked)(loaded.model) if has_few_bits(loaded.model) else loaded.model
+    cfg, leaves = loaded.config.model, named_leaves(plain)
     assert isinstance(cfg, ModelConfig)
     if family_of(cfg) is None:
         yield from nash_tensors.tensors(leaves, cfg)

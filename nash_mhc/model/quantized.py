@@ -141,9 +141,13 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
+def has_few_bits(model: Any) -> bool:
+    return any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized)))
+
+
 def quantized(model: Any, cfg: QuantizeConfig) -> Any:
     """The model with weights of few bits, fitted to those that it has; one that has them already stays as it is."""
-    if cfg.weights is None or any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
+    if cfg.weights is None or has_few_bits(model):
         return model
     ends = {PROJECTIONS[name]: bits for part, bits in (("mlp", cfg.mlp), ("attention", cfg.attention)) for name in GROUPS[part]}
     names = iter(named_leaves(model))
