@@ -127,7 +127,8 @@ def run_chain(links: list[Link]) -> int:
             continue
         print(f"== {number} of {len(links)}, {link.name}: python -m {link.module} {' '.join(link.argv)}", flush=True)
         if code := subprocess.run([sys.executable, "-m", link.module, *link.argv], check=False).returncode:
-            print(f"{link.name} has ended with {code}; the same command goes on from there", file=sys.stderr)
+            if code != 2:  # a mistake, which has been said
+                print(f"{link.name} has ended with {code}; the same command goes on from there", file=sys.stderr)
             return code
     return 0
 
@@ -143,10 +144,11 @@ def results(links: list[Link]) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]], out: Path) -> str:
-    """A table; what the losses are measured by is the first of them."""
+    """A table. Losses are compared with that of the first stage: it has read the same held-out rows."""
     lines = [f"{'':<24}{'steps':>8}{'held-out loss':>16}{'of the first':>14}{'from the teacher':>18}"]
+    first = next((row["loss"] for row in found if row["kl"] is not None), None)
     for row in found:
-        kl = "" if row["kl"] is None else f"{row['kl']:.4f}"
-        lines.append(f"{row['name']:<24}{row['step']:>8}{row['loss']:>16.4f}{row['loss'] / found[0]['loss']:>14.3f}{kl:>18}")
+        share, kl = ("", "") if row["kl"] is None else (f"{row['loss'] / first:.3f}", f"{row['kl']:.4f}")
+        lines.append(f"{row['name']:<24}{row['step']:>8}{row['loss']:>16.4f}{share:>14}{kl:>18}")
     (out / "chain.json").write_text(json.dumps(found, indent=1) + "\n")
     return "\n".join(lines)
