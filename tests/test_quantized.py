@@ -7,17 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from runs import RUN, assert_equal_states, at
 from safetensors.numpy import load_file
 
 from nash_mhc.config.schema import ConfigError, LoraConfig, QuantizeConfig
 from nash_mhc.data.tokenizer import ByteTokenizer
+from nash_mhc.hub import stored
 from nash_mhc.hub.load import Loaded, load
 from nash_mhc.hub.packed import is_packed, write_packed
 from nash_mhc.model.lm import LM
 from nash_mhc.model.lora import adapted, adapters_of
 from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized, snapped
+from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.sharding import for_compute
+from nash_mhc.parallel.sharding import for_compute, placed
+from nash_mhc.train.state import abstract_state
 
 FORMS = {
     "groups": QuantizeConfig(weights="2/0,4/0", group=8),
@@ -164,3 +168,29 @@ def test_a_recovering_adapter_learns_through_the_quantized_base_from_the_first_l
     for name, leaf in named_leaves(adapters_of(grads)).items():
         if name.endswith("lora_b"):  # A has none while B is zero
             assert float(jnp.abs(leaf[0]).max()) > 0, name
+
+
+def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(tmp_path):
+    """With the same bits and ranks, bit for bit; with other ones, from what was computed with."""
+    first = at(tmp_path / "first", with_bits("2/4,4/0"), evaluated=False)
+    cfg = dataclasses.replace(RUN.train, init_from=str(first.folder), total_steps=1)
+    kept = stored.read(
+        stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
+        abstract_state(dataclasses.replace(with_bits("2/4,4/0"), train=cfg)).model, lambda x: placed(x, MESH), print,
+    )  # fmt: skip
+    assert_equal_states(kept, first.state.model)
+    for other in ("2/8,4/0", "4/4,4/0", None):
+        plain = stored.read(
+            stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
+            abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: placed(x, MESH), print,
+        )  # fmt: skip
+        assert_equal_states(plain, jax.jit(baked)(first.state.model))
+
+
+def with_bits(weights):
+    return dataclasses.replace(
+        RUN, quantize=QuantizeConfig(weights=weights, group=4), train=dataclasses.replace(RUN.train, total_steps=2)
+    )
+
+
+MESH = make_mesh(RUN.mesh)

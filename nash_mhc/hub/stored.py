@@ -21,7 +21,8 @@ from nash_mhc.hub.folder import CONFIG, HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.lora import adapted, adapters_of, base_of, merged, on_base
-from nash_mhc.model.quantized import baked, quantized, unquantized
+from nash_mhc.model.quantized import baked, counted, quantized, unquantized
+from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.storage.digests import digest_of, digests_of_files
 from nash_mhc.storage.files import exists
@@ -99,7 +100,8 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
             return store.restore_part(step, like, "ema", "model")
         else:
             own = model_shape(cfg)
-            alike: bool = jax.tree.structure(own) == jax.tree.structure(shape)  # type: ignore[operator]
+            sizes = lambda tree: [(name, leaf.shape) for name, leaf in named_leaves(tree).items()]
+            alike = sizes(own) == sizes(shape) and counted(own) == counted(shape)
             found = store.restore_part(step, place(shape if alike else own), "ema", "model")
             if alike:
                 return found

@@ -37,7 +37,13 @@ class Training(NamedTuple):
     def of(cfg: RunConfig) -> Training:
         optim, kept = cfg.optim, cfg.precision
         adapters = cfg.lora.rank > 0
-        what = (optim.optimizer, optim.freeze, optim.train_only, adapters, cfg.quantize.trains)
+        what = (
+            optim.optimizer,
+            optim.freeze,
+            optim.train_only,
+            adapters,
+            cfg.quantize.trains if cfg.quantize.weights else "both",
+        )
         return Training(*what, kept.weights_dtype, kept.moments_dtype)
 
     def split(self, model: PyTree) -> tuple[PyTree, PyTree]:
