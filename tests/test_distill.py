@@ -27,7 +27,7 @@ def teacher(tmp_path_factory):
     return at(tmp_path_factory.mktemp("distill") / "teacher", learns, total_steps=60, evaluated=False).folder
 
 
-def make(teacher, out, *more, monkeypatch=None):
+def make(teacher, out, *more):
     return cache_command(["--teacher", str(teacher), "--out", str(out), "--top-k", str(K), *DATA, *more])
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from nash_mhc.ops import quantize as q
 
+BITS = (2, 3, 4)
+
 
 def gaussian(inputs=256, outputs=64, seed=0):
     return jax.random.normal(jax.random.key(seed), (inputs, outputs))
@@ -39,7 +41,7 @@ def test_no_other_scale_of_a_group_is_much_better():
         assert (jnp.sum((snapped - w) ** 2, axis=0) <= 1.02 * others + 1e-9).all(), factor
 
 
-@pytest.mark.parametrize("bits", q.BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_what_was_snapped_stays(bits):
     w = gaussian(seed=1)
     snapped, s, levels = by_groups(w, bits)
@@ -71,7 +73,7 @@ def test_zeros_and_a_row_of_zeros_are_no_trouble():
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["uniform", "table"])
-@pytest.mark.parametrize("bits", q.BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_gradients_are_the_finite_differences_of_the_relaxed_form(bits, trained):
     with jax.enable_x64(True):
         rng = np.random.default_rng(bits)
@@ -101,7 +103,7 @@ def test_gradients_are_the_finite_differences_of_the_relaxed_form(bits, trained)
 
 
 def test_a_trained_table_is_symmetric_ascending_and_begins_as_the_uniform_one():
-    for bits in q.BITS:
+    for bits in BITS:
         np.testing.assert_allclose(q.table_levels(jnp.asarray(q.uniform_steps(bits))), q.uniform_levels(bits), atol=1e-6)
     levels = q.table_levels(jax.random.normal(jax.random.key(3), (8,)) * 3)
     assert (jnp.diff(levels) > 0).all() and float(levels[-1]) == pytest.approx(1)
@@ -109,7 +111,7 @@ def test_a_trained_table_is_symmetric_ascending_and_begins_as_the_uniform_one():
 
 
 @pytest.mark.parametrize("inputs", [1, 7, 32, 45])
-@pytest.mark.parametrize("bits", q.BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_packed_codes_come_back(bits, inputs):
     codes = np.random.default_rng(0).integers(0, 2**bits, size=(5, inputs))
     held = q.packed(codes, bits)

@@ -17,7 +17,7 @@ from nash_mhc.hub.load import Loaded, load
 from nash_mhc.hub.packed import is_packed, write_packed
 from nash_mhc.model.lm import LM
 from nash_mhc.model.lora import adapted, adapters_of
-from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized, snapped
+from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import for_compute, placed
@@ -42,6 +42,12 @@ def few(request, plain):
 
 
 forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))
+
+
+def snapped(model):
+    """With every weight on its level: it computes what it did, and nothing is left between the levels."""
+    put = lambda x: dataclasses.replace(x, base=baked(x)) if is_quantized(x) else x
+    return jax.tree.map(put, model, is_leaf=is_quantized)
 
 
 def weights_of(model):

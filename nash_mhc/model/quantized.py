@@ -195,11 +195,6 @@ def unquantized(shape: Any) -> Any:
     return _each(shape, lambda weight: weight.base)
 
 
-def snapped(model: Any) -> Any:
-    """With every weight on its level: it computes what it did, and nothing is left between the levels."""
-    return _each(model, lambda weight: eqx.tree_at(lambda w: w.base, weight, baked(weight)))
-
-
 def _each(model: Any, change: Callable[[Quantized], Any]) -> Any:
     return jax.tree.map(lambda x: change(x) if is_quantized(x) else x, model, is_leaf=is_quantized)
 

@@ -94,6 +94,10 @@ def _backward(vocab_size, z_weight, smoothing, grads, cotangent):  # type: ignor
 sharded_xent.defvjp(_forward, _backward)
 
 
+def _how(vocab_size: int, parts: Weights) -> dict[str, Any]:
+    return {"vocab_size": vocab_size, "parts": parts, "vocab_axes": mesh_axis("vocab")}
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def sharded_distill(
     x_BTD: Float[Array, "B T D"],
@@ -108,8 +112,7 @@ def sharded_distill(
 
     def local(x: Array, w: Array, targets: Array, weights: Array, teacher: Teacher) -> DistillSums:
         x, w = _gather(x, w)
-        settings: dict[str, Any] = {"vocab_size": vocab_size, "parts": parts, "vocab_axes": mesh_axis("vocab")}
-        return _over_batch(distill(x, w, targets, weights, teacher, **settings))
+        return _over_batch(distill(x, w, targets, weights, teacher, **_how(vocab_size, parts)))
 
     with jax.named_scope("loss"):
         return on_shards(local, [_X, _W, _TOKENS, _TOKENS, _TEACHER], _DISTILLED)(x_BTD, w_VD, targets_BT, weights_BT, teacher)
@@ -118,8 +121,7 @@ def sharded_distill(
 def _distill_forward(x_BTD, w_VD, targets_BT, weights_BT, teacher, vocab_size, parts):  # type: ignore[no-untyped-def]
     def local(x: Array, w: Array, targets: Array, weights: Array, teacher: Teacher) -> tuple[DistillSums, Array, Array]:
         x, w = _gather(x, w)
-        settings: dict[str, Any] = {"vocab_size": vocab_size, "parts": parts, "vocab_axes": mesh_axis("vocab")}
-        sums, dx, dw = distill_and_grads(x, w, targets, weights, teacher, **settings)
+        sums, dx, dw = distill_and_grads(x, w, targets, weights, teacher, **_how(vocab_size, parts))
         return _over_batch(sums), *_home(dx, dw)
 
     axes = [_X, _W, _TOKENS, _TOKENS, _TEACHER]

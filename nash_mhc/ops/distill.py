@@ -88,6 +88,12 @@ def distill_reference(
     return DistillSums(loss, kl, ce, hard, agree, correct, jnp.sum(weights_BT))
 
 
+def _logits(x_BcD: Array, w_VD: Array, real_11V: Array) -> Array:
+    """Of a chunk; padding columns take no probability."""
+    z_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w_VD, preferred_element_type=jnp.float32)
+    return jnp.where(real_11V, z_BcV, -jnp.inf)
+
+
 def _rest(p_rest: Array, q_rest: Array) -> Array:
     """p log(p / q) of all other tokens together; nothing where the teacher has none of them."""
     p = jnp.maximum(p_rest, _LEAST)
@@ -135,8 +141,7 @@ def _walk(x, w, targets, weights, teacher, vocab_size, parts, vocab_axes, *, wit
     def chunk(carry, inputs):  # type: ignore[no-untyped-def]
         sums, dw = carry
         x_BcD, y_Bc, m_Bc, known = inputs
-        z_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w, preferred_element_type=jnp.float32)
-        z_BcV = jnp.where(column_11V < vocab_size, z_BcV, -jnp.inf)  # padding columns take no probability
+        z_BcV = _logits(x_BcD, w, column_11V < vocab_size)
         own_BcK = known.ids - first
         here_BcK = (own_BcK >= 0) & (own_BcK < V)
         own_BcK = jnp.where(here_BcK, own_BcK, 0)
@@ -216,8 +221,7 @@ def likeliest(
     column_11V = (first + jnp.arange(V))[None, None]
 
     def chunk(_: None, x_BcD: Array) -> tuple[None, Teacher]:
-        z_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w_VD, preferred_element_type=jnp.float32)
-        z_BcV = jnp.where(column_11V < vocab_size, z_BcV, -jnp.inf)
+        z_BcV = _logits(x_BcD, w_VD, column_11V < vocab_size)
         top_Bc = jnp.max(z_BcV, axis=-1)
         top_Bc = lax.pmax(top_Bc, vocab_axes) if vocab_axes else top_Bc
         sum_Bc = jnp.sum(jnp.exp((z_BcV - top_Bc[..., None]) / temperature), axis=-1)

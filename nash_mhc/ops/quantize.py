@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-BITS = (2, 3, 4)
 # Shares of the largest weight of a group that are tried as its scale. At two bits of Gaussian weights the best is near
 # 0.65; the largest weight itself leaves nearly twice the error.
 _SHARES = np.linspace(0.25, 1.1, 35, dtype=np.float32)
