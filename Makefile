@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 # The device's own jax: CUDA or TPU where one is, plain CPU elsewhere; EXTRA=cuda, EXTRA=tpu or EXTRA= says otherwise.
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
+# Memory in huge pages (glibc; others do not look at it): on a CPU, a step's temporary memory is mapped anew every time,
+# and a fifth of a tiny step was spent on that, page by page.
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Python keeps what it has compiled of its modules: of those that are used, not of all that is installed.

@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +62,23 @@ def test_it_holds_what_the_teacher_finds_likely(teacher, cache):
         np.testing.assert_allclose(got.lse[counts], lse[counts], rtol=1e-5)
 
 
+def test_random_tokens_are_cached_beside_the_likeliest_and_learned_from(teacher, cache, tmp_path):
+    out = tmp_path / "cache"
+    assert make(teacher, out, "--temperatures", "2", "--random", "5") == 0
+    plain, more = (TaughtRows(folder, "train", 2.0).take([0, 7]) for folder in (cache, out))
+    np.testing.assert_array_equal(more.ids[..., :K], plain.ids)
+    np.testing.assert_array_equal(more.logits[..., :K], plain.logits)
+    assert more.ids.shape[-1] == K + 5
+    assert not (more.ids[..., None, K:] == more.ids[..., :K, None]).any()
+    assert more.ids.max() < RUN.model.vocab_size
+    run = at(tmp_path / "run", student(out, total_steps=2, eval_interval=2))
+    assert rows(run.folder)[-1]["kl"] > 0
+    assert json.loads((run.folder / "run.json").read_text())["config"]["distill"]["random"] == 5
+    other = dataclasses.replace(student(out), model=dataclasses.replace(STUDENT.model, vocab_size=300))
+    with pytest.raises(ConfigError, match=r"its random tokens are of a vocabulary of 257, and the model has 300"):
+        at(tmp_path / "other", other)
+
+
 def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monkeypatch):
     out, seen = tmp_path / "cache", 0
     write = making._own_records
@@ -90,11 +111,31 @@ def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monke
 
 def test_a_mesh_finds_the_same(teacher, cache, tmp_path):
     assert make(teacher, tmp_path / "c", "--temperatures", "1,2", "--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2") == 0
-    one, other = (TaughtRows(folder, "train", 1.0) for folder in (cache, tmp_path / "c"))
-    a, b = one.take(range(16)), other.take(range(16))
+    assert_the_same_is_found(cache, tmp_path / "c")
+
+
+def assert_the_same_is_found(one, other):
+    one, other = (TaughtRows(folder, "train", 1.0) for folder in (one, other))
+    a, b = one.take(range(len(one))), other.take(range(len(one)))
     assert (a.ids == b.ids).mean() > 0.999  # two that are equally likely may change places
     np.testing.assert_allclose(a.logits, b.logits, atol=4e-3)
     np.testing.assert_allclose(a.lse, b.lse, atol=1e-5)
+
+
+def test_two_processes_find_what_one_does(teacher, cache, tmp_path):
+    """They share nothing but the folder, and neither waits for the other while it computes."""
+    more = ["--temperatures", "1,2", "--mesh-data", "2"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "nash_mhc.distill", "cache", "--teacher", str(teacher), "--out", str(tmp_path / "two")]
+    command += ["--top-k", str(K), *DATA, *more, "--coordinator-address", address, "--num-processes", "2", "--process-id"]
+    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    both = [subprocess.Popen([*command, number], env=env, stderr=subprocess.PIPE, text=True) for number in "01"]
+    said = [process.communicate(timeout=240)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert_the_same_is_found(cache, tmp_path / "two")  # its hashes were right, too
+    assert not list((tmp_path / "two").glob("*.partial*"))
 
 
 STUDENT = dataclasses.replace(
@@ -138,12 +179,59 @@ def test_a_stopped_student_goes_on_bit_for_bit_and_a_mesh_learns_the_same(cache,
     assert_equal_states(at(tmp_path / "mesh", meshed, evaluated=False).state.model, one.state.model, atol=2e-5)
 
 
+def test_a_teacher_on_the_same_mesh_says_what_its_cache_holds(teacher, cache, tmp_path):
+    short = {"total_steps": 3, "eval_interval": 3}
+    cached = at(tmp_path / "cached", student(cache, **short))
+    taught = dataclasses.replace(STUDENT.distill, teacher=str(teacher), top_k=K)
+    online = lambda **changes: dataclasses.replace(student(cache, **(short | changes)), distill=taught)
+    unbroken = at(tmp_path / "online", online(checkpoint_interval=1))
+    assert_equal_states(unbroken.state.model, cached.state.model, atol=1e-6)
+    held_out = [
+        rows(folder / name, "eval.jsonl")[-1]["eval/kl"] for folder, name in ((tmp_path, "cached"), (tmp_path, "online"))
+    ]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-4)
+    copy = shutil.copytree(tmp_path / "online", tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints" / "3")
+    assert_equal_states(at(copy, online()).state, unbroken.state)
+    meshed = dataclasses.replace(online(), mesh=MeshConfig(data=2, fsdp=2, tp=2))
+    assert_equal_states(at(tmp_path / "mesh", meshed).state.model, cached.state.model, atol=2e-5)
+    other = dataclasses.replace(online(), distill=dataclasses.replace(taught, teacher=str(tmp_path / "cached")))
+    shutil.rmtree(copy / "checkpoints" / "3")
+    with pytest.raises(ConfigError, match=r"or the model in --distill-teacher .* has changed since this run began"):
+        at(copy, other)
+
+
+def test_layers_and_the_anchor_say_nothing_of_the_teacher_itself_and_are_learned_from(teacher, cache, tmp_path):
+    def run(name, *, init_from=None, **asked):
+        cfg = dataclasses.replace(student(cache, total_steps=16, eval_interval=0, log_interval=1, init_from=init_from))
+        model, distill = RUN.model if init_from else cfg.model, DistillConfig(teacher=str(teacher), top_k=K, **asked)
+        return rows(at(tmp_path / name, dataclasses.replace(cfg, model=model, distill=distill), evaluated=False).folder)
+
+    fresh = run("fresh", layers=1.0)  # and nothing else
+    assert fresh[-1]["loss/layers"] < 0.8 * fresh[0]["loss/layers"]
+    same = {"init_from": str(teacher), "text": 1.0, "layers": 0.2}
+    held, loose = run("held", anchor=20.0, **same), run("loose", anchor=1e-3, **same)
+    assert held[0]["loss/layers"] < 1e-5 and held[0]["loss/anchor"] < 1e-5
+    assert 1e-4 < held[-1]["loss/anchor"] < 0.7 * loose[-1]["loss/anchor"]
+    last = held[-1]
+    parts = 0.8 * last["loss/ce"] + 0.2 * last["loss/layers"] + 20 * last["loss/anchor"]
+    assert last["loss"] == pytest.approx(parts, rel=1e-4)
+
+
 def test_what_does_not_belong_together_is_refused_by_name(teacher, cache, tmp_path):
     def refused(cfg, said):
         with pytest.raises(ConfigError, match=said):
             at(tmp_path / "run", cfg)
         assert not (tmp_path / "run").exists()
 
+    for asked, said in (
+        ({"layers": 0.5}, "--distill-layers: a cache has no layers"),
+        ({"anchor": 0.1}, "--distill-anchor: holds a run to the model that it begins with"),
+        ({"teacher": str(tmp_path / "nobody")}, "nobody"),
+        ({"teacher": str(teacher), "top_k": 257, "random": 3}, "names all 257 tokens; there are no others"),
+    ):
+        refused(dataclasses.replace(student(cache), distill=DistillConfig(**asked)), said)
+    refused(dataclasses.replace(RUN, distill=DistillConfig(teacher=str(teacher))), "without --objective distill")
     refused(student("stories"), "stories: no teacher has read it; python -m nash_mhc.distill cache")
     warm = dataclasses.replace(student(cache), distill=DistillConfig(temperature=3.0))
     refused(warm, "--distill-temperature 3: .* was made for 1, 2")
@@ -180,6 +268,7 @@ def test_a_prepared_folder_is_copied_and_one_of_another_tokenizer_refused(teache
     (["--out", "x"], "--teacher is missing"),
     (["--teacher", "x"], "--out is missing"),
     (["--teacher", "x", "--out", "y", "--top-k", "0"], "--top-k must be at least 1"),
+    (["--teacher", "x", "--out", "y", "--random", "-1"], "--random must be at least 0"),
     (["--teacher", "x", "--out", "y", "--temperatures", "1,warm"], "--temperatures 1,warm: must be numbers above 0"),
 ])  # fmt: skip
 def test_flags_that_make_no_sense(words, said):

@@ -23,8 +23,9 @@ def given():
     return x, w, targets, weights, teacher_x, teacher_w
 
 
-def known(given, k, temperature=1.0):
-    return likeliest(*given[4:], vocab_size=REAL, k=k, temperature=temperature)
+def known(given, k, temperature=1.0, random=0):
+    how = {"vocab_size": REAL, "k": k, "random": random, "drawn_from": REAL, "temperature": temperature}
+    return likeliest(*given[4:], given[2], **how)
 
 
 CASES = {
@@ -33,6 +34,8 @@ CASES = {
     "warm": Weights(text=0.2, hard=0.1, temperature=2.0),
     "renormalised": Weights(text=0.1, renormalised=True),
     "renormalised and warm": Weights(temperature=3.0, renormalised=True),
+    "random": Weights(text=0.2, hard=0.1, temperature=2.0, random=7),
+    "random, and not looked at": Weights(renormalised=True, random=7),
 }
 
 
@@ -40,7 +43,9 @@ CASES = {
 @pytest.mark.parametrize("k", [1, 5, REAL])
 def test_chunks_give_the_values_and_gradients_of_the_plain_form(given, parts, k):
     x, w, targets, weights = given[:4]
-    teacher = known(given, k, parts.temperature)
+    if parts.random and k == REAL:
+        return  # there are no others
+    teacher = known(given, k, parts.temperature, parts.random)
     plain = lambda x, w: distill_reference(x, w, targets, weights, teacher, vocab_size=REAL, parts=parts)
     want, (dx, dw) = plain(x, w), jax.grad(lambda x, w: plain(x, w).loss, argnums=(0, 1))(x, w)
     settings = {"vocab_size": REAL, "parts": parts}
@@ -91,6 +96,26 @@ def test_what_is_left_over_is_one_token_more(given):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def test_tokens_drawn_at_random_stand_for_all_others(given):
+    x, w, targets, weights, teacher_x, teacher_w = given
+    k, many = 4, 20_000
+    teacher = known(given, k, random=many)
+    ids = np.asarray(teacher.ids)
+    for likeliest_K, drawn_R in zip(ids[..., :k].reshape(-1, k), ids[..., k:].reshape(-1, many), strict=True):
+        assert set(drawn_R) == set(range(REAL)) - set(likeliest_K)  # none of the likeliest, each of the others
+    z = jnp.einsum("btd,vd->btv", teacher_x, teacher_w)[..., :REAL]
+    np.testing.assert_allclose(teacher.logits, np.take_along_axis(np.asarray(z), ids, -1), rtol=1e-5, atol=1e-5)
+    whole, dx, dw = distill_and_grads(x, w, targets, weights, known(given, REAL), vocab_size=REAL, parts=Weights())
+    drawn = distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights(random=many))
+    np.testing.assert_allclose(drawn[0].loss, whole.loss, rtol=0.01)
+    np.testing.assert_allclose(drawn[1], dx, atol=0.02)
+    np.testing.assert_allclose(drawn[2], dw, atol=0.05)
+    # The same row of text has the same ones, wherever it stands; another has others.
+    again = likeliest(teacher_x[::-1], teacher_w, targets[::-1], vocab_size=REAL, k=k, random=many, drawn_from=REAL)
+    np.testing.assert_array_equal(again.ids[::-1], ids)
+    assert not np.array_equal(ids[0, :, k:], ids[1, :, k:])
+
+
 def test_places_without_weight_do_not_count(given):
     x, w, targets, weights, *_ = given
     teacher = known(given, 4)
@@ -107,13 +132,13 @@ def test_a_split_vocabulary_gives_the_same_teacher_and_the_same_loss(given):
     x, w, targets, weights, teacher_x, teacher_w = given
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    find = functools.partial(likeliest, vocab_size=REAL, k=5, vocab_axes=("tp",))
-    found = jax.jit(split(find, in_specs=(P(), P("tp")), out_specs=P()))(teacher_x, teacher_w)
-    teacher = known(given, 5)
+    find = functools.partial(likeliest, vocab_size=REAL, k=5, random=3, drawn_from=REAL, vocab_axes=("tp",))
+    found = jax.jit(split(find, in_specs=(P(), P("tp"), P()), out_specs=P()))(teacher_x, teacher_w, targets)
+    teacher = known(given, 5, random=3)
     np.testing.assert_array_equal(found.ids, teacher.ids)
     np.testing.assert_allclose(found.logits, teacher.logits, rtol=1e-6)
     np.testing.assert_allclose(found.lse, teacher.lse, rtol=1e-6)
-    parts = Weights(text=0.2, hard=0.1, temperature=2.0)
+    parts = Weights(text=0.2, hard=0.1, temperature=2.0, random=3)
     settings = {"vocab_size": REAL, "parts": parts}
 
     def local(x, w):

@@ -18,6 +18,11 @@ def relative_error(w, snapped):
     return float(jnp.sum((snapped - w) ** 2) / jnp.sum(w**2))
 
 
+def uniform_steps(bits):
+    """The numbers whose table is the uniform one: the first step is half as long as the others."""
+    return np.log(np.where(np.arange(2 ** (bits - 1)) == 0, 0.5, 1.0).astype(np.float32))
+
+
 def by_groups(w, bits, group=32):
     levels = jnp.asarray(q.uniform_levels(bits))
     s = q.spread_groups(q.fitted_groups(w, group, levels), w.shape[0])
@@ -79,7 +84,7 @@ def test_gradients_are_the_finite_differences_of_the_relaxed_form(bits, trained)
         rng = np.random.default_rng(bits)
         w = jnp.asarray(rng.normal(size=(16, 6)) * 1.5)
         s = jnp.asarray(rng.uniform(0.3, 1.2, size=(1, 6)))  # small enough that some weights lie outside of the cells
-        steps = q.uniform_steps(bits) + (rng.normal(size=2 ** (bits - 1)) * 0.3 if trained else 0)
+        steps = uniform_steps(bits) + (rng.normal(size=2 ** (bits - 1)) * 0.3 if trained else 0)
         levels = q.table_levels(jnp.asarray(steps, jnp.float64))
         out = jnp.asarray(rng.normal(size=w.shape))
         of = lambda w, s, levels: jnp.sum(out * q.quantized(w, s, levels))
@@ -104,7 +109,7 @@ def test_gradients_are_the_finite_differences_of_the_relaxed_form(bits, trained)
 
 def test_a_trained_table_is_symmetric_ascending_and_begins_as_the_uniform_one():
     for bits in BITS:
-        np.testing.assert_allclose(q.table_levels(jnp.asarray(q.uniform_steps(bits))), q.uniform_levels(bits), atol=1e-6)
+        np.testing.assert_allclose(q.table_levels(jnp.asarray(uniform_steps(bits))), q.uniform_levels(bits), atol=1e-6)
     levels = q.table_levels(jax.random.normal(jax.random.key(3), (8,)) * 3)
     assert (jnp.diff(levels) > 0).all() and float(levels[-1]) == pytest.approx(1)
     np.testing.assert_array_equal(levels, -levels[::-1])
@@ -118,3 +123,25 @@ def test_packed_codes_come_back(bits, inputs):
     assert held.dtype == np.uint8 and held.shape == (5, -(-inputs * bits // 8))
     np.testing.assert_array_equal(q.unpacked(held, bits, inputs), codes)
     assert held[0, 0] & (2**bits - 1) == codes[0, 0]  # the first code is in the lowest bits
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_levels_of_a_table_begin_as_the_means_of_what_is_near_them(bits):
+    """Of weights with a few large ones, which equal steps would serve badly."""
+    w = jnp.asarray(np.random.default_rng(0).laplace(size=(256, 64)), jnp.float32)
+    largest = jnp.max(jnp.abs(w))
+    levels = q.table_levels(q.nearest_steps(w / largest, bits))
+    spread = lambda levels: relative_error(w, q.quantized(w, jnp.full_like(w, largest), levels))
+    half, size = np.asarray(levels[2 ** (bits - 1) :]), np.abs(np.asarray(w / largest))
+
+    def off(scale):
+        """How far the levels, times a scale, are from the means of what is nearest to them."""
+        codes = np.sum(size[..., None] >= scale * (half[:-1] + half[1:]) / 2, axis=-1)
+        means = [size[codes == i].mean() if (codes == i).any() else np.inf for i in range(len(half))]
+        return np.max(np.abs(np.array(means) / (scale * half) - 1))
+
+    assert min(off(scale) for scale in np.linspace(0.1, 1, 200)) < 0.05
+    fitted = q.spread_groups(q.fitted_groups(w, 32, levels), w.shape[0])
+    uniform = by_groups(w, bits)[0]
+    assert relative_error(w, q.quantized(w, fitted, levels)) < 1.1 * relative_error(w, uniform)
+    assert spread(levels) < spread(jnp.asarray(q.uniform_levels(bits)))

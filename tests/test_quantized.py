@@ -13,11 +13,13 @@ from safetensors.numpy import load_file
 from nash_mhc.config.schema import ConfigError, LoraConfig, QuantizeConfig
 from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.hub import stored
-from nash_mhc.hub.load import Loaded, load
+from nash_mhc.hub.load import Loaded, load, load_few_bits
 from nash_mhc.hub.packed import is_packed, write_packed
+from nash_mhc.model import quantized as quantizing
 from nash_mhc.model.lm import LM
 from nash_mhc.model.lora import adapted, adapters_of
 from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized
+from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import for_compute, placed
@@ -26,13 +28,13 @@ from nash_mhc.train.state import abstract_state
 FORMS = {
     "groups": QuantizeConfig(weights="2/0,4/0", group=8),
     "rank": QuantizeConfig(weights="2/4,4/2", group=8),
-    "magnitudes, table": QuantizeConfig(weights="2/4,3/2", group=8, magnitudes=True, levels="table"),
+    "magnitudes, table": QuantizeConfig(weights="2/4,3/2", group=8, magnitudes=True, levels="table", rest=0.05),
 }
 
 
 @pytest.fixture(scope="module")
 def plain():
-    cfg = small.nash_config().model
+    cfg = small.config().model
     return jax.jit(lambda: LM.init(cfg, key=jax.random.key(0)))()
 
 
@@ -84,6 +86,8 @@ def test_every_part_of_every_layer_has_a_gradient(few):
     grads = jax.jit(jax.grad(lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)))(few)
     for weight in weights_of(grads):
         for name, leaf in named_leaves(weight).items():
+            if name in ("seen_R", "rests_R"):  # looked at, not trained
+                continue
             largest = np.abs(np.asarray(leaf)).reshape(leaf.shape[0], -1).max(axis=1)
             assert (largest > 0).all() and np.isfinite(largest).all(), name
 
@@ -137,7 +141,7 @@ def test_only_what_is_named_is_trained(trains):
 
 
 def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
-    cfg = dataclasses.replace(small.nash_config(), quantize=FORMS["groups"])
+    cfg = dataclasses.replace(small.config(), quantize=FORMS["groups"])
     loaded = Loaded(cfg, ByteTokenizer(), few, 7, "float32", ())
     sizes = {size.name: size for size in write_packed(loaded, tmp_path / "packed")}
     assert is_packed(str(tmp_path / "packed"))
@@ -153,8 +157,49 @@ def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
     np.testing.assert_array_equal(forward(read.model, tokens_BT), forward(few, tokens_BT))
 
 
+def test_what_corrects_a_quantized_run_is_packed_with_its_codes(tmp_path):
+    few = at(tmp_path / "few", with_bits("2/4,4/0"), evaluated=False)
+    train = dataclasses.replace(RUN.train, init_from=str(few.folder), total_steps=2)
+    cfg = dataclasses.replace(RUN, lora=LoraConfig(rank=2, targets="mlp,q_proj"), train=train)
+    run = at(tmp_path / "corrected", cfg, evaluated=False)
+    sizes = {size.name: size for size in write_packed(load_few_bits(str(run.folder)), tmp_path / "packed")}
+    assert sizes["2 bits"].bytes < sizes["2 bits"].numbers and sizes["adapters"].numbers > 0
+    read = load(tmp_path / "packed")
+    for (name, a), b in zip(named_leaves(load(run.folder).model).items(), jax.tree.leaves(read.model), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
+    np.testing.assert_array_equal(forward(read.model, tokens_BT), forward(run.state.model, tokens_BT))
+    plain = at(tmp_path / "plain", dataclasses.replace(with_bits(None)), evaluated=False)
+    with pytest.raises(ConfigError, match="was not trained with --quantize"):
+        load_few_bits(str(plain.folder))
+
+
+def test_magnitudes_that_have_come_to_rest_stay(plain, monkeypatch):
+    monkeypatch.setattr(quantizing, "_LOOK_EVERY", 2)
+    form = QuantizeConfig(weights="2/4,none", group=8, magnitudes=True, rest=0.05)
+    model = jax.jit(lambda model: quantized(model, form))(plain)
+    (weight, *_) = weights_of(model)
+    grow = jnp.asarray([1.0, 1.01, 1.2, 1.0])  # a step: the third does not rest
+    looked = []
+    for step in range(1, 7):
+        weight = dataclasses.replace(weight, magnitude_R=weight.magnitude_R * grow[None])
+        weight = quantizing.look_at_magnitudes(weight, jnp.asarray(step), jnp.asarray(True))
+        looked.append(np.asarray(weight.magnitudes_R))
+    assert (np.asarray(weight.rests_R)[:, 2] == 0).all() and (np.asarray(weight.rests_R)[:, [0, 1, 3]] >= 2).all()
+    for column in (0, 1, 3):
+        np.testing.assert_array_equal(looked[-1][:, column], looked[3][:, column])
+        np.testing.assert_array_equal(looked[-1][:, column], looked[-1][:, column].astype(np.float16))
+    assert (looked[-1][:, 2] > 1.3 * looked[3][:, 2]).all()
+    grads = jax.grad(lambda w: jnp.sum(w.array() ** 2))(weight)
+    assert (np.asarray(grads.magnitude_R)[:, [0, 1, 3]] == 0).all() and (np.asarray(grads.magnitude_R)[:, 2] != 0).all()
+    skipped = quantizing.look_at_magnitudes(weight, jnp.asarray(8), jnp.asarray(False))  # a step that changed nothing
+    assert_equal_states(skipped, weight)
+    (trained, *_) = weights_of(Training().split(model)[0])
+    assert trained.seen_R is None and trained.rests_R is None and trained.magnitude_R is not None
+
+
 def test_a_damaged_packed_folder_is_one_line(few, tmp_path):
-    cfg = dataclasses.replace(small.nash_config(), quantize=FORMS["groups"])
+    cfg = dataclasses.replace(small.config(), quantize=FORMS["groups"])
     write_packed(Loaded(cfg, ByteTokenizer(), few, 7, "float32", ()), tmp_path / "packed")
     weights = tmp_path / "packed" / "packed.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64])

@@ -42,6 +42,18 @@ class DistillConfig(Section):
     temperature: float = key(1.0, "both softmaxes are of logits over this; one that the cache was made for", above=0)
     text: float = key(0.0, "share of the loss that is the cross-entropy of the text itself", low=0, high=1)
     hard: float = key(0.0, "share of the loss that is the cross-entropy of the teacher's first choice", low=0, high=1)
+    teacher: str | None = key(
+        None, "folder of a model that reads every batch on the same devices, instead of a cache; a run's, or Hugging Face's"
+    )
+    top_k: int = key(128, "tokens of each place that such a teacher names", low=1)
+    random: int = key(0, "tokens drawn at random that it names besides; a cache says so itself (distill cache --random)", low=0)
+    layers: float = key(
+        0.0,
+        "share of the loss that is how far each layer is from the teacher's, which needs a --distill-teacher",
+        low=0,
+        high=1,
+    )
+    anchor: float = key(0.0, "weight of the divergence from the model that the run began with (--init-from)", low=0)
     renormalised: bool = key(False, "compare the cached tokens alone, and forget the rest: biased, for comparison")
 
     def __post_init__(self) -> None:
@@ -74,6 +86,9 @@ class QuantizeConfig(Section):
     group: int = key(32, "inputs that share a scale, where scales have no rank, and at the start where they have one", low=2)
     levels: str = key("uniform", "of the codes: in equal steps, or a table that is trained", choices=("uniform", "table"))
     magnitudes: bool = key(False, "scales of some rank as unit vectors times magnitudes, which are trained beside them")
+    rest: float = key(
+        0.0, "magnitudes that move less than this share in 100 steps, twice, stay there (0: none do)", low=0, high=1
+    )
     trains: str = key(
         "both", "the weights that are rounded, their scales alone, or both with all else", choices=("weights", "scales", "both")
     )

@@ -23,7 +23,7 @@ FURTHER = {
     "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
     "tuning": "fine-tuning: how questions and answers are written, how long a run is, which checkpoint is its own",
     "lora": "fine-tuning with adapters, of a model that --init-from names",
-    "distill": "learning from a teacher whose choices were cached (--objective distill)",
+    "distill": "learning from a teacher: from its cache, or beside it on the same devices (--objective distill)",
     "quantize": "training with weights of two to four bits, as they will be used",
     "precision": "weights and moments in half of the memory: a larger model on the same chips",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",

@@ -233,9 +233,9 @@ class RunConfig:
         self.model.check_rows(self.data.seq_len)
 
     @property
-    def is_taught(self) -> bool:
-        """Whether it learns from a teacher, whose choices lie beside the rows."""
-        return self.objective.name == "distill"
+    def reads_cache(self) -> bool:
+        """Whether it learns from a teacher whose choices lie beside the rows."""
+        return self.objective.name == "distill" and self.distill.teacher is None
 
     @property
     def ends_with_best(self) -> bool:

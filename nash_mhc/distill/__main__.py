@@ -29,6 +29,7 @@ def _flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--teacher-step", type=int, metavar="INT", help="its checkpoint [the one that the run ends with]")
     group.add_argument("--out", metavar="DIR", help="folder to make: the rows, and what the teacher knows of them (required)")
     group.add_argument("--top-k", type=int, default=128, metavar="K", help="tokens of each place that are kept [128]")
+    group.add_argument("--random", type=int, default=0, metavar="R", help="and so many others, drawn at random [0]")
     group.add_argument("--temperatures", default="1", metavar="T,T", help="that students may be trained at [1]")
 
 
@@ -37,13 +38,18 @@ def _wanted(own: argparse.Namespace, batch_size: int, vocab_size: int) -> Any:
 
     if own.top_k < 1:
         raise ConfigError(f"--top-k must be at least 1, not {own.top_k}")
+    if own.random < 0:
+        raise ConfigError(f"--random must be at least 0, not {own.random}")
     try:
         temperatures = tuple(float(word) for word in own.temperatures.split(","))
     except ValueError:
         temperatures = ()
     if not temperatures or not all(t > 0 and math.isfinite(t) for t in temperatures):
         raise ConfigError(f"--temperatures {own.temperatures}: must be numbers above 0 with commas between them, such as 1,2")
-    return Wanted(min(own.top_k, vocab_size), temperatures, batch_size)
+    top_k = min(own.top_k, vocab_size)
+    if own.random and top_k == vocab_size:
+        raise ConfigError(f"--random {own.random}: --top-k {own.top_k} keeps all {vocab_size} tokens; there are no others")
+    return Wanted(top_k, own.random, temperatures, batch_size)
 
 
 def cache_command(argv: Sequence[str]) -> int:
@@ -68,8 +74,8 @@ def cache_command(argv: Sequence[str]) -> int:
     from nash_mhc.parallel.processes import leader_first
     from nash_mhc.runtime.program_cache import use_compilation_cache
 
+    mesh = make_mesh(cfg.mesh)  # first of all: it is where several processes find each other
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if jax.process_index() == 0 else (lambda text: None)
-    mesh = make_mesh(cfg.mesh)
     record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True, say=say)
     loaded = load(own.teacher, own.teacher_step, mesh=mesh, say=say)
     check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape)

@@ -14,27 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
+from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.prepared.manifest import Manifest, write_file
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.prepared.taught import FILE, TeacherFormat
 from nash_mhc.hub.load import Loaded
-from nash_mhc.model.protocol import Execution, LanguageModel
+from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch
-from nash_mhc.objectives.vocabulary import sharded_likeliest
-from nash_mhc.parallel.processes import from_leader
+from nash_mhc.parallel.processes import from_leader, wait_for_all
 from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.digests import digest_of_file
 from nash_mhc.train.device_batches import own_rows, to_device
-from nash_mhc.train.programs import room_for
-from nash_mhc.train.resolve_devices import for_platform
+from nash_mhc.train.teacher import finder
 
 _BEGUN = "teacher.partial.json"  # whose work was begun here
 _NOTE_EVERY = 16  # batches between two notes of how far it is
@@ -44,6 +41,7 @@ Tick = Callable[[int], None]
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     top_k: int
+    random: int  # other tokens, drawn
     temperatures: tuple[float, ...]
     batch_size: int
 
@@ -57,7 +55,9 @@ def size_of(folder: Path, wanted: Wanted) -> tuple[int, int]:
 
 def _format(manifest: Manifest, wanted: Wanted) -> TeacherFormat:
     recipe = manifest.recipe
-    return TeacherFormat(recipe["seq_len"], wanted.top_k, recipe["tokenizer"]["vocab_size"], wanted.temperatures)
+    return TeacherFormat(
+        recipe["seq_len"], wanted.top_k + wanted.random, recipe["tokenizer"]["vocab_size"], wanted.temperatures
+    )
 
 
 def make_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mesh, wanted: Wanted, tick: Tick) -> None:
@@ -70,6 +70,8 @@ def make_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mesh
         "teacher": teacher, "rows": manifest.identity, "top_k": wanted.top_k, "temperatures": list(wanted.temperatures),
         "batch_size": wanted.batch_size, "dtype": loaded.dtype,
     }  # fmt: skip
+    if wanted.random:
+        about |= {"random": wanted.random, "vocab_size": loaded.config.model.vocab_size}
     from_leader(lambda: _begin(folder, about))
     form, files = _format(manifest, wanted), {}
     for split in manifest.splits:
@@ -93,7 +95,7 @@ def _begin(folder: Path, about: dict[str, Any]) -> None:
     for path in (folder / FILE, begun):
         if path.exists():
             before = json.loads(path.read_text())
-            if changed := [name for name in about if before.get(name) != about[name]]:
+            if changed := [name for name in {**about, **before} if name != "files" and before.get(name) != about.get(name)]:
                 raise ConfigError(
                     f"--out {folder}: holds what was found with another {changed[0].replace('_', ' ')}; choose another folder, "
                     "or remove it first"
@@ -108,24 +110,13 @@ def _end(folder: Path, about: dict[str, Any]) -> None:
 
 def _program(loaded: Loaded, source: PreparedRows, mesh: Mesh, wanted: Wanted) -> CompiledStep:
     """(model, batch) -> (ids, logits less the largest, a sum for every temperature less the largest logit)."""
-    data = dataclasses.replace(loaded.config.data, seq_len=source.form.seq_len, batch_size=wanted.batch_size)
-    cfg = RunConfig(model=loaded.config.model, data=data, train=TrainConfig(dtype=loaded.dtype, remat="none"))
-    cfg = for_platform(cfg, mesh.devices.flat[0].platform)
-    execution = Execution(
-        cfg.train.dtype, "none", cfg.train.attention, source.most_documents, room_for(cfg, source), evaluates=True
-    )
-    vocabulary = min(source.form.vocab_size, cfg.model.vocab_size)
-
-    def find(model: LanguageModel, batch: Batch) -> tuple[Array, Array, Array]:
-        one = jax.tree.map(lambda a: a[0], batch)
-        x_BTD, _ = model.hidden(one.inputs, one.segments, execution)
-        each = [sharded_likeliest(x_BTD, model.unembed_VD, vocabulary, wanted.top_k, t) for t in wanted.temperatures]
-        largest_BT = each[0].logits[..., 0]
-        sums = [found.lse - largest_BT / t for found, t in zip(each, wanted.temperatures, strict=True)]
-        return each[0].ids, each[0].logits - largest_BT[..., None], jnp.stack(sums, axis=-1)
-
+    find = finder(
+        loaded, source, mesh, seq_len=source.form.seq_len, top_k=wanted.top_k, random=wanted.random,
+        temperatures=wanted.temperatures, vocabulary=min(source.form.vocab_size, loaded.config.model.vocab_size),
+    )  # fmt: skip
+    only_part = lambda model, batch: find(model, jax.tree.map(lambda a: a[0], batch))[:3]
     places = named(mesh, "batch", "time", "candidates")
-    return CompiledStep(find, mesh, out_shardings=(places, places, places), warn=lambda text: None)
+    return CompiledStep(only_part, mesh, out_shardings=(places, places, places), warn=lambda text: None)
 
 
 def _write_shard(
@@ -173,8 +164,7 @@ def _write_shard(
 def _all_written(handle: int) -> None:
     """By every process, before anyone says so."""
     os.fsync(handle)
-    for _ in range(2 if jax.process_count() > 1 else 0):
-        from_leader(lambda: None)
+    wait_for_all()
 
 
 def _batch(source: PreparedRows, numbers: range, size: int, mesh: Mesh) -> Batch:

@@ -20,7 +20,7 @@ from nash_mhc.data.prepared.taught import FILE
 
 TEACHER, CACHE = "teacher", "cache"
 _PARTS = (TEACHER, CACHE, "student", "stages", "pack")
-_OF_CACHE = ("top_k", "temperatures")  # flags of `distill cache` that no run has
+_OF_CACHE = ("top_k", "random", "temperatures")  # flags of `distill cache` that no run has
 
 
 class Link(NamedTuple):

@@ -106,20 +106,18 @@ def _export(argv: Sequence[str]) -> int:
 
 def _pack(argv: Sequence[str]) -> int:
     parser = _parser("pack")
-    parser.add_argument("folder", metavar="DIR", help="folder of a run that was trained with --quantize")
+    parser.add_argument("folder", metavar="DIR", help="folder of a run that was trained with --quantize, or that corrects one")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
     parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
     about = "of all that is not quantized; float32 keeps what training computed, bit for bit [float32]"
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=about)
     args = parser.parse_strictly(argv, "the folder to make is --out {word}")
-    from nash_mhc.hub.load import load
+    from nash_mhc.hub.load import load_few_bits
     from nash_mhc.hub.packed import write_packed
     from nash_mhc.storage.new_folder import check_free
 
     check_free(Path(args.out))
-    loaded = load(args.folder, args.step, say=_say)
-    if loaded.config.quantize.weights is None:
-        raise ConfigError(f"{args.folder}: was not trained with --quantize; python -m nash_mhc.hub export writes it as it is")
+    loaded = load_few_bits(args.folder, args.step, say=_say)
     sizes = write_packed(loaded, Path(args.out), args.dtype)
     whole = sum(size.numbers for size in sizes)
     print(f"  {'':<12} {'numbers':>15} {'bytes':>15} {'bits each':>10}")

@@ -3,6 +3,7 @@ kind."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.packed import is_packed, read_packed, read_packed_config
 from nash_mhc.hub.reading import read_weights
-from nash_mhc.hub.stored import chosen_step, model_shape, read_adapted
+from nash_mhc.hub.stored import adapted_shape, chosen_step, model_shape, read_adapted, read_corrected
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.model.quantized import has_few_bits
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.files import exists
 from nash_mhc.storage.paths import Folder, is_remote
@@ -82,6 +84,20 @@ def load(
     return Loaded(cfg, tokenizer, model, chosen, _dtype(cfg.train.dtype), (tokenizer.end, *stops), beside)
 
 
+def load_few_bits(folder: str, step: int | None = None, *, say: Callable[[str], None] = lambda text: None) -> Loaded:
+    """A run with weights of few bits as they are trained, with the adapters that correct them, if any. ConfigError."""
+    loaded = load(folder, step, say=say)
+    corrected = None
+    if loaded.config.lora.rank and not is_packed(folder):
+        place = functools.partial(_placed, mesh=None)
+        corrected = read_corrected(RunFolder(folder), loaded.model, loaded.step, place, say)
+    if corrected is not None:
+        return dataclasses.replace(loaded, model=corrected)
+    if not has_few_bits(loaded.model):
+        raise ConfigError(f"{folder}: was not trained with --quantize; python -m nash_mhc.hub export writes it as it is")
+    return loaded
+
+
 def tokenizer_of(folder: str) -> Tokenizer:
     """Of either kind of folder, without its weights."""
     if not is_remote(folder) and is_hub_folder(folder):
@@ -123,7 +139,7 @@ def _of_packed(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[s
     cfg = read_packed_config(path)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     say(f"reading {path} ...")
-    model = read_packed(path, _placed(abstract_model(cfg.model), mesh))
+    model = read_packed(path, _placed(adapted_shape(cfg), mesh))
     return Loaded(cfg, tokenizer, model, 0, _dtype(cfg.train.dtype), (tokenizer.end,))
 
 

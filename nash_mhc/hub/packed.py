@@ -2,8 +2,8 @@
 
 `packed.safetensors`: of every quantized weight NAME its codes, NAME.codes, u8 [layers, outputs, ceil(inputs x bits /
 8)], the lowest bits first, and its scales in float16, NAME.scale or NAME.scale_a and NAME.scale_b, with NAME.levels
-where its table was trained; every other array under its own name. `packed.json`: the configuration, and the bits of
-each weight.
+where its table was trained; every other array, of adapters too, under its own name. `packed.json`: the configuration,
+and the bits of each weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nash_mhc.config.schema import ConfigError, LoraConfig, QuantizeConfig, RunConfig
+from nash_mhc.config.schema import ConfigError, QuantizeConfig, RunConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
 from nash_mhc.model.quantized import Exported, Quantized, is_quantized
 from nash_mhc.ops import quantize as ops
@@ -59,7 +59,8 @@ def write_packed(loaded: Any, out: Path, dtype: str = "float32") -> list[Size]:
         if not is_quantized(leaf):
             array = np.asarray(leaf)
             large = array.ndim > 1 and dtype != "float32"
-            hold("others", array.size, **{name: array.astype(dtype) if large else array})
+            is_adapter = name.rpartition(".")[2] in ("lora_a", "lora_b")
+            hold("adapters" if is_adapter else "others", array.size, **{name: array.astype(dtype) if large else array})
             continue
         found = jax.device_get(jax.jit(Quantized.exported)(leaf))
         weights[name] = {"bits": leaf.bits, "inputs": leaf.inputs}
@@ -107,7 +108,7 @@ def read_packed_config(folder: Path) -> RunConfig:
     cfg = RunConfig.from_dict(_about(folder)["config"])
     name = str(folder) if cfg.data.tokenizer == "." else cfg.data.tokenizer
     data = dataclasses.replace(cfg.data, tokenizer=name)
-    return dataclasses.replace(cfg, data=data, quantize=QuantizeConfig(), lora=LoraConfig())
+    return dataclasses.replace(cfg, data=data, quantize=QuantizeConfig())
 
 
 def read_packed(folder: Path, like: Any) -> Any:
@@ -124,7 +125,7 @@ def read_packed(folder: Path, like: Any) -> Any:
         try:
             about = weights.get(name)
             array = tensors[name].astype(np.float32) if about is None else _array(name, about, tensors, place.shape)
-            leaves.append(jax.device_put(np.asarray(array).reshape(place.shape), place.sharding))
+            leaves.append(jax.device_put(np.asarray(array).reshape(place.shape).astype(place.dtype), place.sharding))
         except (KeyError, ValueError) as error:
             raise ConfigError(f"{folder / WEIGHTS}: does not hold {name} as {ABOUT} says ({error}); pack it again") from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -116,6 +116,15 @@ def read_adapted(run: RunFolder, cfg: RunConfig, store: Store, step: int, place:
     return on_base(adapters, read(base_record(run, step), base_of(adapted_shape(cfg)), place, say))
 
 
+def read_corrected(run: RunFolder, adapted: Any, step: int, place: Place, say: Say) -> Any | None:
+    """The model of a run whose adapters correct weights of few bits, with these as they are; None: they do not."""
+    record = base_record(run, step)
+    if record.get("hub") or RunFolder(record["folder"]).config().quantize.weights is None:
+        return None
+    shape = model_shape(RunFolder(record["folder"]).config())
+    return on_base(adapters_of(adapted), read(record, shape, place, say))
+
+
 def model_shape(cfg: RunConfig) -> Any:
     """The tree of the model of a run without adapters, and shapes for arrays."""
     return jax.eval_shape(lambda model: quantized(model, cfg.quantize), abstract_model(cfg.model))

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
+from nash_mhc.config.reservoir import ReservoirConfig
 from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ModelConfig
-from nash_mhc.model import incremental
+from nash_mhc.model import incremental, reservoir
 from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
@@ -35,6 +36,17 @@ register(
         decode=incremental.step,
         attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window),
         activations=activations,
+    ),
+)
+
+
+register(
+    ReservoirConfig,
+    Architecture(
+        init=reservoir.Reservoir.init,
+        flops_per_token=reservoir.flops_per_token,
+        empty_cache=reservoir.empty_state,
+        decode=reservoir.decode,
     ),
 )
 

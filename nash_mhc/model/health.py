@@ -38,6 +38,7 @@ class StreamReport(NamedTuple):
 class LayerReport(NamedTuple):
     game: GameReport | None  # None: one scale
     streams: StreamReport | None  # None: plain residual
+    left_BTD: Array | None = None  # the stream after it, where the execution asks for it
 
 
 def unmixed(cfg: ModelConfig, shape: tuple[int, ...]) -> Matrix | None:

@@ -24,7 +24,7 @@ from nash_mhc.ops.residual_streams import COEFFICIENTS
 from nash_mhc.parallel.params import TABLE, param, stacked
 from nash_mhc.parallel.sharding import for_compute, is_gathered_weight
 
-_TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
+TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
 
 
 def _kernel(cfg: ModelConfig, seq_len: int, execution: Execution) -> str:
@@ -120,10 +120,10 @@ class LM(eqx.Module):
         # and the first loss is that of guessing.
         signs_D = jnp.where(jnp.arange(D) % 2 == 0, 1.0, -1.0) if cfg.tied_embeddings else jnp.ones(D)
         return LM(
-            embed_VD=init_matrix(embedding, (V, D), D, _TABLE_SCALE),
+            embed_VD=init_matrix(embedding, (V, D), D, TABLE_SCALE),
             layers=stack,
             norm=RMSNorm(signs_D, cfg.norm_eps),
-            output_VD=None if cfg.tied_embeddings else init_matrix(output, (V, D), D, _TABLE_SCALE),
+            output_VD=None if cfg.tied_embeddings else init_matrix(output, (V, D), D, TABLE_SCALE),
             cfg=cfg,
         )
 
@@ -161,6 +161,8 @@ class LM(eqx.Module):
         def one(window: int | None, carry: tuple[State, Any], layer: Layer) -> tuple[tuple[State, Any], LayerReport]:
             layer = for_compute(layer, x_BTD.dtype)
             state, composite, report = layer(*carry, layout, window=window, kernel=kernel)
+            if execution.shows_layers:
+                report = report._replace(left_BTD=residual.leave(state)[:, :T])
             return (state, composite), report
 
         def body(carry: tuple[State, Any], group: tuple[Layer, ...]) -> tuple[tuple[State, Any], LayerReport]:
@@ -189,6 +191,10 @@ class LM(eqx.Module):
     def health(self, report: LayerReport) -> dict[str, Array]:
         """One value or one short vector a layer, by name."""
         return jax.lax.stop_gradient(summary(report))
+
+    def after_layers(self, report: LayerReport) -> Float[Array, "L B T D"] | None:
+        """The stream after each layer, where the execution asked for it."""
+        return report.left_BTD
 
     def penalties(self, report: LayerReport) -> dict[str, Float[Array, ""]]:
         """`sparsity`: the entropy of the scales' weights, as a share of its largest value."""

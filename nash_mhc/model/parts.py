@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -88,13 +88,25 @@ def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: An
         return on_shards(lookup, axes, ("batch", "time_split", "width"))(table_VD, tokens_BT)
 
 
+@runtime_checkable
+class Sizes(Protocol):
+    """What a feed-forward layer has to know of a model."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+
+
 class SwiGLU(eqx.Module):
     gate_DF: Float[Array, "D F"] = param("embed", "ffn")
     up_DF: Float[Array, "D F"] = param("embed", "ffn")
     down_FD: Float[Array, "F D"] = param("ffn", "embed")
 
     @staticmethod
-    def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> SwiGLU:
+    def init(cfg: Sizes, *, key: PRNGKeyArray) -> SwiGLU:
         gate, up, down = jax.random.split(key, 3)
         D, F = cfg.width, cfg.ffn
         # What a layer adds to the stream starts small enough that the sum over 2L additions keeps its scale.

@@ -16,12 +16,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.config.schema import QuantizeConfig
 from nash_mhc.model.weights import GROUPS, PROJECTIONS, Weight
 from nash_mhc.ops import quantize as ops
-from nash_mhc.parallel.params import SCALE, Declared, Made, map_declared, named_leaves, param
+from nash_mhc.parallel.params import SCALE, WATCHED, Declared, Made, map_declared, named_leaves, param
+
+_LOOK_EVERY = 100  # steps between two looks at magnitudes
+_RESTS = 2  # looks in a row at which one had hardly moved, and it stays
 
 
 class Exported(NamedTuple):
@@ -48,10 +51,21 @@ class Quantized(Made, Weight):
     scale_b: Float[Array, "..."] | None = param("rank", "outputs", role=SCALE, cast=False)
     # With these, the two are unit vectors, column by column and row by row.
     magnitude_R: Float[Array, "..."] | None = param("rank", role=SCALE)
+    # What they were when they were last looked at, and how often in a row they had hardly moved by then.
+    seen_R: Float[Array, "..."] | None = param("rank", role=WATCHED)
+    rests_R: Float[Array, "..."] | None = param("rank", role=WATCHED)
     steps_K: Float[Array, "..."] | None = param("levels", role=SCALE)  # of a table that is trained
     bits: int = eqx.field(static=True)
     axes: int = eqx.field(static=True)  # of the parameter, without that of stacked layers
     inputs: int = eqx.field(static=True)  # how many of them go in
+    rest: float = eqx.field(static=True)  # share that a magnitude moves at most while it rests; 0: they are not looked at
+
+    @property
+    def magnitudes_R(self) -> Array | None:
+        """As they count: those that have come to rest stay where they were seen."""
+        if self.magnitude_R is None or self.seen_R is None or self.rests_R is None:
+            return self.magnitude_R
+        return jnp.where(self.rests_R >= _RESTS, self.seen_R, self.magnitude_R)
 
     @property
     def is_stack(self) -> bool:
@@ -60,7 +74,7 @@ class Quantized(Made, Weight):
 
     def made(self) -> Array:
         # What the backward pass needs is quickly made again, and as large as the weights themselves.
-        parts = (self.base, self.scale, self.scale_a, self.scale_b, self.magnitude_R, self.steps_K)
+        parts = (self.base, self.scale, self.scale_a, self.scale_b, self.magnitudes_R, self.steps_K)
         one = jax.checkpoint(functools.partial(_made, bits=self.bits, inputs=self.inputs))
         return (jax.vmap(one) if self.is_stack else one)(*parts)
 
@@ -73,12 +87,12 @@ class Quantized(Made, Weight):
 
     def _exported(self) -> Exported:
         levels_L = _levels(self.steps_K, self.bits)
-        s = _scales(self.base.shape, self.scale, self.scale_a, self.scale_b, self.magnitude_R, self.inputs)
+        s = _scales(self.base.shape, self.scale, self.scale_a, self.scale_b, self.magnitudes_R, self.inputs)
         codes = ops.codes_of(self.base.astype(jnp.float32), s, levels_L).astype(jnp.uint8)
         if self.scale is not None:
             return Exported(codes, levels_L, self.scale.astype(jnp.float16), None, None)
         assert self.scale_a is not None and self.scale_b is not None
-        a, b = factors(self.scale_a, self.scale_b, self.magnitude_R)
+        a, b = factors(self.scale_a, self.scale_b, self.magnitudes_R)
         return Exported(codes, levels_L, None, a.astype(jnp.float16), b.astype(jnp.float16))
 
 
@@ -169,9 +183,15 @@ def _fitted(array: Array, *, inputs: int, bits: int, rank: int, cfg: QuantizeCon
     w_IO = array.astype(jnp.float32).reshape(math.prod(into), math.prod(out))
     # Groups never reach from one head into the next.
     group = max(size for size in range(1, into[-1] + 1) if into[-1] % size == 0 and size <= cfg.group)
-    levels_L = jnp.asarray(ops.uniform_levels(bits))
-    steps_K = jnp.asarray(ops.uniform_steps(bits)) if cfg.levels == "table" else None
-    whole: dict[str, Any] = {"steps_K": steps_K, "bits": bits, "axes": array.ndim, "inputs": inputs}
+    levels_L, steps_K = jnp.asarray(ops.uniform_levels(bits)), None
+    if cfg.levels == "table":
+        s_GO = ops.fitted_groups(w_IO, group, levels_L)
+        steps_K = ops.nearest_steps(w_IO / ops.spread_groups(s_GO, w_IO.shape[0]), bits)
+        levels_L = ops.table_levels(steps_K)
+    whole: dict[str, Any] = {
+        "steps_K": steps_K, "bits": bits, "axes": array.ndim, "inputs": inputs, "rest": cfg.rest,
+        "seen_R": None, "rests_R": None,
+    }  # fmt: skip
     if not rank:
         scale = ops.fitted_groups(w_IO, group, levels_L).reshape(*into[:-1], into[-1] // group, *out)
         return Quantized(array, scale, None, None, None, **whole)
@@ -182,7 +202,27 @@ def _fitted(array: Array, *, inputs: int, bits: int, rank: int, cfg: QuantizeCon
         lengths_a, lengths_b = jnp.linalg.norm(a_IR, axis=0), jnp.linalg.norm(b_RO, axis=1)
         magnitude_R = lengths_a * lengths_b
         a_IR, b_RO = a_IR / (lengths_a + 1e-20)[None], b_RO / (lengths_b + 1e-20)[:, None]
+        if cfg.rest:
+            whole |= {"seen_R": magnitude_R, "rests_R": jnp.zeros_like(magnitude_R)}
     return Quantized(array, None, a_IR.reshape(*into, rank), b_RO.reshape(rank, *out), magnitude_R, **whole)
+
+
+def look_at_magnitudes(model: Any, step: Int[Array, ""], changed: Bool[Array, ""]) -> Any:
+    """After a step: at every so many of them, whether magnitudes have come to rest. Twice, and they stay."""
+    due = changed & (step % _LOOK_EVERY == 0)
+
+    def look(weight: Quantized) -> Quantized:
+        if weight.magnitude_R is None or weight.seen_R is None or weight.rests_R is None:
+            return weight
+        rests = weight.rests_R >= _RESTS
+        moved = jnp.abs(weight.magnitude_R - weight.seen_R) / jnp.maximum(jnp.abs(weight.seen_R), 1e-12)
+        count = jnp.where(moved < weight.rest, weight.rests_R + 1, 0)
+        seen = jnp.where(rests, weight.seen_R, _as_exported(weight.magnitude_R))
+        parts = lambda w: (w.seen_R, w.rests_R)
+        chosen = (jnp.where(due, seen, weight.seen_R), jnp.where(due & ~rests, count, weight.rests_R))
+        return eqx.tree_at(parts, weight, chosen)
+
+    return _each(model, look)
 
 
 def baked(model: Any) -> Any:

@@ -23,6 +23,7 @@ class Batch(NamedTuple):
     segments: Int[Array, "*A B T"]
     weights: Float[Array, "*A B T"]  # of each target in the loss
     teacher: Teacher | None = None  # what one knows of every place, where there is one
+    anchor: Teacher | None = None  # and what the model knew that the run began with, where it is not to go far from it
 
 
 class Sum(NamedTuple):

@@ -138,15 +138,15 @@ sharded_distill.defvjp(_distill_forward, _distill_backward)
 
 
 def sharded_likeliest(
-    x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], vocab_size: int, k: int, temperature: float
+    x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], rows_BT: Int[Array, "B T"], **how: Any
 ) -> Teacher:
-    """What is to be known of a teacher, on the mesh."""
+    """What is to be known of a teacher, on the mesh; `how` as in `likeliest`."""
 
-    def local(x: Array, w: Array) -> Teacher:
+    def local(x: Array, w: Array, rows: Array) -> Teacher:
         x, w = _gather(x, w)
-        return likeliest(x, w, vocab_size=vocab_size, k=k, temperature=temperature, vocab_axes=mesh_axis("vocab"))
+        return likeliest(x, w, rows, vocab_axes=mesh_axis("vocab"), **how)
 
-    return on_shards(local, [_X, _W], _TEACHER)(x_BTD, w_VD)
+    return on_shards(local, [_X, _W, _TOKENS], _TEACHER)(x_BTD, w_VD, rows_BT)
 
 
 def sharded_log_probs(

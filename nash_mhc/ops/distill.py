@@ -7,6 +7,9 @@ is left over counts as one token more: a student that puts too much or too littl
 over the K alone (`renormalised`) does not see (arXiv 2503.16870). At temperature t both are softmaxes of logits / t,
 and the loss is times t^2.
 
+Where some of the others are known as well, drawn at random, they stand for all of them instead of the rest: each
+counts (V - K) / R times, which on average is the whole divergence.
+
 Walked in chunks along T, as in `xent.py`: gradients are formed where the logits of a chunk are, and [B, T, V] never is.
 """
 
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -27,9 +31,13 @@ _LEAST = 1e-7  # of a share that is left over: below it, a difference of two num
 class Teacher(NamedTuple):
     """What is known of a teacher at every place."""
 
-    ids: Int[Array, "*A B T K"]  # its likeliest tokens, the likeliest first
+    ids: Int[Array, "*A B T K"]  # its likeliest tokens, the likeliest first; then those drawn at random, none of them again
     logits: Float[Array, "*A B T K"]
     lse: Float[Array, "*A B T"]  # log-sum-exp of its logits over the temperature, all tokens
+    layers: Float[Array, "*A L B T D"] | None = None  # its stream after each layer, where that is compared
+
+
+_NORMALISED = 0.8  # of what layers are compared by; the rest is their plain difference
 
 
 class Weights(NamedTuple):
@@ -39,10 +47,18 @@ class Weights(NamedTuple):
     hard: float = 0.0  # cross-entropy of the teacher's first choice
     temperature: float = 1.0
     renormalised: bool = False  # for comparison: both softmaxes over the K alone
+    random: int = 0  # of the tokens that are known, the last so many were drawn at random
 
     @property
     def soft(self) -> float:
         return (1.0 - self.text - self.hard) * self.temperature**2
+
+    def counts(self, known: int, vocab_size: int) -> np.ndarray:
+        """How many tokens each of the known ones stands for."""
+        likeliest = known - self.random
+        each = np.ones(known, np.float32)
+        each[likeliest:] = (vocab_size - likeliest) / max(self.random, 1)
+        return each
 
 
 class DistillSums(NamedTuple):
@@ -73,9 +89,12 @@ def distill_reference(
     logp_BTK = teacher.logits.astype(jnp.float32) / t - teacher.lse[..., None]
     logq_BTK = jnp.take_along_axis(jax.nn.log_softmax(z_BTV / t), teacher.ids, axis=-1)
     if parts.renormalised:
+        K = teacher.ids.shape[-1] - parts.random
+        logp_BTK, logq_BTK = logp_BTK[..., :K], logq_BTK[..., :K]
         logp_BTK, logq_BTK = (a - jax.nn.logsumexp(a, axis=-1, keepdims=True) for a in (logp_BTK, logq_BTK))
-    kl_BT = jnp.sum(jnp.exp(logp_BTK) * (logp_BTK - logq_BTK), axis=-1)
-    if not parts.renormalised:
+    counts_K = jnp.asarray(parts.counts(teacher.ids.shape[-1], vocab_size))[: logp_BTK.shape[-1]]
+    kl_BT = jnp.sum(counts_K[None, None] * jnp.exp(logp_BTK) * (logp_BTK - logq_BTK), axis=-1)
+    if not parts.renormalised and not parts.random:
         p_rest_BT, q_rest_BT = (1 - jnp.sum(jnp.exp(a), axis=-1) for a in (logp_BTK, logq_BTK))
         kl_BT += _rest(p_rest_BT, q_rest_BT)
     log_probs_BTV = jax.nn.log_softmax(z_BTV)
@@ -92,6 +111,13 @@ def _logits(x_BcD: Array, w_VD: Array, real_11V: Array) -> Array:
     """Of a chunk; padding columns take no probability."""
     z_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w_VD, preferred_element_type=jnp.float32)
     return jnp.where(real_11V, z_BcV, -jnp.inf)
+
+
+def _own(ids: Array, first: Array | int, count: int) -> tuple[Array, Array]:
+    """(their columns on this device, or 0; whether they have one here)."""
+    own = ids - first
+    here = (own >= 0) & (own < count)
+    return jnp.where(here, own, 0), here
 
 
 def _rest(p_rest: Array, q_rest: Array) -> Array:
@@ -137,14 +163,13 @@ def _walk(x, w, targets, weights, teacher, vocab_size, parts, vocab_axes, *, wit
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
     column_11V = (first + jnp.arange(V))[None, None]
     total = lambda a: lax.psum(a, vocab_axes) if vocab_axes else a
+    counts_11K = jnp.asarray(parts.counts(teacher.ids.shape[-1], vocab_size))[None, None]
 
     def chunk(carry, inputs):  # type: ignore[no-untyped-def]
         sums, dw = carry
         x_BcD, y_Bc, m_Bc, known = inputs
         z_BcV = _logits(x_BcD, w, column_11V < vocab_size)
-        own_BcK = known.ids - first
-        here_BcK = (own_BcK >= 0) & (own_BcK < V)
-        own_BcK = jnp.where(here_BcK, own_BcK, 0)
+        own_BcK, here_BcK = _own(known.ids, first, V)
         at_ids = jnp.take_along_axis(z_BcV, own_BcK, axis=-1)  # of logits that are here anyway, not of the table
         z_BcK = total(jnp.where(here_BcK, at_ids, 0.0))
         top_Bc = jnp.max(z_BcV, axis=-1)
@@ -154,10 +179,16 @@ def _walk(x, w, targets, weights, teacher, vocab_size, parts, vocab_axes, *, wit
         logp_BcK = known.logits.astype(jnp.float32) / t - known.lse[..., None]
         logq_BcK = (z_BcK - top_Bc[..., None]) / t - jnp.log(sum_Bc)[..., None]
         if parts.renormalised:
-            logp_BcK = jax.nn.log_softmax(logp_BcK)
-            renormalised_BcK = jax.nn.log_softmax(logq_BcK)
-            kl_Bc = jnp.sum(jnp.exp(logp_BcK) * (logp_BcK - renormalised_BcK), axis=-1)
-            all_Bc, some_BcK = jnp.zeros_like(kl_Bc), jnp.exp(renormalised_BcK) - jnp.exp(logp_BcK)
+            likeliest_1K = (jnp.arange(logp_BcK.shape[-1]) < logp_BcK.shape[-1] - parts.random)[None, None]
+            logp_BcK = jax.nn.log_softmax(logp_BcK, where=likeliest_1K)
+            renormalised_BcK = jax.nn.log_softmax(logq_BcK, where=likeliest_1K)
+            p_BcK, q_BcK = (jnp.where(likeliest_1K, jnp.exp(a), 0.0) for a in (logp_BcK, renormalised_BcK))
+            kl_Bc = jnp.sum(jnp.where(likeliest_1K, p_BcK * (logp_BcK - renormalised_BcK), 0.0), axis=-1)
+            all_Bc, some_BcK = jnp.zeros_like(kl_Bc), q_BcK - p_BcK
+        elif parts.random:
+            p_BcK = counts_11K * jnp.exp(logp_BcK)
+            kl_Bc = jnp.sum(p_BcK * (logp_BcK - logq_BcK), axis=-1)
+            all_Bc, some_BcK = jnp.sum(p_BcK, axis=-1), -p_BcK
         else:
             p_BcK, q_BcK = jnp.exp(logp_BcK), jnp.exp(logq_BcK)
             p_rest_Bc, q_rest_Bc = 1 - jnp.sum(p_BcK, axis=-1), 1 - jnp.sum(q_BcK, axis=-1)
@@ -205,22 +236,55 @@ def _walk(x, w, targets, weights, teacher, vocab_size, parts, vocab_axes, *, wit
     return sums, jnp.moveaxis(dx, 0, 1).reshape(B, T, D), dw
 
 
+def layer_difference(student_LBTD: Float[Array, "L B T D"], teacher_LBTD: Float[Array, "L B T D"]) -> Float[Array, "B T"]:
+    """How far the layers of a student are from a teacher's of the same shape, on average over them: mostly of what is
+    normalised, as the next layer reads it, and a little of the streams themselves, by the teacher's size."""
+    s, t = student_LBTD.astype(jnp.float32), jax.lax.stop_gradient(teacher_LBTD.astype(jnp.float32))
+    power = lambda x: jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6
+    alike = power(s * jax.lax.rsqrt(power(s)) - t * jax.lax.rsqrt(power(t)))
+    return jnp.mean(_NORMALISED * alike + (1 - _NORMALISED) * power(s - t) / power(t), axis=(0, -1))
+
+
+def _draws(rows_BT: Int[Array, "B T"], count: int, below: int) -> Int[Array, "B T R"]:
+    """Numbers for each place: the same for the same row of text, wherever it stands and whatever the mesh is."""
+    T = rows_BT.shape[1]
+    # Of its tokens and their places, a seed.
+    places_T = jnp.arange(1, T + 1, dtype=jnp.uint32) * jnp.uint32(2654435761)
+    seeds_B = jnp.sum(rows_BT.astype(jnp.uint32) * places_T[None], axis=1, dtype=jnp.uint32)
+    return jax.vmap(lambda seed: jax.random.randint(jax.random.key(seed), (T, count), 0, below))(seeds_B)
+
+
+def besides(ids_BTK: Int[Array, "B T K"], numbers_BTR: Int[Array, "B T R"]) -> Int[Array, "B T R"]:
+    """The tokens of these numbers among those that are none of the K."""
+    K = ids_BTK.shape[-1]
+    # The n-th of those that are left: n, and one more for each of the K that stand before it.
+    before_BTK = jnp.sort(ids_BTK, axis=-1) - jnp.arange(K)[None, None]
+    find = lambda before_K, numbers_R: numbers_R + jnp.searchsorted(before_K, numbers_R, side="right")
+    return jax.vmap(jax.vmap(find))(before_BTK, numbers_BTR).astype(ids_BTK.dtype)
+
+
 def likeliest(
     x_BTD: Float[Array, "B T D"],
     w_VD: Float[Array, "V D"],
+    rows_BT: Int[Array, "B T"],
     *,
     vocab_size: int,
     k: int,
+    random: int = 0,
+    drawn_from: int = 0,
     temperature: float = 1.0,
     vocab_axes: tuple[str, ...] = (),
 ) -> Teacher:
-    """What is to be known of a teacher, in chunks: its k likeliest tokens, their logits, and the sum over all."""
+    """What is to be known of a teacher, in chunks: its k likeliest tokens of a vocabulary of `vocab_size`, `random`
+    others of one of `drawn_from`, their logits, and the sum over all. `rows_BT` is what it has read."""
     B, T, _ = x_BTD.shape
     V, c = w_VD.shape[0], chunk_length(B, T, w_VD.shape[0])
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
     column_11V = (first + jnp.arange(V))[None, None]
+    numbers_BTR = _draws(rows_BT, random, drawn_from - k) if random else jnp.zeros((B, T, 0), jnp.int32)
 
-    def chunk(_: None, x_BcD: Array) -> tuple[None, Teacher]:
+    def chunk(_: None, inputs: tuple[Array, Array]) -> tuple[None, Teacher]:
+        x_BcD, numbers_BcR = inputs
         z_BcV = _logits(x_BcD, w_VD, column_11V < vocab_size)
         top_Bc = jnp.max(z_BcV, axis=-1)
         top_Bc = lax.pmax(top_Bc, vocab_axes) if vocab_axes else top_Bc
@@ -232,7 +296,14 @@ def likeliest(
             logits, ids = (lax.all_gather(a, vocab_axes, axis=2, tiled=True) for a in (logits, ids))
             logits, places = lax.top_k(logits, k)
             ids = jnp.take_along_axis(ids, places, axis=-1)
+        if random:
+            others_BcR = besides(ids, numbers_BcR)
+            own_BcR, here_BcR = _own(others_BcR, first, V)
+            found = jnp.where(here_BcR, jnp.take_along_axis(z_BcV, own_BcR, axis=-1), 0.0)
+            found = lax.psum(found, vocab_axes) if vocab_axes else found
+            ids, logits = jnp.concatenate([ids, others_BcR], axis=-1), jnp.concatenate([logits, found], axis=-1)
         return None, Teacher(ids, logits, top_Bc / temperature + jnp.log(sum_Bc))
 
-    _, found = lax.scan(chunk, None, jnp.moveaxis(x_BTD.reshape(B, T // c, c, -1), 1, 0))
+    split = lambda a: jnp.moveaxis(a.reshape(B, T // c, c, a.shape[-1]), 1, 0)
+    _, found = lax.scan(chunk, None, (split(x_BTD), split(numbers_BTR)))
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(B, T, *a.shape[3:]), found)

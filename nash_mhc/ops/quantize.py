@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 # 0.65; the largest weight itself leaves nearly twice the error.
 _SHARES = np.linspace(0.25, 1.1, 35, dtype=np.float32)
 _TINY = 1e-8  # a scale below this is that of zeros
+_TURNS = 30  # of k-means
 _SWEEPS = 6  # of codes and scales by turns, where a scale is a product
 
 
@@ -41,11 +42,24 @@ def table_levels(steps_K: Float[Array, "K"]) -> Float[Array, "L"]:
     return jnp.concatenate([-above_K[::-1], above_K])
 
 
-def uniform_steps(bits: int) -> Float[np.ndarray, "K"]:
-    """The numbers whose table is the uniform one: the first step is half as long as the others."""
-    steps_K = np.ones(2 ** (bits - 1), np.float32)
-    steps_K[0] = 0.5
-    return np.log(steps_K)
+@functools.partial(jax.jit, static_argnums=1)
+def nearest_steps(u: Float[Array, "..."], bits: int) -> Float[Array, "K"]:
+    """The numbers of a table whose levels are the means of what is nearest to them (k-means, symmetric), for weights in
+    units of their scales."""
+    size_N = jnp.clip(jnp.abs(u).reshape(-1), 0.0, 1.0)
+
+    def turn(levels_K: Array, _: None) -> tuple[Array, None]:
+        codes_N = jnp.sum(size_N[:, None] >= ((levels_K[:-1] + levels_K[1:]) / 2)[None], axis=1)
+        own_NK = codes_N[:, None] == jnp.arange(levels_K.shape[0])[None]
+        counts_K = jnp.sum(own_NK, axis=0)
+        means_K = jnp.sum(jnp.where(own_NK, size_N[:, None], 0.0), axis=0) / jnp.maximum(counts_K, 1)
+        return jnp.where(counts_K > 0, means_K, levels_K), None
+
+    start = jnp.asarray(uniform_levels(bits))[2 ** (bits - 1) :]
+    levels_K, _ = jax.lax.scan(turn, start, None, length=_TURNS)
+    # Ascending, a little apart, and 1 at the end: whoever takes the table fits its scales to it.
+    distances_K = jnp.maximum(jnp.diff(levels_K, prepend=0.0), 1e-3)
+    return jnp.log(distances_K / jnp.sum(distances_K))
 
 
 def codes_of(w: Float[Array, "..."], s: Float[Array, "..."], levels_L: Float[Array, "L"]) -> Int[Array, "..."]:

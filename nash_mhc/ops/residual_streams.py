@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from jaxtyping import Array, Float
 
 from nash_mhc.ops import residual_streams_gpu, sinkhorn_gpu
 from nash_mhc.ops.platform import on_platform
-from nash_mhc.ops.sinkhorn import Matrix, Vector, balance, balanced, iterate, reverse, reverse_in_kernel, sinkhorn_reference
+from nash_mhc.ops.sinkhorn import Matrix, Vector, balance, sinkhorn, sinkhorn_reference, sum_over
+from nash_mhc.ops.sinkhorn_gpu import balanced, iterate, reverse
 
 Streams = tuple[Float[Array, "B T D"], ...]
 
@@ -208,12 +209,24 @@ def maps(logits_BTM: Float[Array, "B T M"], iterations: int) -> tuple[Float[Arra
     return on_platform(logits_BTM, **forms)
 
 
-def _columns_of(logits_BTM: Array) -> list[Array]:
-    return [logits_BTM[..., m] for m in range(logits_BTM.shape[-1])]
+def _maps_in_xla(iterations: int, logits_BTM: Array) -> tuple[Array, Array]:
+    pre_RBT, post_RBT, res_RRBT = _by_kind(logits_BTM)
+    mixing_RRBT = sinkhorn(res_RRBT, iterations)
+    unbalanced_BT = jnp.max(jnp.abs(sum_over(mixing_RRBT, axis=0) - 1.0), axis=0)
+    halves = jax.nn.sigmoid(pre_RBT), 2.0 * jax.nn.sigmoid(post_RBT)
+    maps_MBT = jnp.concatenate([*halves, balance(mixing_RRBT).reshape(-1, *unbalanced_BT.shape)])
+    return jnp.moveaxis(maps_MBT, 0, -1), unbalanced_BT
 
 
-def _maps(iterations: int, each: Sequence[Array]) -> list[Array]:
-    """M + 1 numbers a token: the coefficients, and how far from balanced."""
+def _by_kind(logits_BTM: Array) -> tuple[Array, Array, Array]:
+    """Of pre [R, B, T], of post [R, B, T] and of res [R, R, B, T]."""
+    logits_MBT = jnp.moveaxis(logits_BTM, -1, 0)
+    R = math.isqrt(len(logits_MBT) + 1) - 1  # M + 1 = (R + 1)^2
+    return logits_MBT[:R], logits_MBT[R : 2 * R], logits_MBT[2 * R :].reshape(R, R, *logits_MBT.shape[1:])
+
+
+def _maps_in_numbers(iterations: int, each: Sequence[Array]) -> list[Array]:
+    """The same of M numbers a token, for a kernel: the coefficients, and how far from balanced."""
     pre, post, res = _split(each)
     mixing = iterate(res, iterations)
     sums = [_sum(column) for column in zip(*mixing, strict=True)]
@@ -222,13 +235,8 @@ def _maps(iterations: int, each: Sequence[Array]) -> list[Array]:
     return [*halves[0], *halves[1], *(x for row in balanced(mixing) for x in row), unbalanced]
 
 
-def _maps_in_xla(iterations: int, logits_BTM: Array) -> tuple[Array, Array]:
-    *each, unbalanced = _maps(iterations, _columns_of(logits_BTM))
-    return jnp.stack(each, axis=-1), unbalanced
-
-
 def _maps_in_kernel(iterations: int, logits_BTM: Array, *, interpret: bool = False) -> tuple[Array, Array]:
-    body = lambda each, _: _maps(iterations, each)
+    body = lambda each, _: _maps_in_numbers(iterations, each)
     maps_BTM, unbalanced = sinkhorn_gpu.over_tokens(body, [logits_BTM], [logits_BTM.shape[-1], 1], interpret=interpret)
     return maps_BTM, unbalanced[..., 0]
 
@@ -245,20 +253,20 @@ def _maps_bwd(iterations, logits_BTM, cotangents):  # type: ignore[no-untyped-de
     return (on_platform(logits_BTM, dmaps_BTM, **forms),)
 
 
-def _maps_backward(
-    iterations: int, each: Sequence[Array], grads: tuple[Vector, Vector, Matrix], back: Callable[..., Matrix]
+def _maps_backward_in_xla(iterations: int, logits_BTM: Array, dmaps_BTM: Array) -> Array:
+    return jax.vjp(lambda logits_BTM: _maps_in_xla(iterations, logits_BTM)[0], logits_BTM)[1](dmaps_BTM)[0]
+
+
+def _maps_backward_in_numbers(
+    iterations: int, each: Sequence[Array], grads: tuple[Vector, Vector, Matrix], aside: sinkhorn_gpu.Aside
 ) -> list[Array]:
-    """Gradients of the M logits; `back` is the reverse of Sinkhorn's iteration."""
+    """Gradients of the M logits."""
     pre, post, res = _split(each)
     slope = lambda x: jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)
     dpre = [g * slope(x) for x, g in zip(pre, grads[0], strict=True)]
     dpost = [2.0 * g * slope(x) for x, g in zip(post, grads[1], strict=True)]
-    dres = back(res, lambda mixing: jax.vjp(balanced, mixing)[1](grads[2])[0], iterations)
+    dres = reverse(res, lambda mixing: jax.vjp(balanced, mixing)[1](grads[2])[0], iterations, aside)
     return [*dpre, *dpost, *(g for row in dres for g in row)]
-
-
-def _maps_backward_in_xla(iterations: int, logits_BTM: Array, dmaps_BTM: Array) -> Array:
-    return jnp.stack(_maps_backward(iterations, _columns_of(logits_BTM), coefficients(dmaps_BTM), reverse), axis=-1)
 
 
 def _maps_backward_in_kernel(iterations: int, logits_BTM: Array, dmaps_BTM: Array, *, interpret: bool = False) -> Array:
@@ -266,7 +274,7 @@ def _maps_backward_in_kernel(iterations: int, logits_BTM: Array, dmaps_BTM: Arra
     R = math.isqrt(M + 1) - 1
 
     def body(each: list[Array], aside: sinkhorn_gpu.Aside) -> list[Array]:
-        return _maps_backward(iterations, each[:M], _split(each[M:]), functools.partial(reverse_in_kernel, aside=aside))
+        return _maps_backward_in_numbers(iterations, each[:M], _split(each[M:]), aside)
 
     args, room = [logits_BTM, dmaps_BTM], (iterations, R)
     return sinkhorn_gpu.over_tokens(body, args, [M], aside=room, interpret=interpret)[0]
@@ -295,12 +303,7 @@ def project_reference(xs: Streams, phi_RDM: Float[Array, "R D M"], eps: float) -
 
 def maps_reference(logits_BTM: Float[Array, "B T M"], iterations: int) -> Float[Array, "B T M"]:
     """With ordinary gradients."""
-    logits_MBT = jnp.moveaxis(logits_BTM, -1, 0)
-    R = math.isqrt(len(logits_MBT) + 1) - 1
-    res_RRBT = balance(sinkhorn_reference(logits_MBT[2 * R :].reshape(R, R, *logits_MBT.shape[1:]), iterations))
-    each = [
-        jax.nn.sigmoid(logits_MBT[:R]),
-        2.0 * jax.nn.sigmoid(logits_MBT[R : 2 * R]),
-        res_RRBT.reshape(R * R, *logits_MBT.shape[1:]),
-    ]
+    pre_RBT, post_RBT, res_RRBT = _by_kind(logits_BTM)
+    mixing_RRBT = balance(sinkhorn_reference(res_RRBT, iterations))
+    each = [jax.nn.sigmoid(pre_RBT), 2.0 * jax.nn.sigmoid(post_RBT), mixing_RRBT.reshape(-1, *pre_RBT.shape[1:])]
     return jnp.moveaxis(jnp.concatenate(each), 0, -1)

@@ -19,7 +19,7 @@ from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
 from nash_mhc.optim.rounding import Salt, map_numbered, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters
-from nash_mhc.parallel.params import ADAPTER, SCALE, map_declared, named_leaves
+from nash_mhc.parallel.params import ADAPTER, SCALE, WATCHED, map_declared, named_leaves
 
 
 class Training(NamedTuple):
@@ -51,7 +51,9 @@ class Training(NamedTuple):
 
         ConfigError for a pattern that fits no parameter, and where nothing is left to train.
         """
-        if self.freeze is None and self.train_only is None and not self.adapters and self.quantized == "both":
+        watched = set(named_leaves(map_declared(model, lambda declared, _: declared.role == WATCHED or None)))
+        plain = self.freeze is None and self.train_only is None and not self.adapters and self.quantized == "both"
+        if plain and not watched:
             return model, jax.tree.map(lambda _: None, model)
         names = list(named_leaves(model))
         if self.adapters:
@@ -59,6 +61,7 @@ class Training(NamedTuple):
         elif self.quantized != "both":
             scales = self.quantized == "scales"
             names = list(named_leaves(map_declared(model, lambda declared, _: (declared.role == SCALE) == scales or None)))
+        names = [name for name in names if name not in watched]
         only = _matching(names, self.train_only, "--train-only") if self.train_only is not None else set(names)
         trained = only - (_matching(names, self.freeze, "--freeze") if self.freeze is not None else set())
         if not trained:

@@ -41,6 +41,7 @@ ADAPTER = Role("adapter", by_width=False)
 
 # What the codes of a quantized weight are multiplied by: at the rate that a run is given, likewise, and never shrunk.
 SCALE = Role("scale", decays=False, by_width=False)
+WATCHED = Role("watched", decays=False, by_width=False)  # not trained: what a step has seen of something that is
 
 
 class Made(eqx.Module):

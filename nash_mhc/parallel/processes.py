@@ -250,6 +250,11 @@ def in_any_process(mine: bool) -> bool:
     return any(_patiently(board, f"{_shared}/{index}") for index in range(jax.process_count()))
 
 
+def wait_for_all() -> None:
+    """Until every process has come this far. (That `from_leader` returns says nothing of those who follow.)"""
+    in_any_process(False)  # nobody says yes, so that all are asked
+
+
 def _patiently(board: Board, key: str) -> Any:
     while True:  # preparing data may take hours; a leader that has died is noticed elsewhere
         try:

@@ -30,6 +30,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "ffn": ("tp",),
+    "reservoir": ("tp",),  # units of a recurrence, each by itself
     "vocab": ("tp",),
     "head_dim": (),
     "streams": (),  # R: a token's streams stay together; it is T that is split

@@ -69,7 +69,7 @@ class LivePanel(Reporter):
         if not self._row:
             return Group(progress)
         row = self._row
-        loss = Text(f"loss {row['loss']:.4f}{self._against(row['loss'])}", style="bold")
+        loss = Text(f"loss {row['loss']:.4f}{self._against(row)}", style="bold")
         curve = sparkline(self._losses, max(0, min(_MOST, width - len(loss) - len(self._held_out) - 6)))
         loss.append(f"  {curve}", style="cyan").append(f"  {self._held_out}", style="magenta")
         speed = [f"{row['tokens_per_s']:,.0f} tok/s", f"{row['step_ms']:.0f} ms a step"]

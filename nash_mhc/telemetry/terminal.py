@@ -74,13 +74,14 @@ class Reporter:
         mfu = f"  mfu {row['mfu']:.0%}" if row["mfu"] >= 0.01 else ""
         data = f"  {read}" if (read := self._read(row)) else ""
         self.say(
-            f"step {step:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.4f}{self._against(row['loss'])}  "
+            f"step {step:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.4f}{self._against(row)}  "
             f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
             f"{short(row['tokens_seen'])} tokens{data}  {self._clock(step)}"
         )
 
-    def _against(self, loss: float) -> str:
-        return f" ({loss / self.floor:.2f}x the floor)" if self.floor else ""
+    def _against(self, row: dict[str, Any]) -> str:
+        """By the cross-entropy of the text, which the floor is one of; other objectives minimize something else."""
+        return f" ({row.get('loss/ce', row['loss']) / self.floor:.2f}x the floor)" if self.floor else ""
 
     def _read(self, row: dict[str, Any]) -> str:
         """How much of the data; 250%: 2.5 passes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -82,11 +82,14 @@ def host_batches(
     )  # fmt: skip
 
 
-def prefetched(rows: Iterator[Rows | Taught], mesh: Mesh, depth: int = 2) -> Iterator[Batch]:
-    """Batches on the devices, `depth` of them in flight, so that a step never waits for a transfer."""
+def prefetched(
+    rows: Iterator[Rows | Taught], mesh: Mesh, change: Callable[[Batch], Batch] = lambda batch: batch, depth: int = 2
+) -> Iterator[Batch]:
+    """Batches on the devices, `depth` of them in flight, so that a step never waits for a transfer; `change` is done to
+    each of them there."""
     queue: deque[Batch] = deque()
     for row in rows:
         queue.append(to_device(row, mesh))
         if len(queue) > depth:
-            yield queue.popleft()
-    yield from queue
+            yield change(queue.popleft())
+    yield from map(change, queue)

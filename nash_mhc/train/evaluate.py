@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import count_bytes
-from nash_mhc.data.pack import Rows
+from nash_mhc.data.pack import AnyRows, Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.objectives.base import Sums
+from nash_mhc.objectives.base import Batch, Sums
 from nash_mhc.train.device_batches import own_rows, to_device
 from nash_mhc.train.programs import compile_evaluation
 
@@ -45,10 +45,17 @@ class Evaluator:
     """
 
     def __init__(
-        self, cfg: RunConfig, held_out: RowSource, tokenizer: Tokenizer, mesh: Mesh, *, all_rows: bool = False
+        self,
+        cfg: RunConfig,
+        held_out: RowSource,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        *,
+        teach: Callable[[Batch], Batch] = lambda batch: batch,
+        all_rows: bool = False,
     ) -> None:
-        """`all_rows`: not a sample, of what has an end."""
-        self._mesh = mesh
+        """`teach` is done to every batch first; `all_rows`: not a sample, of what has an end."""
+        self._mesh, self._teach = mesh, teach
         B = cfg.data.batch_size
         count = len(held_out) if all_rows and not held_out.endless else cfg.train.eval_batches * B
         rows = [held_out[int(i)] for i in fixed_sample(held_out, count)]
@@ -61,7 +68,10 @@ class Evaluator:
 
     def compile(self, model: LanguageModel) -> None:
         """Ahead of the first evaluation."""
-        self.step.compile(model, to_device(own_rows(self._rows[0], self._mesh), self._mesh))
+        self.step.compile(model, self._batch(self._rows[0]))
+
+    def _batch(self, rows: AnyRows) -> Batch:
+        return self._teach(to_device(own_rows(rows, self._mesh), self._mesh))
 
     def questions(self, count: int) -> list[Question]:
         """The first documents of the sample that have something to answer: text that is given, then text that counts.
@@ -101,7 +111,7 @@ class Evaluator:
                 raise BrokenOff
             if rows is not None:
                 scored = rows if only is None else rows._replace(weights=rows.weights * only(rows))
-                running.append(self.step(model, to_device(own_rows(scored, self._mesh), self._mesh)))
+                running.append(self.step(model, self._batch(scored)))
             if len(running) > (rows is not None):  # while one batch runs, the one before it is read
                 done = jax.device_get(running.popleft())
                 for name, part in done.items():

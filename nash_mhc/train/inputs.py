@@ -26,6 +26,7 @@ from nash_mhc.storage.files import exists
 from nash_mhc.telemetry import weights_and_biases
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.resume import check_resume
+from nash_mhc.train.teacher import Teachers, check_drawn
 
 Say = Callable[[str], None]
 
@@ -39,7 +40,13 @@ class Inputs:
     source: RowSource
     evaluator: Evaluator | None  # None: no text is held out
     test: Evaluator | None  # on text that not even the choice of a checkpoint has seen; None: there is none
+    teachers: Teachers  # that read every batch
     floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
+
+    @property
+    def identity(self) -> str:
+        """Of all that the run reads."""
+        return self.teachers.identity(self.source)
 
     @property
     def rows_a_step(self) -> int:
@@ -56,22 +63,27 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     tokenizer = _tokenizer(cfg)
     floor = loss_floor(cfg.data, tokenizer)
     align = cfg.model.alignment
-    how: dict[str, Any] = {"align": align, "temperature": cfg.distill.temperature if cfg.is_taught else None}
+    how: dict[str, Any] = {"align": align, "temperature": cfg.distill.temperature if cfg.reads_cache else None}
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **how))
     cfg = _with_steps_of(cfg, source)
-    from_leader(lambda: check_resume(cfg, rows=source.identity))
+    if cfg.reads_cache:  # which says itself how many of its tokens were drawn
+        check_drawn(f"--dataset {cfg.data.dataset}", source.random, source.drawn_from, cfg)  # type: ignore[attr-defined]
+        cfg = dataclasses.replace(cfg, distill=dataclasses.replace(cfg.distill, random=source.random))  # type: ignore[attr-defined]
+    teachers = Teachers(cfg, tokenizer, mesh, say)
+    identity = teachers.identity(source)
+    from_leader(lambda: check_resume(cfg, rows=identity))
     from_leader(lambda: weights_and_biases.check(cfg.telemetry))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, **how))
-    evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh)
+    evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh, teach=teachers.reader(held_out))
     tested = leader_first(lambda: open_test(cfg.data, tokenizer, **how))
-    test = None if tested is None else Evaluator(cfg, tested, tokenizer, mesh, all_rows=True)
+    test = None if tested is None else Evaluator(cfg, tested, tokenizer, mesh, teach=teachers.reader(tested), all_rows=True)
     # Last of the checks: what is refused leaves nothing behind.
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
         owner = _hold(cfg, folder, watch, held, say)
-        from_leader(lambda: check_resume(cfg, rows=source.identity))  # another run may have begun, and ended, there meanwhile
-    return Inputs(cfg, folder, owner, tokenizer, source, evaluator, test, floor)
+        from_leader(lambda: check_resume(cfg, rows=identity))  # another run may have begun, and ended, there meanwhile
+    return Inputs(cfg, folder, owner, tokenizer, source, evaluator, test, teachers, floor)
 
 
 def _with_steps_of(cfg: RunConfig, source: RowSource) -> RunConfig:

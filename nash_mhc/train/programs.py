@@ -51,7 +51,8 @@ def room_for(cfg: RunConfig, source: RowSource | None) -> int | None:
 def _objective(
     cfg: RunConfig, most_documents: int | None, room: int | None, *, unroll: bool = False, evaluates: bool = False
 ) -> Objective:
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room, unroll, evaluates)
+    how = (cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room)
+    execution = Execution(*how, unroll=unroll, evaluates=evaluates)
     return objective_of(cfg, execution)
 
 

@@ -86,9 +86,10 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
     if rows is not None and described.rows != rows:
+        teacher = f" or the model in --distill-teacher {cfg.distill.teacher}" if cfg.distill.teacher else ""
         raise ConfigError(
-            f"{folder}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back, or start "
-            f"another run from its weights with --init-from {folder} and a new --checkpoint-dir"
+            f"{folder}: the data of --dataset {cfg.data.dataset}{teacher} has changed since this run began; bring it "
+            f"back, or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
         )
 
 

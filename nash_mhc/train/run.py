@@ -92,7 +92,7 @@ def _train(session: Session) -> TrainState:
     cfg, inputs, start, reporter = session.cfg, session.inputs, session.start, session.reporter
     steps: dict[str, int] = {"start_step": start.step, "stop_step": max(start.step, cfg.train.total_steps)}
     rows = host_batches(cfg.data, inputs.source, session.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **steps)
-    feed = prefetched(rows, session.mesh)
+    feed = prefetched(rows, session.mesh, inputs.teachers.reader(inputs.source))
     if read := passes(inputs.source.epochs(cfg.train.total_steps * inputs.rows_a_step)):
         reporter.say(f"the run {read}")
     reporter.begin(start.step)

@@ -126,7 +126,7 @@ class Session:
             values = checkpoint_values(
                 self.cfg,
                 step,
-                rows=self.inputs.source.identity,
+                rows=self.inputs.identity,
                 counted=self.meter.to_json() | {"clock": self.clock.to_json(), "best": self.best.to_json()},
                 metrics=self.meter.last,
                 evaluation=dict(self.evaluation) if self.evaluated_at == step else None,
@@ -181,7 +181,7 @@ def begin(
     step_fn = compile_train_step(cfg, mesh, source, warn=reporter.say)
     compiled = step_fn.begin(
         sharded_abstract_state(cfg, mesh),
-        abstract_batch(cfg.data, cfg.train.grad_accum, mesh, getattr(inputs.source, "top_k", None)),
+        inputs.teachers.abstract(source, abstract_batch(cfg.data, cfg.train.grad_accum, mesh, getattr(source, "top_k", None))),
     )
     start = starting_state(cfg, mesh, store, reporter.say)
     store.warm_up(saved_part(cfg, start.state))
@@ -195,7 +195,7 @@ def begin(
         "wandb": wandb,
         "expected": expected,
     }
-    texts = described(cfg, mesh, inputs.floor, source.identity, start.state.model, known) | _beside(start)
+    texts = described(cfg, mesh, inputs.floor, inputs.identity, start.state.model, known) | _beside(start)
     telemetry: Telemetry = Nowhere()
     if jax.process_index() == 0:
         others = [*sinks, *_wandb_sink(inputs, wandb, reporter)]

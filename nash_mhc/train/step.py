@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float
 
 from nash_mhc.model.lora import drops, with_dropout
+from nash_mhc.model.quantized import look_at_magnitudes
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import averaged
@@ -85,6 +86,7 @@ def make_train_step(
                 ema = jax.tree.map(lambda new, old: jnp.where(changes, new, old), average, ema)
         metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(wide, trained))}
         step = state.step + changes.astype(state.step.dtype)
-        return TrainState(step, eqx.combine(trained, frozen), opt_state, ema, recent), metrics
+        model = look_at_magnitudes(eqx.combine(trained, frozen), step, changes)
+        return TrainState(step, model, opt_state, ema, recent), metrics
 
     return train_step

@@ -1,9 +1,9 @@
 """Prepared rows with what a teacher knows of every place: its likeliest tokens, their logits, the sum over all.
 
-Beside each shard of rows lies one of records, `NAME.teacher`, of one size a row: K tokens a place, K logits in float16
-less that of the likeliest (where a number counts most, it is exact), and a float32 for every temperature: the
-log-sum-exp over all tokens, less the likeliest logit. `teacher.json` is written last. Of the teacher it has a hash, of
-every file another.
+Beside each shard of rows lies one of records, `NAME.teacher`, of one size a row: K tokens a place (the likeliest, then
+those that were drawn at random, if any), K logits in float16 less that of the likeliest (where a number counts most, it
+is exact), and a float32 for every temperature: the log-sum-exp over all tokens, less the likeliest logit.
+`teacher.json` is written last. Of the teacher it has a hash, of every file another.
 """
 
 from __future__ import annotations
@@ -81,18 +81,22 @@ class TaughtRows(PreparedRows):
         about = read_about(folder)
         if about["rows"] != self.manifest.identity:
             raise ConfigError(f"--dataset {self.name}: the teacher has read other text than lies there now; {_MAKE}")
+        self.random = int(about.get("random", 0))  # of the tokens of a place
+        self.drawn_from = int(about.get("vocab_size", 0))  # so many tokens
         if temperature not in about["temperatures"]:
             there = ", ".join(f"{t:g}" for t in about["temperatures"])
             raise ConfigError(
                 f"--distill-temperature {temperature:g}: {self.name} was made for {there}; choose one of them, or make it "
                 "again with --temperatures"
             )
-        self.top_k = int(about["top_k"])
+        self.top_k = int(about["top_k"]) + self.random
         self._known = TeacherFormat(self.form.seq_len, self.top_k, self.form.vocab_size, tuple(about["temperatures"]))
         self._place_of_sum = about["temperatures"].index(temperature)
         self._teacher_paths = [folder / f"{shard.name}.teacher" for shard in self.shards]
         self._open_teacher = few_open_files(self._teacher_paths)
-        self._teacher_identity = digest_of({k: about[k] for k in ("teacher", "rows", "top_k", "temperatures", "files")})
+        self._teacher_identity = digest_of(
+            {k: about[k] for k in ("teacher", "rows", "top_k", "random", "temperatures", "files") if k in about}
+        )
         size = self._known.record_bytes
         sizes = {f"{shard.name}.teacher": shard.rows * size for shard in self.shards}
         if missing := [name for name in sizes if name not in about["files"]]:

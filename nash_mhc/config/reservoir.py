@@ -1,0 +1,49 @@
+"""The configuration of reservoir models: recurrences that are never trained, and what reads them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from nash_mhc.config.fields import ConfigError, key
+from nash_mhc.config.model import ArchitectureConfig, Length
+
+
+@dataclass(frozen=True)
+class ReservoirConfig(ArchitectureConfig):
+    """Letters in shapes: D width, N units, F ffn, V vocabulary."""
+
+    architecture = "reservoir"
+
+    vocab_size: int = key(256 + 1, "tokens in the vocabulary (V); padded up to a multiple of 128 inside", low=2)
+    width: int = key(128, "width of the residual stream (D)", low=1)
+    layers: int = key(2, "number of layers (L)", low=1)
+    units: int = key(256, "complex numbers that a layer's reservoir remembers (N)", low=1)
+    ffn: int = key(384, "width of the feed-forward layer (F)", low=1)
+    radius: float = key(0.95, "spectral radius of every reservoir, exactly; from 1 on it forgets nothing", above=0)
+    leak: float = key(1.0, "share of its state that the quickest unit replaces at a token", above=0, high=1)
+    slowest_leak: float = key(0.01, "and the slowest; the others are spread between them, by factors", above=0, high=1)
+    reservoir_seed: int = key(0, "what the reservoirs are drawn from: they are part of no checkpoint", low=0)
+    norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slowest_leak > self.leak:
+            raise ConfigError(f"model.slowest_leak {self.slowest_leak:g} is quicker than model.leak {self.leak:g}; swap them")
+        if self.radius >= 1:
+            warnings.warn(
+                f"model.radius {self.radius:g}: a reservoir forgets where it began only below 1; states may grow without end",
+                stacklevel=2,
+            )
+
+    @property
+    def depth(self) -> int:
+        return self.layers
+
+    def lengths(self) -> list[Length]:
+        return [
+            Length("embed", self.width, "--model-width"),
+            Length("reservoir", self.units, "--model-units"),
+            Length("ffn", self.ffn, "--model-ffn"),
+            *super().lengths(),
+        ]

@@ -1,0 +1,178 @@
+"""A language model of reservoirs: recurrences that nobody trains, and gates, readouts and feed-forward layers that are.
+
+A layer's reservoir is a ring of N complex units, each of which turns and shrinks its state by a number of its own:
+
+    h_t = m h_{t-1} + sqrt(1 - |m|^2) W_in u_t,     m = 1 - leak + leak * radius * e^(i angle)
+
+The ring's eigenvalues are radius * e^(2 pi i (n + 1/2) / N), so that its spectral radius is what was asked for, and
+nothing has to be measured. The root keeps a state of any time scale at the size of its input. What is read of it: both
+parts of every unit, each times a gate that the token sets, through a trained readout.
+
+Neither W_in nor the angles are parameters. They follow from a seed in the configuration, the same numbers on every mesh
+and after every restart, are drawn where they are used, and stand in no checkpoint and no optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from nash_mhc.config.reservoir import ReservoirConfig
+from nash_mhc.model.lm import TABLE_SCALE, remat_policy
+from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
+from nash_mhc.model.protocol import Execution
+from nash_mhc.model.weights import project
+from nash_mhc.ops.linear_scan import linear_scan, times
+from nash_mhc.parallel.params import TABLE, param, stacked
+from nash_mhc.parallel.sharding import constrain, for_compute
+
+
+def multipliers(cfg: ReservoirConfig) -> np.ndarray:
+    """m of every unit, [N] complex: leaks by factors from the quickest to the slowest, angles all around the ring.
+
+    Neighbours on the ring differ in their leak, so that every time scale has all angles: leaks go along the golden
+    ratio, which never comes back to where it was.
+    """
+    n = np.arange(cfg.units)
+    eigenvalue = cfg.radius * np.exp(2j * math.pi * (n + 0.5) / cfg.units)
+    leak = cfg.leak * (cfg.slowest_leak / cfg.leak) ** (n * (math.sqrt(5) - 1) / 2 % 1.0)
+    return 1 - leak + leak * eigenvalue
+
+
+def pairs(numbers: np.ndarray) -> Float[Array, "2 N"]:
+    """As the scan takes them."""
+    return jnp.asarray(np.stack([numbers.real, numbers.imag]), jnp.float32)
+
+
+def input_matrix(cfg: ReservoirConfig, layer: Int[Array, ""] | int) -> Float[Array, "D 2 N"]:
+    """W_in of a layer, real and imaginary parts: uniform, which is the same bits on every device, of such a size that
+    what goes in is as large as what it is made of."""
+    key = jax.random.fold_in(jax.random.key(cfg.reservoir_seed), layer)
+    drawn_DCN = jax.random.uniform(key, (cfg.width, 2, cfg.units), jnp.float32, -1.0, 1.0)
+    return constrain(drawn_DCN * math.sqrt(1.5 / cfg.width), "width", "vector", "reservoir")
+
+
+class ReservoirLayer(eqx.Module):
+    norm: RMSNorm
+    gate_DN: Float[Array, "D N"] = param("embed", "reservoir")
+    read_real_ND: Float[Array, "N D"] = param("reservoir", "embed")
+    read_imaginary_ND: Float[Array, "N D"] = param("reservoir", "embed")
+    ffn_norm: RMSNorm
+    ffn: SwiGLU
+
+    @staticmethod
+    def init(cfg: ReservoirConfig, *, key: PRNGKeyArray) -> ReservoirLayer:
+        gate, real, imaginary, ffn = jax.random.split(key, 4)
+        D, N = cfg.width, cfg.units
+        norm = functools.partial(RMSNorm.init, D, cfg.norm_eps)
+        small = (2 * cfg.layers) ** -0.5
+        return ReservoirLayer(
+            norm(), init_matrix(gate, (D, N), D), init_matrix(real, (N, D), 2 * N, small),
+            init_matrix(imaginary, (N, D), 2 * N, small), norm(), SwiGLU.init(cfg, key=ffn),
+        )  # fmt: skip
+
+    def driven(self, u_BTD: Array, cfg: ReservoirConfig, layer: Array | int) -> Float[Array, "2 B T N"]:
+        """What the tokens put into the reservoir, in float32: it adds up over many of them."""
+        parts_2BTN = jnp.einsum("btd,dcn->cbtn", u_BTD.astype(jnp.float32), input_matrix(cfg, layer))
+        strength_N = np.sqrt(np.maximum(1 - np.abs(multipliers(cfg)) ** 2, 1e-6)).astype(np.float32)
+        return constrain(parts_2BTN, "vector", "batch", "time", "reservoir") * jnp.asarray(strength_N)[None, None, None]
+
+    def read(self, u_BTD: Array, h_2BTN: Float[Array, "2 B T N"]) -> Array:
+        gate_BTN = jax.nn.sigmoid(constrain(project(u_BTD, self.gate_DN), "batch", "time", "reservoir"))
+        real, imaginary = (gate_BTN * part.astype(u_BTD.dtype) for part in h_2BTN)
+        sum_BTD = project(real, self.read_real_ND, "btn,nd->btd") + project(imaginary, self.read_imaginary_ND, "btn,nd->btd")
+        return constrain(sum_BTD, "batch", "time_split", "width")
+
+    def __call__(self, x_BTD: Array, segments_BT: Array, cfg: ReservoirConfig, layer: Array | int) -> Array:
+        u_BTD = constrain(self.norm(x_BTD), "batch", "time", "width")
+        h_2BTN = linear_scan(pairs(multipliers(cfg)), self.driven(u_BTD, cfg, layer), segments_BT)
+        x_BTD = x_BTD + self.read(u_BTD, h_2BTN)
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+class Reservoir(eqx.Module):
+    embed_VD: Float[Array, "V D"] = param("vocab", "embed", role=TABLE)
+    layers: ReservoirLayer = stacked()
+    norm: RMSNorm
+    cfg: ReservoirConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(cfg: ReservoirConfig, *, key: PRNGKeyArray) -> Reservoir:
+        table, layers = jax.random.split(key)
+        stack = jax.vmap(lambda k: ReservoirLayer.init(cfg, key=k))(jax.random.split(layers, cfg.layers))
+        # As in `LM`: with half of the channels turned round, the table that tokens enter by says nothing at the end.
+        signs_D = jnp.where(jnp.arange(cfg.width) % 2 == 0, 1.0, -1.0)
+        drawn = init_matrix(table, (cfg.padded_vocab, cfg.width), cfg.width, TABLE_SCALE)
+        return Reservoir(drawn, stack, RMSNorm(signs_D, cfg.norm_eps), cfg)
+
+    @property
+    def unembed_VD(self) -> Float[Array, "V D"]:
+        return self.embed_VD
+
+    def hidden(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        segments_BT: Int[Array, "B T"] | None = None,
+        execution: Execution = Execution(),
+    ) -> tuple[Float[Array, "B T D"], None]:
+        segments_BT = jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
+        x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
+
+        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
+        def body(x_BTD: Array, inputs: tuple[Array, ReservoirLayer]) -> tuple[Array, None]:
+            number, layer = inputs
+            return for_compute(layer, x_BTD.dtype)(x_BTD, segments_BT, self.cfg, number), None
+
+        numbered = (jnp.arange(self.cfg.layers), self.layers)
+        x_BTD, _ = jax.lax.scan(body, x_BTD, numbered, unroll=execution.unroll)
+        return self.norm(x_BTD), None
+
+    def health(self, report: None) -> dict[str, Array]:
+        return {}
+
+    def penalties(self, report: None) -> dict[str, Array]:
+        return {}
+
+
+class ReservoirState(eqx.Module):
+    """All that is remembered of a text, however long it is."""
+
+    h_L2BN: Float[Array, "L 2 B N"]
+    dtype: Any = eqx.field(static=True)
+
+
+def empty_state(cfg: ReservoirConfig, batch: int, seq_len: int, dtype: Any) -> ReservoirState:
+    return ReservoirState(jnp.zeros((cfg.layers, 2, batch, cfg.units)), jnp.dtype(dtype))
+
+
+def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -> tuple[Array, ReservoirState]:
+    """(logits of the next tokens, the state after these)."""
+    cfg, m_21N = model.cfg, pairs(multipliers(model.cfg))[:, None]
+    x_B1D = embed(model.embed_VD, tokens_B[:, None], state.dtype) * cfg.width**0.5
+
+    def body(x_B1D: Array, inputs: tuple[Array, ReservoirLayer, Array]) -> tuple[Array, Array]:
+        number, layer, h_2BN = inputs
+        layer = for_compute(layer, x_B1D.dtype)
+        u_B1D = layer.norm(x_B1D)
+        h_2BN = times(m_21N, h_2BN) + layer.driven(u_B1D, cfg, number)[:, :, 0]
+        x_B1D = x_B1D + layer.read(u_B1D, h_2BN[:, :, None])
+        return x_B1D + layer.ffn(layer.ffn_norm(x_B1D)), h_2BN
+
+    x_B1D, h_L2BN = jax.lax.scan(body, x_B1D, (jnp.arange(cfg.layers), model.layers, state.h_L2BN))
+    x_BD = model.norm(x_B1D)[:, 0]
+    w_VD = model.unembed_VD[: cfg.vocab_size].astype(x_BD.dtype)
+    logits_BV = jnp.einsum("bd,vd->bv", x_BD, w_VD, preferred_element_type=jnp.float32)
+    return logits_BV, ReservoirState(h_L2BN, state.dtype)
+
+
+def flops_per_token(cfg: ReservoirConfig, seq_len: int) -> float:
+    """Of one training token: 6 a trained weight, 4 one of W_in, which has no gradient. The scan is left out."""
+    trained = 3 * cfg.width * cfg.units + 3 * cfg.width * cfg.ffn
+    return cfg.layers * (6.0 * trained + 4.0 * 2 * cfg.width * cfg.units) + 6.0 * cfg.vocab_size * cfg.width
