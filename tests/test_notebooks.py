@@ -26,8 +26,9 @@ from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.decode import load
 from nash_mhc.notebook import pictures
 from nash_mhc.notebook.devices import Found, device_sentence, here, mesh_flags, propose
-from nash_mhc.notebook.training import Stopped, generate, pack, start
+from nash_mhc.notebook.training import Stopped, follow, generate, pack, start
 from nash_mhc.runtime.hardware import device_memory, known_memory
+from nash_mhc.runtime.signals import TRY_AGAIN
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -158,6 +159,19 @@ def test_interrupting_the_cell_stops_the_run_with_one_signal(tmp_path):
         execute(notebook, tmp_path, meanwhile=interrupt)
     told = "SIGTERM: nothing is lost; start the same command again to go on. Run this cell again to go on."
     assert (ended.value.ename, ended.value.evalue, ended.value.traceback.count("Traceback")) == ("Stopped", told, 0)
+
+
+def test_an_interrupt_before_anything_is_shown_stops_the_run_as_well(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        while not catches(training.process.pid, signal.SIGTERM):
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("IPython.display.display", interrupted)
+    training = start(str(tmp_path / "run"), [])
+    with pytest.raises(Stopped, match="SIGTERM: nothing is lost"):
+        follow(training)
+    assert training.process.poll() == TRY_AGAIN
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -91,6 +91,16 @@ def follow(training: Training, *, pause: float = 1.0) -> None:
 
     Raises Stopped where the run has not come to its end, so that the cells below do not run on half of it.
     """
+    try:  # around all of it: the run goes on while pictures are imported, and while the first line is shown
+        _show(training, pause)
+    except KeyboardInterrupt:
+        training.ask_to_stop()
+        training.process.wait()
+    _judge(training)
+
+
+def _show(training: Training, pause: float) -> None:
+    """The curves, drawn again and again until the run ends."""
     from IPython.display import display
 
     from nash_mhc.notebook.pictures import curves
@@ -100,28 +110,23 @@ def follow(training: Training, *, pause: float = 1.0) -> None:
     status = display(_Text(f"process {training.process.pid}: starting ..."), display_id=True)
     picture: Any = None
     seen, draw_at = (0, 0), 0.0
-    try:
-        running = True
-        while running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                training.process.wait(pause)
-            running = training.process.poll() is None
-            rows, evaluations = training.rows(), training.rows(EVALUATIONS)
-            status.update(_Text(_status(training, rows)))
-            began, there = time.monotonic(), (len(rows), len(evaluations))
-            if not rows or there == seen or (running and began < draw_at):
-                continue
-            seen, drawn = there, curves(rows, evaluations, _floor(training.folder))
-            if picture is None:
-                picture = display(drawn, display_id=True)
-            else:
-                picture.update(drawn)
-            now = time.monotonic()
-            draw_at = now + _DRAWING * (now - began)
-    except KeyboardInterrupt:
-        training.ask_to_stop()
-        training.process.wait()
-    _judge(training)
+    running = True
+    while running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            training.process.wait(pause)
+        running = training.process.poll() is None
+        rows, evaluations = training.rows(), training.rows(EVALUATIONS)
+        status.update(_Text(_status(training, rows)))
+        began, there = time.monotonic(), (len(rows), len(evaluations))
+        if not rows or there == seen or (running and began < draw_at):
+            continue
+        seen, drawn = there, curves(rows, evaluations, _floor(training.folder))
+        if picture is None:
+            picture = display(drawn, display_id=True)
+        else:
+            picture.update(drawn)
+        now = time.monotonic()
+        draw_at = now + _DRAWING * (now - began)
 
 
 def _judge(training: Training) -> None:
