@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -267,6 +268,30 @@ def test_round_trip_of_presets(size, write):
     assert again.origins["model_size"] == "run.yaml:1"
 
 
+@pytest.mark.parametrize("way", [["--model-kind", "reservoir"], ["--model_kind=reservoir"], ["model_kind=reservoir"], None])
+def test_a_kind_of_model_brings_its_own_keys_and_sizes(way, write):
+    of_kind = way or ["--config", write("model_kind: reservoir\nmodel:\n  units: 99")]
+    parsed = cli.parse([*of_kind, "--model-size", "1b", "--model-units", "64", "--model-width", "32"])
+    assert parsed.config.model == dataclasses.replace(presets.run("1b", "reservoir").model, units=64, width=32)
+    assert parsed.config.model_kind == "reservoir"
+    again = cli.parse(["--config", write(cli.render(parsed.config, parsed.origins))])
+    assert again.config == parsed.config
+    assert RunConfig.from_dict(json.loads(json.dumps(parsed.config.to_dict()))) == parsed.config
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model-units", "3"], "unknown flag --model-units: {}"),
+        (["model.units=3"], "override model.units=3: unknown key model.units: {}"),
+        (["--config", "{}"], "run.yaml:2: unknown key model.units: {}"),
+    ],
+)
+def test_a_key_of_another_kind_says_whose_it_is(argv, message, write):
+    argv = [write("model:\n  units: 3") if word == "{}" else word for word in argv]
+    assert error(*argv) == message.format("model.units is a key of --model-kind reservoir, and this is nash-mhc")
+
+
 @pytest.mark.parametrize("text", ODD_TEXT)
 def test_round_trip_of_odd_text(text, write):
     base = presets.run()
@@ -416,7 +441,7 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         (
             "[a]: 3",
             "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, lora, distill, quantize, "
-            "precision, telemetry, model_size",
+            "precision, telemetry, model_size, model_kind",
         ),
         ("data:\n  split: a\n  split: b", "run.yaml:3: data.split is set twice, first on line 2; keep one of them"),
         ("data: {}\ntrain: {}\ndata: {}", "run.yaml:3: data is set twice, first on line 1; keep one of them"),

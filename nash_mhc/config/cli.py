@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -21,8 +22,8 @@ import yaml
 from nash_mhc.config import presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
 from nash_mhc.config.help import as_flags, render, section_help, usage
-from nash_mhc.config.key_names import SMALL, Key, find, keys, sections
-from nash_mhc.config.schema import ConfigError, RunConfig, at_home, check_field, weighted_parts
+from nash_mhc.config.key_names import OURS, SMALL, Key, find, keys, of_another_kind, sections
+from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, at_home, check_field, weighted_parts
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 __all__ = ["Key", "Parsed", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
@@ -76,10 +77,9 @@ def _convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
     return value
 
 
-def _read_yaml(file: str, settings: Settings) -> None:
-    """Applies one YAML file. The node tree, not plain values: it keeps line numbers and the text of each scalar."""
+def _yaml_nodes(file: str) -> yaml.nodes.Node | None:
     try:
-        root = yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+        return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)  # type: ignore[no-any-return]
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--config cannot read {file}: {reason}") from None
@@ -87,6 +87,11 @@ def _read_yaml(file: str, settings: Settings) -> None:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or "nested too deeply"
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}") from None
+
+
+def _read_yaml(file: str, settings: Settings, kind: str) -> None:
+    """Applies one YAML file. The node tree, not plain values: it keeps line numbers and the text of each scalar."""
+    known = keys(kind)
     lines: dict[str, int] = {}
 
     def walk(node: yaml.nodes.Node | None, section: str) -> None:
@@ -104,31 +109,33 @@ def _read_yaml(file: str, settings: Settings) -> None:
                     raise ConfigError(f"{path} is set twice, first on line {lines[path]}; keep one of them")
                 lines[path] = line
                 # A dotted name is a path for key=value only; in a file the sections are nested.
-                if (path not in keys() or "." in name) and (section or name not in sections()):
-                    raise ConfigError(_misplaced(name, section))
-                if path in keys():
+                if (path not in known or "." in name) and (section or name not in sections()):
+                    raise ConfigError(_misplaced(name, section, kind))
+                if path in known:
                     if not isinstance(child, yaml.ScalarNode):
                         raise ConfigError(f"{path} takes a single value, not a list or a section")
-                    value = _convert(keys()[path], child.value, path, quoted=child.style is not None)
+                    value = _convert(known[path], child.value, path, quoted=child.style is not None)
                     settings[path] = (value, f"{file}:{line}")
-            if path not in keys():
+            if path not in known:
                 walk(child, name)
 
-    walk(root, "")
+    walk(_yaml_nodes(file), "")
 
 
-def _misplaced(name: str, section: str) -> str:
+def _misplaced(name: str, section: str, kind: str) -> str:
     """About a name in a file that is no key there: where it belongs, else the nearest key, else all there are."""
-    key = find(name, loose=True)
+    if section == "model" and (whose := of_another_kind(f"model.{name}", kind)):
+        return f"unknown key model.{name}{whose}"
+    key, known = find(name, loose=True, kind=kind), keys(kind)
     if key is not None:
         top, _, last = key.path.rpartition(".")
         if top and top == section:
             return f"unknown key {section}.{name}; did you mean {last}?"
         return f"{last} belongs under {top}:" if top else f"{last} belongs at the top of the file, not under {section}:"
-    here = [p.removeprefix(section + ".") for p in keys() if p.startswith(section + ".")]
-    here = here or [*sections(), *(p for p in keys() if "." not in p)]
+    here = [p.removeprefix(section + ".") for p in known if p.startswith(section + ".")]
+    here = here or [*sections(), *(p for p in known if "." not in p)]
     hint = did_you_mean(name, here) or next(
-        (f"; did you mean {p}?" for p in keys() if did_you_mean(name, [p.split(".")[-1]])), ""
+        (f"; did you mean {p}?" for p in known if did_you_mean(name, [p.split(".")[-1]])), ""
     )
     return f"unknown key {section + '.' if section else ''}{name}{hint or '; there are ' + ', '.join(here)}"
 
@@ -146,13 +153,30 @@ def _run_folder(name: str) -> str:
     return name
 
 
-def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = None) -> tuple[Settings, bool]:
+def _kind(argv: Sequence[str]) -> str:
+    """The last kind of model that is named: it says which keys there are. What is wrong is found when they are read."""
+    found = OURS
+    for word, follows in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        flag, equals, text = word.replace("--model_kind", "--model-kind").partition("=")
+        text = text if equals else follows
+        if flag == "--config":
+            with contextlib.suppress(ConfigError):
+                root = _yaml_nodes(text)
+                top = root.value if isinstance(root, yaml.MappingNode) else []
+                found = next((str(child.value) for name, child in top if name.value == "model_kind"), found)
+        elif flag == "--model-kind" or (flag == "model_kind" and equals):
+            found = text
+    return found if found in ARCHITECTURES else OURS
+
+
+def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = None, kind: str = OURS) -> tuple[Settings, bool]:
     """Applies argv from left to right; returns the settings and whether --print-config was there.
 
     `folder` is the path of the key that a folder without a flag is for.
     """
-    by_flag = {k.flag: k for k in keys().values()}
-    off = {"--no-" + k.flag[2:]: k for k in keys().values() if bool in k.kinds}
+    known = keys(kind)
+    by_flag = {k.flag: k for k in known.values()}
+    off = {"--no-" + k.flag[2:]: k for k in known.values() if bool in k.kinds}
     settings: Settings = {}
     print_config = False
     alone: str | None = None  # the folder without a flag
@@ -173,9 +197,10 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                 hint = f"; the folder of a run has a slash in its name: runs/{token}" if folder is not None else ""
                 raise ConfigError(f"unexpected argument {token!r}; write --flag value or section.key=value{hint}")
             with _at(f"override {token}"):
-                if (key := find(flag)) is None:
-                    guess, valid = find(flag, loose=True), [*keys(), *(k.short for k in keys().values())]
+                if (key := find(flag, kind=kind)) is None:
+                    guess, valid = find(flag, loose=True, kind=kind), [*known, *(k.short for k in known.values())]
                     hint = f"; did you mean {guess.path}?" if guess else did_you_mean(flag, valid)
+                    hint = of_another_kind(flag, kind) or hint
                     raise ConfigError(f"unknown key {flag}{hint or '; --help lists them all'}")
                 settings[key.path] = (_convert(key, text, key.path), f"override {token}")
         elif flag in off or flag in ("--print-config", SMALL):
@@ -188,9 +213,11 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
             else:
                 print_config = True
         elif key is None and flag != "--config":
-            guess = find(flag.lstrip("-").replace("-", "_"), loose=True)
+            short = flag.lstrip("-").replace("-", "_")
+            guess = find(short, loose=True, kind=kind)
             valid = [*by_flag, *off, "--config", "--print-config", "--help", SMALL, *own_flags]
             hint = f"; did you mean {guess.flag}?" if guess else did_you_mean(flag, valid)
+            hint = of_another_kind(short, kind) or hint
             raise ConfigError(f"unknown flag {flag}{hint or '; --help lists them all'}")
         else:
             is_bool = key is not None and bool in key.kinds
@@ -209,14 +236,14 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                     value = f"{before},{value}"
                 settings[key.path] = (value, f"flag {flag}")
             elif text:
-                _read_yaml(text, settings)
+                _read_yaml(text, settings, kind)
             else:
                 raise ConfigError("--config needs a value, the name of a YAML file")
     if folder is not None and alone is not None:  # as plain as a flag: what a file says about it does not count
         before, origin = settings.get(folder, (None, ""))
         if origin.startswith(("flag", "override")):
             raise ConfigError(f"two folders are given, {before} and {alone}; name one")
-        settings[folder] = (_convert(keys()[folder], alone, folder), f"argument {alone}")
+        settings[folder] = (_convert(known[folder], alone, folder), f"argument {alone}")
     return settings, print_config
 
 
@@ -232,12 +259,13 @@ def _one_length(settings: Settings) -> None:
         settings["train.epochs"] = (None, steps[1])
 
 
-def _build(settings: Settings, found: Found) -> tuple[RunConfig, dict[str, str]]:
+def _build(settings: Settings, found: Found, kind: str) -> tuple[RunConfig, dict[str, str]]:
     """The preset, what is found in the user's folders on top of it, and the settings above all."""
     size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
-    values = presets.run(size).to_dict()
-    origins = dict.fromkeys(keys(), f"preset {size}") | {"model_size": size_origin}
-    preset = {path: key.of(values) for path, key in keys().items()}
+    known = keys(kind)
+    values = presets.run(size, kind).to_dict()
+    origins = dict.fromkeys(known, f"preset {size}") | {"model_size": size_origin, "model_kind": "default"}
+    preset = {path: key.of(values) for path, key in known.items()}
     given = {path: value for path, (value, _) in settings.items()}
     settings = {path: setting for path, setting in found(given, preset | given).items() if path not in settings} | settings
     # A short trial run of a preset should just work: its warm-up is at most a tenth, unless the user chose one.
@@ -252,7 +280,7 @@ def _build(settings: Settings, found: Found) -> tuple[RunConfig, dict[str, str]]
     try:
         return RunConfig.from_dict(values), origins
     except ConfigError as error:  # keys that do not fit together: say where each of them came from
-        named = [path for path in keys() if re.search(rf"\b{re.escape(path)}\b", str(error))]
+        named = [path for path in known if re.search(rf"\b{re.escape(path)}\b", str(error))]
         where = ", ".join(f"{path} from {origins[path]}" for path in named)
         raise ConfigError(f"{error}{f' ({where})' if where else ''}") from None
 
@@ -278,18 +306,19 @@ def parse(
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
         own(parser.add_argument_group("this command"))
+    kind = _kind(argv)
     if asked := [at for at, word in enumerate(argv) if word in ("-h", "--help")]:
         section = argv[asked[0] + 1 : asked[0] + 2]
         if section and not section[0].startswith("-"):
-            print(section_help(section[0]), end="")
+            print(section_help(section[0], kind), end="")
         else:
-            print(usage(prog, folder=folder is not None) + (f"\n{parser.format_help()}" if own else ""), end="")
+            print(usage(prog, folder=folder is not None, kind=kind) + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
-    settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings], folder)
+    settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings], folder, kind)
     _one_length(settings)
     given = {path: value for path, (value, _) in settings.items()}
-    return Parsed(*_build(settings, found), print_config, given, namespace)
+    return Parsed(*_build(settings, found, kind), print_config, given, namespace)
 
 
 def shown(parsed: Parsed) -> bool:

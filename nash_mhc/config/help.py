@@ -12,8 +12,8 @@ import yaml
 
 from nash_mhc.config import presets
 from nash_mhc.config.commands import what_there_is
-from nash_mhc.config.key_names import FURTHER, SMALL, Key, keys, sections
-from nash_mhc.config.schema import ConfigError, RunConfig, weighted_parts
+from nash_mhc.config.key_names import FURTHER, OURS, SMALL, Key, keys, of_any_kind, sections
+from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 
 TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
 
@@ -22,7 +22,7 @@ def as_flags(given: Mapping[str, Any]) -> list[str]:
     """Words of a command line that sets these, each flag once (but a mixture's, once a part)."""
     words: list[str] = []
     for path, value in given.items():
-        key = keys()[path]
+        key = of_any_kind(path)
         if isinstance(value, bool):
             words.append(key.flag if value else f"--no-{key.flag[2:]}")
         elif key.metadata.get("weighted") and (parts := weighted_parts(value)):
@@ -44,7 +44,7 @@ def render(config: RunConfig, origins: Mapping[str, str]) -> str:
     """YAML that `--config` reads back to the same configuration, each value with its origin as a comment."""
     values = config.to_dict()
     lines: list[tuple[str, str]] = []
-    for path, key in keys().items():
+    for path, key in keys(config.model_kind).items():
         section, _, name = path.rpartition(".")
         if section and (f"{section}:", "") not in lines:
             lines.append((f"{section}:", ""))
@@ -75,23 +75,27 @@ def _described(key: Key, defaults: dict[str, Any]) -> str:
     return _line(f"{key.flag} {kind}", f"{key.metadata['help']} [{default}]", _width())
 
 
-def section_help(section: str) -> str:
-    """The keys of one section; ConfigError if there is none of that name."""
-    known = list(dict.fromkeys([*sections(), *FURTHER]))
+def section_help(section: str, kind: str = OURS) -> str:
+    """The keys of one section, or of one kind of model; ConfigError if there is none of that name."""
+    known = list(dict.fromkeys([*sections(), *FURTHER, *ARCHITECTURES]))
     if section not in known:
         raise ConfigError(f"--help {section}: no such section{what_there_is(section, known)}")
-    defaults = presets.run().to_dict()
+    if section in ARCHITECTURES:
+        section, kind = "model", section
+    defaults = presets.run(kind=kind).to_dict()
     title = FURTHER.get(section, TITLES.get(section, section))
-    lines = [_described(key, defaults) for key in keys().values() if key.section == section]
+    if section == "model":
+        title = f"{title} of {kind}"
+    lines = [_described(key, defaults) for key in keys(kind).values() if key.section == section]
     return "\n".join([f"{title} ({section}.*):" if section in sections() else f"{title}:", *lines]) + "\n"
 
 
-def usage(prog: str, *, folder: bool = False) -> str:
+def usage(prog: str, *, folder: bool = False, kind: str = OURS) -> str:
     """The help text: all keys of pretraining by section, then the names of the further sections.
 
     `folder`: whether the command takes the folder of a run without a flag.
     """
-    width, defaults = _width(), presets.run().to_dict()
+    width, defaults = _width(), presets.run(kind=kind).to_dict()
     note = (
         "The last setting wins, in the order given. In brackets: the default with "
         f"--model-size {RunConfig.model_size}; other sizes have their own, which --print-config "
@@ -107,10 +111,11 @@ def usage(prog: str, *, folder: bool = False) -> str:
         _line("-h, --help", "show this text", width),
         _line("--config FILE", "read keys from a YAML file, at this place in the order", width),
         _line("--print-config", "print every key with its origin, as YAML for --config, and stop", width),
-        *(_described(key, defaults) for key in keys().values() if "." not in key.path),
+        *(_described(key, defaults) for key in keys(kind).values() if "." not in key.path),
         _line(SMALL, "the same as --model-size small", width),
     ]
     for section in TITLES:
-        out += ["", section_help(section).rstrip("\n")]
+        out += ["", section_help(section, kind).rstrip("\n")]
     out += ["", "further:", *(_line(f"--help {name}", text, width) for name, text in FURTHER.items())]
+    out += [_line(f"--help {name}", f"the keys of --model-kind {name}", width) for name in ARCHITECTURES if name != kind]
     return "\n".join(out) + "\n"

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nash_mhc.config import fields as declared
 from nash_mhc.config import presets
-from nash_mhc.config.schema import RunConfig, accepted_types, section_class
+from nash_mhc.config.schema import (
+    ARCHITECTURES,
+    ModelConfig,
+    RunConfig,
+    accepted_types,
+    architecture_config,
+    section_class,
+)
 
 SMALL = "--use-small-model"  # the same as --model-size small
 # What other frameworks call these keys: never accepted, only the source of a better "did you mean".
@@ -57,17 +65,30 @@ class Key:
         return (values[section] if section else values)[name]
 
 
+OURS = ModelConfig.architecture
+
+
+def keys(kind: str = OURS) -> dict[str, Key]:
+    """Every leaf of the RunConfig of that kind of model by its path, in the order of the schema."""
+    return _keys(kind, tuple(ARCHITECTURES))
+
+
 @functools.cache
-def keys() -> dict[str, Key]:
-    """Every leaf of RunConfig by its path, in the order of the schema."""
+def _keys(model_kind: str, kinds: tuple[str, ...]) -> dict[str, Key]:
     found: list[Key] = []
     hints = typing.get_type_hints(RunConfig)
     for top in dataclasses.fields(RunConfig):
         kind = section_class(top)
         if kind is None:
-            metadata = dict(top.metadata, choices=presets.sizes()) if top.name == "model_size" else top.metadata
+            metadata = dict(top.metadata, choices=presets.sizes(model_kind)) if top.name == "model_size" else top.metadata
             found.append(Key(top.name, "--" + top.name.replace("_", "-"), hints[top.name], metadata))
+            if top.name == "model_size":
+                about = "kind of the model, each with keys and sizes of its own; --help KIND shows them"
+                of_kind = declared.key(OURS, about, choices=kinds).metadata
+                found.append(Key("model_kind", "--model-kind", str, of_kind))
             continue
+        if top.name == "model":
+            kind = architecture_config(model_kind)
         inner = typing.get_type_hints(kind)
         for f in dataclasses.fields(kind):  # type: ignore[arg-type]
             prefix = f"{top.name}-" if top.name in ("mesh", "model", "lora", "distill", "quantize") else ""
@@ -76,13 +97,26 @@ def keys() -> dict[str, Key]:
     return {key.path: key for key in found}
 
 
+def of_any_kind(path: str) -> Key:
+    """The key of that path, whichever kind of model has it."""
+    return next(keys(kind)[path] for kind in ARCHITECTURES if path in keys(kind))
+
+
 def sections() -> list[str]:
     return list(dict.fromkeys(path.split(".")[0] for path in keys() if "." in path))
 
 
-def find(name: str, *, loose: bool = False) -> Key | None:
+def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
     """The key with that path or short form; `loose` also goes by the last component, to guess what was meant."""
-    found = [key for key in keys().values() if name in (key.path, key.short)]
+    found = [key for key in keys(kind).values() if name in (key.path, key.short)]
     last = NICKNAMES.get(name, name).split(".")[-1]
-    found += [key for key in keys().values() if loose and last in (key.path.split(".")[-1], key.short)]
+    found += [key for key in keys(kind).values() if loose and last in (key.path.split(".")[-1], key.short)]
     return found[0] if found else None
+
+
+def of_another_kind(name: str, kind: str) -> str:
+    """What to add about a name that is no key of this kind of model, where it is one of another; else nothing."""
+    for other in ARCHITECTURES:
+        if (key := find(name, kind=other)) is not None and key.path not in keys(kind):
+            return f": {key.path} is a key of --model-kind {other}, and this is {kind}"
+    return ""

@@ -20,7 +20,7 @@ class Length(NamedTuple):
 class ArchitectureConfig(Section):
     """The configuration of a kind of model: a frozen dataclass with at least `vocab_size` among its keys.
 
-    `register` in `model/architectures.py` makes a kind known; its name is then `model.architecture` in run.json.
+    `register` in `model/architectures.py` makes a kind known: `--model-kind` takes its name, and run.json has it.
     """
 
     section = "model"
@@ -56,7 +56,7 @@ class ModelConfig(ArchitectureConfig):
     """The decoder. Letters in shapes are those of docs:
     D width, N heads, K kv heads, H head dim, F ffn, V vocabulary."""
 
-    architecture = "nash_mhc"
+    architecture = "nash-mhc"
 
     vocab_size: int = key(256 + 1, "tokens in the vocabulary (V); padded up to a multiple of 128 inside", low=2)
     width: int = key(128, "width of the residual stream (D)", low=1)
@@ -81,7 +81,7 @@ class ModelConfig(ArchitectureConfig):
     )
     norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
     qk_norm: bool = key(True, "normalise queries and keys per head before the rotation")
-    qkv_bias: bool = key(False, "add a bias to the query, key and value projections")
+    qkv_bias: bool = key(False, "add a bias to the query, key and value projections", further="hub")
     tied_embeddings: bool = key(True, "use the embedding table as the output projection too")
     embed_scale: str = key(
         "unit", "embeddings enter times sqrt(width), or as the table has them", choices=("unit", "table"), further="hub"

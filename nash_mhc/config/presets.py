@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig, OptimConfig, RunConfig, TelemetryConfig, TrainConfig
+from nash_mhc.config.schema import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ReservoirConfig,
+    RunConfig,
+    TelemetryConfig,
+    TrainConfig,
+    architecture_config,
+)
 
 # One rate for all: a parameter's role and width do the rest (`rates` in optim/roles.py).
 _OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1)
@@ -10,7 +20,7 @@ _OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1)
 _TELEMETRY = TelemetryConfig(sample_tokens=32)
 _TRAIN = TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500)
 
-_SIZES: dict[str, RunConfig] = {
+_NASH_MHC: dict[str, RunConfig] = {
     # Learns the built-in stories on a laptop in three minutes; what it does not say here are the defaults of schema.py.
     "tiny": RunConfig(
         model_size="tiny",
@@ -69,16 +79,44 @@ _SIZES: dict[str, RunConfig] = {
     ),
 }  # fmt: skip
 
+# As wide and as deep as the sizes of the same names above.
+_RESERVOIR: dict[str, RunConfig] = {
+    "tiny": RunConfig(
+        model_size="tiny",
+        model=ReservoirConfig(vocab_size=257, width=128, layers=2, units=256, ffn=384),
+        optim=OptimConfig(learning_rate=2.4e-3), train=TrainConfig(unroll="yes"),
+    ),
+    "small": RunConfig(
+        model_size="small",
+        model=ReservoirConfig(vocab_size=65_536, width=640, layers=12, units=1024, ffn=1792, slowest_leak=0.001),
+        data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
+    ),
+    "1b": RunConfig(
+        model_size="1b",
+        model=ReservoirConfig(vocab_size=32_768, width=2048, layers=16, units=3072, ffn=5504, slowest_leak=0.001),
+        data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
+    ),
+}  # fmt: skip
 
-def sizes() -> tuple[str, ...]:
-    return tuple(_SIZES)
+_SIZES = {ModelConfig.architecture: _NASH_MHC, ReservoirConfig.architecture: _RESERVOIR}
 
 
-def run(name: str = "tiny") -> RunConfig:
+def _of_kind(kind: str) -> dict[str, RunConfig]:
+    """Of a kind that somebody has registered, the defaults of its keys are what there is."""
+    known = architecture_config(kind)
+    return _SIZES.get(kind) or {"tiny": RunConfig(model_size="tiny", model=known())}
+
+
+def sizes(kind: str = ModelConfig.architecture) -> tuple[str, ...]:
+    return tuple(_of_kind(kind))
+
+
+def run(name: str = "tiny", kind: str = ModelConfig.architecture) -> RunConfig:
     """A whole run with the model of that size: what `--model-size` starts from."""
-    if name not in _SIZES:
-        raise ConfigError(f"unknown model size {name!r}; there are {', '.join(_SIZES)}")
-    return _SIZES[name]
+    known = _of_kind(kind)
+    if name not in known:
+        raise ConfigError(f"unknown model size {name!r} of {kind}; there are {', '.join(known)}")
+    return known[name]
 
 
 def model(name: str = "tiny") -> ModelConfig:

@@ -10,8 +10,8 @@ from typing import Any
 
 from nash_mhc.config import presets
 from nash_mhc.config.help import TITLES
-from nash_mhc.config.key_names import FURTHER, SMALL, Key, keys
-from nash_mhc.config.schema import RunConfig
+from nash_mhc.config.key_names import FURTHER, OURS, SMALL, Key, keys
+from nash_mhc.config.schema import ARCHITECTURES, RunConfig
 
 COMMAND = "python -m nash_mhc.config.reference > docs/configuration.md"
 
@@ -83,11 +83,11 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def _section(name: str, title: str, about: str = "") -> str:
-    defaults = presets.run().to_dict()
+def _section(name: str, title: str, about: str = "", kind: str = OURS) -> str:
+    defaults = presets.run(kind=kind).to_dict()
     rows = [
         (f"`{key.path}`", f"`{key.flag}`", f"`{_value(key.of(defaults))}`", f"{key.metadata['help']}{_limits(key)}")
-        for key in keys().values()
+        for key in keys(kind).values()
         if key.section == name
     ]
     return f"## {title}\n\n{about}{_table(('key', 'flag', 'default', 'meaning'), rows)}\n"
@@ -106,10 +106,21 @@ def _other_sizes() -> str:
     return f"## What other sizes change\n\n{_table(('key', *sizes), rows)}\n\n{note}\n"
 
 
+def _other_kinds() -> list[str]:
+    """The keys of a model that are not those of our own, kind by kind."""
+    kinds = [kind for kind in ARCHITECTURES if kind != OURS]
+    about = "Keys under `model` where `--model-kind {0}` is given, instead of those above. Sizes: {1}.\n\n"
+    return [
+        _section("model", f"Model kind {kind}", about.format(kind, ", ".join(f"`{size}`" for size in presets.sizes(kind))), kind)
+        for kind in kinds
+    ]
+
+
 def page() -> str:
     """The text of docs/configuration.md."""
     parts = [_BEGINNING, _section("", "General"), f"`{SMALL}` is the same as `--model-size small`.\n"]
     parts += [_section(name, title.capitalize()) for name, title in TITLES.items()]
+    parts += _other_kinds()
     parts += [_section(name, name.capitalize(), f"{text[0].upper()}{text[1:]}.\n\n") for name, text in FURTHER.items()]
     return "\n".join([*parts, _other_sizes()])
 

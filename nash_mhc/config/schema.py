@@ -24,11 +24,12 @@ from nash_mhc.config.fields import (
 )
 from nash_mhc.config.further import DistillConfig, LoraConfig, ObjectiveConfig, PrecisionConfig, QuantizeConfig, TelemetryConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
+from nash_mhc.config.reservoir import ReservoirConfig
 
 __all__ = [
     "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "DistillConfig", "Length",
-    "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig",
-    "OptimConfig", "PrecisionConfig", "QuantizeConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
+    "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig", "PrecisionConfig", "QuantizeConfig",
+    "ReservoirConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
     "accepted_types", "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
 
@@ -181,13 +182,13 @@ class TrainConfig(Section):
 
 
 # The configurations of all kinds of models that are known, by name.
-ARCHITECTURES: dict[str, type[ArchitectureConfig]] = {ModelConfig.architecture: ModelConfig}
+ARCHITECTURES: dict[str, type[ArchitectureConfig]] = {kind.architecture: kind for kind in (ModelConfig, ReservoirConfig)}
 
 
 def architecture_config(name: str) -> type[ArchitectureConfig]:
     if name not in ARCHITECTURES:
         raise ConfigError(
-            f"model.architecture {name}: this process knows no such model; there are {', '.join(ARCHITECTURES)} (import the "
+            f"model_kind {name}: this process knows no such model; there are {', '.join(ARCHITECTURES)} (import the "
             "module that registers it)"
         )
     return ARCHITECTURES[name]
@@ -233,6 +234,11 @@ class RunConfig:
         self.model.check_rows(self.data.seq_len)
 
     @property
+    def model_kind(self) -> str:
+        """The name of its model's architecture: which keys `model` has."""
+        return self.model.architecture
+
+    @property
     def reads_cache(self) -> bool:
         """Whether it learns from a teacher whose choices lie beside the rows."""
         return self.objective.name == "distill" and self.distill.teacher is None
@@ -247,14 +253,14 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON or YAML; `from_dict` is the inverse."""
         values = dataclasses.asdict(self)
-        if type(self.model) is not ModelConfig:
-            values["model"]["architecture"] = self.model.architecture
-        return values
+        return {"model_size": values.pop("model_size"), "model_kind": self.model_kind, **values}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RunConfig:
         sections = {f.name: f for f in dataclasses.fields(RunConfig)}
         built: dict[str, Any] = {}
+        values = dict(values)
+        model_kind = architecture_config(values.pop("model_kind", ModelConfig.architecture))
         for name, value in values.items():
             if name not in sections:
                 raise ConfigError(f"unknown section {name!r}; there are {', '.join(sections)}")
@@ -262,8 +268,8 @@ class RunConfig:
                 if not isinstance(value, dict):
                     raise ConfigError(f"{name} must hold keys and values, not {value!r}")
                 given = dict(value)
-                if name == "model" and "architecture" in given:
-                    kind = architecture_config(given.pop("architecture"))
+                if name == "model":
+                    kind = model_kind
                 known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
                 unknown = sorted(set(given) - known)
                 if unknown:
