@@ -79,7 +79,7 @@ def _convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
 
 def _yaml_nodes(file: str) -> yaml.nodes.Node | None:
     try:
-        return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)  # type: ignore[no-any-return]
+        return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--config cannot read {file}: {reason}") from None

@@ -7,6 +7,7 @@ from nash_mhc.config.schema import (
     DataConfig,
     ModelConfig,
     OptimConfig,
+    RecursiveConfig,
     ReservoirConfig,
     RunConfig,
     TelemetryConfig,
@@ -98,7 +99,25 @@ _RESERVOIR: dict[str, RunConfig] = {
     ),
 }  # fmt: skip
 
-_SIZES = {ModelConfig.architecture: _NASH_MHC, ReservoirConfig.architecture: _RESERVOIR}
+_RECURSIVE: dict[str, RunConfig] = {
+    "tiny": RunConfig(
+        model_size="tiny",
+        model=RecursiveConfig(vocab_size=257, width=128, layers=2, heads=8, head_dim=16, ffn=384),
+    ),
+    "small": RunConfig(
+        model_size="small",
+        model=RecursiveConfig(
+            vocab_size=65_536, width=1024, layers=4, heads=16, head_dim=64, ffn=2816, rope_theta=500_000.0,
+        ),
+        data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
+    ),
+}  # fmt: skip
+
+_SIZES = {
+    ModelConfig.architecture: _NASH_MHC,
+    ReservoirConfig.architecture: _RESERVOIR,
+    RecursiveConfig.architecture: _RECURSIVE,
+}
 
 
 def _of_kind(kind: str) -> dict[str, RunConfig]:

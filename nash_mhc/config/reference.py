@@ -111,7 +111,9 @@ def _other_kinds() -> list[str]:
     kinds = [kind for kind in ARCHITECTURES if kind != OURS]
     about = "Keys under `model` where `--model-kind {0}` is given, instead of those above. Sizes: {1}.\n\n"
     return [
-        _section("model", f"Model kind {kind}", about.format(kind, ", ".join(f"`{size}`" for size in presets.sizes(kind))), kind)
+        _section(
+            "model", f"Model kind {kind}", about.format(kind, ", ".join(f"`{size}`" for size in presets.sizes(kind))), kind
+        )
         for kind in kinds
     ]
 

@@ -24,12 +24,13 @@ from nash_mhc.config.fields import (
 )
 from nash_mhc.config.further import DistillConfig, LoraConfig, ObjectiveConfig, PrecisionConfig, QuantizeConfig, TelemetryConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
+from nash_mhc.config.recursive import RecursiveConfig
 from nash_mhc.config.reservoir import ReservoirConfig
 
 __all__ = [
     "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "DistillConfig", "Length",
     "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig", "PrecisionConfig", "QuantizeConfig",
-    "ReservoirConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
+    "RecursiveConfig", "ReservoirConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
     "accepted_types", "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
 
@@ -182,7 +183,9 @@ class TrainConfig(Section):
 
 
 # The configurations of all kinds of models that are known, by name.
-ARCHITECTURES: dict[str, type[ArchitectureConfig]] = {kind.architecture: kind for kind in (ModelConfig, ReservoirConfig)}
+ARCHITECTURES: dict[str, type[ArchitectureConfig]] = {
+    kind.architecture: kind for kind in (ModelConfig, ReservoirConfig, RecursiveConfig)
+}
 
 
 def architecture_config(name: str) -> type[ArchitectureConfig]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from nash_mhc.config.reservoir import ReservoirConfig
-from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ModelConfig
-from nash_mhc.model import incremental, reservoir
+from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ModelConfig, RecursiveConfig, ReservoirConfig
+from nash_mhc.model import incremental, recursive, reservoir
 from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
@@ -47,6 +46,17 @@ register(
         flops_per_token=reservoir.flops_per_token,
         empty_cache=reservoir.empty_state,
         decode=reservoir.decode,
+    ),
+)
+
+register(
+    RecursiveConfig,
+    Architecture(
+        init=recursive.Recursive.init,
+        flops_per_token=recursive.flops_per_token,
+        empty_cache=recursive.empty_cache,
+        decode=recursive.decode,
+        attention=lambda cfg: AttentionShape(cfg.head_dim, None) if cfg.mixer == "attention" and cfg.causal else None,
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.rope_scaling import RopeScaling
-from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_matrix
 from nash_mhc.model.weights import project
 from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
@@ -81,7 +80,33 @@ def per_head(rows: Rows) -> Rows:
     )  # fmt: skip
 
 
-def rotation_of(cfg: ModelConfig) -> Rotation:
+@runtime_checkable
+class Shape(Protocol):
+    """What attention has to know of a model."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> str | None: ...
+
+
+def rotation_of(cfg: Shape) -> Rotation:
     if cfg.rope_scaling is None:
         return Rotation(cfg.rope_theta)
     scaling = RopeScaling.parse(cfg.rope_scaling)
@@ -101,7 +126,7 @@ class Attention(eqx.Module):
     rotation: Rotation = eqx.field(static=True)
 
     @staticmethod
-    def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Attention:
+    def init(cfg: Shape, *, key: PRNGKeyArray) -> Attention:
         q, k, v, out = jax.random.split(key, 4)
         D, N, K, H = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim
         bias = (lambda heads: jnp.zeros((heads, H), jnp.float32)) if cfg.qkv_bias else (lambda heads: None)

@@ -132,14 +132,14 @@ def _place(stack: Array, index: Array, row: Array, axis: int, place: Array) -> A
     return lax.dynamic_update_slice(stack, row[None], starts)
 
 
-def _kept(rows: KeyValues, index: Array, i: Array, k_BTKH: Array, v_BTKH: Array) -> KeyValues:
+def kept(rows: KeyValues, index: Array, i: Array, k_BTKH: Array, v_BTKH: Array) -> KeyValues:
     """With row i of one layer in its place. The rows of one head lie together, which is how they are read."""
     place = i % rows.k_LBKSH.shape[3]
     put = lambda stack, row_BTKH: _place(stack, index, jnp.swapaxes(row_BTKH, 1, 2), 3, place)
     return KeyValues(put(rows.k_LBKSH, k_BTKH), put(rows.v_LBKSH, v_BTKH))
 
 
-def _look(q_BTNH: Float[Array, "B 1 N H"], rows: KeyValues, index: Array, i: Array, *, null: bool = False) -> Found:
+def look(q_BTNH: Float[Array, "B 1 N H"], rows: KeyValues, index: Array, i: Array, *, null: bool = False) -> Found:
     """What row i finds among the rows up to itself, which must be in its place: `attend` for one query.
 
     `null`: and beside them a key of zeros, which has nothing to say.
@@ -174,9 +174,9 @@ def _attend(
     positions_BT = jnp.broadcast_to(t, x_BTD.shape[:2])
     q_BTNH, k_BTKH, v_BTKH = base.project(x_BTD)
     turned_BTNH, key_BTKH = base.placed(q_BTNH, k_BTKH, positions_BT)
-    rows, index = _kept(cache.fine[at.i], at.group, t, key_BTKH, v_BTKH), at.layer
+    rows, index = kept(cache.fine[at.i], at.group, t, key_BTKH, v_BTKH), at.layer
     fine = (*cache.fine[: at.i], rows, *cache.fine[at.i + 1 :])
-    found, coarse = [_look(turned_BTNH, rows, at.group, t)], []
+    found, coarse = [look(turned_BTNH, rows, at.group, t)], []
     if isinstance(mixer, Attention):
         return base.output(found[0].out_BTNH), dataclasses.replace(cache, fine=fine)
     summary = k_BTKH, v_BTKH
@@ -184,7 +184,7 @@ def _attend(
         scale, summary = _summarize(mixer, c, before, summary, index, t)
         coarse.append(scale)
         # Of the blocks before its own one; before the first of them it finds nothing, and `settle` knows that.
-        found.append(_look(turned_BTNH, scale.rows, index, t // mixer.strides[c] - 1, null=True))
+        found.append(look(turned_BTNH, scale.rows, index, t // mixer.strides[c] - 1, null=True))
     mixed_BTNH, _, _ = mixer.settle(tuple(found), positions_BT)
     return base.output(mixed_BTNH), dataclasses.replace(cache, fine=fine, coarse=tuple(coarse))
 
@@ -228,4 +228,4 @@ def _summarize(
 
     nothing = jax.tree.map(jnp.zeros_like, finer)
     row, key_BTKH = lax.cond(ended, summary, lambda: (nothing, nothing[0]))
-    return Coarse(k_LBJKH, v_LBJKH, _kept(scale.rows, index, i, key_BTKH, row[1])), row
+    return Coarse(k_LBJKH, v_LBJKH, kept(scale.rows, index, i, key_BTKH, row[1])), row

@@ -31,6 +31,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tp",),
     "ffn": ("tp",),
     "reservoir": ("tp",),  # units of a recurrence, each by itself
+    "cells": (),  # of a puzzle's grid, in a layer across them: few
     "vocab": ("tp",),
     "head_dim": (),
     "streams": (),  # R: a token's streams stay together; it is T that is split
