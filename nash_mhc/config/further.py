@@ -15,7 +15,7 @@ class ObjectiveConfig(Section):
 
     name: str = key(
         "next_token",
-        "what is minimized: next_token, smoothed, distill (from a teacher's cache), or one that was registered",
+        "what is minimized: next_token, smoothed, distill (from a teacher), puzzle (every cell's answer), or a registered one",
         flag="objective",
     )
     label_smoothing: float = key(0.1, "share of a target that `smoothed` gives to the whole vocabulary", above=0, high=0.99)

@@ -81,7 +81,7 @@ class OptimConfig(Section):
     learning_rate: float = key(1.2e-3, "peak learning rate of matrices at width 640; others follow by role and width", above=0)
     min_lr_ratio: float = key(0.05, "learning rate at the end, as a share of the peak", low=0, high=1)
     warmup_steps: int = key(25, "steps of linear warm-up", low=0)
-    optimizer: str = key("adamw", "adamw, muon (matrices by Muon, all else by AdamW), or one that was registered")
+    optimizer: str = key("adamw", "adamw, adam_atan2, muon (matrices by Muon, all else by AdamW), or one that was registered")
     freeze: str | None = key(
         None, "parameters that stay as they are: names as in parameters.txt or the first words of them, * for any, with commas"
     )
@@ -233,6 +233,12 @@ class RunConfig:
             raise ConfigError(
                 "--quantize: adapters correct a model that is quantized already; quantize it in a run of its own, and name "
                 "that one with --init-from, without --quantize"
+            )
+        sees_all = isinstance(self.model, RecursiveConfig) and not self.model.causal
+        if sees_all and self.objective.name in ("next_token", "smoothed", "distill"):
+            raise ConfigError(
+                f"--no-model-causal: with --objective {self.objective.name}, every place would see its own answer; use "
+                "--objective puzzle, or a causal model"
             )
         self.model.check_rows(self.data.seq_len)
 

@@ -24,6 +24,7 @@ class Batch(NamedTuple):
     weights: Float[Array, "*A B T"]  # of each target in the loss
     teacher: Teacher | None = None  # what one knows of every place, where there is one
     anchor: Teacher | None = None  # and what the model knew that the run began with, where it is not to go far from it
+    carry: Any = None  # what the objective left of the step before, where it carries something (see `registry.py`)
 
 
 class Sum(NamedTuple):
@@ -44,6 +45,7 @@ class Aux(NamedTuple):
 
     sums: Sums
     health: dict[str, Array]  # of the model; see `LanguageModel.health`
+    carry: Any = None  # for the next step, like `Batch.carry`; this alone does not add up
 
 
 Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]  # of a LanguageModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ class TrainState(eqx.Module):
     opt_state: PyTree
     ema: Any  # averaged weights of what is trained, when ema_decay asks for them; else None
     recent: Recent  # losses and gradient norms of the last steps, skipped ones included: what a spike is judged by
+    carry: Any = None  # what the objective takes from step to step, a part a row of the batch; else None
 
     @property
     def best_model(self) -> Any:
@@ -51,10 +53,13 @@ def shaping(cfg: RunConfig) -> RunConfig:
     optim = OptimConfig(**{name: getattr(cfg.optim, name) for name in names}, ema_decay=0.5 * bool(cfg.optim.ema_decay))
     names = ("dtype", "remat", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
-    any_rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
+    rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
+    if cfg.objective.name in registry.CARRIES:  # what is carried has the shape of a batch
+        rows = DataConfig(seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size)
+        train = dataclasses.replace(train, grad_accum=cfg.train.grad_accum)
     return RunConfig(
         model=cfg.model,
-        data=any_rows,
+        data=rows,
         optim=optim,
         train=train,
         objective=cfg.objective,
@@ -72,6 +77,7 @@ def registered(cfg: RunConfig) -> tuple[Any, ...]:
         architecture_of(cfg.model),
         optimizers.OPTIMIZERS.get(cfg.optim.optimizer),
         registry.OBJECTIVES.get(cfg.objective.name),
+        registry.CARRIES.get(cfg.objective.name),
     )
 
 
@@ -84,7 +90,7 @@ def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     opt_state = training.fresh_state(Hyperparameters.of(cfg), trained)
     # A copy: a state whose leaves share a buffer could not be donated. Averages change too little a step for bfloat16.
     ema = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trained) if cfg.optim.ema_decay else None
-    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, Recent.empty())
+    return TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, Recent.empty(), registry.fresh_carry_of(cfg))
 
 
 def _as_trained(cfg: RunConfig, model: Any, key: Array) -> Any:
@@ -119,8 +125,9 @@ def _state_shardings(cfg: RunConfig, mesh: Mesh, _: tuple[Any, ...]) -> TrainSta
         shape.opt_state, trained, transform_non_params=lambda _: replicated, is_leaf=is_gone,
     )  # fmt: skip
     recent = jax.tree.map(lambda _: replicated, shape.recent)
-    trees = (replicated, model, opt_state, None if shape.ema is None else trained, recent)
-    parts = lambda s: (s.step, s.model, s.opt_state, s.ema, s.recent)
+    carry = jax.tree.map(lambda a: named(mesh, *("parts", "batch", "time", "width")[: a.ndim]), shape.carry)
+    trees = (replicated, model, opt_state, None if shape.ema is None else trained, recent, carry)
+    parts = lambda s: (s.step, s.model, s.opt_state, s.ema, s.recent, s.carry)
     return eqx.tree_at(parts, shape, trees, is_leaf=lambda x: x is None)
 
 

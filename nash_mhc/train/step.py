@@ -28,30 +28,34 @@ Metrics = dict[str, Float[Array, "..."]]
 def summed_gradients(
     objective: Objective, trained: Any, frozen: Any, batch: Batch, key: Array | None, salt: Salt
 ) -> tuple[Any, Aux]:
-    """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one.
+    """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one. What is
+    carried to the next step is of each part by itself, and not added up.
 
     What a part leaves out is drawn from `key`, if there is one, and the part's number. Gradients are kept as their
     weights are.
     """
 
-    def of_trained(trained: Any, part: Batch, number: Array) -> tuple[Array, Aux]:
+    def of_trained(trained: Any, part: Batch, number: Array) -> tuple[Array, tuple[Aux, Any]]:
         model = eqx.combine(trained, frozen)
-        return objective(model if key is None else with_dropout(model, jax.random.fold_in(key, number)), part)
+        loss, aux = objective(model if key is None else with_dropout(model, jax.random.fold_in(key, number)), part)
+        return loss, (aux._replace(carry=None), aux.carry)
 
     grad = jax.grad(of_trained, has_aux=True)
     parts, numbers = batch.inputs.shape[0], jnp.arange(batch.inputs.shape[0])
     first = jax.tree.map(lambda a: a[0], batch)
     if parts == 1:
-        return grad(trained, first, numbers[0])
+        gradients, (reports, carried) = grad(trained, first, numbers[0])
+        return gradients, reports._replace(carry=jax.tree.map(lambda a: a[None], carried))
 
-    def add(carry: tuple[Any, Aux], part: tuple[Batch, Array]) -> tuple[tuple[Any, Aux], None]:
-        gradients, reports = grad(trained, *part)
-        added = map_numbered(lambda i, a, b: stored(wide(a) + wide(b), a.dtype, salt_of(salt, part[1], i)), carry[0], gradients)
-        return (added, jax.tree.map(jnp.add, carry[1], reports)), None
+    def add(sums: tuple[Any, Aux], part: tuple[Batch, Array]) -> tuple[tuple[Any, Aux], Any]:
+        gradients, (reports, carried) = grad(trained, *part)
+        added = map_numbered(lambda i, a, b: stored(wide(a) + wide(b), a.dtype, salt_of(salt, part[1], i)), sums[0], gradients)
+        return (added, jax.tree.map(jnp.add, sums[1], reports)), carried
 
-    shapes = jax.eval_shape(lambda: of_trained(trained, first, numbers[0])[1])
+    shapes = jax.eval_shape(lambda: of_trained(trained, first, numbers[0])[1][0])
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), zero), (batch, numbers))[0]
+    (gradients, reports), carried = jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), zero), (batch, numbers))
+    return gradients, reports._replace(carry=carried)
 
 
 def make_train_step(
@@ -61,7 +65,8 @@ def make_train_step(
         trained, frozen = training.split(state.model)
         key = jax.random.fold_in(jax.random.key(h.seed), state.step) if drops(state.model) else None
         salts = [salt_of(h.seed, state.step, purpose) for purpose in range(2)]
-        grads, (sums, health) = summed_gradients(objective, trained, frozen, batch, key, salts[0])
+        batch = batch._replace(carry=state.carry)
+        grads, (sums, health, carried) = summed_gradients(objective, trained, frozen, batch, key, salts[0])
         weight = sums["loss"].weight
         # Divided at the end: every token weighs the same, whichever part of the batch it came in.
         scale = 1.0 / jnp.maximum(weight, 1.0)
@@ -87,6 +92,8 @@ def make_train_step(
         metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(wide, trained))}
         step = state.step + changes.astype(state.step.dtype)
         model = look_at_magnitudes(eqx.combine(trained, frozen), step, changes)
-        return TrainState(step, model, opt_state, ema, recent), metrics
+        # Of a bad step, nothing is carried either: what is not finite would come back in every later one.
+        carry = jax.tree.map(lambda new, old: jnp.where(good, new, old), carried, state.carry)
+        return TrainState(step, model, opt_state, ema, recent, carry), metrics
 
     return train_step

@@ -1,0 +1,167 @@
+"""Puzzles that are thought about for several steps: what is carried, when it ends, and what is measured."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from runs import RUN
+
+from nash_mhc.config.recursive import RecursiveConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ObjectiveConfig, OptimConfig, TrainConfig
+from nash_mhc.data.pack import Rows
+from nash_mhc.model.protocol import Execution
+from nash_mhc.objectives.base import Batch
+from nash_mhc.objectives.puzzle import puzzle
+from nash_mhc.ops.stablemax import log_stablemax
+from nash_mhc.optim.optimizers import OPTIMIZERS
+from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.train.device_batches import to_device
+from nash_mhc.train.programs import compile_train_step
+from nash_mhc.train.state import create_state
+
+MODEL = RecursiveConfig(
+    vocab_size=5, width=16, heads=2, head_dim=8, ffn=32, inner_cycles=1, outer_cycles=2, mixer="cells", cells=16, causal=False,
+    most_passes=3, explore=0.0,
+)  # fmt: skip
+CFG = dataclasses.replace(
+    RUN, model=MODEL, data=DataConfig(batch_size=4, seq_len=16), objective=ObjectiveConfig(name="puzzle"),
+    optim=OptimConfig(learning_rate=1e-3, warmup_steps=0), train=TrainConfig(total_steps=10, dtype="float32", attention="xla"),
+)  # fmt: skip
+
+
+def rows_of(seed, parts=1, rows=4):
+    drawn = np.random.default_rng(seed)
+    answers = drawn.integers(1, 5, (parts, rows, 16)).astype(np.int32)
+    given = np.where(drawn.random(answers.shape) < 0.5, answers, 0).astype(np.int32)
+    return Rows(given, answers, np.ones_like(answers), np.ones(answers.shape, np.float32))
+
+
+def steps(cfg, batches, state=None):
+    mesh = small.make_mesh(cfg.mesh)
+    with jax.set_mesh(mesh):
+        state = create_state(cfg, mesh) if state is None else state
+        step, seen = compile_train_step(cfg, mesh), []
+        for rows in batches:
+            state, metrics = step(state, to_device(rows, mesh))
+            seen.append(jax.device_get((state.carry, metrics)))
+    return state, seen
+
+
+def test_stablemax_is_its_formula_and_never_loses_a_gradient():
+    x = np.concatenate([np.linspace(-50, 50, 41), [-1e30, 1e30]]).astype(np.float32)
+    s = np.where(x >= 0, x.astype(np.float64) + 1, 1 / (1 - x.astype(np.float64)))
+    np.testing.assert_allclose(log_stablemax(jnp.asarray(x[:41])), np.log(s[:41] / s[:41].sum()), rtol=1e-5)
+    assert np.isfinite(jax.grad(lambda x: log_stablemax(x)[0])(jnp.asarray(x))).all()
+
+
+def test_a_puzzle_stays_for_its_passes_and_then_takes_the_next_row():
+    batches = [rows_of(seed) for seed in range(5)]
+    _, seen = steps(CFG, batches)
+    # The first stays for three passes, whatever comes meanwhile; nothing is held for solved at the start (bias -5).
+    for n, (carry, metrics) in enumerate(seen):
+        np.testing.assert_array_equal(carry.inputs, batches[0 if n < 3 else 3].inputs)
+        np.testing.assert_array_equal(carry.targets, batches[0 if n < 3 else 3].targets)
+        assert (carry.passes == n % 3 + 1).all() and carry.done.all() == (n % 3 == 2) and (carry.taken == n // 3 + 1).all()
+        assert metrics["weight/passes"] == (4 if n % 3 == 2 else 0)
+    # What is carried matters: a second pass over the same puzzle begins where the first one ended.
+    assert not np.allclose(seen[0][0].upper, seen[1][0].upper)
+
+
+def test_a_pass_from_the_beginning_is_the_same_as_the_first_one():
+    """Of slots that begin anew, nothing of the puzzle before is left."""
+    cfg = dataclasses.replace(CFG, optim=dataclasses.replace(CFG.optim, learning_rate=1e-12))
+    batches = [rows_of(0), rows_of(1), rows_of(2), rows_of(0)]
+    _, seen = steps(cfg, batches)
+    np.testing.assert_allclose(seen[3][0].upper, seen[0][0].upper, atol=1e-5)
+    np.testing.assert_allclose(seen[3][1]["loss"], seen[0][1]["loss"], rtol=1e-6)
+
+
+def test_one_that_holds_itself_for_solved_makes_room_at_once_unless_it_explores():
+    model = dataclasses.replace(MODEL, most_passes=8)
+    sure = lambda state: dataclasses.replace(
+        state, model=dataclasses.replace(state.model, stop_bias=state.model.stop_bias + 10)
+    )
+    for explore, at_once in ((0.0, True), (1.0, False)):
+        cfg = dataclasses.replace(CFG, model=dataclasses.replace(model, explore=explore))
+        state, _ = steps(cfg, [])
+        _, seen = steps(cfg, [rows_of(0)] * 8, sure(state))
+        assert (seen[0][0].done.all(), seen[0][0].done.any()) == (at_once, at_once)
+        lengths = {int(n) for carry, _ in seen for n in carry.passes[carry.done]}
+        assert lengths == {1} if at_once else lengths <= set(range(2, 9)) and len(lengths) > 1
+
+
+def test_parts_of_a_step_have_puzzles_of_their_own_and_meshes_agree():
+    parts = dataclasses.replace(
+        CFG, train=dataclasses.replace(CFG.train, grad_accum=2), data=DataConfig(batch_size=2, seq_len=16)
+    )
+    whole = [rows_of(seed) for seed in range(4)]
+    halves = [Rows(*(a.reshape(2, 2, 16) for a in rows)) for rows in whole]
+    meshed = dataclasses.replace(CFG, mesh=MeshConfig(data=2, fsdp=2, tp=2))
+    (_, one), *others = (steps(CFG, whole), steps(parts, halves), steps(meshed, whole))
+    for _, other in others:
+        for (carry, metrics), (expected, wanted) in zip(other, one, strict=True):
+            np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
+            for a, b in zip(carry, expected, strict=True):
+                np.testing.assert_allclose(a.reshape(b.shape), b, atol=2e-3)
+
+
+def test_of_a_bad_step_nothing_is_carried():
+    state, _ = steps(CFG, [rows_of(0)])
+    before = jax.device_get(state.carry)
+    bad = rows_of(1)
+    bad.weights[...] = np.nan
+    carry = before._replace(done=np.ones_like(before.done))
+    mesh = small.make_mesh(CFG.mesh)
+    state = dataclasses.replace(state, carry=jax.device_put(carry, jax.tree.map(lambda a: a.sharding, state.carry)))
+    _, [(after, metrics)] = steps(CFG, [bad], state)
+    assert metrics["skipped"] == 1 and mesh.size == 1
+    for a, b in zip(after, carry, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_evaluation_thinks_to_the_end_and_tells_of_every_depth():
+    state, _ = steps(CFG, [])
+    batch = Batch(*(jnp.asarray(a[0]) for a in rows_of(0)))
+    aux = jax.jit(lambda model: puzzle(model, batch, execution=Execution(evaluates=True))[1])(state.model)
+    assert {"exact", "exact_stopping", "passes", "exact_after/1", "exact_after/2", "exact_after/3"} <= set(aux.sums)
+    assert float(aux.sums["passes"].total) == 4 * 3 and float(aux.sums["exact"].weight) == 4
+    # The last of three passes is what three steps of training come to.
+    frozen = dataclasses.replace(CFG, optim=dataclasses.replace(CFG.optim, learning_rate=1e-12))
+    _, seen = steps(frozen, [rows_of(0)] * 3)
+    np.testing.assert_allclose(aux.sums["loss/ce"].total / 64, seen[2][1]["loss/ce"], rtol=1e-4)
+    # Rows that fill a batch up do not count.
+    none = batch._replace(weights=batch.weights.at[2:].set(0.0))
+    aux = jax.jit(lambda model: puzzle(model, none, execution=Execution(evaluates=True))[1])(state.model)
+    assert float(aux.sums["exact"].weight) == 2 and float(aux.sums["loss/ce"].weight) == 32
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(ConfigError, match=r"with --objective next_token, every place would see its own answer"):
+        dataclasses.replace(CFG, objective=ObjectiveConfig())
+    language = dataclasses.replace(RUN, objective=ObjectiveConfig(name="puzzle"))
+    with pytest.raises(ConfigError, match=r"--objective puzzle needs a model that sees the whole grid"):
+        steps(language, [])
+
+
+def test_adam_atan2_is_its_formula_and_does_not_know_the_gradients_size():
+    drawn = np.random.default_rng(0)
+    state, _ = steps(CFG, [])
+    model = jax.device_get(state.model)
+    h = Hyperparameters.of(CFG)
+    made = OPTIMIZERS["adam_atan2"](h, model)
+    kept = {1.0: made.init(model), 1024.0: made.init(model)}
+    m = v = 0.0
+    for n in range(1, 4):
+        g = jax.tree.map(lambda p: drawn.normal(size=p.shape).astype(np.float32), model)
+        updates = {}
+        for size, before in kept.items():
+            updates[size], kept[size] = made.update(jax.tree.map(lambda g, size=size: size * g, g), before, model)
+        m, v = 0.9 * m + 0.1 * g.stop_D.astype(np.float64), 0.95 * v + 0.05 * g.stop_D.astype(np.float64) ** 2
+        angle = np.arctan2(m / (1 - 0.9**n), np.sqrt(v / (1 - 0.95**n)))
+        factor = updates[1.0].stop_D / (4 / np.pi * angle)
+        np.testing.assert_allclose(factor, factor.mean(), rtol=1e-5)  # the role's rate, the same everywhere
+        for one, other in zip(jax.tree.leaves(updates[1.0]), jax.tree.leaves(updates[1024.0]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
