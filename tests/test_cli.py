@@ -79,6 +79,7 @@ def a_value(key: cli.Key) -> tuple[str, object]:
         number = special.get(key.path, 97)
         return str(number), number
     special_text = {"telemetry.profile": "5:7", "model.rope_scaling": "linear,factor=2", "quantize.weights": "3/0,none"}
+    special_text |= {"mesh.platform": "tpu,cpu"}
     text = special_text.get(key.path, "some text")
     return text, text
 

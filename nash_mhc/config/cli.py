@@ -12,9 +12,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,13 +22,13 @@ from nash_mhc.config import presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
 from nash_mhc.config.help import as_flags, render, section_help, usage
 from nash_mhc.config.key_names import OURS, SMALL, Key, find, keys, of_another_kind, sections
-from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, at_home, check_field, weighted_parts
+from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
+from nash_mhc.config.values import BOOLS, Settings, at, convert
+from nash_mhc.config.yaml_file import nodes_of, read_yaml
 
-BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-__all__ = ["Key", "Parsed", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
+__all__ = ["Key", "Parsed", "Settings", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
 
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
-Settings = dict[str, tuple[Any, str]]  # path -> value, origin
 Found = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 
 
@@ -40,104 +39,6 @@ class Parsed:
     print_config: bool
     given: dict[str, Any] = field(default_factory=dict)  # what the user has set, by flag, file or key=value
     own: argparse.Namespace = field(default_factory=argparse.Namespace)  # the command's own flags
-
-
-@contextlib.contextmanager
-def _at(where: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
-    """Text to the key's type, then the schema's own check; `name` is what the user called the key."""
-    word = text.strip().lower()
-    if not word:
-        raise ConfigError(f"{name} needs a value")
-    value: Any = at_home(text) if key.metadata["path"] else text
-    # Quotes in YAML keep the literal text, and "none" is an ordinary word where the key cannot be None (--remat none).
-    choices = key.metadata["choices"] or ()
-    is_none = not quoted and not choices and (word in ("null", "~") or (word == "none" and type(None) in key.kinds))
-    with contextlib.suppress(KeyError, ValueError):  # what stays text fails the check below, which says what it wants
-        if is_none:
-            value = None
-        elif bool in key.kinds:
-            value = BOOLS[word]
-        elif float in key.kinds:
-            value = float(word)
-        elif int in key.kinds:
-            # People write 1e4 for a number of steps; plain digits must not lose precision on the way through a float.
-            value = int(word) if re.fullmatch(r"[+-]?[\d_]+", word) else float(word)
-            value = int(value) if isinstance(value, int) or value.is_integer() else text
-    try:
-        check_field(name, value, key.annotation, key.metadata)
-    except ConfigError as error:
-        raise ConfigError(f"{error}{did_you_mean(text, choices)}") from None
-    return value
-
-
-def _yaml_nodes(file: str) -> yaml.nodes.Node | None:
-    try:
-        return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--config cannot read {file}: {reason}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or getattr(error, "reason", None) or "nested too deeply"
-        raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}") from None
-
-
-def _read_yaml(file: str, settings: Settings, kind: str) -> None:
-    """Applies one YAML file. The node tree, not plain values: it keeps line numbers and the text of each scalar."""
-    known = keys(kind)
-    lines: dict[str, int] = {}
-
-    def walk(node: yaml.nodes.Node | None, section: str) -> None:
-        if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
-            return  # an empty file, or a section whose keys are all commented out
-        if not isinstance(node, yaml.MappingNode):
-            start = f"{file}:{node.start_mark.line + 1}"
-            raise ConfigError(f"{start}: {section or 'the file'} must hold lines of the form 'key: value'")
-        for name_node, child in node.value:
-            name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "[...]"
-            path = f"{section}.{name}" if section else name
-            line = name_node.start_mark.line + 1
-            with _at(f"{file}:{line}"):
-                if path in lines:
-                    raise ConfigError(f"{path} is set twice, first on line {lines[path]}; keep one of them")
-                lines[path] = line
-                # A dotted name is a path for key=value only; in a file the sections are nested.
-                if (path not in known or "." in name) and (section or name not in sections()):
-                    raise ConfigError(_misplaced(name, section, kind))
-                if path in known:
-                    if not isinstance(child, yaml.ScalarNode):
-                        raise ConfigError(f"{path} takes a single value, not a list or a section")
-                    value = _convert(known[path], child.value, path, quoted=child.style is not None)
-                    settings[path] = (value, f"{file}:{line}")
-            if path not in known:
-                walk(child, name)
-
-    walk(_yaml_nodes(file), "")
-
-
-def _misplaced(name: str, section: str, kind: str) -> str:
-    """About a name in a file that is no key there: where it belongs, else the nearest key, else all there are."""
-    if section == "model" and (whose := of_another_kind(f"model.{name}", kind)):
-        return f"unknown key model.{name}{whose}"
-    key, known = find(name, loose=True, kind=kind), keys(kind)
-    if key is not None:
-        top, _, last = key.path.rpartition(".")
-        if top and top == section:
-            return f"unknown key {section}.{name}; did you mean {last}?"
-        return f"{last} belongs under {top}:" if top else f"{last} belongs at the top of the file, not under {section}:"
-    here = [p.removeprefix(section + ".") for p in known if p.startswith(section + ".")]
-    here = here or [*sections(), *(p for p in known if "." not in p)]
-    hint = did_you_mean(name, here) or next(
-        (f"; did you mean {p}?" for p in known if did_you_mean(name, [p.split(".")[-1]])), ""
-    )
-    return f"unknown key {section + '.' if section else ''}{name}{hint or '; there are ' + ', '.join(here)}"
 
 
 def _is_folder(word: str) -> bool:
@@ -161,7 +62,7 @@ def _kind(argv: Sequence[str]) -> str:
         text = text if equals else follows
         if flag == "--config":
             with contextlib.suppress(ConfigError):
-                root = _yaml_nodes(text)
+                root = nodes_of(text)
                 top = root.value if isinstance(root, yaml.MappingNode) else []
                 found = next((str(child.value) for name, child in top if name.value == "model_kind"), found)
         elif flag == "--model-kind" or (flag == "model_kind" and equals):
@@ -196,13 +97,13 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
             if not equals or not flag:
                 hint = f"; the folder of a run has a slash in its name: runs/{token}" if folder is not None else ""
                 raise ConfigError(f"unexpected argument {token!r}; write --flag value or section.key=value{hint}")
-            with _at(f"override {token}"):
+            with at(f"override {token}"):
                 if (key := find(flag, kind=kind)) is None:
                     guess, valid = find(flag, loose=True, kind=kind), [*known, *(k.short for k in known.values())]
                     hint = f"; did you mean {guess.path}?" if guess else did_you_mean(flag, valid)
                     hint = of_another_kind(flag, kind) or hint
                     raise ConfigError(f"unknown key {flag}{hint or '; --help lists them all'}")
-                settings[key.path] = (_convert(key, text, key.path), f"override {token}")
+                settings[key.path] = (convert(key, text, key.path), f"override {token}")
         elif flag in off or flag in ("--print-config", SMALL):
             if equals:
                 raise ConfigError(f"{flag} takes no value; leave out '={text}'")
@@ -227,7 +128,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                 takes = follows.lower() in BOOLS if is_bool else re.match(r"(?!-)|-[\d.]|-inf$", follows)
                 text = rest.pop(0) if takes else "true" if is_bool else ""
             if key is not None:
-                value = _convert(key, text, flag)
+                value = convert(key, text, flag)
                 before, origin = settings.get(key.path, ("", ""))
                 if key.metadata["weighted"] and origin == f"flag {flag}" and before != value:
                     # As everywhere, the last one would win: but who names two datasets wants both.
@@ -236,14 +137,14 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                     value = f"{before},{value}"
                 settings[key.path] = (value, f"flag {flag}")
             elif text:
-                _read_yaml(text, settings, kind)
+                read_yaml(text, settings, kind)
             else:
                 raise ConfigError("--config needs a value, the name of a YAML file")
     if folder is not None and alone is not None:  # as plain as a flag: what a file says about it does not count
         before, origin = settings.get(folder, (None, ""))
         if origin.startswith(("flag", "override")):
             raise ConfigError(f"two folders are given, {before} and {alone}; name one")
-        settings[folder] = (_convert(known[folder], alone, folder), f"argument {alone}")
+        settings[folder] = (convert(known[folder], alone, folder), f"argument {alone}")
     return settings, print_config
 
 

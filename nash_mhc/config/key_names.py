@@ -22,7 +22,12 @@ from nash_mhc.config.schema import (
 
 SMALL = "--use-small-model"  # the same as --model-size small
 # What other frameworks call these keys: never accepted, only the source of a better "did you mean".
-NICKNAMES = {"lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", "use_small_model": "model_size"}
+NICKNAMES = {
+    "lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", "use_small_model": "model_size",
+    "global_batch_size": "batch_size", "device_type": "platform", "device": "platform", "arch": "model_kind",
+    "H_cycles": "outer_cycles", "L_cycles": "inner_cycles", "halt_max_steps": "most_passes", "hidden_size": "width",
+    "halt_exploration_prob": "explore", "num_heads": "heads", "spectral_radius": "radius", "reservoir_size": "units",
+}  # fmt: skip
 
 
 # What a run may do besides pretraining: --help names these sections, and --help SECTION shows one.
@@ -109,7 +114,8 @@ def sections() -> list[str]:
 def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
     """The key with that path or short form; `loose` also goes by the last component, to guess what was meant."""
     found = [key for key in keys(kind).values() if name in (key.path, key.short)]
-    last = NICKNAMES.get(name, name).split(".")[-1]
+    last = name.rsplit(".", maxsplit=1)[-1]
+    last = NICKNAMES.get(last, last)
     found += [key for key in keys(kind).values() if loose and last in (key.path.split(".")[-1], key.short)]
     return found[0] if found else None
 
@@ -117,6 +123,6 @@ def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
 def of_another_kind(name: str, kind: str) -> str:
     """What to add about a name that is no key of this kind of model, where it is one of another; else nothing."""
     for other in ARCHITECTURES:
-        if (key := find(name, kind=other)) is not None and key.path not in keys(kind):
+        if (key := find(name, kind=other, loose=True)) is not None and find(name, kind=kind, loose=True) is None:
             return f": {key.path} is a key of --model-kind {other}, and this is {kind}"
     return ""

@@ -6,6 +6,7 @@ from nash_mhc.config.schema import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimConfig,
     RecursiveConfig,
     ReservoirConfig,
@@ -19,6 +20,7 @@ from nash_mhc.config.schema import (
 _OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1)
 # On an H200, `small` takes 8 ms for a token: so many, at every evaluation, are less than a hundredth of its time.
 _TELEMETRY = TelemetryConfig(sample_tokens=32)
+_NO_SAMPLES, _PUZZLE = TelemetryConfig(sample_tokens=0), ObjectiveConfig(name="puzzle")
 _TRAIN = TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500)
 
 _NASH_MHC: dict[str, RunConfig] = {
@@ -110,6 +112,30 @@ _RECURSIVE: dict[str, RunConfig] = {
             vocab_size=65_536, width=1024, layers=4, heads=16, head_dim=64, ffn=2816, rope_theta=500_000.0,
         ),
         data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
+    ),
+    # Learns small Sudoku on two cores in a few minutes.
+    "sudoku4": RunConfig(
+        model_size="sudoku4",
+        model=RecursiveConfig(
+            vocab_size=5, width=64, layers=2, heads=4, head_dim=16, ffn=192, inner_cycles=2, outer_cycles=2, mixer="cells",
+            cells=16, causal=False, most_passes=8,
+        ),
+        data=DataConfig(dataset="sudoku4", tokenizer="sudoku4", batch_size=64, seq_len=16), objective=_PUZZLE,
+        optim=OptimConfig(learning_rate=3e-4, warmup_steps=100, weight_decay=0.1, ema_decay=0.99),
+        train=TrainConfig(total_steps=4000, log_interval=50, eval_interval=500, checkpoint_interval=500),
+        telemetry=_NO_SAMPLES,
+    ),
+    # As large as TRM (arXiv 2510.04871), which needs an accelerator.
+    "sudoku9": RunConfig(
+        model_size="sudoku9",
+        model=RecursiveConfig(
+            vocab_size=10, width=512, layers=2, heads=8, head_dim=64, ffn=1536, inner_cycles=6, outer_cycles=3, mixer="cells",
+            cells=81, causal=False,
+        ),
+        data=DataConfig(dataset="sudoku9", tokenizer="sudoku9", batch_size=768, seq_len=81), objective=_PUZZLE,
+        optim=OptimConfig(learning_rate=1e-4, warmup_steps=500, weight_decay=0.1, ema_decay=0.999, optimizer="muon"),
+        train=TrainConfig(total_steps=12_000, log_interval=50, eval_interval=1000, checkpoint_interval=1000, eval_batches=2),
+        telemetry=_NO_SAMPLES,
     ),
 }  # fmt: skip
 

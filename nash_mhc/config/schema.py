@@ -28,11 +28,14 @@ from nash_mhc.config.recursive import RecursiveConfig
 from nash_mhc.config.reservoir import ReservoirConfig
 
 __all__ = [
-    "ARCHITECTURES", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "DistillConfig", "Length",
+    "ARCHITECTURES", "PLATFORMS", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "DistillConfig", "Length",
     "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig", "PrecisionConfig", "QuantizeConfig",
     "RecursiveConfig", "ReservoirConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
     "accepted_types", "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
+
+
+PLATFORMS = ("tpu", "gpu", "cpu")  # what `auto` takes, in this order
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class MeshConfig(Section):
     tp: int = axis("devices along tp: heads, ffn and vocabulary are split (-1: the rest)")
     num_devices: int | None = key(None, "use only this many of the devices there are", low=1, flag="num-devices")
     platform: str = key(
-        "auto", "device kind; auto takes TPU, else GPU, else CPU", choices=("auto", "tpu", "gpu", "cpu"), flag="platform"
+        "auto", "tpu, gpu or cpu, or several in the order of your wish (tpu,cpu); auto is tpu,gpu,cpu", flag="platform"
     )
     coordinator_address: str | None = key(
         None, "HOST:PORT of process 0 (none: from the scheduler, else one process)", flag="coordinator-address"
@@ -61,9 +64,19 @@ class MeshConfig(Section):
         for name, size in self.axes.items():
             if size == 0:
                 raise ConfigError(f"mesh.{name} must be a positive number of devices or -1 for the rest, not 0")
+        if unknown := [name for name in self.platforms if name not in PLATFORMS]:
+            raise ConfigError(
+                f"mesh.platform {self.platform!r}: must be auto, or {', '.join(PLATFORMS)} in the order of your wish, not "
+                f"{unknown[0]!r}"
+            )
         rest = [name for name, size in self.axes.items() if size == -1]
         if len(rest) > 1:
             raise ConfigError(f"only one mesh axis may be -1 (the rest), not {' and '.join('mesh.' + n for n in rest)}")
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """Kinds of devices, the first choice first."""
+        return PLATFORMS if self.platform == "auto" else tuple(name.strip() for name in self.platform.split(","))
 
     @property
     def axes(self) -> dict[str, int]:

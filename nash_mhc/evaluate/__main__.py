@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # flag -> (bounds as in the schema, default, help)
 _OPTIONS: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "--batch-size": ({"low": 1}, 8, "rows of one forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
-    "--limit": ({"low": 1}, None, "only the first INT documents of a task, or rows of stories and bytes:FILE"),
+    "--limit": ({"low": 1}, None, "only the first INT documents of a task, or rows of stories, held_out and bytes:FILE"),
     "--num-fewshot": ({"low": 0}, None, "examples before each question (default: as many as the task says)"),
     "--step": ({"low": 0}, None, "checkpoint to use (default: the one that the run ends with)"),
     "--mesh-data": ({"low": -1}, 1, "devices along data: whole copies, each with its share of the batch (-1: the rest)"),
@@ -34,7 +34,8 @@ _OPTIONS: dict[str, tuple[dict[str, Any], int | None, str]] = {
 _ABOUT = """Evaluates a model: tasks of lm-evaluation-harness and held-out text, on one device or a mesh. Texts that a task
 wants to be written (generate_until) are written one after the other on one device, which has to hold all weights."""
 _TASKS = """names, separated by commas: a task of lm-evaluation-harness, a .yaml file or a folder of them; stories, the
-built-in text, with its floor; bytes:FILE, bits a byte of a text file"""
+built-in text, with its floor; bytes:FILE, bits a byte of a text file; held_out, what the run holds out of its own data,
+by its own objective (of puzzles: how many are solved, after how many passes)"""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -109,10 +110,10 @@ def _run(args: argparse.Namespace, texts: dict[str, str], named: list[str]) -> i
 
 def _sorted(names: list[str]) -> tuple[dict[str, str], list[str]]:
     """(the texts of those that are bytes:FILE, those that are lm-eval's); ConfigError for what can be seen at once."""
-    from nash_mhc.evaluate.names import BYTES, STORIES, read_text
+    from nash_mhc.evaluate.names import BYTES, HELD_OUT, STORIES, read_text
 
     texts = {name: read_text(name) for name in names if name.startswith(BYTES)}
-    named = [name for name in names if name != STORIES and name not in texts]
+    named = [name for name in names if name not in (STORIES, HELD_OUT) and name not in texts]
     for name in named:
         if harness.is_path(name):
             harness.check_path(name)
@@ -140,7 +141,8 @@ def _evaluate(
     progress: Progress,
 ) -> Iterator[tuple[list[Row], dict[str, Any]]]:
     """Of each name of --tasks, in their order: (what was found, what else lm-eval tells)."""
-    from nash_mhc.evaluate.held_out import stories, text_file
+    from nash_mhc.evaluate.held_out import of_the_run, stories, text_file
+    from nash_mhc.evaluate.names import HELD_OUT
     from nash_mhc.evaluate.scoring import Scorer
 
     scorer = Scorer(
@@ -151,6 +153,9 @@ def _evaluate(
     for name in args.tasks:
         if name in texts:
             figures = text_file(name, texts[name], loaded, scorer, limit=args.limit, progress=progress)
+            yield rows_of(name, figures), {}
+        elif name == HELD_OUT:
+            figures = of_the_run(loaded, mesh, batch_size=args.batch_size, limit=args.limit, progress=progress)
             yield rows_of(name, figures), {}
         elif name not in tasks:
             figures = stories(loaded, mesh, batch_size=args.batch_size, limit=args.limit, progress=progress)

@@ -1,4 +1,4 @@
-"""Two evaluations that need nothing from elsewhere: the built-in stories, and any text file."""
+"""Evaluations that need nothing from elsewhere: the built-in stories, the run's own held-out rows, any text file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import math
 import numpy as np
 from jax.sharding import Mesh
 
-from nash_mhc.config.schema import RunConfig, TrainConfig
+from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
+from nash_mhc.data.mixture import RowSource
 from nash_mhc.data.sources import loss_floor, open_held_out
-from nash_mhc.evaluate.names import STORIES
+from nash_mhc.evaluate.names import HELD_OUT, STORIES
 from nash_mhc.evaluate.progress import Progress
 from nash_mhc.evaluate.scoring import Scorer, row_unit, windows
 from nash_mhc.hub.load import Loaded
@@ -38,10 +39,35 @@ def stories(
     cfg = RunConfig(model=own.model, data=data, train=train)
     held_out = open_held_out(data, loaded.tokenizer, align=own.model.alignment)
     assert held_out is not None  # of stories there are always more
+    return _measured(STORIES, cfg, held_out, loaded, mesh, progress)
+
+
+def of_the_run(
+    loaded: Loaded, mesh: Mesh, *, batch_size: int, limit: int | None = None, progress: Progress | None = None
+) -> dict[str, float]:
+    """What a run holds out of its own data, by its own objective; as many rows as its evaluations read, or `limit`."""
+    own = loaded.config
+    if not loaded.step:
+        raise ConfigError(f"--tasks {HELD_OUT}: this is no run of ours, which would know its data; name stories or bytes:FILE")
+    if own.reads_cache or own.distill.teacher is not None:
+        raise ConfigError(f"--tasks {HELD_OUT}: a distilled run's rows need its teacher; name stories or bytes:FILE")
+    rows = limit or own.train.eval_batches * own.data.batch_size
+    data = dataclasses.replace(own.data, batch_size=batch_size)
+    train = TrainConfig(dtype=loaded.dtype, eval_batches=-(-rows // batch_size))
+    held_out = open_held_out(data, loaded.tokenizer, align=own.model.alignment)
+    if held_out is None:
+        raise ConfigError(f"--tasks {HELD_OUT}: this run holds nothing out of {own.data.dataset} (--validation-fraction 0)")
+    cfg = RunConfig(model=own.model, data=data, train=train, objective=own.objective)
+    return _measured(HELD_OUT, cfg, held_out, loaded, mesh, progress or Progress(quiet=True))
+
+
+def _measured(
+    name: str, cfg: RunConfig, held_out: RowSource, loaded: Loaded, mesh: Mesh, progress: Progress
+) -> dict[str, float]:
     evaluator = Evaluator(cfg, held_out, loaded.tokenizer, mesh)
-    progress.say(f"compiling for rows of {data.seq_len:,} tokens ...")
-    with progress.part(STORIES, train.eval_batches) as tick:
-        begun = iter(range(train.eval_batches + 1))
+    progress.say(f"compiling for rows of {cfg.data.seq_len:,} tokens ...")
+    with progress.part(name, evaluator.batches) as tick:
+        begun = iter(range(evaluator.batches + 1))
 
         def each_batch() -> bool:
             tick(1 if next(begun) else 0)  # asked before every batch, and once more at the end
@@ -49,7 +75,7 @@ def stories(
 
         found = evaluator.evaluate(loaded.model, each_batch)
     figures = {name.removeprefix("eval/"): value for name, value in found.items()}
-    if (floor := loss_floor(data, loaded.tokenizer)) is not None:
+    if (floor := loss_floor(cfg.data, loaded.tokenizer)) is not None:
         figures |= {"floor": floor[0], "ratio": figures["loss"] / floor[0]}
     return figures
 

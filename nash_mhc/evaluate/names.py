@@ -8,6 +8,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import reason
 
 STORIES, BYTES = "stories", "bytes:"
+HELD_OUT = "held_out"  # what the run itself holds out of its data, measured as the run does
 
 
 def read_text(name: str) -> str:

@@ -8,10 +8,8 @@ import math
 import jax
 from jax.sharding import AxisType, Mesh
 
-from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.config.schema import PLATFORMS, ConfigError, MeshConfig
 from nash_mhc.parallel.processes import start
-
-_PLATFORMS = ("tpu", "gpu", "cpu")
 
 
 def _try_config(name: str, value: object) -> None:
@@ -30,18 +28,16 @@ def _found(platform: str) -> list[jax.Device]:
 def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
     sizes = cfg.axes.values()
     wanted = cfg.num_devices or (math.prod(sizes) if -1 not in sizes else 1)
-    if cfg.platform == "cpu":
+    if cfg.platforms == ("cpu",):
         _try_config("jax_platforms", "cpu")  # keeps JAX from taking an accelerator's memory that the run will not use
     processes = start(cfg)
     if wanted > 1:
         # Host devices are emulated: as many as the mesh asks for, spread over all processes.
         # Accelerators are not affected.
         _try_config("jax_num_cpu_devices", -(-wanted // processes))
-    if cfg.platform == "auto":
-        return next(devices for devices in map(_found, _PLATFORMS) if devices)
-    devices = _found(cfg.platform)
+    devices = next((devices for devices in map(_found, cfg.platforms) if devices), [])
     if not devices:
-        there = ", ".join(f"{len(d)} {name}" for name in _PLATFORMS if (d := _found(name)))
+        there = ", ".join(f"{len(d)} {name}" for name in PLATFORMS if (d := _found(name)))
         raise ConfigError(
             f"--platform {cfg.platform}: no such device here; there is {there}. Use --platform auto to take the best"
         )

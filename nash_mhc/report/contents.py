@@ -19,7 +19,7 @@ _HEALTH_ROWS = 120  # columns of a heat map
 _COLUMNS = (  # of metrics.jsonl, as far as they are numbers
     "loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", "goodput",
 )  # fmt: skip
-_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/bits_per_byte")
+_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/exact", "eval/bits_per_byte")
 _HEALTH = ("scale_weight", "scale_entropy", "scales_unused", "gain_forward", "gain_backward", "stream_rms")
 
 

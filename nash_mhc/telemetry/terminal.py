@@ -150,11 +150,14 @@ class JsonReporter(Reporter):
 def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
     loss = evaluation["eval/loss"]
     text = f"held out at step {step}: loss {loss:.4f}"
-    if "eval/bits_per_byte" in evaluation:
+    if "eval/bits_per_byte" in evaluation and "eval/exact" not in evaluation:
         text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
         text += f", perplexity {evaluation['eval/perplexity']:.2f}"
     if "eval/accuracy" in evaluation:
         text += f", accuracy {evaluation['eval/accuracy']:.1%}"
+    if "eval/exact" in evaluation:  # puzzles: whole ones
+        text += f", solved {evaluation['eval/exact']:.1%}"
+        text += f" (stopping by itself {evaluation['eval/exact_stopping']:.1%}, after {evaluation['eval/passes']:.1f} passes)"
     if floor is not None:
         text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
     return text

@@ -66,6 +66,10 @@ class Evaluator:
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
         self.step = compile_evaluation(cfg, mesh, held_out)
 
+    @property
+    def batches(self) -> int:
+        return len(self._rows)
+
     def compile(self, model: LanguageModel) -> None:
         """Ahead of the first evaluation."""
         self.step.compile(model, self._batch(self._rows[0]))

@@ -11,6 +11,7 @@ from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.cli import Settings
+from nash_mhc.config.key_names import OURS
 from nash_mhc.config.schema import ConfigError, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.tokenizer import load_tokenizer
@@ -36,7 +37,7 @@ def of_prepared(dataset: str) -> Settings:
     return {path: (value, f"prepared data {folder}") for path, value in found.items()}
 
 
-def of_run(flag: str, folder: str) -> Settings:
+def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
     """The model and the tokenizer of a run, or of a Hugging Face folder, that is started from."""
     if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
         return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
@@ -48,6 +49,8 @@ def of_run(flag: str, folder: str) -> Settings:
             f"--local-dir {folder})"
         )
     known = {} if described is None else described.config
+    if (its := known.get("model_kind", OURS)) != model_kind:
+        raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
     wanted = {k: v for k, v in known.items() if k.startswith("model.") or k == "data.tokenizer"}
     return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
 
@@ -58,7 +61,8 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
     for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
         if values[path] is not None:
             # A run that has begun knows by itself what it took from there, and goes on where that is gone.
-            found |= (of_run("--checkpoint-dir", own) if own is not None else {}) or of_run(flag, values[path])
+            kind = values["model_kind"]
+            found |= (of_run("--checkpoint-dir", own, kind) if own is not None else {}) or of_run(flag, values[path], kind)
     if "model.vocab_size" not in {**given, **found}:
         found |= _vocabulary({**values, **{path: value for path, (value, _) in found.items()}, **given})
     return found

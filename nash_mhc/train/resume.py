@@ -17,6 +17,7 @@ from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.importing import check_fits
 from nash_mhc.model.lora import base_of, on_base
+from nash_mhc.objectives.registry import CARRIES
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.errors import one_line
@@ -71,6 +72,12 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     if (described := folder.description()) is None:
         return
     before, now = _with_rows_a_step(described.config), _with_rows_a_step(flat(cfg.to_dict()))
+    before = {"model_kind": ModelConfig.architecture} | before  # runs of before did not say
+    if before["model_kind"] != cfg.model_kind:
+        raise ConfigError(
+            f"{folder} holds another run: --model-kind {before['model_kind']} there, {cfg.model_kind} now; give the same, or "
+            "choose another --checkpoint-dir"
+        )
     kept = [k for k in now if k.startswith("model.")]
     if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # averaged weights are there, or they are not
         kept.append("optim.ema_decay")
@@ -81,6 +88,8 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
         kept += [f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "base_dtype")]
     if before.get("quantize.weights") or now["quantize.weights"]:
         kept += [k for k in now if k.startswith("quantize.")]
+    if cfg.objective.name in CARRIES:  # one part a row
+        kept += ["objective.name", "data.batch_size", "train.grad_accum"]
     if rows is not None:
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:

@@ -65,11 +65,14 @@ def run(
     clock = WallClock(SIGNALS.began_with_process())
     if cfg.telemetry.profiled is not None:
         show_kernels()
+    wished = cfg.mesh.platform
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as held:
         quiet = quiet or jax.process_index() > 0
         reporter = _reporter(cfg, quiet, each_step)
         held.callback(reporter.end)
+        if "," in wished:
+            reporter.say(f"--platform {wished}: {cfg.mesh.platform} is taken")
         expected = from_leader(lambda: preflight(cfg, mesh, reporter.say, insist=insist))
         inputs = open_inputs(cfg, mesh, watch, held, reporter.say)
         use_compilation_cache(inputs.folder.path)

@@ -1,0 +1,75 @@
+"""A YAML file of settings: every key checked, every mistake with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.key_names import find, keys, of_another_kind, sections
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.values import Settings, at, convert
+
+
+def nodes_of(file: str) -> yaml.nodes.Node | None:
+    try:
+        return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--config cannot read {file}: {reason}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or "nested too deeply"
+        raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}") from None
+
+
+def read_yaml(file: str, settings: Settings, kind: str) -> None:
+    """Applies one YAML file. The node tree, not plain values: it keeps line numbers and the text of each scalar."""
+    known = keys(kind)
+    lines: dict[str, int] = {}
+
+    def walk(node: yaml.nodes.Node | None, section: str) -> None:
+        if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
+            return  # an empty file, or a section whose keys are all commented out
+        if not isinstance(node, yaml.MappingNode):
+            start = f"{file}:{node.start_mark.line + 1}"
+            raise ConfigError(f"{start}: {section or 'the file'} must hold lines of the form 'key: value'")
+        for name_node, child in node.value:
+            name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "[...]"
+            path = f"{section}.{name}" if section else name
+            line = name_node.start_mark.line + 1
+            with at(f"{file}:{line}"):
+                if path in lines:
+                    raise ConfigError(f"{path} is set twice, first on line {lines[path]}; keep one of them")
+                lines[path] = line
+                # A dotted name is a path for key=value only; in a file the sections are nested.
+                if (path not in known or "." in name) and (section or name not in sections()):
+                    raise ConfigError(_misplaced(name, section, kind))
+                if path in known:
+                    if not isinstance(child, yaml.ScalarNode):
+                        raise ConfigError(f"{path} takes a single value, not a list or a section")
+                    value = convert(known[path], child.value, path, quoted=child.style is not None)
+                    settings[path] = (value, f"{file}:{line}")
+            if path not in known:
+                walk(child, name)
+
+    walk(nodes_of(file), "")
+
+
+def _misplaced(name: str, section: str, kind: str) -> str:
+    """About a name in a file that is no key there: where it belongs, else the nearest key, else all there are."""
+    if section == "model" and (whose := of_another_kind(f"model.{name}", kind)):
+        return f"unknown key model.{name}{whose}"
+    key, known = find(name, loose=True, kind=kind), keys(kind)
+    if key is not None:
+        top, _, last = key.path.rpartition(".")
+        if top and top == section:
+            return f"unknown key {section}.{name}; did you mean {last}?"
+        return f"{last} belongs under {top}:" if top else f"{last} belongs at the top of the file, not under {section}:"
+    here = [p.removeprefix(section + ".") for p in known if p.startswith(section + ".")]
+    here = here or [*sections(), *(p for p in known if "." not in p)]
+    hint = did_you_mean(name, here) or next(
+        (f"; did you mean {p}?" for p in known if did_you_mean(name, [p.split(".")[-1]])), ""
+    )
+    return f"unknown key {section + '.' if section else ''}{name}{hint or '; there are ' + ', '.join(here)}"
