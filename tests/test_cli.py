@@ -293,6 +293,40 @@ def test_a_key_of_another_kind_says_whose_it_is(argv, message, write):
     assert error(*argv) == message.format("model.units is a key of --model-kind reservoir, and this is nash-mhc")
 
 
+def test_a_profile_of_a_device_lies_above_the_preset_and_below_the_user(write):
+    parse = lambda *argv: cli.parse(["--profile-for", "tpu", *argv], found=found_settings)
+    parsed = parse("--model-size", "small")
+    assert (parsed.config.data.batch_size, parsed.config.optim.learning_rate) == (64, 8.49e-3)
+    assert parsed.origins["data.batch_size"] == "--profile-for tpu"
+    assert parse("--batch-size", "3").config.data.batch_size == 3
+    assert parse("learning_rate=1e-3").config.optim.learning_rate == 1e-3
+    again = cli.parse(["--config", write(cli.render(presets.run(), {}))])
+    assert again.config.mesh.profile_for is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["device_type=tpu"], "override device_type=tpu: unknown key device_type; did you mean mesh.platform?"),
+        (
+            ["global_batch_size=8"],
+            "override global_batch_size=8: unknown key global_batch_size; did you mean data.batch_size?",
+        ),
+        (
+            ["--model-kind", "recursive", "arch.H_cycles=3"],
+            "override arch.H_cycles=3: unknown key arch.H_cycles; did you mean model.outer_cycles?",
+        ),
+        (
+            ["arch.H_cycles=3"],
+            "override arch.H_cycles=3: unknown key arch.H_cycles: model.outer_cycles is a key of --model-kind recursive, and "
+            "this is nash-mhc",
+        ),
+    ],
+)
+def test_what_other_projects_call_a_key_leads_to_ours(argv, message):
+    assert error(*argv) == message
+
+
 @pytest.mark.parametrize("text", ODD_TEXT)
 def test_round_trip_of_odd_text(text, write):
     base = presets.run()

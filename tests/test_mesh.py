@@ -75,6 +75,7 @@ MISFITS = {
     "more than chosen": (MeshConfig(data=4, num_devices=2), r"needs 4 device\(s\), but 2 cpu.*--num-devices 4"),
     "more chosen than there are": (MeshConfig(data=-1, num_devices=9), r"--num-devices 9: only 8 cpu.*use --num-devices 8"),
     "more than there are": (MeshConfig(data=16), r"needs 16 devices, but JAX already runs with 8 cpu device\(s\)"),
+    "wish": (MeshConfig(platform="tpu,gpu"), r"--platform tpu,gpu: no such device here; there is 8 cpu\."),
     "platform": (MeshConfig(platform="tpu"), r"--platform tpu: no such device here; there is 8 cpu\. Use --platform auto"),
 }
 

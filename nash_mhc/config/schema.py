@@ -51,6 +51,13 @@ class MeshConfig(Section):
     platform: str = key(
         "auto", "tpu, gpu or cpu, or several in the order of your wish (tpu,cpu); auto is tpu,gpu,cpu", flag="platform"
     )
+    profile_for: str | None = key(
+        None,
+        "take the batch and the learning rate that suit this kind of device; keys of your own go before",
+        choices=PLATFORMS,
+        flag="profile-for",
+        further="profile",
+    )
     coordinator_address: str | None = key(
         None, "HOST:PORT of process 0 (none: from the scheduler, else one process)", flag="coordinator-address"
     )

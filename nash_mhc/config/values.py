@@ -31,7 +31,8 @@ def convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
     value: Any = at_home(text) if key.metadata["path"] else text
     # Quotes in YAML keep the literal text, and "none" is an ordinary word where the key cannot be None (--remat none).
     choices = key.metadata["choices"] or ()
-    is_none = not quoted and not choices and (word in ("null", "~") or (word == "none" and type(None) in key.kinds))
+    may_be_none = not quoted and (not choices or type(None) in key.kinds)
+    is_none = may_be_none and (word in ("null", "~") or (word == "none" and type(None) in key.kinds))
     with contextlib.suppress(KeyError, ValueError):  # what stays text fails the check below, which says what it wants
         if is_none:
             value = None

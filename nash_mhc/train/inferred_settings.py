@@ -11,6 +11,7 @@ from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.cli import Settings
+from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.key_names import OURS
 from nash_mhc.config.schema import ConfigError, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
@@ -58,6 +59,8 @@ def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
 def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
     found, own = of_prepared(values["data.dataset"]), values["train.checkpoint_dir"]
+    if (platform := values["mesh.profile_for"]) is not None:
+        found |= of_profile(platform, values)
     for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
         if values[path] is not None:
             # A run that has begun knows by itself what it took from there, and goes on where that is gone.

@@ -71,6 +71,9 @@ def run(
         quiet = quiet or jax.process_index() > 0
         reporter = _reporter(cfg, quiet, each_step)
         held.callback(reporter.end)
+        if cfg.mesh.profile_for is not None:
+            suits = f"--batch-size {cfg.data.batch_size} --learning-rate {cfg.optim.learning_rate:g}"
+            reporter.say(f"--profile-for {cfg.mesh.profile_for}: {suits}")
         if "," in wished:
             reporter.say(f"--platform {wished}: {cfg.mesh.platform} is taken")
         expected = from_leader(lambda: preflight(cfg, mesh, reporter.say, insist=insist))
