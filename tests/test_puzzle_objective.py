@@ -13,6 +13,7 @@ from nash_mhc.config.recursive import RecursiveConfig
 from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.model.protocol import Execution
+from nash_mhc.model.recursive import CellMixer
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.puzzle import puzzle
 from nash_mhc.ops.stablemax import log_stablemax
@@ -165,3 +166,13 @@ def test_adam_atan2_is_its_formula_and_does_not_know_the_gradients_size():
         np.testing.assert_allclose(factor, factor.mean(), rtol=1e-5)  # the role's rate, the same everywhere
         for one, other in zip(jax.tree.leaves(updates[1.0]), jax.tree.leaves(updates[1024.0]), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_cells_beyond_a_whole_tile_change_nothing():
+    cfg = dataclasses.replace(MODEL, cells=21, width=8)
+    mixer = CellMixer.init(cfg, key=jax.random.key(0))
+    x_BTD = jax.random.normal(jax.random.key(1), (3, 21, 8))
+    across = lambda x, w: np.einsum("btd,tf->bfd", x, w)
+    up = across(x_BTD, mixer.gate_CF)
+    want = across(up / (1 + np.exp(-up)) * across(x_BTD, mixer.up_CF), mixer.down_FC)
+    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(mixer, x_BTD), want, atol=1e-5)

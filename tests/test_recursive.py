@@ -60,7 +60,7 @@ def plain_hidden(model, tokens_BT):
             x_BTD = normed(x_BTD + jnp.einsum("btf,fd->btd", up, f.down_FD))
         return x_BTD
 
-    x = model.embed_VD[tokens_BT] * math.sqrt(cfg.width)
+    x = model.embed_VD[tokens_BT] * math.sqrt(cfg.width) / 0.5
     upper, lower = x, jnp.zeros_like(x)
     upper_net = model.net if model.upper_net is None else model.upper_net
     for turn in range(cfg.outer_cycles):

@@ -37,6 +37,7 @@ class Description(NamedTuple):
     history: list[dict[str, Any]]  # settings that were changed on the way
     init_from: dict[str, Any] | None  # whose weights it began with
     wandb: dict[str, Any] | None = None  # project and id of its run at Weights & Biases
+    drawn: dict[str, Any] | None = None  # what its model has from a seed
 
 
 class RunFolder:
@@ -91,7 +92,7 @@ class RunFolder:
         try:
             info = json.loads((self.path / RUN).read_text())
             config, history = _usable(flat(info["config"])), list(info.get("history", []))
-            return Description(config, str(info["rows"]), history, info.get("init_from"), info.get("wandb"))
+            return Description(config, str(info["rows"]), history, info.get("init_from"), info.get("wandb"), info.get("drawn"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # lost or damaged: every checkpoint knows it as well
         for step in reversed(self.steps()):

@@ -117,23 +117,23 @@ _RECURSIVE: dict[str, RunConfig] = {
     "sudoku4": RunConfig(
         model_size="sudoku4",
         model=RecursiveConfig(
-            vocab_size=5, width=64, layers=2, heads=4, head_dim=16, ffn=192, inner_cycles=2, outer_cycles=2, mixer="cells",
+            vocab_size=6, width=64, layers=2, heads=4, head_dim=16, ffn=192, inner_cycles=2, outer_cycles=2, mixer="cells",
             cells=16, causal=False, most_passes=8,
         ),
         data=DataConfig(dataset="sudoku4", tokenizer="sudoku4", batch_size=64, seq_len=16), objective=_PUZZLE,
-        optim=OptimConfig(learning_rate=3e-4, warmup_steps=100, weight_decay=0.1, ema_decay=0.99),
-        train=TrainConfig(total_steps=4000, log_interval=50, eval_interval=500, checkpoint_interval=500),
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=50, ema_decay=0.99, optimizer="muon"),
+        train=TrainConfig(total_steps=800, log_interval=50, eval_interval=200, checkpoint_interval=200),
         telemetry=_NO_SAMPLES,
     ),
     # As large as TRM (arXiv 2510.04871), which needs an accelerator.
     "sudoku9": RunConfig(
         model_size="sudoku9",
         model=RecursiveConfig(
-            vocab_size=10, width=512, layers=2, heads=8, head_dim=64, ffn=1536, inner_cycles=6, outer_cycles=3, mixer="cells",
+            vocab_size=11, width=512, layers=2, heads=8, head_dim=64, ffn=1536, inner_cycles=6, outer_cycles=3, mixer="cells",
             cells=81, causal=False,
         ),
         data=DataConfig(dataset="sudoku9", tokenizer="sudoku9", batch_size=768, seq_len=81), objective=_PUZZLE,
-        optim=OptimConfig(learning_rate=1e-4, warmup_steps=500, weight_decay=0.1, ema_decay=0.999, optimizer="muon"),
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=500, ema_decay=0.999, optimizer="muon"),
         train=TrainConfig(total_steps=12_000, log_interval=50, eval_interval=1000, checkpoint_interval=1000, eval_batches=2),
         telemetry=_NO_SAMPLES,
     ),

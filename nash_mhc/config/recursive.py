@@ -69,6 +69,10 @@ class RecursiveConfig(ArchitectureConfig):
         return self.outer_cycles * (self.inner_cycles + 1)
 
     @property
+    def depth(self) -> int:
+        return self.layers * self.applications
+
+    @property
     def cells_ffn(self) -> int:
         """Width between the two layers across cells: as much wider as the other is, in whole multiples of 16."""
         return -(-(self.cells or 1) * self.ffn // self.width // 16) * 16

@@ -21,6 +21,8 @@ from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.prepared.taught import TaughtRows, read_about
+from nash_mhc.data.puzzles.kinds import is_puzzle
+from nash_mhc.data.puzzles.rows import PuzzleRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.stories.rows import StoryRows
@@ -119,6 +121,10 @@ def open_source(
         if cfg.dataset_name is not None:
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
         return StoryRows(tokenizer, seed=seed, split=split, seq_len=cfg.seq_len, align=align)
+    if is_puzzle(cfg.dataset):
+        if cfg.dataset_name is not None:
+            raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no variants; leave it out")
+        return PuzzleRows(cfg.dataset, seed=seed, split=split, cache_dir=cfg.cache_dir)
     folder = Path(cfg.dataset)
     if cfg.streaming and not (folder / FILE).exists():
         hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
@@ -164,8 +170,8 @@ def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperat
     name, folder = cfg.test_part, Path(cfg.dataset)
     if (folder / FILE).exists():
         name = Manifest.read(folder).recipe.get("test_split", name)
-    if name is not None and cfg.dataset == "stories":
-        raise ConfigError("--dataset stories: has no test part; leave out --test-fraction and --test-split")
+    if name is not None and (cfg.dataset == "stories" or is_puzzle(cfg.dataset)):
+        raise ConfigError(f"--dataset {cfg.dataset}: has no test part; leave out --test-fraction and --test-split")
     return None if name is None else open_source(cfg, tokenizer, split=name, seed=0, align=align, temperature=temperature)
 
 

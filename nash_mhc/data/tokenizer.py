@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
 
@@ -223,6 +224,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """By name, folder or file; the same one again, where a process asks for it twice."""
     if name == "bytes":
         return ByteTokenizer()
+    if is_puzzle(name):
+        return find_kind(name).tokenizer()
     from_hub = None if Path(name).exists() else hub_name(name)
     if from_hub is None and not Path(name).exists():
         raise ConfigError(

@@ -21,7 +21,7 @@ from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.packed import is_packed, read_packed, read_packed_config
 from nash_mhc.hub.reading import read_weights
 from nash_mhc.hub.stored import adapted_shape, chosen_step, model_shape, read_adapted, read_corrected
-from nash_mhc.model.architectures import abstract_model
+from nash_mhc.model.architectures import abstract_model, check_drawn
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.quantized import has_few_bits
 from nash_mhc.parallel.sharding import placed
@@ -61,6 +61,7 @@ def load(
         return _of_packed(Path(str(folder)), step, mesh, say)
     run = RunFolder(folder)
     cfg = run.config(hint=" (the text to go on from is --prompt)")
+    check_drawn(cfg.model, run.info().get("drawn"), str(folder))
     beside = _beside(run)
     tokenizer = load_tokenizer(_tokenizer(cfg, beside))
     if not exists(run.checkpoints, kind="directory"):  # asked first: opening a Store would make the folder

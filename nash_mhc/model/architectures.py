@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ModelConfig, RecursiveConfig, ReservoirConfig
+from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RecursiveConfig, ReservoirConfig
 from nash_mhc.model import incremental, recursive, reservoir
 from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
@@ -46,6 +46,7 @@ register(
         flops_per_token=reservoir.flops_per_token,
         empty_cache=reservoir.empty_state,
         decode=reservoir.decode,
+        drawn=reservoir.drawn,
     ),
 )
 
@@ -57,6 +58,7 @@ register(
         empty_cache=recursive.empty_cache,
         decode=recursive.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, None) if cfg.mixer == "attention" and cfg.causal else None,
+        drawn=recursive.drawn,
     ),
 )
 
@@ -69,6 +71,16 @@ def abstract_model(cfg: ArchitectureConfig) -> Any:
 @functools.lru_cache(64)
 def _abstract_model(cfg: ArchitectureConfig, architecture: Architecture) -> Any:
     return jax.eval_shape(lambda: architecture.init(cfg, key=jax.random.key(0)))
+
+
+def check_drawn(cfg: ArchitectureConfig, before: dict[str, Any] | None, where: str) -> None:
+    """ConfigError where the seed gives other numbers here than those that a run was trained with."""
+    now = architecture_of(cfg).drawn(cfg)
+    if now is not None and before is not None and before.get("digest") != now.digest:
+        raise ConfigError(
+            f"{where}: what its model has drawn from seed {now.seed} comes out otherwise here, and its weights fit nothing "
+            "else; use the version of jax that run.json names"
+        )
 
 
 def count_parameters(cfg: ArchitectureConfig) -> int:

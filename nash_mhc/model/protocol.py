@@ -63,6 +63,14 @@ class Activations(NamedTuple):
     moved: float  # through its memory, outside of matrix products, forwards and backwards
 
 
+class Drawn(NamedTuple):
+    """Numbers of a model that follow from a seed: never trained, and in no checkpoint."""
+
+    numbers: int
+    seed: int
+    digest: str  # of some of them: another generator would give others
+
+
 class Architecture(NamedTuple):
     """A kind of model, in functions of its configuration."""
 
@@ -73,3 +81,4 @@ class Architecture(NamedTuple):
     attention: Callable[[Any], AttentionShape | None] = lambda cfg: None  # None: there is no attention
     # (cfg, execution, rows, seq_len, tp): what a device holds of so many rows. None: nobody has counted.
     activations: Callable[[Any, Execution, int, int, int], Activations] | None = None
+    drawn: Callable[[Any], Drawn | None] = lambda cfg: None  # None: every number of it is a parameter

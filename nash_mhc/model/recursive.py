@@ -15,11 +15,13 @@ prediction. Of a puzzle, all places see each other, and the states are carried f
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -29,12 +31,14 @@ from nash_mhc.model.attention import PER_HEAD, Attention, Layout, lay_out
 from nash_mhc.model.incremental import KeyValues, kept, look
 from nash_mhc.model.lm import TABLE_SCALE, remat_policy
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
-from nash_mhc.model.protocol import Execution
+from nash_mhc.model.protocol import Drawn, Execution
 from nash_mhc.model.weights import project
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.params import TABLE, VECTOR, param, stacked
 from nash_mhc.parallel.sharding import constrain, for_compute
+
+_TILE = 16  # cells
 
 
 class States(NamedTuple):
@@ -57,9 +61,15 @@ class CellMixer(eqx.Module):
         return CellMixer(init_matrix(gate, (C, F), C), init_matrix(up, (C, F), C), init_matrix(down, (F, C), F, small))
 
     def __call__(self, x_BTD: Array) -> Array:
-        x_BTD = constrain(x_BTD, "batch", "time", "width")
-        gate_BFD, up_BFD = (project(x_BTD, w, "btd,tf->bfd") for w in (self.gate_CF, self.up_CF))
-        return constrain(project(jax.nn.silu(gate_BFD) * up_BFD, self.down_FC, "bfd,ft->btd"), "batch", "time_split", "width")
+        C = x_BTD.shape[1]
+        # Cells that are always 0, up to a whole tile: a matrix unit takes several times as long for an odd number.
+        more = -C % _TILE if C > _TILE else 0
+        x_BTD = jnp.pad(constrain(x_BTD, "batch", "time", "width"), ((0, 0), (0, more), (0, 0)))
+        gate_CF, up_CF = (jnp.pad(w_CF, ((0, more), (0, 0))) for w_CF in (self.gate_CF, self.up_CF))
+        gate_BFD, up_BFD = (project(x_BTD, w_CF, "btd,tf->bfd") for w_CF in (gate_CF, up_CF))
+        down_FC = jnp.pad(self.down_FC, ((0, 0), (0, more)))
+        mixed_BTD = project(jax.nn.silu(gate_BFD) * up_BFD, down_FC, "bfd,ft->btd")[:, :C]
+        return constrain(mixed_BTD, "batch", "time_split", "width")
 
 
 class Block(eqx.Module):
@@ -73,7 +83,12 @@ class Block(eqx.Module):
     def init(cfg: RecursiveConfig, *, key: PRNGKeyArray) -> Block:
         mixer, ffn = jax.random.split(key)
         kind = Attention if cfg.mixer == "attention" else CellMixer
-        return Block(kind.init(cfg, key=mixer), SwiGLU.init(cfg, key=ffn), cfg.norm_eps)
+        block = Block(kind.init(cfg, key=mixer), SwiGLU.init(cfg, key=ffn), cfg.norm_eps)
+        # What a layer adds is scaled for the depth of a net that is run through once. Applied again and again, it would
+        # throw the states about: nothing of the input would be left in them, and gradients would grow without end.
+        small = cfg.applications**-0.5
+        last = lambda block: (block.mixer.out_NHD if cfg.mixer == "attention" else block.mixer.down_FC, block.ffn.down_FD)
+        return eqx.tree_at(last, block, tuple(small * w for w in last(block)))
 
     def normed(self, x_BTD: Array) -> Array:
         return rms_norm(x_BTD, jnp.ones(x_BTD.shape[-1], jnp.float32), self.eps)
@@ -128,7 +143,8 @@ class Recursive(eqx.Module):
         return self.embed_VD
 
     def entered(self, tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-        return embed(self.embed_VD, tokens_BT, dtype) * self.cfg.width**0.5
+        """As large as the states: beside them, less would hardly be seen."""
+        return embed(self.embed_VD, tokens_BT, dtype) * (self.cfg.width**0.5 / TABLE_SCALE)
 
     def fresh(self, x_BTD: Float[Array, "B T D"]) -> States:
         """Before the first pass: of a text, what it says; of a puzzle, the same two vectors everywhere."""
@@ -216,6 +232,13 @@ def first_thoughts(cfg: RecursiveConfig) -> tuple[Float[Array, "D"], Float[Array
     """The vectors that a puzzle's states begin with: from a seed, the same on every mesh, and never trained."""
     upper, lower = jax.random.split(jax.random.key(cfg.state_seed))
     return tuple(jax.random.truncated_normal(key, -2.0, 2.0, (cfg.width,), jnp.float32) for key in (upper, lower))  # type: ignore[return-value]
+
+
+def drawn(cfg: RecursiveConfig) -> Drawn | None:
+    if cfg.causal:
+        return None
+    content = np.stack([np.asarray(thought_D) for thought_D in first_thoughts(cfg)]).tobytes()
+    return Drawn(2 * cfg.width, cfg.state_seed, hashlib.sha256(content).hexdigest())
 
 
 class Cache(eqx.Module):

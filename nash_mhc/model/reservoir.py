@@ -15,6 +15,7 @@ and after every restart, are drawn where they are used, and stand in no checkpoi
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nash_mhc.config.reservoir import ReservoirConfig
 from nash_mhc.model.lm import TABLE_SCALE, remat_policy
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
-from nash_mhc.model.protocol import Execution
+from nash_mhc.model.protocol import Drawn, Execution
 from nash_mhc.model.weights import project
 from nash_mhc.ops.linear_scan import linear_scan, times
 from nash_mhc.parallel.params import TABLE, param, stacked
@@ -170,6 +171,13 @@ def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -
     w_VD = model.unembed_VD[: cfg.vocab_size].astype(x_BD.dtype)
     logits_BV = jnp.einsum("bd,vd->bv", x_BD, w_VD, preferred_element_type=jnp.float32)
     return logits_BV, ReservoirState(h_L2BN, state.dtype)
+
+
+def drawn(cfg: ReservoirConfig) -> Drawn:
+    """W_in of all layers, and a number of every unit."""
+    some_LDN = jax.jit(jax.vmap(lambda layer: input_matrix(cfg, layer)[:4, 0]))(jnp.arange(cfg.layers))
+    content = np.asarray(some_LDN, np.float32).tobytes() + np.asarray(pairs(multipliers(cfg))).tobytes()
+    return Drawn(2 * cfg.units * (cfg.layers * cfg.width + 1), cfg.reservoir_seed, hashlib.sha256(content).hexdigest())
 
 
 def flops_per_token(cfg: ReservoirConfig, seq_len: int) -> float:

@@ -15,6 +15,7 @@ from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.key_names import OURS
 from nash_mhc.config.schema import ConfigError, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
+from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.hub.importing import settings_of
@@ -38,6 +39,14 @@ def of_prepared(dataset: str) -> Settings:
     return {path: (value, f"prepared data {folder}") for path, value in found.items()}
 
 
+def of_puzzle(dataset: str) -> Settings:
+    """A row is a grid, and its cells' symbols are the tokens."""
+    if not is_puzzle(dataset):
+        return {}
+    found = {"data.seq_len": find_kind(dataset).size, "data.tokenizer": dataset}
+    return {path: (value, f"puzzles {dataset}") for path, value in found.items()}
+
+
 def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
     """The model and the tokenizer of a run, or of a Hugging Face folder, that is started from."""
     if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
@@ -59,6 +68,9 @@ def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
 def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
     found, own = of_prepared(values["data.dataset"]), values["train.checkpoint_dir"]
+    found |= of_puzzle(values["data.dataset"])
+    if values.get("model.mixer") == "cells" and "data.seq_len" in found:
+        found["model.cells"] = found["data.seq_len"]
     if (platform := values["mesh.profile_for"]) is not None:
         found |= of_profile(platform, values)
     for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):

@@ -16,6 +16,7 @@ from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
 from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.importing import check_fits
+from nash_mhc.model.architectures import check_drawn
 from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.objectives.registry import CARRIES
 from nash_mhc.parallel.processes import from_leader
@@ -94,6 +95,7 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; choose another --checkpoint-dir")
+    check_drawn(cfg.model, described.drawn, str(folder))
     if rows is not None and described.rows != rows:
         teacher = f" or the model in --distill-teacher {cfg.distill.teacher}" if cfg.distill.teacher else ""
         raise ConfigError(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.mixture import passes
-from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.quantized import counted
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
@@ -148,6 +148,8 @@ def _introduce(inputs: Inputs, mesh: Mesh, reporter: Reporter) -> None:
 
 def _parameters(cfg: RunConfig) -> str:
     text = f"{count_parameters(cfg.model):,} parameters"
+    if (drawn := architecture_of(cfg.model).drawn(cfg.model)) is not None:
+        text += f", and {drawn.numbers:,} numbers from seed {drawn.seed} that nobody trains"
     model = abstract_state(cfg).model
     if few := counted(model):
         text += "".join(f", {count:,} of them of {bits} bits" for bits, count in sorted(few.items()))

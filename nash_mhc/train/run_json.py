@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from nash_mhc import __version__
 from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.state import flops_per_token
@@ -27,6 +27,7 @@ def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None,
         "config": cfg.to_dict(),
         "rows": rows,
         "parameters": count_parameters(cfg.model),
+        "drawn": None if (drawn := architecture_of(cfg.model).drawn(cfg.model)) is None else drawn._asdict(),
         "flops_per_token": flops_per_token(cfg),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
         "devices": {
