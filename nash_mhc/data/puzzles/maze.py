@@ -8,6 +8,7 @@ closing dead ends, is not enough. As for sudoku, mazes lie flat, one a row [P, N
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from nash_mhc.data.order import combine, draw, mix
 
 WALL, OPEN, START, GOAL, PATH = range(5)
 SYMBOLS = "# SGo"
+_AT_ONCE = 512  # mazes that are made together: they fit into the processor's cache
 _TREE, _START, _GOAL, _TURN, _CLASS = range(1, 6)  # what random numbers are for
 
 
@@ -26,17 +28,17 @@ class Mazes(NamedTuple):
 
 
 class _Walls(NamedTuple):
-    """What may be opened: between which two rooms."""
+    """What may be opened: between which two rooms. Inside this file mazes lie side by side, the last axis."""
 
     h: int  # rooms
     w: int
     one: np.ndarray  # [E], those that lie beside each other first
     other: np.ndarray
 
-    def right_and_down(self, is_open_PE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whether one can go to the right from a room [P, h, w - 1], and down [P, h - 1, w]."""
+    def right_and_down(self, is_open_EP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whether one can go to the right from a room [h, w - 1, P], and down [h - 1, w, P]."""
         split = self.h * (self.w - 1)
-        return is_open_PE[:, :split].reshape(-1, self.h, self.w - 1), is_open_PE[:, split:].reshape(-1, self.h - 1, self.w)
+        return is_open_EP[:split].reshape(self.h, self.w - 1, -1), is_open_EP[split:].reshape(self.h - 1, self.w, -1)
 
 
 def _walls(h: int, w: int) -> _Walls:
@@ -47,83 +49,110 @@ def _walls(h: int, w: int) -> _Walls:
 
 def make(numbers: np.ndarray, height: int, width: int, key: int) -> Mazes:
     """Mazes of so many cells, odd numbers of at least 5, each a function of its number and the key alone."""
-    keys, walls = mix(numbers, key), _walls(height // 2, width // 2)
-    h, w, each = walls.h, walls.w, np.arange(len(numbers))
-    weights = np.stack([mix(keys, combine(_TREE, wall)) for wall in range(len(walls.one))], axis=1)
-    order = np.argsort(weights, axis=1, kind="stable")
+    starts = range(0, len(numbers), _AT_ONCE)
+    parts = [_make(mix(numbers[start : start + _AT_ONCE], key), height, width) for start in starts]
+    return Mazes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def _make(keys: np.ndarray, height: int, width: int) -> Mazes:
+    walls, each = _walls(height // 2, width // 2), np.arange(len(keys))
+    h, w = walls.h, walls.w
+    weights = np.stack([mix(keys, combine(_TREE, wall)) for wall in range(len(walls.one))])
+    order = np.argsort(weights, axis=0, kind="stable")
     is_open = _tree(walls, order)
     starts = draw(keys, _START, h * w)
-    goals = _far_goals(keys, _walked(walls, is_open, starts)[0])
+    goals = _far_goals(keys, _distances(walls, is_open, starts))
     _open_more(walls, is_open, order, starts, goals)
 
-    from_start, from_goal = (_walked(walls, is_open, places)[0] for places in (starts, goals))
-    steps = from_start[each, goals]
-    on_way = (from_start + from_goal == steps[:, None]).reshape(-1, h, w)
+    from_start, from_goal = (_distances(walls, is_open, places) for places in (starts, goals))
+    steps = from_start[goals, each]
+    on_way = (from_start + from_goal == steps).reshape(h, w, -1)
     right, down = walls.right_and_down(is_open)
-    cells = np.full((len(keys), height, width), WALL, np.uint8)
-    cells[:, 1::2, 1::2] = OPEN
-    cells[:, 1::2, 2:-1:2][right] = OPEN
-    cells[:, 2:-1:2, 1::2][down] = OPEN
+    cells = np.full((height, width, len(keys)), WALL, np.uint8)
+    cells[1::2, 1::2] = OPEN
+    cells[1::2, 2:-1:2][right] = OPEN
+    cells[2:-1:2, 1::2][down] = OPEN
     answers = cells.copy()
-    answers[:, 1::2, 1::2][on_way] = PATH
+    answers[1::2, 1::2][on_way] = PATH
     # Rooms of the one way that one can step between follow each other on it.
-    answers[:, 1::2, 2:-1:2][right & on_way[:, :, 1:] & on_way[:, :, :-1]] = PATH
-    answers[:, 2:-1:2, 1::2][down & on_way[:, 1:] & on_way[:, :-1]] = PATH
+    answers[1::2, 2:-1:2][right & on_way[:, 1:] & on_way[:, :-1]] = PATH
+    answers[2:-1:2, 1::2][down & on_way[1:] & on_way[:-1]] = PATH
     for symbol, places in ((START, starts), (GOAL, goals)):
         for grid in (cells, answers):
-            grid[each, places // w * 2 + 1, places % w * 2 + 1] = symbol
-    return Mazes(cells.reshape(len(keys), -1), answers.reshape(len(keys), -1), steps * 2)
+            grid[places // w * 2 + 1, places % w * 2 + 1, each] = symbol
+    flat = (np.ascontiguousarray(grid.reshape(height * width, -1).T) for grid in (cells, answers))
+    return Mazes(*flat, steps.astype(np.int64) * 2)
 
 
-def _tree(walls: _Walls, order_PE: np.ndarray) -> np.ndarray:
-    """Which walls are open [P, E], once each was taken down in this order that parts rooms that nothing joins yet."""
-    each = np.arange(len(order_PE))
-    parts = np.tile(np.arange(walls.h * walls.w, dtype=np.uint16), (len(each), 1))
-    is_open = np.zeros(order_PE.shape, bool)
-    for which in order_PE.T:
-        here, there = parts[each, walls.one[which]], parts[each, walls.other[which]]
-        is_open[each, which] = here != there
-        parts = np.where(parts == there[:, None], here[:, None], parts)
+def _tree(walls: _Walls, order_EP: np.ndarray) -> np.ndarray:
+    """Which walls are open [E, P], once each was taken down in this order that parts rooms that nothing joins yet."""
+    each = np.arange(order_EP.shape[1])
+    parts = np.tile(np.arange(walls.h * walls.w, dtype=np.uint16)[:, None], (1, len(each)))
+    is_open = np.zeros(order_EP.shape, bool)
+    for which in order_EP:
+        here, there = parts[walls.one[which], each], parts[walls.other[which], each]
+        is_open[which, each] = here != there
+        parts ^= (parts == there) * (here ^ there)  # all of that part becomes of this one
     return is_open
 
 
-def _open_more(walls: _Walls, is_open: np.ndarray, order_PE: np.ndarray, starts: np.ndarray, goals: np.ndarray) -> None:
+def _open_more(walls: _Walls, is_open: np.ndarray, order_EP: np.ndarray, starts: np.ndarray, goals: np.ndarray) -> None:
     """Takes down more of the walls, at most one for eight rooms: where there is one shortest way then, and not less
     than half as long as in the tree."""
-    each = np.arange(len(is_open))
-    at_least = _walked(walls, is_open, starts)[0][each, goals] / 2
-    left = order_PE[~is_open[each[:, None], order_PE]].reshape(len(each), -1)  # a tree leaves as many in every maze
-    for which in left.T[: walls.h * walls.w // 8]:
-        is_open[each, which] = True
-        distances, ways = (a[each, goals] for a in _walked(walls, is_open, starts))
-        is_open[each, which] = (ways == 1) & (distances >= at_least)
+    each = np.arange(len(starts))
+    at_least = _to_goal(walls, is_open, starts, goals)[0] / 2
+    is_left = ~is_open[order_EP, each]
+    left = order_EP.T[is_left.T].reshape(len(each), -1).T  # a tree leaves as many in every maze
+    for which in left[: walls.h * walls.w // 8]:
+        is_open[which, each] = True
+        steps, ways = _to_goal(walls, is_open, starts, goals)
+        is_open[which, each] = (ways == 1) & (steps >= at_least)
 
 
-def _walked(walls: _Walls, is_open: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Steps from the start to each room [P, h * w], and how many shortest ways lead there, counted up to 2."""
-    count, h, w = len(starts), walls.h, walls.w
-    right, down = walls.right_and_down(is_open.astype(np.uint8))
-    reached = np.zeros((count, h, w), np.uint8)
-    reached.reshape(count, -1)[np.arange(count), starts] = 1
-    distances, ways, step = np.zeros((count, h, w), np.int32), reached.copy(), np.int32(0)
+def _walk(walls: _Walls, is_open: np.ndarray, starts: np.ndarray) -> Iterator[np.ndarray]:
+    """Step by step from the start: in how many shortest ways, counted up to 2, each room is reached in it [R, P]."""
+    h, w = walls.h, walls.w
+    right, down = walls.right_and_down(is_open.astype(np.uint8) * np.uint8(255))
+    reached = np.zeros((h, w, len(starts)), np.uint8)
+    reached[starts // w, starts % w, np.arange(len(starts))] = 1
+    is_new = np.full(reached.shape, 255, np.uint8)
     while reached.any():
-        step += np.int32(1)
-        new = np.zeros_like(reached)
-        new[:, :, 1:] += reached[:, :, :-1] * right
-        new[:, :, :-1] += reached[:, :, 1:] * right
-        new[:, 1:] += reached[:, :-1] * down
-        new[:, :-1] += reached[:, 1:] * down
-        reached = np.minimum(new, 2) * (ways == 0)
-        ways += reached
-        distances += step * (reached > 0)
-    return distances.reshape(count, -1), ways.reshape(count, -1)
+        yield reached.reshape(h * w, -1)
+        is_new &= (reached != 0) - np.uint8(1)
+        following = np.zeros_like(reached)
+        following[:, 1:] += reached[:, :-1] & right
+        following[:, :-1] += reached[:, 1:] & right
+        following[1:] += reached[:-1] & down
+        following[:-1] += reached[1:] & down
+        following &= is_new
+        reached = np.minimum(following, 2)
 
 
-def _far_goals(keys: np.ndarray, distances: np.ndarray) -> np.ndarray:
+def _distances(walls: _Walls, is_open: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Steps from the start to each room [R, P]."""
+    found = np.zeros((walls.h * walls.w, len(starts)), np.uint16)
+    for step, reached in enumerate(_walk(walls, is_open, starts)):
+        found += (reached != 0) * np.uint16(step)
+    return found
+
+
+def _to_goal(walls: _Walls, is_open: np.ndarray, starts: np.ndarray, goals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Steps from the start to the goal [P], and in how many shortest ways, counted up to 2."""
+    steps, ways, each = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.uint8), np.arange(len(starts))
+    for step, reached in enumerate(_walk(walls, is_open, starts)):
+        here = reached[goals, each]
+        steps += step * (here != 0)
+        ways += here
+        if ways.all():
+            break
+    return steps, ways
+
+
+def _far_goals(keys: np.ndarray, distances_RP: np.ndarray) -> np.ndarray:
     """A room at least three quarters as far away as the farthest."""
-    is_far = distances * 4 >= distances.max(axis=1, keepdims=True) * 3
-    chances = np.stack([mix(keys, combine(_GOAL, room)) for room in range(distances.shape[1])], axis=1)
-    return (chances * is_far).argmax(axis=1)
+    is_far = distances_RP * 4 >= distances_RP.max(axis=0) * 3
+    chances = np.stack([mix(keys, combine(_GOAL, room)) for room in range(len(distances_RP))])
+    return (chances * is_far).argmax(axis=0)
 
 
 @functools.cache
