@@ -34,6 +34,12 @@ def combine(*numbers: int) -> int:
     return int(key[0])
 
 
+def draw(numbers: np.ndarray, key: int, below: np.ndarray | int) -> np.ndarray:
+    """For each 64-bit number one of 0 .. below - 1, all but equally likely."""
+    high = mix(numbers, key) >> np.uint64(32)
+    return (high * np.asarray(below, np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
 def permuted(positions: np.ndarray, count: int, key: int) -> np.ndarray:
     """Images of positions 0..count-1 under a permutation of them that `key` chooses.
 

@@ -14,8 +14,8 @@ _QUIET, _EVERY = 2.0, 10.0  # seconds before the first word, and between lines w
 
 
 @contextlib.contextmanager
-def watching(what: str) -> Iterator[Callable[[int, int, int], None]]:
-    """Gives `watch(bytes read, bytes in all, tokens so far)` for prepare()."""
+def watching(what: str, unit: str = "tokens") -> Iterator[Callable[[int, int, int], None]]:
+    """Gives `watch(bytes read, bytes in all, tokens so far)` for prepare(); others may count other things."""
     console = Console(stderr=True, highlight=False)
     began = time.monotonic()
     columns = (TextColumn(what), BarColumn(bar_width=None), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
@@ -26,7 +26,7 @@ def watching(what: str) -> Iterator[Callable[[int, int, int], None]]:
     def watch(read: int, total: int, tokens: int) -> None:
         nonlocal last
         now = time.monotonic()
-        note = f"{tokens:,} tokens, {tokens / max(now - began, 1e-3):,.0f} a second"
+        note = f"{tokens:,} {unit}, {tokens / max(now - began, 1e-3):,.0f} a second"
         if now - began > _QUIET:
             bar.start()
             bar.update(task, completed=min(read, total), total=total, note=note)
