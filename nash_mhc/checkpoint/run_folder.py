@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, numbered, values_of
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line, reason
 from nash_mhc.storage.paths import Folder, is_remote, place
@@ -194,6 +194,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     values = {
         f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
     }
+    values["model_kind"] = config.get("model_kind", ModelConfig.architecture)  # older runs have one kind, and do not say it
     later = ("objective", "lora", "distill", "quantize", "precision")  # sections that older runs do not have
     return values | {f"{section}.{k}": v for section in later for k, v in config.get(section, {}).items()}
 

@@ -16,8 +16,9 @@ class DataConfig(Section):
 
     dataset: str = key(
         "stories",
-        "'stories' (built in, endless, known entropy), a prepared folder, a text, .jsonl or .parquet file (.gz, .zst), a "
-        "folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given several times, for a mixture",
+        "'stories' (built in, endless, known entropy), puzzles (sudoku4, sudoku9, maze), a prepared folder, a text, .jsonl or "
+        ".parquet file (.gz, .zst), a folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given "
+        "several times, for a mixture",
         weighted=True,
         path=True,
     )
@@ -31,8 +32,9 @@ class DataConfig(Section):
     extensions: str | None = key(None, "endings of the files of a folder to read, such as .md,.py (none: text and data)")
     format: str = key(
         "auto",
-        "what a record is: plain text, prompt and response, chat, or fields that templates name; auto tells by the first one",
-        choices=("auto", "text", "prompt", "chat", "fields"),
+        "what a record is: plain text, prompt and response, chat, fields that templates name, or a puzzle (a CSV file); auto "
+        "tells by the first one",
+        choices=("auto", "text", "prompt", "chat", "fields", "puzzle"),
     )
     template: str | None = key(
         None, "how a message of prompt or chat data is written, with {role} and {content}; tokenizer: by its chat template"

@@ -21,6 +21,7 @@ from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.prepared.taught import TaughtRows, read_about
+from nash_mhc.data.puzzles.csv_file import CsvRows, is_puzzle_file
 from nash_mhc.data.puzzles.kinds import is_puzzle
 from nash_mhc.data.puzzles.rows import PuzzleRows
 from nash_mhc.data.recipe import make_recipe
@@ -125,6 +126,8 @@ def open_source(
         if cfg.dataset_name is not None:
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no variants; leave it out")
         return PuzzleRows(cfg.dataset, seed=seed, split=split, cache_dir=cfg.cache_dir)
+    if is_puzzle_file(cfg.dataset, cfg.format):
+        return CsvRows(cfg.dataset, seed=seed, split=split, validation_fraction=cfg.validation_fraction)
     folder = Path(cfg.dataset)
     if cfg.streaming and not (folder / FILE).exists():
         hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None

@@ -15,6 +15,7 @@ from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.key_names import OURS
 from nash_mhc.config.schema import ConfigError, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
+from nash_mhc.data.puzzles.csv_file import is_puzzle_file, kind_of_file
 from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
@@ -39,11 +40,15 @@ def of_prepared(dataset: str) -> Settings:
     return {path: (value, f"prepared data {folder}") for path, value in found.items()}
 
 
-def of_puzzle(dataset: str) -> Settings:
+def of_puzzle(dataset: str, form: str) -> Settings:
     """A row is a grid, and its cells' symbols are the tokens."""
-    if not is_puzzle(dataset):
+    if is_puzzle(dataset):
+        kind = find_kind(dataset)
+    elif is_puzzle_file(dataset, form):
+        kind = kind_of_file(dataset)
+    else:
         return {}
-    found = {"data.seq_len": find_kind(dataset).size, "data.tokenizer": dataset}
+    found = {"data.seq_len": kind.size, "data.tokenizer": kind.tokens}
     return {path: (value, f"puzzles {dataset}") for path, value in found.items()}
 
 
@@ -59,7 +64,7 @@ def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
             f"--local-dir {folder})"
         )
     known = {} if described is None else described.config
-    if (its := known.get("model_kind", OURS)) != model_kind:
+    if (its := known.get("model_kind", model_kind)) != model_kind:
         raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
     wanted = {k: v for k, v in known.items() if k.startswith("model.") or k == "data.tokenizer"}
     return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
@@ -68,7 +73,7 @@ def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
 def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
     found, own = of_prepared(values["data.dataset"]), values["train.checkpoint_dir"]
-    found |= of_puzzle(values["data.dataset"])
+    found |= of_puzzle(values["data.dataset"], values["data.format"])
     if values.get("model.mixer") == "cells" and "data.seq_len" in found:
         found["model.cells"] = found["data.seq_len"]
     if (platform := values["mesh.profile_for"]) is not None:

@@ -73,7 +73,6 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     if (described := folder.description()) is None:
         return
     before, now = _with_rows_a_step(described.config), _with_rows_a_step(flat(cfg.to_dict()))
-    before = {"model_kind": ModelConfig.architecture} | before  # runs of before did not say
     if before["model_kind"] != cfg.model_kind:
         raise ConfigError(
             f"{folder} holds another run: --model-kind {before['model_kind']} there, {cfg.model_kind} now; give the same, or "

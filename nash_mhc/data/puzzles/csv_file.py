@@ -50,6 +50,24 @@ class _Read(NamedTuple):
     classes: np.ndarray
 
 
+def is_puzzle_file(dataset: str, form: str) -> bool:
+    """Whether a dataset is a file of puzzles: by `--format puzzle`, or by its ending."""
+    return form == "puzzle" or (form == "auto" and dataset.endswith((".csv", ".csv.gz")) and Path(dataset).is_file())
+
+
+def kind_of_file(path: str | Path) -> Kind:
+    """By its first line alone. ConfigError."""
+    path = Path(path)
+    try:
+        with _opened(path) as (_, text):
+            first = next(_lines(path, text), None)
+    except OSError as error:
+        raise ConfigError(f"--dataset {path}: cannot be read ({error.strerror or error})") from error
+    if first is None:
+        raise ConfigError(f"--dataset {path}: has no puzzles, only a header; add some")
+    return _kind_of(first)
+
+
 class CsvRows(GridRows):
     """The puzzles of a file. Held out are those whose class (of a sudoku), or whose question itself, has such a hash:
     no puzzle is on both sides, however often and in whatever form it is in the file."""

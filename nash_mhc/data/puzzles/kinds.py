@@ -45,6 +45,11 @@ class Kind:
     def tokenizer(self) -> CellTokenizer:
         return CellTokenizer(self.symbols)
 
+    @property
+    def tokens(self) -> str:
+        """What `--tokenizer` calls these symbols."""
+        return "maze" if self.symbols == maze.SYMBOLS else f"sudoku{len(self.symbols) - 1}"
+
     def classes(self, cells_PN: np.ndarray) -> np.ndarray:
         """A 64-bit number of each puzzle, equal for those that are the same but for a symmetry."""
         if self.symmetry == "sudoku":
@@ -65,6 +70,11 @@ class Kind:
 def sudoku(box: int) -> Kind:
     n = box * box
     return Kind(f"sudoku{n}", n, n, "." + "123456789"[:n], "sudoku")
+
+
+def is_puzzle(name: str) -> bool:
+    """Whether puzzles are called so: sudoku4, sudoku9, maze or such as maze21x21."""
+    return name in NAMES or re.fullmatch(r"maze\d+x\d+", name) is not None
 
 
 def find_kind(name: str) -> Kind:

@@ -1,0 +1,100 @@
+"""Whole runs on puzzles: they learn, go on with what was being thought, and say how many are solved."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from runs import assert_equal_states, at
+
+from nash_mhc.config import presets
+from nash_mhc.config.cli import parse
+from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.data.puzzles.rows import PuzzleRows
+from nash_mhc.evaluate import __main__ as evaluate
+from nash_mhc.generate.decode import load
+from nash_mhc.model.architectures import architecture_of
+from nash_mhc.train.inferred_settings import found_settings
+
+PUZZLE = presets.run("sudoku4", "recursive")
+
+
+@pytest.fixture(scope="module")
+def solving(tmp_path_factory):
+    """(its configuration, the folder of puzzles, the run): eight passes are more than its steps between checkpoints, so
+    that puzzles are half done wherever it stops."""
+    folder = tmp_path_factory.mktemp("puzzles")
+    model = dataclasses.replace(PUZZLE.model, width=32, ffn=64, inner_cycles=1, most_passes=4)
+    data = dataclasses.replace(PUZZLE.data, batch_size=16, cache_dir=str(folder / "cache"))
+    train = dataclasses.replace(
+        PUZZLE.train, total_steps=30, eval_interval=15, eval_batches=4, checkpoint_interval=10, log_interval=5
+    )
+    cfg = dataclasses.replace(
+        PUZZLE, model=model, data=data, train=train, optim=dataclasses.replace(PUZZLE.optim, warmup_steps=5)
+    )
+    return cfg, at(folder / "run", cfg)
+
+
+def test_a_run_learns_and_measures_whole_puzzles(solving):
+    _, run = solving
+    found = run.evaluation
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss/ce"] < 0.8 * rows[0]["loss/ce"]
+    assert {"eval/exact", "eval/exact_stopping", "eval/passes", "eval/exact_after/1", "eval/exact_after/4"} <= set(found)
+    assert found["eval/exact"] == found["eval/exact_after/4"] <= found["eval/accuracy"] <= 1
+
+
+def test_a_stopped_run_goes_on_with_what_it_was_thinking(solving, tmp_path):
+    cfg, run = solving
+    passes = np.asarray(run.state.carry.passes)
+    assert 0 < passes.min() < passes.max() <= 4 or (passes != 4).any()  # some are half done
+    copy = shutil.copytree(run.folder, tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints" / "30")
+    assert_equal_states(at(copy, cfg).state, run.state, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"data.batch_size \(16 there, 8 now\)"):
+        smaller = dataclasses.replace(cfg.data, batch_size=8)
+        at(copy, dataclasses.replace(cfg, data=smaller, train=dataclasses.replace(cfg.train, grad_accum=2)))
+
+
+def test_a_mesh_goes_on_with_it_too(solving, tmp_path):
+    cfg, run = solving
+    copy = shutil.copytree(run.folder, tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints" / "30")
+    meshed = at(copy, dataclasses.replace(cfg, mesh=MeshConfig(data=2, fsdp=2, tp=2)))
+    for name in ("inputs", "targets", "passes", "taken", "done"):
+        np.testing.assert_array_equal(getattr(meshed.state.carry, name), getattr(run.state.carry, name))
+    np.testing.assert_allclose(meshed.evaluation["eval/loss"], run.evaluation["eval/loss"], rtol=2e-2)
+
+
+def test_evaluate_tells_what_training_told_and_generate_says_why_not(solving, monkeypatch, capsys):
+    _, run = solving
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(run.folder), "--tasks", "held_out", "--batch-size", "16"])
+    assert evaluate.main() == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (loss,) = [line[-2] for line in shown if "loss" in line]
+    assert loss == f"{run.evaluation['eval/loss_ema']:.4f}"  # the averaged weights are the run's
+    assert {"exact", "exact_stopping", "passes", "accuracy", "exact_after/1"} <= {line[-3] for line in shown if len(line) > 2}
+    model = load(run.folder).config.model
+    with pytest.raises(ConfigError, match="writes no text"):
+        architecture_of(model).empty_cache(model, 1, 8, "float32")
+
+
+def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(tmp_path):
+    given = ["--model-kind", "recursive", "--model-size", "sudoku4", "--cache-dir", str(tmp_path)]
+    parsed = parse([*given, "--dataset", "sudoku9"], found=found_settings).config
+    assert (parsed.data.seq_len, parsed.data.tokenizer, parsed.model.cells, parsed.model.vocab_size) == (81, "sudoku9", 81, 11)
+    rows = PuzzleRows("sudoku4", seed=0, split="train", cache_dir=tmp_path).take(np.arange(40))
+    lines = [",".join("".join(map(str, grid)) for grid in both) for both in zip(rows.inputs, rows.targets, strict=True)]
+    (tmp_path / "mine.csv").write_text("question,answer\n" + "\n".join(lines) + "\n")
+    own = parse([*given, "--dataset", str(tmp_path / "mine.csv"), "--validation-fraction", "0.3"], found=found_settings).config
+    assert (own.data.seq_len, own.data.tokenizer, own.model.cells) == (16, "sudoku4", 16)
+    cfg = dataclasses.replace(
+        own,
+        model=dataclasses.replace(own.model, width=16, ffn=32, inner_cycles=1, most_passes=2),
+        data=dataclasses.replace(own.data, batch_size=4),
+        optim=dataclasses.replace(own.optim, warmup_steps=0),
+        train=dataclasses.replace(own.train, total_steps=2, eval_batches=1),
+    )
+    assert np.isfinite(at(tmp_path / "run", cfg).evaluation["eval/loss"])
