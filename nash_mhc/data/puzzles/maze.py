@@ -80,8 +80,8 @@ def _make(keys: np.ndarray, height: int, width: int) -> Mazes:
     for symbol, places in ((START, starts), (GOAL, goals)):
         for grid in (cells, answers):
             grid[places // w * 2 + 1, places % w * 2 + 1, each] = symbol
-    flat = (np.ascontiguousarray(grid.reshape(height * width, -1).T) for grid in (cells, answers))
-    return Mazes(*flat, steps.astype(np.int64) * 2)
+    flat = [np.ascontiguousarray(grid.reshape(height * width, -1).T) for grid in (cells, answers)]
+    return Mazes(flat[0], flat[1], steps.astype(np.int64) * 2)
 
 
 def _tree(walls: _Walls, order_EP: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ SHARE = 0.1  # of all classes that are held out
 SIZES = {"sudoku4": (4_000, 1_000), "sudoku9": (10_000, 1_000), "maze": (20_000, 1_000)}
 _KEY = 77  # any number, but for ever the same
 _LARGEST_BATCH, _MOST_TRIED = 4096, 1 << 24
-_DTYPES = ("u1", "u1", "<u4")  # of Grids, on disk
+_DTYPES = ("u1", "u1", "<u4")  # of Grids
 # Every full grid of 4x4 cells is one of these two, but for a symmetry.
 _SMALL_GRIDS = ("1234341221434321", "1234341223414123")
 
@@ -43,11 +43,7 @@ class Pool(NamedTuple):
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(b"".join(a.tobytes() for a in _on_disk(self))).hexdigest()
-
-
-def _on_disk(pool: Pool) -> list[np.ndarray]:
-    return [np.ascontiguousarray(a, dtype) for grids in pool for a, dtype in zip(grids, _DTYPES, strict=True)]
+        return hashlib.sha256(b"".join(a.tobytes() for grids in self for a in grids)).hexdigest()
 
 
 def sizes_of(kind: Kind) -> tuple[int, int]:
@@ -102,8 +98,12 @@ def make_pool(kind: Kind, sizes: tuple[int, int], watch: Callable[[int, int, int
         watch(sum(done), sum(sizes), sum(done))
         if done == list(sizes):
             break
-    joined = [Grids(*(np.concatenate(arrays) for arrays in zip(*part, strict=True))) for part in parts]
-    return Pool(*(grids.at(slice(size)) for grids, size in zip(joined, sizes, strict=True)))
+    return Pool(*(_joined(part).at(slice(size)) for part, size in zip(parts, sizes, strict=True)))
+
+
+def _joined(parts: list[Grids]) -> Grids:
+    arrays = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return Grids(*(a.astype(dtype) for a, dtype in zip(arrays, _DTYPES, strict=True)))
 
 
 def open_pool(kind: Kind, sizes: tuple[int, int], cache_dir: Path) -> Pool:
@@ -114,7 +114,7 @@ def open_pool(kind: Kind, sizes: tuple[int, int], cache_dir: Path) -> Pool:
     with watching(f"making puzzles for {kind.name}", "puzzles") as watch:
         pool = make_pool(kind, sizes, watch)
     content = io.BytesIO()
-    for array in _on_disk(pool):
+    for array in (a for grids in pool for a in grids):
         np.save(content, array, allow_pickle=False)
     body = content.getvalue()
     try:
