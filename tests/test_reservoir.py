@@ -1,6 +1,7 @@
 """Reservoir models: recurrences that are what was asked for, on any mesh, read by what is trained."""
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -12,18 +13,23 @@ from runs import RUN, assert_equal_states, at
 
 from nash_mhc.config.reservoir import ReservoirConfig
 from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.generate.decode import load
 from nash_mhc.model import reservoir
+from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.ops.linear_scan import linear_scan, linear_scan_reference
+from nash_mhc.ops.tanh_scan import tanh_scan
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.parallel.sharding import placed
 from nash_mhc.train.state import abstract_state
 
 CFG = ReservoirConfig(width=32, units=48, ffn=64)
+TANH = dataclasses.replace(CFG, unit="tanh", ring=6)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return jax.jit(lambda: reservoir.Reservoir.init(CFG, key=jax.random.key(1)))()
+@pytest.fixture(scope="module", params=[CFG, TANH], ids=["linear", "tanh"])
+def model(request):
+    return jax.jit(lambda: reservoir.Reservoir.init(request.param, key=jax.random.key(1)))()
 
 
 logits_of = jax.jit(lambda model, tokens_BT, segments_BT: model.hidden(tokens_BT, segments_BT)[0] @ model.unembed_VD[:257].T)
@@ -63,6 +69,51 @@ def test_the_radius_is_the_one_that_was_asked_for_and_states_forget_at_that_rate
     np.testing.assert_allclose(np.abs(h[0] - h[1]) / first, radius**20, rtol=1e-6)
 
 
+def test_rings_of_tanh_units_forget_at_least_at_the_rate_that_was_asked_for():
+    cfg = dataclasses.replace(TANH, radius=0.9, leak=1.0, slowest_leak=0.5)
+    w_2N, ring = np.asarray(reservoir.ring_weights(cfg)), cfg.ring
+    for weights in w_2N:  # each ring as a matrix: its spectral radius by numpy
+        matrix = np.roll(np.eye(ring), 1, axis=0) * weights[:ring, None]
+        np.testing.assert_allclose(np.abs(np.linalg.eigvals(matrix)), 0.9, rtol=1e-6)
+    drawn = np.random.default_rng(0)
+    h = [jnp.asarray(drawn.normal(size=(2, 3, cfg.units)), jnp.float32) for _ in range(2)]
+    apart = float(jnp.abs(h[0] - h[1]).max())
+    step = jax.jit(lambda h, b: reservoir.next_state(cfg, h, b))
+    slowest = float((1 - reservoir.leaks(cfg) * (1 - cfg.radius)).max())
+    for n in range(1, 40):
+        b = jnp.asarray(drawn.normal(size=(2, 3, cfg.units)), jnp.float32)
+        h = [step(each, b) for each in h]
+        assert float(jnp.abs(h[0] - h[1]).max()) <= apart * slowest**n * 1.001
+    with pytest.raises(ConfigError, match=r"model.ring 7 does not divide model.units 48; the nearest that it divides is 49"):
+        dataclasses.replace(TANH, ring=7)
+
+
+def test_chunks_of_a_tanh_scan_are_one_token_after_the_other_values_and_gradients():
+    b_2BTN = jax.random.normal(jax.random.key(0), (2, 3, 37, 12))
+    segments_BT = jnp.sort(jax.random.randint(jax.random.key(1), (3, 37), 0, 4), axis=1)
+    cfg = dataclasses.replace(TANH, units=12)
+    parts = (reservoir.ring_weights(cfg), jnp.asarray(reservoir.leaks(cfg), jnp.float32))
+
+    before = np.array([6 * (n // 6) + (n - 1) % 6 for n in range(12)])  # on its ring
+    begins_TB = np.diff(np.asarray(segments_BT), axis=1, prepend=-1).T != 0
+
+    def plain(b_2BTN):
+        def one(h, at):
+            b, begins = at
+            h, leak = jnp.where(begins[None, :, None], 0.0, h), parts[1][None, None]
+            h = (1 - leak) * h + leak * jnp.tanh(parts[0][:, None] * h[..., before] + b)
+            return h, h
+
+        along = (jnp.moveaxis(b_2BTN, 2, 0), jnp.asarray(begins_TB))
+        return jnp.moveaxis(jax.lax.scan(one, jnp.zeros((2, 3, 12)), along)[1], 0, 2)
+
+    weigh = jax.random.normal(jax.random.key(2), b_2BTN.shape)
+    forms = (lambda b: tanh_scan(*parts, b, segments_BT, 6, chunk=8), plain)
+    got, want = (jax.jit(jax.value_and_grad(lambda b, form=form: jnp.sum(form(b) * weigh)))(b_2BTN) for form in forms)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+
+
 def test_slow_units_have_their_own_leak_and_nothing_grows():
     sizes = np.abs(reservoir.multipliers(CFG))
     assert sizes.max() < 1 and sizes.min() < 0.96 and np.mean(sizes > 0.97) > 0.2  # all time scales
@@ -92,7 +143,7 @@ def test_each_token_sees_its_past_and_no_other_document(model):
 
     def after(x_BTD):
         layer = jax.tree.map(lambda a: a[0], model.layers)
-        return layer(x_BTD, segments_BT, CFG, 0)
+        return layer(x_BTD, segments_BT, model.cfg, 0)
 
     jacobian = jax.jit(jax.jacrev(lambda x: after(x).sum(axis=(0, 2))))(x_BTD)[:, 0]  # [place, of which place, D]
     depends = np.abs(np.asarray(jacobian)).max(axis=-1) > 0
@@ -144,13 +195,28 @@ def test_a_stopped_run_is_the_unbroken_one(learned, tmp_path):
     assert abstract_state(cfg).model.cfg == CFG
 
 
-def test_no_collective_stands_inside_the_scan():
-    """tp splits the units, and a unit's state is its own."""
-    cfg = small.mesh_config(dataclasses.replace(small.config(), model=CFG), 1, 1, 8)
-    mesh = small.make_mesh(cfg.mesh)
+def test_other_numbers_from_the_same_seed_are_refused(learned, tmp_path):
+    """As another version of the generator would give them."""
+    cfg, unbroken = learned
+    copy = shutil.copytree(unbroken.folder, tmp_path / "run")
+    info = json.loads((copy / "run.json").read_text())
+    assert info["drawn"]["numbers"] == 2 * 48 * (2 * 32 + 1)
+    info["drawn"]["digest"] = "0" * 64
+    (copy / "run.json").write_text(json.dumps(info))
+    for go_on in (lambda: at(copy, cfg), lambda: load(copy)):
+        with pytest.raises(ConfigError, match="what its model has drawn from seed 0 comes out otherwise here"):
+            go_on()
+
+
+@pytest.mark.parametrize("cfg", [CFG, dataclasses.replace(TANH, units=48)], ids=["linear", "tanh"])
+def test_no_collective_stands_inside_the_scan(cfg):
+    """tp splits the units, and a unit's state, or that of its ring, is its own."""
+    run = small.mesh_config(dataclasses.replace(small.config(), model=cfg), 1, 1, 8)
+    mesh = small.make_mesh(run.mesh)
     with jax.set_mesh(mesh):
-        model = jax.eval_shape(lambda: reservoir.Reservoir.init(CFG, key=jax.random.key(1)))
+        model = placed(abstract_model(cfg), mesh)
         tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
         text = jax.jit(lambda m, t: m.hidden(t, t)[0]).lower(model, tokens).compile().as_text()
-    inside = [line for line in text.splitlines() if "linear_scan" in line and "all-" in line]
-    assert "linear_scan" in text and not inside
+    scan = f"{cfg.unit}_scan"
+    inside = [line for line in text.splitlines() if scan in line and ("all-" in line or "collective" in line)]
+    assert scan in text and not inside

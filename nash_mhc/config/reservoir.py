@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from nash_mhc.config.fields import ConfigError, key
+from nash_mhc.config.fields import ConfigError, key, nearest_multiple
 from nash_mhc.config.model import ArchitectureConfig, Length
 
 
@@ -20,6 +20,12 @@ class ReservoirConfig(ArchitectureConfig):
     layers: int = key(2, "number of layers (L)", low=1)
     units: int = key(256, "complex numbers that a layer's reservoir remembers (N)", low=1)
     ffn: int = key(384, "width of the feed-forward layer (F)", low=1)
+    unit: str = key(
+        "linear",
+        "linear: complex units, all tokens at once; tanh: pairs of real ones in rings, token by token",
+        choices=("linear", "tanh"),
+    )
+    ring: int = key(32, "tanh units of one ring", low=2)
     radius: float = key(0.95, "spectral radius of every reservoir, exactly; from 1 on it forgets nothing", above=0)
     leak: float = key(1.0, "share of its state that the quickest unit replaces at a token", above=0, high=1)
     slowest_leak: float = key(0.01, "and the slowest; the others are spread between them, by factors", above=0, high=1)
@@ -30,6 +36,11 @@ class ReservoirConfig(ArchitectureConfig):
         super().__post_init__()
         if self.slowest_leak > self.leak:
             raise ConfigError(f"model.slowest_leak {self.slowest_leak:g} is quicker than model.leak {self.leak:g}; swap them")
+        if self.unit == "tanh" and self.units % self.ring:
+            raise ConfigError(
+                f"model.ring {self.ring} does not divide model.units {self.units}; the nearest that it divides is "
+                f"{nearest_multiple(self.units, self.ring)}"
+            )
         if self.radius >= 1:
             warnings.warn(
                 f"model.radius {self.radius:g}: a reservoir forgets where it began only below 1; states may grow without end",
@@ -43,7 +54,7 @@ class ReservoirConfig(ArchitectureConfig):
     def lengths(self) -> list[Length]:
         return [
             Length("embed", self.width, "--model-width"),
-            Length("reservoir", self.units, "--model-units"),
+            Length("reservoir", self.units if self.unit == "linear" else self.units // self.ring, "--model-units"),
             Length("ffn", self.ffn, "--model-ffn"),
             *super().lengths(),
         ]

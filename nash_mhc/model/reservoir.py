@@ -8,6 +8,8 @@ The ring's eigenvalues are radius * e^(2 pi i (n + 1/2) / N), so that its spectr
 nothing has to be measured. The root keeps a state of any time scale at the size of its input. What is read of it: both
 parts of every unit, each times a gate that the token sets, through a trained readout.
 
+With `--model-unit tanh`, the two parts are real units in rings (`ops/tanh_scan.py`) with the same leaks and radius.
+
 Neither W_in nor the angles are parameters. They follow from a seed in the configuration, the same numbers on every mesh
 and after every restart, are drawn where they are used, and stand in no checkpoint and no optimizer.
 """
@@ -31,20 +33,44 @@ from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
 from nash_mhc.model.protocol import Drawn, Execution
 from nash_mhc.model.weights import project
 from nash_mhc.ops.linear_scan import linear_scan, times
+from nash_mhc.ops.tanh_scan import tanh_scan, tanh_step
 from nash_mhc.parallel.params import TABLE, param, stacked
 from nash_mhc.parallel.sharding import constrain, for_compute
 
 
-def multipliers(cfg: ReservoirConfig) -> np.ndarray:
-    """m of every unit, [N] complex: leaks by factors from the quickest to the slowest, angles all around the ring.
+def leaks(cfg: ReservoirConfig) -> np.ndarray:
+    """Of every unit, [N]: by factors from the quickest to the slowest.
 
     Neighbours on the ring differ in their leak, so that every time scale has all angles: leaks go along the golden
     ratio, which never comes back to where it was.
     """
-    n = np.arange(cfg.units)
-    eigenvalue = cfg.radius * np.exp(2j * math.pi * (n + 0.5) / cfg.units)
-    leak = cfg.leak * (cfg.slowest_leak / cfg.leak) ** (n * (math.sqrt(5) - 1) / 2 % 1.0)
-    return 1 - leak + leak * eigenvalue
+    return cfg.leak * (cfg.slowest_leak / cfg.leak) ** (np.arange(cfg.units) * (math.sqrt(5) - 1) / 2 % 1.0)
+
+
+def multipliers(cfg: ReservoirConfig) -> np.ndarray:
+    """m of every unit, [N] complex: angles all around the ring."""
+    eigenvalue = cfg.radius * np.exp(2j * math.pi * (np.arange(cfg.units) + 0.5) / cfg.units)
+    return 1 - leaks(cfg) + leaks(cfg) * eigenvalue
+
+
+def ring_weights(cfg: ReservoirConfig) -> Float[Array, "2 N"]:
+    """Of rings of tanh units: the radius, with signs that make the second of a pair another ring than the first."""
+    signs = np.stack([np.ones(cfg.units), np.where(np.arange(cfg.units) % cfg.ring == 0, -1.0, 1.0)])
+    return jnp.asarray(cfg.radius * signs, jnp.float32)
+
+
+def states(cfg: ReservoirConfig, driven_2BTN: Float[Array, "2 B T N"], segments_BT: Int[Array, "B T"]) -> Array:
+    """What a reservoir comes to, [2, B, T, N], driven like that."""
+    if cfg.unit == "linear":
+        return linear_scan(pairs(multipliers(cfg)), driven_2BTN, segments_BT)
+    return tanh_scan(ring_weights(cfg), jnp.asarray(leaks(cfg), jnp.float32), driven_2BTN, segments_BT, cfg.ring)
+
+
+def next_state(cfg: ReservoirConfig, h_2BN: Float[Array, "2 B N"], driven_2BN: Float[Array, "2 B N"]) -> Array:
+    """The same for one token more."""
+    if cfg.unit == "linear":
+        return times(pairs(multipliers(cfg))[:, None], h_2BN) + driven_2BN
+    return tanh_step(ring_weights(cfg), jnp.asarray(leaks(cfg), jnp.float32), h_2BN, driven_2BN, cfg.ring)
 
 
 def pairs(numbers: np.ndarray) -> Float[Array, "2 N"]:
@@ -82,8 +108,11 @@ class ReservoirLayer(eqx.Module):
     def driven(self, u_BTD: Array, cfg: ReservoirConfig, layer: Array | int) -> Float[Array, "2 B T N"]:
         """What the tokens put into the reservoir, in float32: it adds up over many of them."""
         parts_2BTN = jnp.einsum("btd,dcn->cbtn", u_BTD.astype(jnp.float32), input_matrix(cfg, layer))
+        parts_2BTN = constrain(parts_2BTN, "vector", "batch", "time", "reservoir")
+        if cfg.unit == "tanh":  # which keeps its states small by itself
+            return parts_2BTN
         strength_N = np.sqrt(np.maximum(1 - np.abs(multipliers(cfg)) ** 2, 1e-6)).astype(np.float32)
-        return constrain(parts_2BTN, "vector", "batch", "time", "reservoir") * jnp.asarray(strength_N)[None, None, None]
+        return parts_2BTN * jnp.asarray(strength_N)[None, None, None]
 
     def read(self, u_BTD: Array, h_2BTN: Float[Array, "2 B T N"]) -> Array:
         gate_BTN = jax.nn.sigmoid(constrain(project(u_BTD, self.gate_DN), "batch", "time", "reservoir"))
@@ -93,7 +122,7 @@ class ReservoirLayer(eqx.Module):
 
     def __call__(self, x_BTD: Array, segments_BT: Array, cfg: ReservoirConfig, layer: Array | int) -> Array:
         u_BTD = constrain(self.norm(x_BTD), "batch", "time", "width")
-        h_2BTN = linear_scan(pairs(multipliers(cfg)), self.driven(u_BTD, cfg, layer), segments_BT)
+        h_2BTN = states(cfg, self.driven(u_BTD, cfg, layer), segments_BT)
         x_BTD = x_BTD + self.read(u_BTD, h_2BTN)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
@@ -155,14 +184,14 @@ def empty_state(cfg: ReservoirConfig, batch: int, seq_len: int, dtype: Any) -> R
 
 def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -> tuple[Array, ReservoirState]:
     """(logits of the next tokens, the state after these)."""
-    cfg, m_21N = model.cfg, pairs(multipliers(model.cfg))[:, None]
+    cfg = model.cfg
     x_B1D = embed(model.embed_VD, tokens_B[:, None], state.dtype) * cfg.width**0.5
 
     def body(x_B1D: Array, inputs: tuple[Array, ReservoirLayer, Array]) -> tuple[Array, Array]:
         number, layer, h_2BN = inputs
         layer = for_compute(layer, x_B1D.dtype)
         u_B1D = layer.norm(x_B1D)
-        h_2BN = times(m_21N, h_2BN) + layer.driven(u_B1D, cfg, number)[:, :, 0]
+        h_2BN = next_state(cfg, h_2BN, layer.driven(u_B1D, cfg, number)[:, :, 0])
         x_B1D = x_B1D + layer.read(u_B1D, h_2BN[:, :, None])
         return x_B1D + layer.ffn(layer.ffn_norm(x_B1D)), h_2BN
 
