@@ -105,9 +105,9 @@ class ReservoirLayer(eqx.Module):
             init_matrix(imaginary, (N, D), 2 * N, small), norm(), SwiGLU.init(cfg, key=ffn),
         )  # fmt: skip
 
-    def driven(self, u_BTD: Array, cfg: ReservoirConfig, layer: Array | int) -> Float[Array, "2 B T N"]:
+    def driven(self, u_BTD: Array, cfg: ReservoirConfig, input_D2N: Float[Array, "D 2 N"]) -> Float[Array, "2 B T N"]:
         """What the tokens put into the reservoir, in float32: it adds up over many of them."""
-        parts_2BTN = jnp.einsum("btd,dcn->cbtn", u_BTD.astype(jnp.float32), input_matrix(cfg, layer))
+        parts_2BTN = jnp.einsum("btd,dcn->cbtn", u_BTD.astype(jnp.float32), input_D2N)
         parts_2BTN = constrain(parts_2BTN, "vector", "batch", "time", "reservoir")
         if cfg.unit == "tanh":  # which keeps its states small by itself
             return parts_2BTN
@@ -122,7 +122,7 @@ class ReservoirLayer(eqx.Module):
 
     def __call__(self, x_BTD: Array, segments_BT: Array, cfg: ReservoirConfig, layer: Array | int) -> Array:
         u_BTD = constrain(self.norm(x_BTD), "batch", "time", "width")
-        h_2BTN = states(cfg, self.driven(u_BTD, cfg, layer), segments_BT)
+        h_2BTN = states(cfg, self.driven(u_BTD, cfg, input_matrix(cfg, layer)), segments_BT)
         x_BTD = x_BTD + self.read(u_BTD, h_2BTN)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
@@ -172,14 +172,17 @@ class Reservoir(eqx.Module):
 
 
 class ReservoirState(eqx.Module):
-    """All that is remembered of a text, however long it is."""
+    """All that is remembered of a text, however long it is; and W_in, which would take longer to draw for every token
+    than all else that one needs."""
 
     h_L2BN: Float[Array, "L 2 B N"]
+    input_LD2N: Float[Array, "L D 2 N"]
     dtype: Any = eqx.field(static=True)
 
 
 def empty_state(cfg: ReservoirConfig, batch: int, seq_len: int, dtype: Any) -> ReservoirState:
-    return ReservoirState(jnp.zeros((cfg.layers, 2, batch, cfg.units)), jnp.dtype(dtype))
+    input_LD2N = jax.vmap(lambda layer: input_matrix(cfg, layer))(jnp.arange(cfg.layers))
+    return ReservoirState(jnp.zeros((cfg.layers, 2, batch, cfg.units)), input_LD2N, jnp.dtype(dtype))
 
 
 def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -> tuple[Array, ReservoirState]:
@@ -188,18 +191,18 @@ def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -
     x_B1D = embed(model.embed_VD, tokens_B[:, None], state.dtype) * cfg.width**0.5
 
     def body(x_B1D: Array, inputs: tuple[Array, ReservoirLayer, Array]) -> tuple[Array, Array]:
-        number, layer, h_2BN = inputs
+        input_D2N, layer, h_2BN = inputs
         layer = for_compute(layer, x_B1D.dtype)
         u_B1D = layer.norm(x_B1D)
-        h_2BN = next_state(cfg, h_2BN, layer.driven(u_B1D, cfg, number)[:, :, 0])
+        h_2BN = next_state(cfg, h_2BN, layer.driven(u_B1D, cfg, input_D2N)[:, :, 0])
         x_B1D = x_B1D + layer.read(u_B1D, h_2BN[:, :, None])
         return x_B1D + layer.ffn(layer.ffn_norm(x_B1D)), h_2BN
 
-    x_B1D, h_L2BN = jax.lax.scan(body, x_B1D, (jnp.arange(cfg.layers), model.layers, state.h_L2BN))
+    x_B1D, h_L2BN = jax.lax.scan(body, x_B1D, (state.input_LD2N, model.layers, state.h_L2BN))
     x_BD = model.norm(x_B1D)[:, 0]
     w_VD = model.unembed_VD[: cfg.vocab_size].astype(x_BD.dtype)
     logits_BV = jnp.einsum("bd,vd->bv", x_BD, w_VD, preferred_element_type=jnp.float32)
-    return logits_BV, ReservoirState(h_L2BN, state.dtype)
+    return logits_BV, ReservoirState(h_L2BN, state.input_LD2N, state.dtype)
 
 
 def drawn(cfg: ReservoirConfig) -> Drawn:
