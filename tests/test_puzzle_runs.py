@@ -98,3 +98,13 @@ def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(tmp_path):
         train=dataclasses.replace(own.train, total_steps=2, eval_batches=1),
     )
     assert np.isfinite(at(tmp_path / "run", cfg).evaluation["eval/loss"])
+
+
+def test_puzzles_and_text_are_not_taken_for_each_other(tmp_path):
+    with pytest.raises(ConfigError, match=r"--dataset sudoku9: is a puzzle, which is solved and not gone on with"):
+        parse(["--dataset", "sudoku9"], found=found_settings)
+    text = dataclasses.replace(PUZZLE, data=dataclasses.replace(PUZZLE.data, dataset="stories", tokenizer="bytes"))
+    text = dataclasses.replace(text, model=dataclasses.replace(text.model, vocab_size=257))
+    with pytest.raises(ConfigError, match=r"--objective puzzle does not go with --dataset stories: puzzles are solved"):
+        at(tmp_path / "run", text)
+    assert not (tmp_path / "run").exists()

@@ -23,6 +23,7 @@ OBJECTIVES: dict[str, Make] = {
     "distill": make_distill,
     "puzzle": make_puzzle,
 }
+OURS = frozenset(OBJECTIVES)  # of which it is known what rows they take
 CARRIES: dict[str, Begin] = {"puzzle": fresh_carry}
 
 

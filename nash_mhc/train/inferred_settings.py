@@ -73,7 +73,12 @@ def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
 def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
     found, own = of_prepared(values["data.dataset"]), values["train.checkpoint_dir"]
-    found |= of_puzzle(values["data.dataset"], values["data.format"])
+    if (puzzle := of_puzzle(values["data.dataset"], values["data.format"])) and values["objective.name"] == "next_token":
+        raise ConfigError(
+            f"--dataset {values['data.dataset']}: is a puzzle, which is solved and not gone on with; add --model-kind "
+            "recursive --model-size sudoku4 (or sudoku9), which bring --objective puzzle"
+        )
+    found |= puzzle
     if values.get("model.mixer") == "cells" and "data.seq_len" in found:
         found["model.cells"] = found["data.seq_len"]
     if (platform := values["mesh.profile_for"]) is not None:

@@ -17,8 +17,10 @@ from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
 from nash_mhc.checkpoint.run_lock import Owner, accompany, hold
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.puzzles.rows import GridRows
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
+from nash_mhc.objectives.registry import OURS
 from nash_mhc.parallel.processes import from_leader, leader_first
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import one_line
@@ -65,6 +67,11 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     align = cfg.model.alignment
     how: dict[str, Any] = {"align": align, "temperature": cfg.distill.temperature if cfg.reads_cache else None}
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **how))
+    if isinstance(source, GridRows) != (cfg.objective.name == "puzzle") and cfg.objective.name in OURS:
+        raise ConfigError(
+            f"--objective {cfg.objective.name} does not go with --dataset {cfg.data.dataset}: puzzles are solved (--objective "
+            "puzzle), text is gone on with"
+        )
     cfg = _with_steps_of(cfg, source)
     if cfg.reads_cache:  # which says itself how many of its tokens were drawn
         check_drawn(f"--dataset {cfg.data.dataset}", source.random, source.drawn_from, cfg)  # type: ignore[attr-defined]
