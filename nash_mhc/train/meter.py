@@ -70,7 +70,7 @@ class Interval:
                 row[name] = np.asarray(self._least.get(name, np.zeros_like(value))).tolist()
             elif name not in _OF_A_STEP:
                 total, weight = self._sums.get(name, (np.full(np.shape(value), math.nan), 1.0))
-                row[name] = (total / weight).tolist()
+                row[name] = (total / weight).tolist() if weight else np.full(np.shape(value), math.nan).tolist()
         return row | self._named
 
     def to_json(self) -> dict[str, Any]:
