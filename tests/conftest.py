@@ -16,6 +16,9 @@ CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(__file__).paren
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Where in Python an operation came from is written into every program, and read by nobody here:
+# a fifteenth of the time.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 for name in [
     n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_", "MEGASCALE_", "JAX_COORDINATOR"))
 ]:

@@ -13,10 +13,9 @@ from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
 
 
 def inputs(T=96, N=4, K=2, H=8, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, T, heads, H), dtype) for key, heads in zip(keys, (N, K, K), strict=True))
-    segments = jnp.sort(jax.random.randint(jax.random.key(3), (2, T), 0, 4), axis=1)
-    return q, k, v, segments
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, T, heads, H)), dtype) for heads in (N, K, K))
+    return q, k, v, jnp.asarray(np.sort(rng.integers(0, 4, (2, T), np.int32), axis=1))
 
 
 def value_and_grads(kernel, q, k, v, segments, window):
@@ -57,16 +56,17 @@ def test_the_splash_kernel_equals_the_plain_form_in_the_tpu_interpreter(window, 
 
 def test_bfloat16_stays_near_float32():
     q, k, v, segments = inputs()
-    want = attend(q, k, v, segments, kernel="reference")
-    got = attend(*(x.astype(jnp.bfloat16) for x in (q, k, v)), segments, kernel="xla")
+    run = jax.jit(attend, static_argnames="kernel")
+    want = run(q, k, v, segments, kernel="reference")
+    got = run(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), segments, kernel="xla")
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=4e-2)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=4e-2)
 
 
 def test_a_query_sees_only_its_past_its_document_and_its_window():
     q, k, v, segments = inputs(T=64)
     window, t = 9, 40
-    moved = jax.jacobian(lambda v: attend(q, k, v, segments, window=window)[0, t].sum())(v)[0]
+    moved = jax.jit(jax.grad(lambda v: attend(q, k, v, segments, window=window)[0, t].sum()))(v)[0]
     seen = np.flatnonzero(np.abs(np.asarray(moved)).sum(axis=(1, 2)))
     document = np.asarray(segments[0])
     allowed = [s for s in range(64) if s <= t and t - s < window and document[s] == document[t]]
@@ -118,20 +118,21 @@ def test_a_kernel_that_cannot_run_says_why(arguments, reason):
 def test_rope_scores_depend_on_distance_alone():
     q, k, _, _ = inputs(T=4, N=2, K=2)
     at = lambda shift: jnp.tile(jnp.arange(4)[None] + shift, (2, 1))
-    scores = [jnp.einsum("btnh,bsnh->bnts", rope(q, at(s), Rotation(100.0)), rope(k, at(s), Rotation(100.0))) for s in (0, 11)]
+    turned = jax.jit(lambda x, shift: rope(x, at(shift), Rotation(100.0)))
+    scores = [np.einsum("btnh,bsnh->bnts", turned(q, shift), turned(k, shift)) for shift in (0, 11)]
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
 
 def test_positions_count_from_zero_in_each_document():
     segments = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
-    assert positions_in_segments(segments).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
+    assert jax.jit(positions_in_segments)(segments).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("most", [None, 3, 5, 33])
 def test_documents_are_found_where_the_segments_change(most):
     """Room for a power of two where their number is known; a count, for the device to branch on, where it is not."""
     segments_BT = np.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1], [1, 2, 2, 0, 0, 0, 0, 0]])
-    found = documents_of(jnp.asarray(segments_BT), most)
+    found = jax.device_get(jax.jit(documents_of, static_argnums=1)(jnp.asarray(segments_BT), most))
     room = {3: 4, 5: 8}.get(most, 32)
     assert found.lengths_BM.shape == found.starts_BM.shape == (3, room)
     assert found.count_B is None if most in (3, 5) else found.count_B.tolist() == [4, 1, 3]

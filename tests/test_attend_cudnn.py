@@ -1,6 +1,7 @@
 """What is handed to cuDNN and made of its answers. cuDNN itself is not here:
 its contract is acted out on flat memory."""
 
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -91,32 +92,39 @@ def acted_out(monkeypatch):
     monkeypatch.setattr(attend_cudnn, "_masked", lambda rows, window: rows.q_BTNH)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize(("most", "at_once"), [(None, T), (3, T), (3, 10)])
-def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, window, most, at_once, monkeypatch):
-    monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", at_once)
-    keys = jax.random.split(jax.random.key(0), 5)
-    q, dout = (jax.random.normal(key, (3, T, 6, 4)) for key in keys[:2])
-    k, v = (jax.random.normal(key, (3, T, 2, 4)) for key in keys[2:4])
-    devidence = jax.random.normal(keys[4], (3, T, 6))
+@functools.cache
+def computed(kernel, packed, window, most=None, at_once=None):
+    """What attention finds and its gradients, by itself and with its evidence; of the plain form, once for all."""
+    rng = np.random.default_rng(0)
+    q, dout, k, v = (jnp.asarray(rng.normal(size=(3, T, heads, 4)), jnp.float32) for heads in (6, 6, 2, 2))
+    devidence = jnp.asarray(rng.normal(size=(3, T, 6)), jnp.float32)
     segments = jnp.asarray(SEGMENTS) if packed else None
-    rows = lambda q, k, v, kernel: Rows(
+    rows = lambda q, k, v: Rows(
         q, k, v, segments, attend_cudnn.documents_of(segments, most) if packed and kernel == "cudnn" else None
     )
 
-    def plainly(q, k, v, kernel):
-        out = attend(*rows(q, k, v, kernel), window=window, kernel=kernel)
+    def plainly(q, k, v):
+        out = attend(*rows(q, k, v), window=window, kernel=kernel)
         return jnp.sum(out * dout), out
 
-    def with_evidence(q, k, v, kernel):
-        (found,) = attend_with_evidence((rows(q, k, v, kernel),), windows=(window,), kernels=(kernel,))
+    def with_evidence(q, k, v):
+        (found,) = attend_with_evidence((rows(q, k, v),), windows=(window,), kernels=(kernel,))
         return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.evidence_BTN * devidence), found
 
-    for loss in (plainly, with_evidence):
-        run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
-        for a, b in zip(*(jax.tree.leaves(run(q, k, v, kernel)) for kernel in ("cudnn", "reference")), strict=True):
-            np.testing.assert_allclose(a, b, atol=2e-5)
+    both = lambda *args: [jax.grad(loss, (0, 1, 2), has_aux=True)(*args) for loss in (plainly, with_evidence)]
+    return jax.tree.leaves(jax.jit(both)(q, k, v))
+
+
+# How many documents there are is asked for packed rows only.
+@pytest.mark.parametrize(
+    ("packed", "most", "at_once"), [(True, None, T), (True, 3, T), (True, 3, 10), (False, None, T), (False, None, 10)]
+)
+@pytest.mark.parametrize("window", [None, 4])
+def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, window, most, at_once, monkeypatch):
+    monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", at_once)
+    found = computed("cudnn", packed, window, most, at_once)
+    for a, b in zip(found, computed("reference", packed, window), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_no_two_backward_passes_of_a_program_are_alike(monkeypatch):

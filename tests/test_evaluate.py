@@ -39,7 +39,7 @@ QUESTIONS = [
     ("Snow is", [" cold", " loud", " green", " a song"], 0),
 ]
 TEXT = "Mira had a small blue kite. She took it to the hill, and the wind was glad of it.\nGrüße! " * 3
-CONFIG = small.config(data__seq_len=64, train__total_steps=150, train__eval_interval=75, optim__learning_rate=2e-3)
+CONFIG = small.config(data__seq_len=64, train__total_steps=50, train__eval_interval=25, optim__learning_rate=4e-3)
 
 
 def task_files(folder):
@@ -215,7 +215,7 @@ def test_stories_are_what_the_run_itself_has_reported(mesh, made):
 
 def test_a_model_of_blocks_is_scored_as_by_itself():
     """Rows are filled up to whole blocks, and shorter ones to longer ones: what is scored sees nothing of it."""
-    cfg, mesh = dataclasses.replace(small.nash_config().model, layers=1), make_mesh(MeshConfig())
+    cfg, mesh = dataclasses.replace(small.nash_config().model, layers=1, residual="plain"), make_mesh(MeshConfig())
     model = jax.jit(lambda key: architecture_of(cfg).init(cfg, key=key))(jax.random.key(0))
     scorer = Scorer(model, mesh, longest=21, batch_size=3, dtype="float32")
     rng = np.random.default_rng(0)

@@ -46,6 +46,13 @@ def folders(tmp_path_factory):
     return folder
 
 
+forward = jax.jit(lambda model, tokens: model(tokens))
+
+
+def logits_of(model):
+    return np.asarray(forward(model, jnp.asarray(TOKENS)))
+
+
 def call(*argv, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hub", *map(str, argv)])
     return hub.main()
@@ -53,8 +60,7 @@ def call(*argv, monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_those_of_transformers(folders, name):
-    model = load(folders(name)).model
-    got = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
+    got = logits_of(load(folders(name)).model)
     np.testing.assert_allclose(got, torch_logits(folders(name), TOKENS), atol=1e-5)
 
 
@@ -121,7 +127,7 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
         "--sample-tokens",
         "0",
     ]
-    argv += ["--total-steps", "20", "--warmup-steps", "0", "--eval-interval", "0", "--learning-rate", "3e-4"]
+    argv += ["--total-steps", "4", "--warmup-steps", "0", "--eval-interval", "0", "--learning-rate", "3e-4"]
     argv += ["--mesh-fsdp", "2", "--mesh-tp", "2", "--mesh-data", "2"]
     cfg = cli.parse(argv, found=found_settings).config
     assert cfg.model == HubFolder(source).imported.model
@@ -130,9 +136,9 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
     before, after = tensors(source), tensors(tmp_path / "out")
     assert set(before) == set(after)
     assert {name for name in before if before[name] != after[name]} == {name for name in before if ".mlp." in name}
-    assert "| steps | 20 |" in (tmp_path / "out" / "README.md").read_text()
+    assert "| steps | 4 |" in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((source / "config.json").read_text())
-    tuned = np.asarray(load(result.folder).model(jnp.asarray(TOKENS)))
+    tuned = logits_of(load(result.folder).model)
     np.testing.assert_allclose(torch_logits(tmp_path / "out", TOKENS), tuned, atol=1e-5)
 
 
@@ -146,7 +152,7 @@ def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monke
     run = untrained_run(tmp_path / "run", small.config(**{f"model__{k}": v for k, v in model.items()}))
     assert call("export", run, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
     assert by_torch(tmp_path / "out").config.model_type == family
-    ours = np.asarray(load(run).model(jnp.asarray(TOKENS)))
+    ours = logits_of(load(run).model)
     np.testing.assert_allclose(torch_logits(tmp_path / "out", TOKENS), ours, atol=1e-5)
     from transformers import AutoTokenizer
 

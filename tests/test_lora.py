@@ -31,6 +31,10 @@ def plain():
     return jax.jit(lambda: LM.init(cfg, key=jax.random.key(0)))()
 
 
+with_adapters = jax.jit(lambda model: adapted(model, LORA, jax.random.key(1)))
+
+
+@jax.jit
 def taught(model, seed=1):
     """With a B that is not zero any more."""
     names = list(named_leaves(model))
@@ -47,21 +51,23 @@ forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))
 
 def test_fresh_adapters_change_nothing_and_merged_ones_are_those_on_top(plain):
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
-    fresh = adapted(plain, LORA, jax.random.key(1))
+    fresh = with_adapters(plain)
     want = forward(plain, tokens_BT)
     np.testing.assert_array_equal(forward(fresh, tokens_BT), want)  # dropout is off where no step is trained
     model = taught(fresh)
     on_top = forward(model, tokens_BT)
     assert float(jnp.max(jnp.abs(on_top - want))) > 0.01
-    whole = merged(model)
+    whole = jax.jit(merged)(model)
     assert set(named_leaves(whole)) == set(named_leaves(plain))
     np.testing.assert_allclose(forward(whole, tokens_BT), on_top, atol=1e-5)
     assert_equal_states(base_of(model), plain)
 
 
 def test_what_is_dropped_is_another_part_in_every_layer_and_part_and_the_same_for_the_same_key(plain):
-    model = adapted(plain, LORA, jax.random.key(1))
-    assert drops(model) and not drops(adapted(plain, dataclasses.replace(LORA, dropout=0.0), jax.random.key(1)))
+    model = with_adapters(plain)
+    assert drops(model) and not drops(
+        jax.eval_shape(lambda: adapted(plain, dataclasses.replace(LORA, dropout=0.0), jax.random.key(1)))
+    )
     keys = lambda seed: named_leaves(with_dropout(model, jax.random.key(seed)))
     drawn = np.concatenate([np.asarray(leaf) for name, leaf in keys(0).items() if name.endswith("key_2")])
     assert len(np.unique(drawn, axis=0)) == len(drawn) == 7 * 2  # projections, layers
@@ -75,7 +81,7 @@ def test_what_is_dropped_is_another_part_in_every_layer_and_part_and_the_same_fo
 
 
 def test_they_learn_at_the_very_rate_that_is_given(plain):
-    factors = named_leaves(rates(adapted(plain, LORA, jax.random.key(1))))
+    factors = named_leaves(rates(with_adapters(plain)))
     assert {value for name, value in factors.items() if "lora_" in name} == {1.0}
     assert factors["layers.ffn.up_DF.base"] == 640 / 64
 
@@ -115,8 +121,9 @@ def test_what_contradicts_itself_is_refused(tmp_path):
 
 
 def test_a_mesh_trains_them_as_one_device_does():
-    """With dropout, in two parts a step, on the whole architecture."""
+    """With dropout, in two parts a step, with several scales; in a residual or a convolution there are no adapters."""
     cfg = dataclasses.replace(small.nash_config(train__grad_accum=2, optim__learning_rate=3e-3), lora=LORA)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, residual="plain", conv_taps=0))
     batches = [small.random_rows(cfg, seed) for seed in range(3)]
     one = small.train(cfg, batches)
     small.assert_same_run(small.train(small.mesh_config(cfg, 2, 2, 2), batches), one)

@@ -14,7 +14,7 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.state import TrainState
 
-MESHES = [(2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 1, 1)]
+MESHES = [(2, 2, 2), (1, 4, 2), (1, 1, 1)]
 LOGGED = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, log_interval=1, eval_interval=0, keep_last=9))
 
 

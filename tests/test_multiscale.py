@@ -82,11 +82,11 @@ def gradients(kernel, window):
     """((of the parameters, of x), what came out), of a mixer that is there once for all kernels, and of None:
     of the one softmax."""
     mixer = mixer_of(dataclasses.replace(CFG, window=window))
-    x_BTD, probe_BTD = jax.random.normal(jax.random.key(2), (2, 2, T, CFG.width))
-    segments_BT = jnp.repeat(jnp.array([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8]), 4, axis=1)
-    layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
+    x_BTD, probe_BTD = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, T, CFG.width)), jnp.float32)
+    segments_BT = jnp.asarray(np.repeat([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8], 4, axis=1), jnp.int32)
 
     def loss(mixer, x_BTD):
+        layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
         if kernel is None:
             out_BTD = one_softmax(mixer, x_BTD, segments_BT, window)
         else:
@@ -96,8 +96,8 @@ def gradients(kernel, window):
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(mixer, x_BTD)
 
 
-@pytest.mark.parametrize("window", [8, None])
-@pytest.mark.parametrize("kernel", ["xla", "reference"])
+# That the plain kernel takes any window is in test_attend.
+@pytest.mark.parametrize(("kernel", "window"), [("xla", 8), ("xla", None), ("reference", 8)])
 def test_without_the_game_it_is_one_softmax_over_all_keys_of_all_scales(kernel, window):
     (got_mixer, got_x), got = gradients(kernel, window)
     (want_mixer, want_x), want = gradients(None, window)
@@ -123,10 +123,10 @@ def test_the_evidence_of_blocks_is_that_of_the_plain_form_and_so_are_its_gradien
 
 
 def evidence_equals_the_plain_form(kernel, window, T):
-    q, k, v, dout = (0.5 * x for x in jax.random.normal(jax.random.key(3), (4, 2, T, 4, 8)))
-    k, v = k[:, :, :2], v[:, :, :2]
-    dlse = jax.random.normal(jax.random.key(4), (2, T, 4))
-    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, T)), axis=1))
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(0.5 * rng.normal(size=(2, T, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
+    dlse = rng.normal(size=(2, T, 4)).astype(np.float32)
+    segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, T)), axis=1))
 
     def loss(q, k, v, kernel):
         (found,) = attend_with_evidence((Rows(q, k, v, segments),), windows=(window,), kernels=(kernel,))
@@ -150,9 +150,9 @@ def test_the_evidence_of_splash_is_that_of_the_plain_form_and_so_are_its_gradien
 def test_a_token_in_the_first_block_of_its_document_finds_only_what_is_near():
     cfg = dataclasses.replace(CFG, aggregation="nash")
     mixer = mixer_of(cfg)
-    x_BTD = jax.random.normal(jax.random.key(5), (1, 16, cfg.width))
-    layout = lay_out((1, 16), 1 + jnp.arange(16)[None] // 4, cfg.strides)
-    _, game = jax.jit(lambda x: mixer(x, layout, window=cfg.window, kernel="xla"))(x_BTD)
+    x_BTD = jnp.asarray(np.random.default_rng(5).normal(size=(1, 16, cfg.width)), jnp.float32)
+    placed = lambda: lay_out((1, 16), 1 + jnp.arange(16)[None] // 4, cfg.strides)
+    _, game = jax.jit(lambda x: mixer(x, placed(), window=cfg.window, kernel="xla"))(x_BTD)
     weights = np.asarray(game.weight_BCN)[0] / 16  # documents of 4 tokens: two of each see one block of 2, none a block of 4
     np.testing.assert_allclose(weights.sum(axis=0), 1.0, rtol=1e-6)
     assert (weights[2] == 0.0).all()

@@ -17,13 +17,14 @@ B, T, N, H, C = 2, 16, 2, 64, 4
 
 def inputs(dtype=jnp.float32, size=1.0):
     """Scale c is there from token 2^c - 1 on."""
-    keys = jax.random.split(jax.random.key(0), 2 * C + 1)
-    outs = tuple(size * jax.random.normal(k, (B, T, N, H), dtype) for k in keys[:C])
-    wide = jnp.promote_types(dtype, jnp.float32)
-    there = [(jnp.arange(T) + 1 >= 2**c)[None, :, None] for c in range(C)]
-    bids = tuple(jnp.where(there[c], jax.random.normal(keys[C + c], (B, T, N), wide), -jnp.inf) for c in range(C))
-    tau = jnp.abs(jax.random.normal(keys[-1], (N,), wide)) + 0.5
-    return outs, bids, tau
+    rng, wide = np.random.default_rng(0), jnp.promote_types(dtype, jnp.float32)
+    outs = tuple(jnp.asarray(size * rng.normal(size=(B, T, N, H)), dtype) for _ in range(C))
+    there = [(np.arange(T) + 1 >= 2**c)[None, :, None] for c in range(C)]
+    bids = tuple(jnp.asarray(np.where(there[c], rng.normal(size=(B, T, N)), -np.inf), wide) for c in range(C))
+    return outs, bids, jnp.asarray(np.abs(rng.normal(size=N)) + 0.5, wide)
+
+
+aggregated = jax.jit(aggregate, static_argnums=3)
 
 
 @pytest.mark.parametrize("aggregation", ["nash", "convex", "mean"])
@@ -31,8 +32,7 @@ def test_values_and_gradients_are_those_of_the_definition(aggregation):
     rules = Rules(aggregation, 3)
     with jax.enable_x64(True):
         outs, bids, tau = inputs(jnp.float64)
-        probe_y = jax.random.normal(jax.random.key(5), (B, T, N, H), jnp.float64)
-        probe_w = jax.random.normal(jax.random.key(6), (C, B, T, N), jnp.float64)
+        probe_y, probe_w = (np.random.default_rng(5).normal(size=shape) for shape in ((B, T, N, H), (C, B, T, N)))
 
         def all_of(f):
             def loss(args):
@@ -49,16 +49,16 @@ def test_values_and_gradients_are_those_of_the_definition(aggregation):
 def test_the_gradient_is_that_of_finite_differences():
     with jax.enable_x64(True):
         outs, bids, tau = inputs(jnp.float64)
-        probe = jax.random.normal(jax.random.key(5), (B, T, N, H), jnp.float64)
+        probe = np.random.default_rng(5).normal(size=(B, T, N, H))
         loss = jax.jit(lambda outs, bids, tau: jnp.sum(probe * aggregate(outs, bids, tau, Rules())[0]))
         grads = jax.jit(jax.grad(loss, (0, 1, 2)))(outs, bids, tau)
         for seed in range(4):
-            leaves, tree = jax.tree.flatten((outs, bids, tau))
-            keys = jax.random.split(jax.random.key(seed), len(leaves))
-            way = tree.unflatten([jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
-            ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, (outs, bids, tau), way) for h in (1e-6, -1e-6))
+            rng = np.random.default_rng(seed)
+            here = jax.tree.map(np.asarray, (outs, bids, tau))
+            way = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape), here)
+            ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, here, way) for h in (1e-6, -1e-6))
             measured = (loss(*ahead) - loss(*behind)) / 2e-6
-            predicted = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(way), strict=True))
+            predicted = sum(np.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(way), strict=True))
             np.testing.assert_allclose(predicted, measured, rtol=1e-6)
 
 
@@ -68,8 +68,9 @@ def test_the_gpu_kernels_compute_what_xla_does(aggregation, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles."""
     rules, (outs, bids, tau) = Rules(aggregation, 3), inputs(dtype)
     assert nash.nash_gpu.fits(outs)
-    dy = jax.random.normal(jax.random.key(5), (B, T, N, H), dtype)
-    dw = tuple(jax.random.normal(jax.random.key(6), (C, B, T, N)))
+    rng = np.random.default_rng(5)
+    dy = jnp.asarray(rng.normal(size=(B, T, N, H)), dtype)
+    dw = tuple(jnp.asarray(rng.normal(size=(B, T, N)), jnp.float32) for _ in range(C))
     compare = functools.partial(np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 2e-5, atol=1e-5)
     wide = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
     want = jax.jit(functools.partial(nash._aggregate_in_xla, rules))(outs, bids, tau)
@@ -97,7 +98,7 @@ def test_the_gpu_kernels_are_lowered_for_a_gpu(dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_weights_lie_on_the_simplex_and_absent_scales_have_none(dtype):
     outs, bids, tau = inputs(dtype)
-    _, w, _ = aggregate(outs, bids, tau, Rules())
+    _, w, _ = aggregated(outs, bids, tau, Rules())
     w, there = np.stack(w), np.stack(bids) > -np.inf
     np.testing.assert_allclose(w.sum(axis=0), 1.0, atol=1e-6)
     assert (w[~there] == 0.0).all()
@@ -108,6 +109,7 @@ def test_the_weights_are_a_fixed_point_up_to_the_residual_reported():
     outs, bids, tau = inputs(size=0.5)
     residuals = []
     for iterations in (1, 3, 8, 30):
+        # Operation by operation: each is compiled once for all rounds, of which there are many here.
         _, w, residual = aggregate(outs, bids, tau, Rules("nash", iterations))
         _, after, _ = aggregate(outs, bids, tau, Rules("nash", iterations + 1))
         np.testing.assert_allclose(np.abs(np.stack(after) - np.stack(w)).sum(axis=0), residual, atol=1e-5)
@@ -118,7 +120,7 @@ def test_the_weights_are_a_fixed_point_up_to_the_residual_reported():
 
 def test_a_scale_that_disagrees_loses_weight():
     same = jnp.ones((1, 8, 1, 4))
-    _, w, _ = aggregate((same, same, same, -same), (jnp.zeros((1, 8, 1)),) * 4, jnp.ones(1), Rules())
+    _, w, _ = aggregated((same, same, same, -same), (jnp.zeros((1, 8, 1)),) * 4, jnp.ones(1), Rules())
     assert float(w[3][0, 7, 0]) < float(w[0][0, 7, 0]) < 0.5
 
 
@@ -126,6 +128,6 @@ def test_a_scale_that_disagrees_loses_weight():
 def test_no_size_of_the_outputs_gives_a_nan(size):
     outs, bids, tau = inputs(size=size)
     loss = lambda outs, bids, tau: jnp.sum(aggregate(outs, bids, tau, Rules())[0] / max(size, 1.0))
-    value, grads = jax.value_and_grad(loss, (0, 1, 2))(outs, bids, tau)
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(outs, bids, tau)
     assert np.isfinite(value)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))

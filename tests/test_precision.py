@@ -28,7 +28,8 @@ def test_a_number_goes_to_one_of_its_neighbours_and_on_average_nowhere():
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.normal(size=500), 1e-30 * rng.normal(size=250), -1e20 * rng.random(250)]).astype(np.float32)
     x[:4] = [0.0, 1.0, -2.0, 1 / 3]
-    drawn = np.stack([np.asarray(rounded(x, salt_of(7, i))).astype(np.float64) for i in range(2000)])
+    many = jax.jit(jax.vmap(lambda x, i: stochastic_bfloat16(x, salt_of(7, i)), (None, 0)))
+    drawn = np.asarray(many(jnp.asarray(x), jnp.arange(2000))).astype(np.float64)
     low = (x.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
     step = ((x.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32).astype(np.float64) - low
     chance = (x.astype(np.float64) - low) / step
@@ -62,10 +63,15 @@ def test_the_same_bits_on_every_mesh_and_others_for_every_salt():
 
 def test_updates_that_are_too_small_for_a_weight_add_up_all_the_same():
     """1 can move by 1/128 or not at all; a hundred updates of a thousandth move it by a tenth."""
-    weights, nearest = (jnp.ones(4096, jnp.bfloat16) for _ in range(2))
-    for i in range(100):
-        weights = stochastic_bfloat16(weights.astype(jnp.float32) + 1e-3, salt_of(i))
+
+    @jax.jit
+    def update(i, weights, nearest):
         nearest = (nearest.astype(jnp.float32) + 1e-3).astype(jnp.bfloat16)
+        return stochastic_bfloat16(weights.astype(jnp.float32) + 1e-3, salt_of(i)), nearest
+
+    weights = nearest = jnp.ones(4096, jnp.bfloat16)
+    for i in range(100):
+        weights, nearest = update(i, weights, nearest)
     assert float(weights.astype(jnp.float32).mean()) == pytest.approx(1.1, abs=2e-3)
     assert float(nearest.astype(jnp.float32).mean()) == 1.0
 

@@ -10,12 +10,19 @@ from nash_mhc.ops import quantize as q
 BITS = (2, 3, 4)
 
 
+# Each is one program a shape: by themselves, these are dozens of operations.
+snap, spread_out, product_scales, table_levels = (
+    jax.jit(q.quantized), jax.jit(q.spread_groups, static_argnums=1), jax.jit(q.product_scales), jax.jit(q.table_levels),
+)  # fmt: skip
+
+
 def gaussian(inputs=256, outputs=64, seed=0):
-    return jax.random.normal(jax.random.key(seed), (inputs, outputs))
+    return np.random.default_rng(seed).normal(size=(inputs, outputs)).astype(np.float32)
 
 
 def relative_error(w, snapped):
-    return float(jnp.sum((snapped - w) ** 2) / jnp.sum(w**2))
+    w, snapped = np.asarray(w, np.float64), np.asarray(snapped, np.float64)
+    return np.sum((snapped - w) ** 2) / np.sum(w**2)
 
 
 def uniform_steps(bits):
@@ -25,8 +32,8 @@ def uniform_steps(bits):
 
 def by_groups(w, bits, group=32):
     levels = jnp.asarray(q.uniform_levels(bits))
-    s = q.spread_groups(q.fitted_groups(w, group, levels), w.shape[0])
-    return q.quantized(w, s, levels), s, levels
+    s = spread_out(q.fitted_groups(w, group, levels), w.shape[0])
+    return snap(w, s, levels), s, levels
 
 
 @pytest.mark.parametrize("bits, most, of_largest", [(2, 0.125, 0.6), (3, 0.04, 0.8), (4, 0.012, 1.0)])
@@ -34,47 +41,47 @@ def test_fitted_scales_leave_little_of_gaussian_weights(bits, most, of_largest):
     w = gaussian()
     snapped, _, levels = by_groups(w, bits)
     assert relative_error(w, snapped) <= most
-    largest = q.spread_groups(jnp.max(jnp.abs(w.reshape(-1, 32, w.shape[1])), axis=1), w.shape[0])
-    assert relative_error(w, snapped) < of_largest * relative_error(w, q.quantized(w, largest, levels))
+    largest = spread_out(np.max(np.abs(w.reshape(-1, 32, w.shape[1])), axis=1), w.shape[0])
+    assert relative_error(w, snapped) < of_largest * relative_error(w, snap(w, largest, levels))
 
 
 def test_no_other_scale_of_a_group_is_much_better():
     w = gaussian(32, 16)
     snapped, s, levels = by_groups(w, 2)
     for factor in np.linspace(0.5, 1.5, 41):
-        others = jnp.sum((q.quantized(w, s * factor, levels) - w) ** 2, axis=0)
-        assert (jnp.sum((snapped - w) ** 2, axis=0) <= 1.02 * others + 1e-9).all(), factor
+        others = np.sum((np.asarray(snap(w, np.asarray(s) * np.float32(factor), levels)) - w) ** 2, axis=0)
+        assert (np.sum((np.asarray(snapped) - w) ** 2, axis=0) <= 1.02 * others + 1e-9).all(), factor
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_what_was_snapped_stays(bits):
     w = gaussian(seed=1)
     snapped, s, levels = by_groups(w, bits)
-    assert (q.quantized(snapped, s, levels) == snapped).all()
-    a, b = q.fitted_product(w, 32, 4, levels)
-    once = q.quantized(w, q.product_scales(a, b), levels)
-    assert (q.quantized(once, q.product_scales(a, b), levels) == once).all()
+    np.testing.assert_array_equal(snap(snapped, s, levels), snapped)
+    scales = product_scales(*q.fitted_product(w, 32, 4, levels))
+    once = snap(w, scales, levels)
+    np.testing.assert_array_equal(snap(once, scales, levels), once)
 
 
 def test_a_product_of_enough_columns_is_no_worse_than_groups():
     """Of rank one it is coarser than groups; the more columns, the nearer, and rows have scales of their own."""
-    w = gaussian() * (1 + jnp.arange(64.0))[None] / 32  # outputs of different size, as they are in a model
+    w = gaussian() * (1 + np.arange(64, dtype=np.float32))[None] / 32  # outputs of different size, as they are in a model
     levels = jnp.asarray(q.uniform_levels(2))
     error = {
-        rank: relative_error(w, q.quantized(w, q.product_scales(*q.fitted_product(w, 32, rank, levels)), levels))
-        for rank in (1, 8, 32)
+        rank: relative_error(w, snap(w, product_scales(*q.fitted_product(w, 32, rank, levels)), levels)) for rank in (1, 8, 32)
     }
     assert error[32] < error[8] < error[1] < 0.13
     assert error[32] < relative_error(w, by_groups(w, 2)[0])
 
 
 def test_zeros_and_a_row_of_zeros_are_no_trouble():
-    w = gaussian(64, 8).at[:, 0].set(0).at[:32, 1].set(0)
+    w = gaussian(64, 8)
+    w[:, 0] = w[:32, 1] = 0
     levels = jnp.asarray(q.uniform_levels(2))
-    for s in (by_groups(w, 2)[1], q.product_scales(*q.fitted_product(w, 32, 4, levels))):
-        snapped = q.quantized(w, s, levels)
-        assert jnp.isfinite(snapped).all() and relative_error(w, snapped) < 0.2
-        assert jnp.abs(snapped[:, 0]).max() < 1e-3
+    for s in (by_groups(w, 2)[1], product_scales(*q.fitted_product(w, 32, 4, levels))):
+        snapped = np.asarray(snap(w, s, levels))
+        assert np.isfinite(snapped).all() and relative_error(w, snapped) < 0.2
+        assert np.abs(snapped[:, 0]).max() < 1e-3
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["uniform", "table"])
@@ -82,36 +89,41 @@ def test_zeros_and_a_row_of_zeros_are_no_trouble():
 def test_gradients_are_the_finite_differences_of_the_relaxed_form(bits, trained):
     with jax.enable_x64(True):
         rng = np.random.default_rng(bits)
-        w = jnp.asarray(rng.normal(size=(16, 6)) * 1.5)
-        s = jnp.asarray(rng.uniform(0.3, 1.2, size=(1, 6)))  # small enough that some weights lie outside of the cells
+        w = rng.normal(size=(16, 6)) * 1.5
+        s = rng.uniform(0.3, 1.2, size=(1, 6))  # small enough that some weights lie outside of the cells
         steps = uniform_steps(bits) + (rng.normal(size=2 ** (bits - 1)) * 0.3 if trained else 0)
-        levels = q.table_levels(jnp.asarray(steps, jnp.float64))
-        out = jnp.asarray(rng.normal(size=w.shape))
+        levels = np.asarray(table_levels(np.asarray(steps, np.float64)))
+        out = rng.normal(size=w.shape)
         of = lambda w, s, levels: jnp.sum(out * q.quantized(w, s, levels))
-        d_w, d_s, d_levels = jax.grad(of, argnums=(0, 1, 2))(w, s, levels)
-        values = q.levels_at(q.codes_of(w, s, levels), levels)
+        d_w, d_s, d_levels = jax.device_get(jax.jit(jax.grad(of, argnums=(0, 1, 2)))(w, s, levels))
+        codes = jax.jit(q.codes_of)(w, s, levels)
+        values = np.asarray(jax.jit(q.levels_at)(codes, levels))
         low, high = 1.5 * levels[0] - 0.5 * levels[1], 1.5 * levels[-1] - 0.5 * levels[-2]
-        error = values - jnp.clip(w / s, low, high)
-        still = lambda w, s: jnp.sum(out * q.relaxed(w, s, levels, error))
+        error = values - np.clip(w / s, low, high)
+        still = jax.jit(lambda w, s: jnp.sum(out * q.relaxed(w, s, jnp.asarray(levels), jnp.asarray(error))))
+        at_levels = jax.jit(lambda levels: jnp.sum(out * q.dequantized(codes, jnp.asarray(s), levels)))
         h = 1e-6
+
+        def slope(of, x, place):
+            moved = [x.copy(), x.copy()]
+            moved[0][place] += h
+            moved[1][place] -= h
+            return float(of(moved[0]) - of(moved[1])) / (2 * h)
+
         for place in [(0, 0), (3, 2), (7, 5), (15, 1)]:
-            both = [float(still(w.at[place].add(e), s)) for e in (h, -h)]
-            assert float(d_w[place]) == pytest.approx((both[0] - both[1]) / (2 * h), abs=1e-6)
+            assert d_w[place] == pytest.approx(slope(lambda w: still(w, s), w, place), abs=1e-6)
         for column in range(6):
-            both = [float(still(w, s.at[0, column].add(e))) for e in (h, -h)]
-            assert float(d_s[0, column]) == pytest.approx((both[0] - both[1]) / (2 * h), abs=1e-5)
-        codes = q.codes_of(w, s, levels)
+            assert d_s[0, column] == pytest.approx(slope(lambda s: still(w, s), s, (0, column)), abs=1e-5)
         for number in range(len(levels)):  # of a level: by its elements, which stay with it
-            both = [float(jnp.sum(out * q.dequantized(codes, s, levels.at[number].add(e)))) for e in (h, -h)]
-            assert float(d_levels[number]) == pytest.approx((both[0] - both[1]) / (2 * h), abs=1e-5)
+            assert d_levels[number] == pytest.approx(slope(at_levels, levels, number), abs=1e-5)
         assert (d_w == 0).any() and (d_w != 0).any()  # both kinds were there
 
 
 def test_a_trained_table_is_symmetric_ascending_and_begins_as_the_uniform_one():
     for bits in BITS:
-        np.testing.assert_allclose(q.table_levels(jnp.asarray(uniform_steps(bits))), q.uniform_levels(bits), atol=1e-6)
-    levels = q.table_levels(jax.random.normal(jax.random.key(3), (8,)) * 3)
-    assert (jnp.diff(levels) > 0).all() and float(levels[-1]) == pytest.approx(1)
+        np.testing.assert_allclose(table_levels(uniform_steps(bits)), q.uniform_levels(bits), atol=1e-6)
+    levels = np.asarray(table_levels(np.random.default_rng(3).normal(size=8).astype(np.float32) * 3))
+    assert (np.diff(levels) > 0).all() and float(levels[-1]) == pytest.approx(1)
     np.testing.assert_array_equal(levels, -levels[::-1])
 
 
@@ -128,11 +140,11 @@ def test_packed_codes_come_back(bits, inputs):
 @pytest.mark.parametrize("bits", BITS)
 def test_the_levels_of_a_table_begin_as_the_means_of_what_is_near_them(bits):
     """Of weights with a few large ones, which equal steps would serve badly."""
-    w = jnp.asarray(np.random.default_rng(0).laplace(size=(256, 64)), jnp.float32)
-    largest = jnp.max(jnp.abs(w))
-    levels = q.table_levels(q.nearest_steps(w / largest, bits))
-    spread = lambda levels: relative_error(w, q.quantized(w, jnp.full_like(w, largest), levels))
-    half, size = np.asarray(levels[2 ** (bits - 1) :]), np.abs(np.asarray(w / largest))
+    w = np.random.default_rng(0).laplace(size=(256, 64)).astype(np.float32)
+    largest = np.max(np.abs(w))
+    levels = table_levels(q.nearest_steps(w / largest, bits))
+    spread = lambda levels: relative_error(w, snap(w, np.full_like(w, largest), levels))
+    half, size = np.asarray(levels)[2 ** (bits - 1) :], np.abs(w / largest)
 
     def off(scale):
         """How far the levels, times a scale, are from the means of what is nearest to them."""
@@ -141,7 +153,7 @@ def test_the_levels_of_a_table_begin_as_the_means_of_what_is_near_them(bits):
         return np.max(np.abs(np.array(means) / (scale * half) - 1))
 
     assert min(off(scale) for scale in np.linspace(0.1, 1, 200)) < 0.05
-    fitted = q.spread_groups(q.fitted_groups(w, 32, levels), w.shape[0])
+    fitted = spread_out(q.fitted_groups(w, 32, levels), w.shape[0])
     uniform = by_groups(w, bits)[0]
-    assert relative_error(w, q.quantized(w, fitted, levels)) < 1.1 * relative_error(w, uniform)
+    assert relative_error(w, snap(w, fitted, levels)) < 1.1 * relative_error(w, uniform)
     assert spread(levels) < spread(jnp.asarray(q.uniform_levels(bits)))

@@ -18,7 +18,7 @@ from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.roles import rates
 from nash_mhc.optim.schedule import Hyperparameters
 
-WIDTHS = (64, 1024)
+WIDTHS = (64, 512)
 T, STEPS = 16, 2
 
 

@@ -14,17 +14,15 @@ R, B, T, D, M = 4, 2, 64, 64, 24  # 128 tokens: a whole block of every kernel
 
 
 def inputs(dtype=jnp.float32, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 7)
-    xs = tuple(jax.random.normal(k, (B, T, D), dtype) for k in keys[:R])
-    y = jax.random.normal(keys[4], (B, T, D), dtype)
-    maps = jax.random.normal(keys[5], (B, T, M), jnp.promote_types(dtype, jnp.float32))
-    phi = 0.1 * jax.random.normal(keys[6], (R, D, M), dtype)
-    return xs, y, maps, phi
+    rng = np.random.default_rng(seed)
+    *xs, y = (jnp.asarray(rng.normal(size=(B, T, D)), dtype) for _ in range(R + 1))
+    maps = jnp.asarray(rng.normal(size=(B, T, M)), jnp.promote_types(dtype, jnp.float32))
+    return tuple(xs), y, maps, jnp.asarray(0.1 * rng.normal(size=(R, D, M)), dtype)
 
 
 def logits(dtype, spread=0.5):
-    noise = spread * jax.random.normal(jax.random.key(9), (B, T, M), dtype)
-    return noise + jnp.concatenate([jnp.zeros(2 * R), 6.0 * jnp.eye(R).ravel()]).astype(dtype)[None, None]
+    noise = spread * np.random.default_rng(9).normal(size=(B, T, M))
+    return jnp.asarray(noise + np.concatenate([np.zeros(2 * R), 6.0 * np.eye(R).ravel()])[None, None], dtype)
 
 
 def forms(name, dtype=jnp.float32):
@@ -80,7 +78,7 @@ def test_bfloat16_streams_are_summed_in_float32(name):
 def test_the_gpu_kernels_compute_what_xla_does(dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles."""
     xs, y, maps, _ = inputs(dtype)
-    x, dmaps = logits(jnp.float32), jax.random.normal(jax.random.key(3), (B, T, M))
+    x, dmaps = logits(jnp.float32), jnp.asarray(np.random.default_rng(3).normal(size=(B, T, M)), jnp.float32)
     here = functools.partial(functools.partial, interpret=True)
     pairs = [
         (residual_streams._write_in_xla, here(residual_streams._write_in_kernel), (xs, y, maps)),
@@ -92,7 +90,7 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
             (x, dmaps),
         ),
     ]
-    for in_xla, in_kernel, args in pairs:
+    for in_xla, in_kernel, args in pairs if dtype == jnp.float32 else pairs[:2]:  # maps are never in bfloat16
         want, got = jax.jit(in_xla)(*args), jax.jit(in_kernel)(*args)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype

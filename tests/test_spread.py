@@ -36,35 +36,34 @@ def rows_of(lengths, seed=0):
     return laid, unfold(laid, 256)
 
 
+planned, gathered = jax.jit(plan, static_argnums=(1, 2)), jax.jit(gather)
 LENGTHS = ([7, 13, 5, 9], [1, 1, 1, 2, 3], [48], [4, 8, 12], [47], [3, 30, 6, 2, 1])
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_every_document_begins_at_a_multiple_and_all_of_it_comes_back(lengths):
     laid, row = rows_of(lengths)
-    segments = jnp.asarray(row.segments)
+    x = np.random.default_rng(0).normal(size=(1, T, 3, 2)).astype(np.float32)
     assert T <= room_of(laid, STRIDE) <= ROOM
     for room in (-(-room_of(laid, STRIDE) // STRIDE) * STRIDE, ROOM):
-        by, segments_BU = plan(segments, STRIDE, room)
+        by, segments_BU = planned(row.segments, STRIDE, room)
         blocks = np.asarray(segments_BU).reshape(-1, STRIDE)
         assert (blocks == blocks[:, :1]).all()  # no block holds two documents
-        x = jax.random.normal(jax.random.key(0), (1, T, 3, 2))
-        out = spread(x, by)
-        np.testing.assert_array_equal(gather(out, by), x)
-        assert float(jnp.abs(out).sum()) == pytest.approx(float(jnp.abs(x).sum()), rel=1e-6)  # and nothing twice
-        np.testing.assert_array_equal(gather(segments_BU, by), segments)
-        np.testing.assert_array_equal(gather(jnp.asarray(positions(np.asarray(segments_BU))), by), positions(row.segments))
+        out = np.asarray(jax.jit(spread)(x, by))
+        np.testing.assert_array_equal(gathered(out, by), x)
+        assert np.abs(out).sum() == pytest.approx(np.abs(x).sum(), rel=1e-6)  # and nothing twice
+        np.testing.assert_array_equal(gathered(segments_BU, by), row.segments)
+        np.testing.assert_array_equal(gathered(positions(np.asarray(segments_BU)), by), positions(row.segments))
 
 
 def test_gradients_are_those_of_the_lookups():
     _, row = rows_of([7, 13, 5, 9])
-    by, _ = plan(jnp.asarray(row.segments), STRIDE, ROOM)
-    for move, n in ((spread, T), (gather, ROOM)):
-        x = jax.random.normal(jax.random.key(0), (1, n, 5))
-        y, pull = jax.vjp(lambda x, move=move: move(x, by), x)
-        seed = jax.random.normal(jax.random.key(1), y.shape)
-        plain = jax.vjp(lambda x, move=move: move.__wrapped__(x, by), x)[1](seed)[0]
-        np.testing.assert_allclose(pull(seed)[0], plain, atol=1e-6)
+    by, _ = planned(row.segments, STRIDE, ROOM)
+    rng = np.random.default_rng(0)
+    for move, n, out in ((spread, T, ROOM), (gather, ROOM, T)):
+        x, seed = (rng.normal(size=(1, size, 5)).astype(np.float32) for size in (n, out))
+        pulled = lambda move, x=x, seed=seed: jax.jit(lambda x, seed: jax.vjp(lambda x: move(x, by), x)[1](seed)[0])(x, seed)
+        np.testing.assert_allclose(pulled(move), pulled(move.__wrapped__), atol=1e-6)
 
 
 PLAIN = dataclasses.replace(small.NASH, residual="plain")  # streams do not care where documents begin, and compile for long
@@ -73,23 +72,20 @@ PLAIN = dataclasses.replace(small.NASH, residual="plain")  # streams do not care
 @pytest.fixture(scope="module")
 def model():
     # Away from the start, where all scales and streams are alike.
-    model = jax.jit(lambda: LM.init(PLAIN, key=jax.random.key(0)))()
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return jax.tree.unflatten(tree, [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+    made, rng = jax.jit(lambda: LM.init(PLAIN, key=jax.random.key(0)))(), np.random.default_rng(1)
+    return jax.tree.map(lambda a: jnp.asarray(a + 0.1 * rng.normal(size=a.shape), jnp.float32), jax.device_get(made))
 
 
 def test_packed_anywhere_is_alone(model):
-    logits = jax.jit(LM.__call__, static_argnums=3)
+    logits, alone = jax.jit(LM.__call__, static_argnums=3), jax.jit(LM.__call__)
     for lengths in LENGTHS:
         _, row = rows_of(lengths)
-        packed = logits(model, jnp.asarray(row.inputs), jnp.asarray(row.segments), Execution(room=ROOM))
-        alone = jax.jit(LM.__call__)
+        packed = np.asarray(logits(model, jnp.asarray(row.inputs), jnp.asarray(row.segments), Execution(room=ROOM)))
         for segment in range(1, int(row.segments.max()) + 1):
             slots = np.flatnonzero(row.segments[0] == segment)
             padded = np.zeros((1, T), np.int32)
             padded[0, : len(slots)] = row.inputs[0, slots]
-            want = alone(model, jnp.asarray(padded))[0, : len(slots)]  # what comes after has no say: it is causal
+            want = np.asarray(alone(model, jnp.asarray(padded)))[0, : len(slots)]  # what comes after has no say: it is causal
             np.testing.assert_allclose(packed[0, slots], want, atol=3e-5, err_msg=f"{lengths}, {segment}")
 
 
@@ -98,13 +94,13 @@ def test_aligned_rows_are_the_same_either_way(model):
     args = jnp.asarray(row.inputs[0]), jnp.asarray(row.segments[0])
     logits = jax.jit(LM.__call__, static_argnums=3)
     real = row.segments[0] > 0
-    np.testing.assert_allclose(
-        logits(model, *args, Execution(room=ROOM))[real], logits(model, *args, Execution())[real], atol=3e-5
-    )
+    spread_out, as_they_are = (np.asarray(logits(model, *args, how)) for how in (Execution(room=ROOM), Execution()))
+    np.testing.assert_allclose(spread_out[real], as_they_are[real], atol=3e-5)
 
 
 def test_a_step_on_such_rows_is_the_same_on_every_mesh(monkeypatch):
-    cfg = dataclasses.replace(small.nash_config(data__seq_len=T), model=PLAIN)
+    # Two scales with the blocks of three: a step less of the same.
+    cfg = dataclasses.replace(small.nash_config(data__seq_len=T), model=dataclasses.replace(PLAIN, scales=2, ratio=STRIDE))
     rng = np.random.default_rng(0)
     rows = [rows_of(rng.permutation([7, 13, 5, 9]).tolist(), seed)[1] for seed in range(8)]
     batch = small.Rows(*(np.concatenate(a)[None] for a in zip(*rows, strict=True)))
@@ -136,7 +132,7 @@ def test_short_chats_leave_little_of_a_row_empty(tmp_path, seq_len, kind):
     rows = PreparedRows(tmp_path / "out", "train")
     assert seq_len < rows.room < 2 * seq_len
     taken = rows.take(np.arange(len(rows)))
-    _, segments = plan(jnp.asarray(taken.segments), 16, -(-rows.room // 16) * 16)
+    _, segments = planned(jnp.asarray(taken.segments), 16, -(-rows.room // 16) * 16)
     blocks = np.asarray(segments).reshape(len(rows), -1, 16)
     assert (blocks == blocks[:, :, :1]).all()
 

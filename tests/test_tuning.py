@@ -119,7 +119,8 @@ def test_recipes_run(recipe, tmp_path, monkeypatch):
         assert command.main() == 0
 
     call(data, "questions", "--out", "questions.jsonl", "--count", "60")
-    smaller = "--batch-size 4 --epochs 0.5 --warmup-steps 2 --lora-dropout 0 --sample-tokens 2".split()
+    smaller = "--batch-size 4 --seq-len 256 --epochs 0.5 --warmup-steps 2 --eval-batches 2".split()
+    smaller += "--lora-dropout 0 --sample-tokens 2".split()
     call(train, "runs/tuned", "--config", f"recipes/{recipe}.yaml", *smaller)
     result = json.loads(Path("runs/tuned/result.json").read_text())
     assert result["step"] == RunFolder("runs/tuned").best_step() == load("runs/tuned").step

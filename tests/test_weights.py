@@ -88,8 +88,8 @@ forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))  # for both kinds: 
 @pytest.mark.parametrize("kind", [LowRank, Cheap])
 def test_a_model_of_modules_is_the_model_of_their_arrays(plain, kind):
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 250)
-    model = adapted(plain, kind)
-    want = merged(model)
+    model = jax.jit(lambda plain: adapted(plain, kind))(plain)
+    want = jax.jit(merged)(model)
     assert set(named_leaves(want)) == set(named_leaves(plain))
     merged_BTV = forward(want, tokens_BT)
     assert float(jnp.max(jnp.abs(merged_BTV - forward(plain, tokens_BT)))) > 0.05
