@@ -274,8 +274,7 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
 # --- settings that changed -------------------------------------------------------------------------------------------
 
 
-def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # a program less for each mesh
+def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys):
     at(tmp_path / "run", total_steps=2)
     run(changed(tmp_path / "run", train__total_steps=2))
     assert "settings changed" not in capsys.readouterr().out
