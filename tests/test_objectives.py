@@ -125,5 +125,5 @@ def test_another_objective_under_the_same_name_is_another_program(another):
 def test_an_unknown_objective_is_one_line(another):
     with pytest.raises(ConfigError, match=r"--objective smothed: there is no such objective; did you mean smoothed\?"):
         resolve(with_objective(small.config(), "smothed"))
-    with pytest.raises(ConfigError, match="there are next_token, smoothed, distill, every_second"):
+    with pytest.raises(ConfigError, match="there are next_token, smoothed, distill, puzzle, every_second"):
         resolve(with_objective(small.config(), "xyzzy"))
