@@ -22,7 +22,7 @@ train: $(VENV)/.installed
 # The checkers have their say at the end, and run beside the tests.
 test: $(VENV)/.installed-dev
 	@mkdir -p .cache; $(MAKE) --no-print-directory lint >.cache/lint.log 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest --numprocesses 4 --no-loadscope-reorder $(ARGS); tested=$$?; \
+	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder $(ARGS); tested=$$?; \
 	wait $$lint; linted=$$?; cat .cache/lint.log; exit $$((tested ? tested : linted))
 
 lint: $(VENV)/.installed-dev
