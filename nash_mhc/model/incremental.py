@@ -27,7 +27,7 @@ from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention
 from nash_mhc.model.lm import LM, Layer, by_place
 from nash_mhc.model.multiscale import Multiscale
-from nash_mhc.model.parts import ShortConv, embed
+from nash_mhc.model.parts import ShortConv, embed, logits_of
 from nash_mhc.model.residual import State, residual_class
 from nash_mhc.model.weights import array_of
 from nash_mhc.ops.attend_rows import Found
@@ -116,8 +116,7 @@ def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Arra
     start = (residual.enter(model.cfg, x_BTD), cache)
     (state, cache), _ = lax.scan(body, start, (by_place(model.layers, size), jnp.arange(model.cfg.layers // size)))
     x_BD = model.norm(residual.leave(state))[:, 0]
-    w_VD = model.unembed_VD[: model.cfg.vocab_size].astype(x_BD.dtype)
-    logits_BV = jnp.einsum("bd,vd->bv", x_BD, w_VD, preferred_element_type=jnp.float32)
+    logits_BV = logits_of(x_BD, model.unembed_VD, model.cfg.vocab_size)
     logits_BV = jnp.where(cache.position < cache.seq_len, logits_BV, jnp.nan)
     return logits_BV, dataclasses.replace(cache, position=cache.position + 1)
 

@@ -15,7 +15,7 @@ from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention, Layout, lay_out
 from nash_mhc.model.health import LayerReport, summary, unmixed, watch_streams
 from nash_mhc.model.multiscale import MIXED, Multiscale
-from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix
+from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.model.weights import array_of
@@ -27,10 +27,11 @@ from nash_mhc.parallel.sharding import for_compute, is_gathered_weight
 TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
 
 
-def _kernel(cfg: ModelConfig, seq_len: int, execution: Execution) -> str:
+def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | None = None) -> str:
+    """The attention kernel that was asked for, or else the best one here."""
     if execution.attention != "auto":
         return execution.attention
-    return best_kernel(jax.default_backend(), execution.dtype, seq_len, cfg.head_dim, cfg.window)
+    return best_kernel(jax.default_backend(), execution.dtype, seq_len, head_dim, window)
 
 
 def remat_policy(name: str) -> Any:
@@ -152,7 +153,7 @@ class LM(eqx.Module):
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
         x_BTD = embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.embed_multiplier
 
-        kernel = _kernel(self.cfg, tokens_BT.shape[1], execution)
+        kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
         layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)
         residual = residual_class(self.cfg)
         composite = unmixed(self.cfg, tokens_BT.shape)
@@ -185,8 +186,7 @@ class LM(eqx.Module):
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, without the padding of the vocabulary. Segment ids keep packed documents apart."""
         x_BTD, _ = self.hidden(tokens_BT, segments_BT, execution)
-        w_VD = self.unembed_VD[: self.cfg.vocab_size].astype(x_BTD.dtype)
-        return jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)
+        return logits_of(x_BTD, self.unembed_VD, self.cfg.vocab_size)
 
     def health(self, report: LayerReport) -> dict[str, Array]:
         """One value or one short vector a layer, by name."""

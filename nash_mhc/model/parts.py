@@ -88,6 +88,11 @@ def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: An
         return on_shards(lookup, axes, ("batch", "time_split", "width"))(table_VD, tokens_BT)
 
 
+def logits_of(x: Float[Array, "... D"], unembed_VD: Float[Array, "_ D"], vocab_size: int) -> Float[Array, "... V"]:
+    """In float32, of the tokens that there are: without the padding of the vocabulary."""
+    return jnp.einsum("...d,vd->...v", x, unembed_VD[:vocab_size].astype(x.dtype), preferred_element_type=jnp.float32)
+
+
 @runtime_checkable
 class Sizes(Protocol):
     """What a feed-forward layer has to know of a model."""

@@ -29,11 +29,10 @@ from nash_mhc.config.recursive import RecursiveConfig
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.model.attention import PER_HEAD, Attention, Layout, lay_out
 from nash_mhc.model.incremental import KeyValues, kept, look
-from nash_mhc.model.lm import TABLE_SCALE, remat_policy
-from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
+from nash_mhc.model.lm import TABLE_SCALE, kernel_for, remat_policy
+from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Drawn, Execution
 from nash_mhc.model.weights import project
-from nash_mhc.ops.attend import best_kernel
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.params import TABLE, VECTOR, param, stacked
 from nash_mhc.parallel.sharding import constrain, for_compute
@@ -160,9 +159,7 @@ class Recursive(eqx.Module):
         # Once a pass: inside of the cycles, the same weights would be put together for every application.
         lower_net = for_compute(self.net, x_BTD.dtype)
         upper_net = lower_net if self.upper_net is None else for_compute(self.upper_net, x_BTD.dtype)
-        kernel = execution.attention
-        if kernel == "auto":
-            kernel = best_kernel(jax.default_backend(), str(x_BTD.dtype), x_BTD.shape[1], cfg.head_dim, None)
+        kernel = kernel_for(execution, x_BTD.shape[1], cfg.head_dim)
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
         def layer(x_BTD: Array, block: Block) -> tuple[Array, None]:
@@ -198,9 +195,7 @@ class Recursive(eqx.Module):
         return states, lax.stop_gradient(moved)
 
     def layout(self, tokens_BT: Array, segments_BT: Array | None, execution: Execution) -> Layout:
-        kernel = execution.attention
-        if kernel == "auto":
-            kernel = best_kernel(jax.default_backend(), execution.dtype, tokens_BT.shape[1], self.cfg.head_dim, None)
+        kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim)
         return lay_out(tokens_BT.shape, segments_BT, (1,), kernel, execution.most_documents)
 
     def hidden(
@@ -290,8 +285,7 @@ def decode(model: Recursive, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[F
 
     (states, rows), _ = lax.scan(cycle, (model.fresh(x_B1D), cache.rows), jnp.arange(cfg.outer_cycles))
     x_BD = model.norm(states.upper_BTD)[:, 0]
-    w_VD = model.unembed_VD[: cfg.vocab_size].astype(x_BD.dtype)
-    logits_BV = jnp.einsum("bd,vd->bv", x_BD, w_VD, preferred_element_type=jnp.float32)
+    logits_BV = logits_of(x_BD, model.unembed_VD, cfg.vocab_size)
     return jnp.where(t < cache.seq_len, logits_BV, jnp.nan), Cache(t + 1, rows, cache.seq_len)
 
 

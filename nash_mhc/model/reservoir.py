@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.reservoir import ReservoirConfig
 from nash_mhc.model.lm import TABLE_SCALE, remat_policy
-from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix
+from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Drawn, Execution
 from nash_mhc.model.weights import project
 from nash_mhc.ops.linear_scan import linear_scan, times
@@ -200,9 +200,7 @@ def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -
 
     x_B1D, h_L2BN = jax.lax.scan(body, x_B1D, (state.input_LD2N, model.layers, state.h_L2BN))
     x_BD = model.norm(x_B1D)[:, 0]
-    w_VD = model.unembed_VD[: cfg.vocab_size].astype(x_BD.dtype)
-    logits_BV = jnp.einsum("bd,vd->bv", x_BD, w_VD, preferred_element_type=jnp.float32)
-    return logits_BV, ReservoirState(h_L2BN, state.input_LD2N, state.dtype)
+    return logits_of(x_BD, model.unembed_VD, cfg.vocab_size), ReservoirState(h_L2BN, state.input_LD2N, state.dtype)
 
 
 def drawn(cfg: ReservoirConfig) -> Drawn:

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.config.schema import ConfigError, RecursiveConfig, RunConfig
+from nash_mhc.model.parts import logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.recursive import Recursive, States
 from nash_mhc.objectives.base import Aux, Batch, Objective, Sum
@@ -69,8 +70,7 @@ class Answer(NamedTuple):
 
 def answer(model: Recursive, upper_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"]) -> Answer:
     # A few symbols: no need for the large vocabulary's pieces.
-    w_VD = model.unembed_VD[: model.cfg.vocab_size].astype(upper_BTD.dtype)
-    logits_BTV = jnp.einsum("btd,vd->btv", model.norm(upper_BTD), w_VD, preferred_element_type=jnp.float32)
+    logits_BTV = logits_of(model.norm(upper_BTD), model.unembed_VD, model.cfg.vocab_size)
     log_p_BTV = log_stablemax(logits_BTV)
     ce_BT = -jnp.take_along_axis(log_p_BTV, targets_BT[..., None], axis=-1)[..., 0]
     return Answer(ce_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT, model.solved(upper_BTD))
