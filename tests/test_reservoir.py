@@ -1,6 +1,7 @@
 """Reservoir models: recurrences that are what was asked for, on any mesh, read by what is trained."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -17,7 +18,7 @@ from nash_mhc.generate.decode import load
 from nash_mhc.model import reservoir
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.ops.linear_scan import linear_scan, linear_scan_reference
+from nash_mhc.ops import linear_scan, linear_scan_gpu
 from nash_mhc.ops.tanh_scan import tanh_scan
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import placed
@@ -42,11 +43,26 @@ def test_the_scan_is_the_recurrence_values_and_gradients():
     b_2BTN = jnp.stack([jax.random.normal(k, (B, T, N)) for k in keys[:2]])
     segments_BT = jnp.sort(jax.random.randint(keys[2], (B, T), 0, 4), axis=1)
     outcomes = []
-    for form in (linear_scan, linear_scan_reference):
-        h, pull = jax.vjp(lambda a, b, form=form: form(a, b, segments_BT), a_2N, b_2BTN)
-        outcomes.append((h, *pull(jnp.ones_like(h))))
+    for form in (linear_scan.linear_scan, linear_scan.linear_scan_reference):
+        weighed = lambda a, b, form=form: (jnp.sum((h := form(a, b, segments_BT)) * jnp.cos(b)), h)
+        grads, h = jax.jit(jax.grad(weighed, argnums=(0, 1), has_aux=True))(a_2N, b_2BTN)
+        outcomes.append((h, *grads))
     for got, want in zip(*outcomes, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_scan_of_a_gpu_is_that_of_all_others(backwards):
+    """In Pallas's interpreter: the same kernel that a GPU compiles. A document ends within what is loaded at once."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    a_2N = reservoir.pairs(reservoir.multipliers(dataclasses.replace(CFG, units=64)))
+    b_2BTN = jax.random.normal(keys[0], (2, 2, 48, 64))
+    on_BT = jax.random.uniform(keys[1], (2, 48)) < 0.9
+    in_rounds = linear_scan._in_rounds
+    assert linear_scan_gpu.fits(b_2BTN.shape) and not linear_scan_gpu.fits((2, 2, 47, 64))
+    kernel = functools.partial(linear_scan_gpu.walk, interpret=True, tokens=4)
+    want, got = (jax.jit(functools.partial(form, backwards=backwards))(a_2N, b_2BTN, on_BT) for form in (in_rounds, kernel))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("radius", [0.5, 0.95, 0.999])

@@ -35,7 +35,7 @@ from nash_mhc.model.weights import project
 from nash_mhc.ops.linear_scan import linear_scan, times
 from nash_mhc.ops.tanh_scan import tanh_scan, tanh_step
 from nash_mhc.parallel.params import TABLE, param, stacked
-from nash_mhc.parallel.sharding import constrain, for_compute
+from nash_mhc.parallel.sharding import constrain, for_compute, on_shards
 
 
 def leaks(cfg: ReservoirConfig) -> np.ndarray:
@@ -62,7 +62,9 @@ def ring_weights(cfg: ReservoirConfig) -> Float[Array, "2 N"]:
 def states(cfg: ReservoirConfig, driven_2BTN: Float[Array, "2 B T N"], segments_BT: Int[Array, "B T"]) -> Array:
     """What a reservoir comes to, [2, B, T, N], driven like that."""
     if cfg.unit == "linear":
-        return linear_scan(pairs(multipliers(cfg)), driven_2BTN, segments_BT)
+        of_units, of_all = ("vector", "reservoir"), ("vector", "batch", "time", "reservoir")
+        run = on_shards(linear_scan, [of_units, of_all, ("batch", "time")], of_all)  # a kernel, on a GPU
+        return run(pairs(multipliers(cfg)), driven_2BTN, segments_BT)
     return tanh_scan(ring_weights(cfg), jnp.asarray(leaks(cfg), jnp.float32), driven_2BTN, segments_BT, cfg.ring)
 
 
