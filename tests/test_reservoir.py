@@ -26,9 +26,10 @@ from nash_mhc.train.state import abstract_state
 
 CFG = ReservoirConfig(width=32, units=48, ffn=64)
 TANH = dataclasses.replace(CFG, unit="tanh", ring=6)
+ATTENDING = dataclasses.replace(CFG, layers=4, attention_every=2, heads=4, head_dim=8, window=7)
 
 
-@pytest.fixture(scope="module", params=[CFG, TANH], ids=["linear", "tanh"])
+@pytest.fixture(scope="module", params=[CFG, TANH, ATTENDING], ids=["linear", "tanh", "attention"])
 def model(request):
     return jax.jit(lambda: reservoir.Reservoir.init(request.param, key=jax.random.key(1)))()
 
@@ -141,7 +142,8 @@ def test_slow_units_have_their_own_leak_and_nothing_grows():
 
 def test_it_is_a_language_model_whose_reservoirs_are_no_parameters(model):
     assert isinstance(model, LanguageModel)
-    assert {name.rpartition(".")[2] for name in named_leaves(model)} == {
+    attention = {"q_DNH", "k_DKH", "v_DKH", "out_NHD"} if model.cfg.attention_every else set()
+    assert {name.rpartition(".")[2] for name in named_leaves(model)} == attention | {
         "embed_VD", "scale_D", "gate_DN", "read_real_ND", "read_imaginary_ND", "gate_DF", "up_DF", "down_FD",
     }  # fmt: skip
     one, other = (np.asarray(reservoir.input_matrix(CFG, layer)) for layer in (0, 1))
@@ -171,16 +173,34 @@ def test_each_token_sees_its_past_and_no_other_document(model):
 
 
 def test_decoding_is_the_whole_pass_with_a_state_of_one_size(model):
+    """Also with attention, within its window: that holds seven tokens of twenty."""
     tokens_BT = jax.random.randint(jax.random.key(4), (3, 20), 0, 257)
     want = logits_of(model, tokens_BT, None)
     step = jax.jit(reservoir.decode)
-    state = reservoir.empty_state(CFG, 3, 20, jnp.float32)
+    state = reservoir.empty_state(model.cfg, 3, 20, jnp.float32)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     for t in range(20):
         logits_BV, state = step(model, state, tokens_BT[:, t])
         np.testing.assert_allclose(logits_BV, want[:, t], rtol=2e-4, atol=2e-5)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == size
-    assert state.h_L2BN.nbytes == CFG.layers * 3 * CFG.units * 8
+    assert state.h_L2BN.nbytes == model.cfg.layers * 3 * CFG.units * 8
+    assert (state.rows is not None) == bool(model.cfg.attention_every)
+    if state.rows is not None:
+        assert state.rows.k_LBKSH.shape == (2, 3, 4, 7, 8)
+
+
+def test_attention_that_sees_all_says_where_its_room_ends():
+    cfg = dataclasses.replace(ATTENDING, window=None)
+    model = jax.jit(lambda: reservoir.Reservoir.init(cfg, key=jax.random.key(1)))()
+    tokens_BT = jax.random.randint(jax.random.key(4), (1, 10), 0, 257)
+    want, step = logits_of(model, tokens_BT, None), jax.jit(reservoir.decode)
+    state = reservoir.empty_state(cfg, 1, 9, jnp.float32)
+    for t in range(9):
+        logits_BV, state = step(model, state, tokens_BT[:, t])
+        np.testing.assert_allclose(logits_BV, want[:, t], rtol=2e-4, atol=2e-5)
+    assert np.isnan(np.asarray(step(model, state, tokens_BT[:, 9])[0])).all()
+    with pytest.raises(ConfigError, match="model.attention_every 3 does not divide model.layers 4; the nearest that it divides is 3"):
+        dataclasses.replace(ATTENDING, attention_every=3)
 
 
 @pytest.fixture(scope="module")

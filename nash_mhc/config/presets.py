@@ -91,12 +91,18 @@ _RESERVOIR: dict[str, RunConfig] = {
     ),
     "small": RunConfig(
         model_size="small",
-        model=ReservoirConfig(vocab_size=65_536, width=640, layers=12, units=1024, ffn=1792, slowest_leak=0.001),
+        model=ReservoirConfig(
+            vocab_size=65_536, width=640, layers=12, units=1024, ffn=1792, slowest_leak=0.001, heads=10, head_dim=64,
+            rope_theta=500_000.0,
+        ),
         data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
     ),
     "1b": RunConfig(
         model_size="1b",
-        model=ReservoirConfig(vocab_size=32_768, width=2048, layers=16, units=3072, ffn=5504, slowest_leak=0.001),
+        model=ReservoirConfig(
+            vocab_size=32_768, width=2048, layers=16, units=3072, ffn=5504, slowest_leak=0.001, heads=16, head_dim=128,
+            rope_theta=500_000.0,
+        ),
         data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
     ),
 }  # fmt: skip
@@ -135,7 +141,10 @@ _RECURSIVE: dict[str, RunConfig] = {
         data=DataConfig(dataset="sudoku9", tokenizer="sudoku9", batch_size=768, seq_len=81), objective=_PUZZLE,
         # So much decay keeps every map small: what is applied twenty times must not stretch what it gets.
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=500, weight_decay=10.0, ema_decay=0.999, optimizer="muon"),
-        train=TrainConfig(total_steps=12_000, log_interval=50, eval_interval=1000, checkpoint_interval=1000, eval_batches=2),
+        train=TrainConfig(
+            total_steps=12_000, log_interval=50, eval_interval=1000, checkpoint_interval=1000, eval_batches=2,
+            unroll="yes",  # on an H200 94 ms a step instead of 185, and 9 s of compiling
+        ),
         telemetry=_NO_SAMPLES,
     ),
 }  # fmt: skip

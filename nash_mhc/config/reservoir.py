@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 from nash_mhc.config.fields import ConfigError, key, nearest_multiple
 from nash_mhc.config.model import ArchitectureConfig, Length
@@ -11,7 +12,7 @@ from nash_mhc.config.model import ArchitectureConfig, Length
 
 @dataclass(frozen=True)
 class ReservoirConfig(ArchitectureConfig):
-    """Letters in shapes: D width, N units, F ffn, V vocabulary."""
+    """Letters in shapes: D width, N units, F ffn, V vocabulary; in attention N heads, H head dim."""
 
     architecture = "reservoir"
 
@@ -29,6 +30,11 @@ class ReservoirConfig(ArchitectureConfig):
     radius: float = key(0.95, "spectral radius of every reservoir, exactly; from 1 on it forgets nothing", above=0)
     leak: float = key(1.0, "share of its state that the quickest unit replaces at a token", above=0, high=1)
     slowest_leak: float = key(0.01, "and the slowest; the others are spread between them, by factors", above=0, high=1)
+    attention_every: int = key(0, "attention stands after every so many layers, with weights of its own; 0: nowhere", low=0)
+    heads: int = key(8, "heads of that attention", low=1)
+    head_dim: int = key(16, "width of one head (H), an even number", low=2)
+    window: int | None = key(None, "tokens that it sees, itself included; none: all before it, and all of them are kept", low=1)
+    rope_theta: float = key(10_000.0, "base of its rotary position frequencies", above=0)
     reservoir_seed: int = key(0, "what the reservoirs are drawn from: they are part of no checkpoint", low=0)
     norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
 
@@ -41,11 +47,27 @@ class ReservoirConfig(ArchitectureConfig):
                 f"model.ring {self.ring} does not divide model.units {self.units}; the nearest that it divides is "
                 f"{nearest_multiple(self.units, self.ring)}"
             )
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim {self.head_dim} must be even for the rotary embedding; try {self.head_dim + 1}")
+        if self.attention_every and self.layers % self.attention_every:
+            raise ConfigError(
+                f"model.attention_every {self.attention_every} does not divide model.layers {self.layers}; the nearest that it "
+                f"divides is {nearest_multiple(self.layers, self.attention_every)}"
+            )
         if self.radius >= 1:
             warnings.warn(
                 f"model.radius {self.radius:g}: a reservoir forgets where it began only below 1; states may grow without end",
                 stacklevel=2,
             )
+
+    # What attention asks of a configuration, and has no key here.
+    qk_norm = True
+    qkv_bias = False
+    rope_scaling: ClassVar[None] = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
 
     @property
     def depth(self) -> int:
@@ -56,5 +78,6 @@ class ReservoirConfig(ArchitectureConfig):
             Length("embed", self.width, "--model-width"),
             Length("reservoir", self.units if self.unit == "linear" else self.units // self.ring, "--model-units"),
             Length("ffn", self.ffn, "--model-ffn"),
+            *([Length("heads", self.heads, "--model-heads")] if self.attention_every else []),
             *super().lengths(),
         ]

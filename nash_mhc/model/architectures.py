@@ -46,6 +46,7 @@ register(
         flops_per_token=reservoir.flops_per_token,
         empty_cache=reservoir.empty_state,
         decode=reservoir.decode,
+        attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window) if cfg.attention_every else None,
         drawn=reservoir.drawn,
     ),
 )

@@ -10,6 +10,8 @@ parts of every unit, each times a gate that the token sets, through a trained re
 
 With `--model-unit tanh`, the two parts are real units in rings (`ops/tanh_scan.py`) with the same leaks and radius.
 
+With `--model-attention-every`, every so many layers are followed by one of attention, whose weights are trained.
+
 Neither W_in nor the angles are parameters. They follow from a seed in the configuration, the same numbers on every mesh
 and after every restart, are drawn where they are used, and stand in no checkpoint and no optimizer.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -28,7 +30,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.reservoir import ReservoirConfig
-from nash_mhc.model.lm import TABLE_SCALE, remat_policy
+from nash_mhc.model.attention import Attention, Layout, lay_out
+from nash_mhc.model.incremental import KeyValues, kept, look
+from nash_mhc.model.lm import TABLE_SCALE, by_place, kernel_for, remat_policy
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Drawn, Execution
 from nash_mhc.model.weights import project
@@ -129,9 +133,32 @@ class ReservoirLayer(eqx.Module):
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
+class AttentionLayer(eqx.Module):
+    """Between reservoirs: what they let fade can be looked up here."""
+
+    norm: RMSNorm
+    attention: Attention
+
+    @staticmethod
+    def init(cfg: ReservoirConfig, *, key: PRNGKeyArray) -> AttentionLayer:
+        return AttentionLayer(RMSNorm.init(cfg.width, cfg.norm_eps), Attention.init(cfg, key=key))
+
+    def __call__(self, x_BTD: Array, layout: Layout, cfg: ReservoirConfig, kernel: str) -> Array:
+        return x_BTD + self.attention(self.norm(x_BTD), layout, window=cfg.window, kernel=kernel)[0]
+
+
+class Group(NamedTuple):
+    """Layers one after the other, and the attention after them."""
+
+    numbers: tuple[Int[Array, "..."], ...]
+    layers: tuple[ReservoirLayer, ...]
+    attention: AttentionLayer | None
+
+
 class Reservoir(eqx.Module):
     embed_VD: Float[Array, "V D"] = param("vocab", "embed", role=TABLE)
     layers: ReservoirLayer = stacked()
+    attention: AttentionLayer | None = stacked()
     norm: RMSNorm
     cfg: ReservoirConfig = eqx.field(static=True)
 
@@ -139,10 +166,14 @@ class Reservoir(eqx.Module):
     def init(cfg: ReservoirConfig, *, key: PRNGKeyArray) -> Reservoir:
         table, layers = jax.random.split(key)
         stack = jax.vmap(lambda k: ReservoirLayer.init(cfg, key=k))(jax.random.split(layers, cfg.layers))
+        attention = None
+        if cfg.attention_every:
+            keys = jax.random.split(jax.random.fold_in(layers, 1), cfg.layers // cfg.attention_every)
+            attention = jax.vmap(lambda k: AttentionLayer.init(cfg, key=k))(keys)
         # As in `LM`: with half of the channels turned round, the table that tokens enter by says nothing at the end.
         signs_D = jnp.where(jnp.arange(cfg.width) % 2 == 0, 1.0, -1.0)
         drawn = init_matrix(table, (cfg.padded_vocab, cfg.width), cfg.width, TABLE_SCALE)
-        return Reservoir(drawn, stack, RMSNorm(signs_D, cfg.norm_eps), cfg)
+        return Reservoir(drawn, stack, attention, RMSNorm(signs_D, cfg.norm_eps), cfg)
 
     @property
     def unembed_VD(self) -> Float[Array, "V D"]:
@@ -157,14 +188,24 @@ class Reservoir(eqx.Module):
         segments_BT = jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5
 
-        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
-        def body(x_BTD: Array, inputs: tuple[Array, ReservoirLayer]) -> tuple[Array, None]:
-            number, layer = inputs
-            return for_compute(layer, x_BTD.dtype)(x_BTD, segments_BT, self.cfg, number), None
+        kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
+        layout = lay_out(tokens_BT.shape, segments_BT, (1,), kernel, execution.most_documents)
 
-        numbered = (jnp.arange(self.cfg.layers), self.layers)
-        x_BTD, _ = jax.lax.scan(body, x_BTD, numbered, unroll=execution.unroll)
+        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
+        def body(x_BTD: Array, inputs: Group) -> tuple[Array, None]:
+            for number, layer in zip(inputs.numbers, inputs.layers, strict=True):
+                x_BTD = for_compute(layer, x_BTD.dtype)(x_BTD, segments_BT, self.cfg, number)
+            if inputs.attention is not None:
+                x_BTD = for_compute(inputs.attention, x_BTD.dtype)(x_BTD, layout, self.cfg, kernel)
+            return x_BTD, None
+
+        x_BTD, _ = jax.lax.scan(body, x_BTD, self.groups(), unroll=execution.unroll)
         return self.norm(x_BTD), None
+
+    def groups(self) -> Group:
+        """As a scan over them takes them apart."""
+        size = self.cfg.attention_every or 1
+        return Group(by_place(jnp.arange(self.cfg.layers), size), by_place(self.layers, size), self.attention)
 
     def health(self, report: None) -> dict[str, Array]:
         return {}
@@ -175,34 +216,59 @@ class Reservoir(eqx.Module):
 
 class ReservoirState(eqx.Module):
     """All that is remembered of a text, however long it is; and W_in, which would take longer to draw for every token
-    than all else that one needs."""
+    than all else that one needs. Attention without a window remembers every token: `rows` have room for `seq_len`."""
 
     h_L2BN: Float[Array, "L 2 B N"]
     input_LD2N: Float[Array, "L D 2 N"]
+    position: Int[Array, ""]
+    rows: KeyValues | None
+    seq_len: int = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
 
 
 def empty_state(cfg: ReservoirConfig, batch: int, seq_len: int, dtype: Any) -> ReservoirState:
     input_LD2N = jax.vmap(lambda layer: input_matrix(cfg, layer))(jnp.arange(cfg.layers))
-    return ReservoirState(jnp.zeros((cfg.layers, 2, batch, cfg.units)), input_LD2N, jnp.dtype(dtype))
+    rows = None
+    if cfg.attention_every:
+        shape = (cfg.layers // cfg.attention_every, batch, cfg.heads, min(cfg.window or seq_len, seq_len), cfg.head_dim)
+        rows = KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    h_L2BN = jnp.zeros((cfg.layers, 2, batch, cfg.units))
+    return ReservoirState(h_L2BN, input_LD2N, jnp.zeros((), jnp.int32), rows, seq_len, jnp.dtype(dtype))
 
 
 def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -> tuple[Array, ReservoirState]:
-    """(logits of the next tokens, the state after these)."""
-    cfg = model.cfg
+    """(logits of the next tokens, the state after these). Where attention has no room for a token, NaN, not nonsense."""
+    cfg, t, size = model.cfg, state.position, model.cfg.attention_every or 1
     x_B1D = embed(model.embed_VD, tokens_B[:, None], state.dtype) * cfg.width**0.5
 
-    def body(x_B1D: Array, inputs: tuple[Array, ReservoirLayer, Array]) -> tuple[Array, Array]:
-        input_D2N, layer, h_2BN = inputs
+    def one(x_B1D: Array, layer: ReservoirLayer, input_D2N: Array, h_2BN: Array) -> tuple[Array, Array]:
         layer = for_compute(layer, x_B1D.dtype)
         u_B1D = layer.norm(x_B1D)
         h_2BN = next_state(cfg, h_2BN, layer.driven(u_B1D, cfg, input_D2N)[:, :, 0])
         x_B1D = x_B1D + layer.read(u_B1D, h_2BN[:, :, None])
         return x_B1D + layer.ffn(layer.ffn_norm(x_B1D)), h_2BN
 
-    x_B1D, h_L2BN = jax.lax.scan(body, x_B1D, (state.input_LD2N, model.layers, state.h_L2BN))
-    x_BD = model.norm(x_B1D)[:, 0]
-    return logits_of(x_BD, model.unembed_VD, cfg.vocab_size), ReservoirState(h_L2BN, state.input_LD2N, state.dtype)
+    def body(carry: tuple[Array, KeyValues | None], inputs: Any) -> tuple[tuple[Array, KeyValues | None], Any]:
+        (x_B1D, rows), (group, index, inputs_D2N, before_2BN) = carry, inputs
+        after_2BN = []
+        for layer, input_D2N, h_2BN in zip(group.layers, inputs_D2N, before_2BN, strict=True):
+            x_B1D, h_2BN = one(x_B1D, layer, input_D2N, h_2BN)
+            after_2BN.append(h_2BN)
+        if group.attention is not None and rows is not None:
+            layer = for_compute(group.attention, x_B1D.dtype)
+            q_B1NH, k_B1NH, v_B1NH = layer.attention.project(layer.norm(x_B1D))
+            q_B1NH, k_B1NH = layer.attention.placed(q_B1NH, k_B1NH, jnp.broadcast_to(t, x_B1D.shape[:2]))
+            rows = kept(rows, index, t, k_B1NH, v_B1NH)
+            x_B1D = x_B1D + layer.attention.output(look(q_B1NH, rows, index, t).out_BTNH)
+        return (x_B1D, rows), tuple(after_2BN)
+
+    along = (model.groups(), jnp.arange(cfg.layers // size), by_place(state.input_LD2N, size), by_place(state.h_L2BN, size))
+    (x_B1D, rows), after = jax.lax.scan(body, (x_B1D, state.rows), along)
+    h_L2BN = jnp.stack(after, axis=1).reshape(state.h_L2BN.shape)
+    logits_BV = logits_of(model.norm(x_B1D)[:, 0], model.unembed_VD, cfg.vocab_size)
+    if rows is not None and cfg.window is None:
+        logits_BV = jnp.where(t < state.seq_len, logits_BV, jnp.nan)
+    return logits_BV, ReservoirState(h_L2BN, state.input_LD2N, t + 1, rows, state.seq_len, state.dtype)
 
 
 def drawn(cfg: ReservoirConfig) -> Drawn:
@@ -215,4 +281,9 @@ def drawn(cfg: ReservoirConfig) -> Drawn:
 def flops_per_token(cfg: ReservoirConfig, seq_len: int) -> float:
     """Of one training token: 6 a trained weight, 4 one of W_in, which has no gradient. The scan is left out."""
     trained = 3 * cfg.width * cfg.units + 3 * cfg.width * cfg.ffn
-    return cfg.layers * (6.0 * trained + 4.0 * 2 * cfg.width * cfg.units) + 6.0 * cfg.vocab_size * cfg.width
+    each = cfg.layers * (6.0 * trained + 4.0 * 2 * cfg.width * cfg.units) + 6.0 * cfg.vocab_size * cfg.width
+    if not cfg.attention_every:
+        return each
+    heads, seen = cfg.heads * cfg.head_dim, min(cfg.window or seq_len, seq_len)
+    keys = seen * (1 - seen / (2 * seq_len))  # on average over the row
+    return each + cfg.layers // cfg.attention_every * (24.0 * cfg.width * heads + 12.0 * heads * keys)
