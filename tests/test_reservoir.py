@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import shutil
 
 import jax
@@ -10,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from runs import RUN, assert_equal_states, at
+from runs import RUN, assert_equal_states, at, rows
 
 from nash_mhc.config.reservoir import ReservoirConfig
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.generate.decode import load
-from nash_mhc.model import reservoir
+from nash_mhc.model import reservoir, reservoir_ridge
 from nash_mhc.model.architectures import abstract_model
-from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.ops import linear_scan, linear_scan_gpu
 from nash_mhc.ops.tanh_scan import tanh_scan
 from nash_mhc.parallel.params import named_leaves
@@ -57,8 +58,8 @@ def test_the_scan_of_a_gpu_is_that_of_all_others(backwards):
     """In Pallas's interpreter: the same kernel that a GPU compiles. A document ends within what is loaded at once."""
     keys = jax.random.split(jax.random.key(0), 2)
     a_2N = reservoir.pairs(reservoir.multipliers(dataclasses.replace(CFG, units=64)))
-    b_2BTN = jax.random.normal(keys[0], (2, 2, 48, 64))
-    on_BT = jax.random.uniform(keys[1], (2, 48)) < 0.9
+    b_2BTN = jax.random.normal(keys[0], (2, 2, 64, 64))
+    on_BT = jax.random.uniform(keys[1], (2, 64)) < 0.9
     in_rounds = linear_scan._in_rounds
     assert linear_scan_gpu.fits(b_2BTN.shape) and not linear_scan_gpu.fits((2, 2, 47, 64))
     kernel = functools.partial(linear_scan_gpu.walk, interpret=True, tokens=4)
@@ -199,7 +200,7 @@ def test_attention_that_sees_all_says_where_its_room_ends():
         logits_BV, state = step(model, state, tokens_BT[:, t])
         np.testing.assert_allclose(logits_BV, want[:, t], rtol=2e-4, atol=2e-5)
     assert np.isnan(np.asarray(step(model, state, tokens_BT[:, 9])[0])).all()
-    with pytest.raises(ConfigError, match="model.attention_every 3 does not divide model.layers 4; the nearest that it divides is 3"):
+    with pytest.raises(ConfigError, match=r"model.attention_every 3 does not divide model.layers 4; the nearest .* is 3"):
         dataclasses.replace(ATTENDING, attention_every=3)
 
 
@@ -230,6 +231,44 @@ def test_a_stopped_run_is_the_unbroken_one(learned, tmp_path):
     shutil.rmtree(copy / "checkpoints" / "40")
     assert_equal_states(at(copy, cfg).state, unbroken.state)
     assert abstract_state(cfg).model.cfg == CFG
+
+
+@pytest.mark.parametrize("model", [CFG, ATTENDING], indirect=True, ids=["linear", "attention"])
+def test_the_last_readout_is_the_one_nearest_to_the_next_tokens(model):
+    """Against numpy's least squares over all tokens that count, with the ridge as more equations."""
+    tokens_BT = jax.random.randint(jax.random.key(4), (6, 33), 0, 257)
+    batch = tokens_BT[:, :-1], tokens_BT[:, 1:], jnp.ones((6, 32), jnp.int32)
+    weights_BT = (jax.random.uniform(jax.random.key(5), (6, 32)) < 0.9) * 1.0
+    found = jax.jit(lambda m, *b: reservoir_ridge.sums(m, *b, Execution()))(model, *batch, weights_BT)
+    read = jax.jit(lambda m: reservoir_ridge.features(m, batch[0], batch[2], Execution()))(model)
+    counts = np.asarray(weights_BT) > 0
+    f, D = np.asarray(read, np.float64)[counts], CFG.width
+    y = (np.asarray(model.unembed_VD)[np.asarray(batch[1])] * D**0.5 * np.asarray(model.norm.scale_D))[counts]
+    ridge = (1e-3 * np.trace(f.T @ f) / f.shape[1]) ** 0.5 * np.eye(f.shape[1])
+    want = np.linalg.lstsq(np.concatenate([f, ridge]), np.concatenate([y, np.zeros((len(ridge), D))]), rcond=None)[0]
+    one = reservoir_ridge.solutions(found)[1]
+    np.testing.assert_allclose(one, want, atol=2e-3 * np.abs(want).max())
+    with_it = reservoir_ridge.put(model, 4 * jnp.asarray(one))
+    np.testing.assert_array_equal(with_it.layers.read_real_ND[:-1], model.layers.read_real_ND[:-1])
+    # What was computed apart from the model is what the model reads: it knows these tokens now.
+    log_p = lambda m: np.asarray(jax.nn.log_softmax(logits_of(m, batch[0], batch[2])))
+    of_next = lambda m: np.take_along_axis(log_p(m), np.asarray(batch[1])[..., None], -1).mean()
+    assert of_next(with_it) > of_next(model) + 1
+
+
+def test_a_run_that_solves_for_its_readout_first_begins_lower_and_is_resumed_as_it_is(learned, tmp_path):
+    cfg = dataclasses.replace(learned[0], model=dataclasses.replace(CFG, ridge_batches=2))
+
+    def short(name, steps, **changes):
+        run = dataclasses.replace(cfg, **changes)
+        return at(tmp_path / name, run, evaluated=False, total_steps=steps, checkpoint_interval=2, log_interval=1)
+
+    whole = short("whole", 4)
+    assert rows(whole.folder)[0]["loss"] < math.log(257) - 1  # where drawn weights begin
+    short("broken", 2)
+    assert_equal_states(short("broken", 4).state, whole.state)
+    meshed = short("meshed", 1, mesh=MeshConfig(data=2, fsdp=2, tp=2))
+    assert rows(meshed.folder)[0]["loss"] == pytest.approx(rows(whole.folder)[0]["loss"], abs=2e-4)
 
 
 def test_other_numbers_from_the_same_seed_are_refused(learned, tmp_path):

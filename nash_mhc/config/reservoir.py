@@ -35,6 +35,11 @@ class ReservoirConfig(ArchitectureConfig):
     head_dim: int = key(16, "width of one head (H), an even number", low=2)
     window: int | None = key(None, "tokens that it sees, itself included; none: all before it, and all of them are kept", low=1)
     rope_theta: float = key(10_000.0, "base of its rotary position frequencies", above=0)
+    ridge_batches: int = key(
+        0,
+        "before the first step, solve for the last readout in one pass over so many batches (ridge regression)",
+        low=0,
+    )
     reservoir_seed: int = key(0, "what the reservoirs are drawn from: they are part of no checkpoint", low=0)
     norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RecursiveConfig, ReservoirConfig
-from nash_mhc.model import incremental, recursive, reservoir
+from nash_mhc.model import incremental, recursive, reservoir, reservoir_ridge
 from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
@@ -48,6 +48,7 @@ register(
         decode=reservoir.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window) if cfg.attention_every else None,
         drawn=reservoir.drawn,
+        warm_start=reservoir_ridge.warm_start,
     ),
 )
 

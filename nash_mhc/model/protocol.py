@@ -71,6 +71,16 @@ class Drawn(NamedTuple):
     digest: str  # of some of them: another generator would give others
 
 
+class WarmStart(NamedTuple):
+    """How weights are solved for, instead of learned, before the first step: from sums over a few batches."""
+
+    batches: int
+    # (model, tokens_BT, targets_BT, segments_BT, weights_BT, execution) -> a tree of sums, which add up
+    sums: Callable[[Any, Array, Array, Array, Array, Execution], Any]
+    solutions: Callable[[Any], list[Any]]  # the sums, as numpy arrays -> weights to choose among, by their loss ...
+    put: Callable[[Any, Any], Any]  # ... and (model, weights) -> the model with them
+
+
 class Architecture(NamedTuple):
     """A kind of model, in functions of its configuration."""
 
@@ -82,3 +92,4 @@ class Architecture(NamedTuple):
     # (cfg, execution, rows, seq_len, tp): what a device holds of so many rows. None: nobody has counted.
     activations: Callable[[Any, Execution, int, int, int], Activations] | None = None
     drawn: Callable[[Any], Drawn | None] = lambda cfg: None  # None: every number of it is a parameter
+    warm_start: Callable[[Any], WarmStart | None] = lambda cfg: None  # None: all weights begin as they are drawn

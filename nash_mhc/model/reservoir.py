@@ -120,15 +120,24 @@ class ReservoirLayer(eqx.Module):
         strength_N = np.sqrt(np.maximum(1 - np.abs(multipliers(cfg)) ** 2, 1e-6)).astype(np.float32)
         return parts_2BTN * jnp.asarray(strength_N)[None, None, None]
 
-    def read(self, u_BTD: Array, h_2BTN: Float[Array, "2 B T N"]) -> Array:
+    def gated(self, u_BTD: Array, h_2BTN: Float[Array, "2 B T N"]) -> tuple[Array, Array]:
+        """Both parts of the states, as far as the token lets them through."""
         gate_BTN = jax.nn.sigmoid(constrain(project(u_BTD, self.gate_DN), "batch", "time", "reservoir"))
         real, imaginary = (gate_BTN * part.astype(u_BTD.dtype) for part in h_2BTN)
+        return real, imaginary
+
+    def read(self, u_BTD: Array, h_2BTN: Float[Array, "2 B T N"]) -> Array:
+        real, imaginary = self.gated(u_BTD, h_2BTN)
         sum_BTD = project(real, self.read_real_ND, "btn,nd->btd") + project(imaginary, self.read_imaginary_ND, "btn,nd->btd")
         return constrain(sum_BTD, "batch", "time_split", "width")
 
-    def __call__(self, x_BTD: Array, segments_BT: Array, cfg: ReservoirConfig, layer: Array | int) -> Array:
+    def states(self, x_BTD: Array, segments_BT: Array, cfg: ReservoirConfig, layer: Array | int) -> tuple[Array, Array]:
+        """(the tokens as the layer sees them, [B, T, D]; the states that they lead to, [2, B, T, N])."""
         u_BTD = constrain(self.norm(x_BTD), "batch", "time", "width")
-        h_2BTN = states(cfg, self.driven(u_BTD, cfg, input_matrix(cfg, layer)), segments_BT)
+        return u_BTD, states(cfg, self.driven(u_BTD, cfg, input_matrix(cfg, layer)), segments_BT)
+
+    def __call__(self, x_BTD: Array, segments_BT: Array, cfg: ReservoirConfig, layer: Array | int) -> Array:
+        u_BTD, h_2BTN = self.states(x_BTD, segments_BT, cfg, layer)
         x_BTD = x_BTD + self.read(u_BTD, h_2BTN)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
@@ -237,7 +246,7 @@ def empty_state(cfg: ReservoirConfig, batch: int, seq_len: int, dtype: Any) -> R
 
 
 def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -> tuple[Array, ReservoirState]:
-    """(logits of the next tokens, the state after these). Where attention has no room for a token, NaN, not nonsense."""
+    """(logits of the next tokens, the state after these). Where attention has no room for one, NaN, not nonsense."""
     cfg, t, size = model.cfg, state.position, model.cfg.attention_every or 1
     x_B1D = embed(model.embed_VD, tokens_B[:, None], state.dtype) * cfg.width**0.5
 
@@ -252,8 +261,8 @@ def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -
         (x_B1D, rows), (group, index, inputs_D2N, before_2BN) = carry, inputs
         after_2BN = []
         for layer, input_D2N, h_2BN in zip(group.layers, inputs_D2N, before_2BN, strict=True):
-            x_B1D, h_2BN = one(x_B1D, layer, input_D2N, h_2BN)
-            after_2BN.append(h_2BN)
+            x_B1D, next_2BN = one(x_B1D, layer, input_D2N, h_2BN)
+            after_2BN.append(next_2BN)
         if group.attention is not None and rows is not None:
             layer = for_compute(group.attention, x_B1D.dtype)
             q_B1NH, k_B1NH, v_B1NH = layer.attention.project(layer.norm(x_B1D))

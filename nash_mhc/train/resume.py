@@ -215,8 +215,10 @@ class Start(NamedTuple):
         return due and self.values.get("evaluation") is None
 
 
-def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None]) -> Start:
-    """The folder's own last checkpoint, else that of --resume-from, else fresh weights."""
+def starting_state(
+    cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None], fresh: Callable[[], Any | None] = lambda: None
+) -> Start:
+    """The folder's own last checkpoint, else that of --resume-from, else fresh weights: `fresh()`, or just drawn."""
 
     def newest(source: Store, **options: bool) -> int | None:
         found: int | None = from_leader(lambda: source.newest(say, **options))  # one process verifies for all
@@ -252,7 +254,8 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str]
         raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
     if cfg.train.init_from is not None:
         return _from_weights(cfg, mesh, cfg.train.init_from, say)
-    return Start(create_state(cfg, mesh), 0, {}, "fresh weights")
+    model = fresh()
+    return Start(create_state(cfg, mesh, model), 0, {}, "fresh weights" if model is None else "weights that were solved for")
 
 
 def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, say: Callable[[str], None]) -> Start:

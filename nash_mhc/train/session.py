@@ -43,6 +43,7 @@ from nash_mhc.train.resume import Start, checkpoint_values, starting_state
 from nash_mhc.train.run_json import described
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import TrainState, flops_per_token, saved_part, sharded_abstract_state
+from nash_mhc.train.warm_start import warm_model
 
 
 class BadSteps(Exception):
@@ -183,7 +184,7 @@ def begin(
         sharded_abstract_state(cfg, mesh),
         inputs.teachers.abstract(source, abstract_batch(cfg.data, cfg.train.grad_accum, mesh, getattr(source, "top_k", None))),
     )
-    start = starting_state(cfg, mesh, store, reporter.say)
+    start = starting_state(cfg, mesh, store, reporter.say, lambda: warm_model(cfg, source, mesh, reporter.say))
     store.warm_up(saved_part(cfg, start.state))
     if start.own and "clock" in start.values:
         clock.go_on(start.values["clock"], written=inputs.folder.written(start.step), row=inputs.folder.last_row())
