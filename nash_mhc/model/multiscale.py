@@ -100,10 +100,12 @@ class Multiscale(eqx.Module):
                 each.append(Rows(by_block(turned, stride, k.shape[2]), late(keys), late(v), segments_BI, coarse_documents))
         return each
 
-    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
-        """What every token finds at each scale, and how much of it."""
-        each = [per_head(rows) for rows in each]
-        windows = (window, *(None,) * (len(each) - 1))
+    def find(
+        self, each: Sequence[Rows], *, window: int | None, kernel: str, strides: Sequence[int] | None = None
+    ) -> tuple[Found, ...]:
+        """What every token finds at each scale, or at those of `strides` alone, and how much of it."""
+        each, strides = [per_head(rows) for rows in each], strides or self.strides
+        windows = tuple(window if stride == 1 else None for stride in strides)
         K, H = each[0].v_BTKH.shape[2:]
         wanted, dtype = kernel if kernel in EVIDENT_KERNELS else "xla", str(each[0].v_BTKH.dtype)
         kernels = tuple(
@@ -114,7 +116,7 @@ class Multiscale(eqx.Module):
             found = on_rows(run, each, kernels, Found._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
         return tuple(
             Found(constrain(by_token(f.out_BTNH, s, K), *PER_HEAD), by_token(f.evidence_BTN[..., None], s, K)[..., 0])
-            for f, s in zip(found, self.strides, strict=True)
+            for f, s in zip(found, strides, strict=True)
         )
 
     def settle(
