@@ -472,11 +472,11 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --json /nowhere/figures.json --seeds 0", "--json /nowhere/figures.json: cannot be written"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
-        ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | compile |"),
+        ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | parts |"),
         (
             "",
-            "unknown benchmark ''; there are: python -m nash_mhc.bench step | compile | quality | corpus | data | telemetry "
-            "[flags of train]",
+            "unknown benchmark ''; there are: python -m nash_mhc.bench step | parts | compile | quality | corpus | data | "
+            "telemetry [flags of train]",
         ),
     ],
 )

@@ -2,13 +2,16 @@
 
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax._src import lru_cache
 
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.runtime import compiler_options
 from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
 from nash_mhc.runtime.program_cache import write_programs_whole
 
 
@@ -56,3 +59,35 @@ def test_a_program_in_the_cache_is_whole_or_not_there(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{n}-cache" for n in range(10)]
     cache.put("3", b"another")  # what is there stays
     assert cache.get("3") == value
+
+
+EFFORT = "xla_backend_optimization_level"
+
+
+def asked(platform, environment, deterministic=False):
+    return compiler_options.compiler_options(platform, deterministic=deterministic, environment=environment)
+
+
+def test_what_the_user_has_set_is_left_alone(tmp_path):
+    assert asked("cpu", {}) == {EFFORT: "1"}
+    assert asked("cpu", {"XLA_FLAGS": f"--xla_dump_to=/x --{EFFORT}=3"}) == {}
+    assert asked("cpu", {"XLA_FLAGS": f"--{EFFORT}_of_another=3"}) == {EFFORT: "1"}  # not the same flag
+    (tmp_path / "flags").write_text(f"--{EFFORT}=2\n")
+    assert asked("cpu", {"XLA_FLAGS": str(tmp_path / "flags")}) == {}
+    assert asked("gpu", {}) == {}
+    assert asked("gpu", {}, deterministic=True) == {"xla_gpu_deterministic_ops": True}
+    assert asked("gpu", {"XLA_FLAGS": "--xla_gpu_deterministic_ops=false"}, deterministic=True) == {}
+
+
+def test_every_option_is_one_that_the_compiler_knows():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    for options in OPTIONS.values():
+        lowered.compile(compiler_options={option.name: option.value for option in options})
+
+
+def test_a_row_of_the_table_reaches_the_compiler_and_is_shown(monkeypatch):
+    monkeypatch.setitem(OPTIONS, "cpu", (Option("xla_no_such_option", True, "because"),))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        CompiledStep(jnp.add, make_mesh(MeshConfig(1, 1, 1))).compile(jnp.ones(3), jnp.ones(3))
+    assert as_comments("cpu", deterministic=False).splitlines()[1:] == ["#   xla_no_such_option=true: because"]
+    assert as_comments("tpu", deterministic=True).splitlines()[1:] == ["#   none"]

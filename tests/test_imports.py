@@ -62,7 +62,8 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"config", "parallel", "runtime", "model", "train"},
     "report": {"config", "storage", "checkpoint", "plan"},
     "bench": {
-        "config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "hub", "train", "plan", "report", "telemetry",
+        "config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "optim", "objectives", "hub", "train", "plan",
+        "report", "telemetry",
     },
     "doctor": {"config", "storage", "parallel", "checkpoint", "runtime", "train"},
     "notebook": {"config", "storage", "checkpoint", "runtime", "model", "data"},

@@ -18,6 +18,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {
     "step": "times the real train step on the devices at hand",
+    "parts": "times every part of it by itself, against the least that it could take",
     "compile": "compiles it for a TPU topology that is not here, with its memory figures",
     "quality": "trains the model and its relatives on the same rows and compares their held-out losses",
     "corpus": "builds two kinds of real text to compare models on, the same for everyone",
@@ -33,6 +34,11 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
         against = "time the same plain decoder in transformers as well, on one device, before ours"
         group.add_argument("--against", choices=["torch"], help=against)
+    elif command == "parts":
+        group.add_argument("--parts", metavar="A,B,...", help="these alone, such as attention,mhc-write [all]")
+        known = "the time of the whole step, from bench step [measured, of a deep model with few of its layers]"
+        group.add_argument("--step-ms", type=float, metavar="MS", help=known)
+        group.add_argument("--seconds", type=float, default=0.2, help="to time each program for [0.2]")
     elif command == "compile":
         group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for; cpu: emulated devices")
     elif command == "data":
@@ -69,6 +75,12 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         from nash_mhc.bench.telemetry import bench_telemetry
 
         return bench_telemetry(cfg, steps=own.steps)
+    if command == "parts":
+        from nash_mhc.bench.parts import bench_parts
+
+        if own.seconds <= 0:
+            raise ConfigError(f"--seconds {own.seconds:g} must be above 0")
+        return bench_parts(cfg, only=own.parts, whole_step_ms=own.step_ms, seconds=own.seconds)
     if command == "step" and (own.steps < 1 or own.warmup < 0):
         raise ConfigError("--steps must be at least 1 and --warmup at least 0")
     if command == "step" and own.against:
@@ -90,6 +102,10 @@ def _show(command: str, figures: dict[str, Any]) -> None:
         from nash_mhc.bench.findings import show
 
         return show(figures)
+    if command == "parts":
+        from nash_mhc.bench.parts import show as show_parts
+
+        return show_parts(figures)
     table = Table(show_header=False)
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value))

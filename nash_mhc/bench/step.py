@@ -21,14 +21,14 @@ from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.state import create_state, flops_per_token
 
-_DOCUMENTS = 2  # in a row
+DOCUMENTS = 2  # in a row
 
 
 def random_rows(cfg: RunConfig, seed: int) -> Rows:
     """Random tokens in rows of two documents each: what a step costs does not depend on what it reads."""
     shape = (cfg.train.grad_accum, cfg.data.batch_size, cfg.data.seq_len)
     tokens = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (*shape[:2], shape[2] + 1), np.int32)
-    segments = np.broadcast_to(1 + np.arange(shape[2]) * _DOCUMENTS // shape[2], shape).astype(np.int32)
+    segments = np.broadcast_to(1 + np.arange(shape[2]) * DOCUMENTS // shape[2], shape).astype(np.int32)
     return Rows(tokens[..., :-1], tokens[..., 1:], segments, np.ones(shape, np.float32))
 
 
@@ -46,7 +46,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     device = mesh.devices.flat[0]
     state = create_state(cfg, mesh)
     batch = to_device(random_rows(cfg, 0), mesh)
-    step_fn = compile_train_step(cfg, mesh, most_documents=_DOCUMENTS)
+    step_fn = compile_train_step(cfg, mesh, most_documents=DOCUMENTS)
     compiled = step_fn.compile(state, batch)
     rate_before = matmul_rate(cfg.train.dtype, device, seconds=1.0)
     # As in training: the host reads a step's loss while the next one runs, and times are between such ends.

@@ -176,8 +176,13 @@ class Attention(eqx.Module):
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
-        kernel = fitting_kernel(kernel, str(v_BTKH.dtype), q_BTNH.shape[1], q_BTNH.shape[-1], window)
         rows = Rows(*self.placed(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
+        mixed_BTNH = self.find(rows, window=window, kernel=kernel)
+        return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width"), None
+
+    def find(self, rows: Rows, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
+        """What every token finds in its document."""
+        kernel = fitting_kernel(kernel, str(rows.v_BTKH.dtype), rows.q_BTNH.shape[1], rows.q_BTNH.shape[-1], window)
         if kernel in PLAIN_KERNELS:
             # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it
             # crashes the CPU compiler of jax 0.11.2.)
@@ -185,4 +190,4 @@ class Attention(eqx.Module):
         run = on_rows(lambda each: (attend(*each[0], window=window, kernel=kernel),), [rows], [kernel], PER_HEAD)
         with jax.named_scope("attention"):
             (mixed_BTNH,) = run((rows,))
-        return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width"), None
+        return mixed_BTNH

@@ -119,8 +119,10 @@ class _NotedResidual(HyperConnection):
 class _NotedMixer(Multiscale):
     notes: _Notes = eqx.field(static=True)
 
-    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
-        found = super().find(each, window=window, kernel=kernel)
+    def find(
+        self, each: Sequence[Rows], *, window: int | None, kernel: str, strides: Sequence[int] | None = None
+    ) -> tuple[Found, ...]:
+        found = super().find(each, window=window, kernel=kernel, strides=strides)
         self.notes.page |= {"rows": tuple(each), "found": tuple(f.out_BTNH for f in found)}
         return found
 

@@ -133,6 +133,9 @@ class LM(eqx.Module):
         """The output projection; the embedding itself when tied (one leaf, not two)."""
         return array_of(self.embed_VD if self.output_VD is None else self.output_VD)
 
+    def embedded(self, tokens_BT: Int[Array, "B T"], dtype: str) -> Float[Array, "B T D"]:
+        return embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(dtype)) * self.cfg.embed_multiplier
+
     def hidden(
         self,
         tokens_BT: Int[Array, "B T"],
@@ -151,7 +154,7 @@ class LM(eqx.Module):
             last = ((0, 0), (0, missing))
             tokens_BT = jnp.pad(tokens_BT, last)
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
-        x_BTD = embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.embed_multiplier
+        x_BTD = self.embedded(tokens_BT, execution.dtype)
 
         kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
         layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)

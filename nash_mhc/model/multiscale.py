@@ -81,10 +81,31 @@ class Multiscale(eqx.Module):
             below_v, v = pooled(v_BTKH, self.pool_v_CJKH[c - 1], goes_on_BI, PER_KV_HEAD)
         return (below_k, below_v), (k, v)
 
-    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
-        """What every token finds at each scale, and how much of it."""
-        each = [per_head(rows) for rows in each]
-        windows = (window, *(None,) * (len(each) - 1))
+    def at_each_scale(self, q: Array, k: Array, v: Array, layout: Layout) -> list[Rows]:
+        """What attention works on, of queries, keys and values as they come out of the matrices:
+        turned to their positions, and what is pooled of them."""
+        segments_BT, positions_BT, documents = layout.at(0, 1)
+        turned = self.base.placed_queries(q, positions_BT)
+        each: list[Rows] = []
+        for c, stride in enumerate(self.strides):
+            segments_BI, positions_BI, coarse_documents = layout.at(c, stride)
+            if c:
+                goes_on_BI = continues(jnp.ones_like(positions_BI) if segments_BI is None else segments_BI)
+                below, (k, v) = self.coarser(c, k, v, goes_on_BI)
+                if c == 1:
+                    each = [Rows(turned, self.base.placed_keys(below[0], positions_BT), below[1], segments_BT, documents)]
+                # A summary lies where its last token does.
+                keys = self.base.placed_keys(k, positions_BI + stride - 1)
+                late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
+                each.append(Rows(by_block(turned, stride, k.shape[2]), late(keys), late(v), segments_BI, coarse_documents))
+        return each
+
+    def find(
+        self, each: Sequence[Rows], *, window: int | None, kernel: str, strides: Sequence[int] | None = None
+    ) -> tuple[Found, ...]:
+        """What every token finds at each scale, or at those of `strides` alone, and how much of it."""
+        each, strides = [per_head(rows) for rows in each], strides or self.strides
+        windows = tuple(window if stride == 1 else None for stride in strides)
         K, H = each[0].v_BTKH.shape[2:]
         wanted, dtype = kernel if kernel in EVIDENT_KERNELS else "xla", str(each[0].v_BTKH.dtype)
         kernels = tuple(
@@ -95,7 +116,7 @@ class Multiscale(eqx.Module):
             found = on_rows(run, each, kernels, Found._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
         return tuple(
             Found(constrain(by_token(f.out_BTNH, s, K), *PER_HEAD), by_token(f.evidence_BTN[..., None], s, K)[..., 0])
-            for f, s in zip(found, self.strides, strict=True)
+            for f, s in zip(found, strides, strict=True)
         )
 
     def settle(
@@ -123,21 +144,8 @@ class Multiscale(eqx.Module):
         if layout.spread is not None:
             kinds = zip((q, k, v), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD), strict=True)
             q, k, v = (moved(spread, z, layout.spread, axes) for z, axes in kinds)
-        segments_BT, positions_BT, documents = layout.at(0, 1)
-        turned = self.base.placed_queries(q, positions_BT)
-        each: list[Rows] = []
-        for c, stride in enumerate(self.strides):
-            segments_BI, positions_BI, coarse_documents = layout.at(c, stride)
-            if c:
-                goes_on_BI = continues(jnp.ones_like(positions_BI) if segments_BI is None else segments_BI)
-                below, (k, v) = self.coarser(c, k, v, goes_on_BI)
-                if c == 1:
-                    each = [Rows(turned, self.base.placed_keys(below[0], positions_BT), below[1], segments_BT, documents)]
-                # A summary lies where its last token does.
-                keys = self.base.placed_keys(k, positions_BI + stride - 1)
-                late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
-                each.append(Rows(by_block(turned, stride, k.shape[2]), late(keys), late(v), segments_BI, coarse_documents))
-        found = self.find(each, window=window, kernel=kernel)
+        segments_BT, positions_BT, _ = layout.at(0, 1)
+        found = self.find(self.at_each_scale(q, k, v, layout), window=window, kernel=kernel)
         mixed_BTNH, weights, residual_BTN = self.settle(found, positions_BT)
         with jax.named_scope("nash"):
             real_BT = jnp.ones_like(positions_BT, bool) if segments_BT is None else segments_BT > 0

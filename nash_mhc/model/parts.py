@@ -119,8 +119,14 @@ class SwiGLU(eqx.Module):
             init_matrix(gate, (D, F), D), init_matrix(up, (D, F), D), init_matrix(down, (F, D), F, (2 * cfg.layers) ** -0.5)
         )
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def widened(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         gate_BTF = constrain(project(x_BTD, self.gate_DF), "batch", "time", "ffn")
         up_BTF = constrain(project(x_BTD, self.up_DF), "batch", "time", "ffn")
-        return constrain(project(jax.nn.silu(gate_BTF) * up_BTF, self.down_FD, "btf,fd->btd"), "batch", "time_split", "width")
+        return jax.nn.silu(gate_BTF) * up_BTF
+
+    def narrowed(self, h_BTF: Float[Array, "B T F"]) -> Float[Array, "B T D"]:
+        return constrain(project(h_BTF, self.down_FD, "btf,fd->btd"), "batch", "time_split", "width")
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.narrowed(self.widened(x_BTD))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +14,8 @@ from jax.sharding import Mesh
 
 from nash_mhc.ops.attend_cudnn import tell_apart
 from nash_mhc.parallel.sharding import named
+from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.runtime.program_cache import found_in_cache
-
-_CPU_EFFORT = "xla_backend_optimization_level"
 
 
 def signature(tree: Any) -> tuple[str, ...]:
@@ -62,13 +60,8 @@ class CompiledStep:
         # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is asked
         # otherwise. Everywhere else the same program gives the same bits.
         platform = mesh.devices.flat[0].platform
-        self._compiler_options: dict[str, str | bool] = {}
         self._deterministic_gpu = platform == "gpu" and deterministic
-        if self._deterministic_gpu:
-            self._compiler_options["xla_gpu_deterministic_ops"] = True
-        if platform == "cpu" and _CPU_EFFORT not in os.environ.get("XLA_FLAGS", ""):
-            # Matrix products are in a library; of all else, LLVM's higher levels make nothing faster (docs/log.md).
-            self._compiler_options[_CPU_EFFORT] = "1"
+        self._compiler_options = compiler_options(platform, deterministic=deterministic)
 
     @property
     def traces(self) -> int:

@@ -50,6 +50,24 @@ def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
     return 2 * n**3 / best
 
 
+def memory_rate(device: jax.Device, seconds: float = 0.5) -> float:
+    """Bytes a second that go through the memory of one device, read or written: the best of several passes of
+    a = a + 3 b over arrays that no cache holds."""
+    n, calls = (1 << 24, 1) if device.platform == "cpu" else (1 << 28, 4)
+    drawn = np.zeros(n, np.float32)
+    a, b = (jax.device_put(drawn, device) for _ in range(2))
+    add = jax.jit(lambda a, b: a + 3.0 * b, donate_argnums=0)  # in place: a new array's pages would be mapped first
+    a = jax.block_until_ready(add(a, b))
+    best, stop = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        start = time.perf_counter()
+        for _ in range(calls):
+            a = add(a, b)
+        jax.block_until_ready(a)
+        best = min(best, (time.perf_counter() - start) / calls)
+    return 3 * 4 * n / best
+
+
 _rate_here = functools.cache(functools.partial(matmul_rate, seconds=0.2))  # a run should not wait for it twice
 
 

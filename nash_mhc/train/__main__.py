@@ -19,6 +19,7 @@ from nash_mhc.config.cli import as_flags, parse, render
 from nash_mhc.config.commands import one_line_errors, this_python
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
+from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
 from nash_mhc.train.fit.preflight import after_running_out, best_here, room_of
@@ -105,6 +106,7 @@ def main() -> int:
                 changed = {f"{section}.{k}" for k, v in values.items() if before[section][k] != v}
                 origins |= {k: f"{origins[k]}, resolved here" for k in changed}
         print(render(config, origins), end="")
+        print(as_comments(config.mesh.platform, deterministic=config.train.deterministic), end="")
         return 0
     try:
         result = run(asked, insist=parsed.own.no_preflight)

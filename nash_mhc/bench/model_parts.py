@@ -1,0 +1,275 @@
+"""The parts of a model's step, each with the arrays that it meets there: what `bench parts` times one by one.
+
+One layer is walked once, from the tokens to the loss. Every part is a call of the model's own function on what the part
+before it has made; nothing is written here a second time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.model.attention import lay_out
+from nash_mhc.model.lm import kernel_for
+from nash_mhc.model.protocol import Execution
+from nash_mhc.model.residual import StreamState, residual_class
+from nash_mhc.model.weights import Weight
+from nash_mhc.objectives.base import Batch
+from nash_mhc.objectives.vocabulary import sharded_xent
+from nash_mhc.ops.attend_rows import Rows
+from nash_mhc.optim.adamw import Gradients
+from nash_mhc.optim.optimizers import averaged
+from nash_mhc.optim.rounding import salt_of, wide
+from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.optim.trainable import Training
+from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Declared, Made, map_declared, named_leaves
+from nash_mhc.parallel.sharding import for_compute
+
+Run = Callable[[Any, Any, Any], Any]  # (module, arrays, aside) -> what comes out
+
+
+class Part(NamedTuple):
+    """What is known of a part before it runs. FLOPs are those of matrix products, on the way there and back."""
+
+    name: str
+    times: int  # in a step
+    run: Run
+    flops: float
+    flops_back: float
+    in_layer: bool  # in the compute dtype, and under the run's remat
+    reads_again: bool  # whether the way back needs what went in
+    has_gradient: bool
+    unread: int  # bytes of what goes in that nothing looks at
+    returned: Callable[[Any], Any]  # of what comes out; an array that only passes through would be copied
+
+
+class Given(NamedTuple):
+    """Arrays of one part: weights as the run keeps them, what gradients flow to, what none flow to, and the result."""
+
+    weights: Any
+    frozen: Any
+    arrays: Any
+    aside: Any
+    out: Any
+
+
+def module_of(part: Part, given: Given, dtype: Any) -> Any:
+    module = eqx.combine(given.weights, given.frozen)
+    return for_compute(module, dtype) if part.in_layer else module
+
+
+def check(cfg: RunConfig, devices: int) -> ModelConfig:
+    """ConfigError for what cannot be taken apart."""
+    if not isinstance(cfg.model, ModelConfig):
+        raise ConfigError(f"bench parts knows the parts of {ModelConfig.architecture} alone; bench step times any model")
+    if cfg.objective.name not in ("next_token", "smoothed"):
+        raise ConfigError(f"bench parts knows the losses next_token and smoothed, not --objective {cfg.objective.name}")
+    if devices > 1:
+        raise ConfigError(f"bench parts times one device's work, and the mesh has {devices}; leave the mesh out")
+    return cfg.model
+
+
+def chosen(names: list[str], wanted: str | None) -> list[str]:
+    """`attention` stands for all that begin so. ConfigError for what there is not."""
+    found: set[str] = set()
+    for word in [] if wanted is None else wanted.split(","):
+        fits = {name for name in names if name == word.strip() or name.startswith(f"{word.strip()}-")}
+        if not fits:
+            raise ConfigError(f"--parts {word.strip()}: this model has no such part{what_there_is(word.strip(), names)}")
+        found |= fits
+    return [name for name in names if name in found or wanted is None]
+
+
+def seen_keys(length: int, window: int | None, stride: int) -> int:
+    """Keys that all tokens of a document see together: of the tokens, or of the blocks that ended before."""
+    if stride > 1:
+        return sum(t // stride for t in range(length))
+    return sum(min(t + 1, window or length) for t in range(length))
+
+
+class Walk:
+    """A model of one group of layers, as `create_state` makes it, walked with one part of a batch."""
+
+    def __init__(self, cfg: RunConfig, documents: int, trained: Any, frozen: Any, batch: Batch) -> None:
+        self.cfg, self.model = cfg, check(cfg, 1)
+        self.parts: dict[str, Part] = {}
+        self.given: dict[str, Given] = {}
+        self._documents, self._batch = documents, batch
+        self._tokens = math.prod(batch.inputs.shape)
+        self._lm = trained, frozen
+        self._layer = tuple(jax.tree.map(lambda a: a[0], part.layers) for part in self._lm)
+        self._execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, documents)
+        x_BTD = self._inside(self._embedding())
+        self._loss(x_BTD)
+        self._updates()
+
+    def _take(
+        self, name: str, times: int, run: Run, at: Callable[[Any], Any], weights: tuple[str, ...] = (), *, arrays: Any = (),
+        aside: Any = (), flops: float = 0.0, whole: bool = False, in_layer: bool = True, reads_again: bool = True,
+        has_gradient: bool = True, accumulates: bool = True, unread: int = 0, rows: int | None = None,
+        returned: Callable[[Any], Any] = lambda out: out,
+    ) -> Any:  # fmt: skip
+        """Runs a part and takes down what it met. `at`: its module, of a layer or of the whole model; `weights`: how
+        the names of those begin that it uses; `rows`: how many rows of a table count."""
+        trained, frozen = (_only(at(side), weights) for side in (self._lm if whole else self._layer))
+        used, learned = (_matrix_numbers(each, rows) for each in (eqx.combine(trained, frozen), trained))
+        has_gradient = bool(has_gradient and jax.tree.leaves((trained, arrays)))  # of frozen weights, there is none
+        part = Part(
+            name, times * (self.cfg.train.grad_accum if accumulates else 1), run,
+            flops + 2.0 * self._tokens * used, 2 * flops + 2.0 * self._tokens * (used + learned),
+            in_layer, reads_again, has_gradient, unread, returned,
+        )  # fmt: skip
+        given = Given(trained, frozen, arrays, aside, None)
+        out = run(module_of(part, given, jnp.dtype(self.cfg.train.dtype)), arrays, aside)
+        self.parts[name], self.given[name] = part, given._replace(out=out)
+        return out
+
+    def _embedding(self) -> Any:
+        tokens_BT, dtype = self._batch.inputs, self.cfg.train.dtype
+        table = jax.tree.leaves(_only(eqx.combine(*self._lm), ("embed_VD",)))[0]
+        row = self.model.width * table.dtype.itemsize
+        return self._take(
+            "embedding", 1, lambda lm, _, tokens_BT: lm.embedded(tokens_BT, dtype), lambda lm: lm, ("embed_VD",),
+            aside=tokens_BT, whole=True, in_layer=False, reads_again=False, rows=0,  # looked up, not multiplied
+            unread=row * max(0, table.shape[0] - self._tokens),
+        )  # fmt: skip
+
+    def _inside(self, x_BTD: Any) -> Any:
+        """One layer; what the last norm would give."""
+        L, residual = self.model.layers, lambda layer: layer.attention_residual
+        state, maps = residual_class(self.model).enter(self.model, x_BTD), None
+        if self.model.residual == "mhc":
+            x_BTD, maps = self._take(
+                "mhc-read", 2 * L, lambda own, xs, squares_BTR: own.read(StreamState(xs, squares_BTR)), residual,
+                ("phi_RDM", "bias_M", "alpha_3"), arrays=state.xs, aside=state.squares_BTR,
+            )  # fmt: skip
+        norm = lambda layer: layer.attention_norm
+        normed_BTD = self._take("norm", 2 * L + 1, lambda own, x_BTD, _: own(x_BTD), norm, ("scale_D",), arrays=x_BTD)
+        read_BTD, slots_BT = normed_BTD, self._batch.segments
+        if self.model.conv_taps:
+            conv = lambda layer: layer.attention_conv
+            read_BTD = self._take(
+                "conv", L, lambda own, x, slots: own(x, slots), conv, ("taps_JD",), arrays=read_BTD, aside=slots_BT
+            )
+        y_BTD = self._attention(read_BTD)
+        if self.model.residual == "mhc":
+            write: Run = lambda own, old, squares_BTR: own.write(StreamState(old[0], squares_BTR), *old[1:])
+            self._take("mhc-write", 2 * L, write, residual, arrays=(state.xs, y_BTD, maps), aside=state.squares_BTR)
+        else:
+            self._take(
+                "add", 2 * L, lambda own, both, _: own.write(*both, None), residual, arrays=(state, y_BTD), reads_again=False
+            )
+        ffn = lambda layer: layer.ffn
+        h_BTF = self._take("ffn-up", L, lambda own, x, _: own.widened(x), ffn, ("gate_DF", "up_DF"), arrays=normed_BTD)
+        self._take("ffn-down", L, lambda own, h, _: own.narrowed(h), ffn, ("down_FD",), arrays=h_BTF)
+        return normed_BTD
+
+    def _attention(self, x_BTD: Any) -> Any:
+        model, L, segments_BT = self.model, self.model.layers, self._batch.segments
+        B, T = segments_BT.shape
+        kernel = kernel_for(self._execution, T, model.head_dim, model.window)
+        layout = lay_out((B, T), segments_BT, model.strides, kernel, self._documents)
+        several = model.scales > 1
+        mixer = lambda layer: layer.attention
+        base = (lambda layer: layer.attention.base) if several else mixer
+        names = ("q_DNH", "k_DKH", "v_DKH", "q_bias", "k_bias", "v_bias")
+        qkv = self._take("qkv", L, lambda own, x_BTD, _: own.project(x_BTD), base, names, arrays=x_BTD)
+        if several:
+            views = self._take(
+                "scales", L, lambda own, qkv, layout: [rows[:3] for rows in own.at_each_scale(*qkv, layout)], mixer,
+                ("base.q_norm", "base.k_norm", "pool_"), arrays=qkv, aside=layout,
+                returned=lambda views: [views[0][:2], *views[1:]],  # values go through as they are
+            )  # fmt: skip
+        else:
+            turned = self._take(
+                "positions", L, lambda own, qk, positions_BT: own.placed(*qk, positions_BT), mixer, ("q_norm", "k_norm"),
+                arrays=qkv[:2], aside=layout.positions_BT,
+            )  # fmt: skip
+            views = [(*turned, qkv[2])]
+        found = []
+        for c, (stride, view) in enumerate(zip(model.strides, views, strict=True)):
+            segments, _, documents = layout.at(c, stride)
+            for window, times in Counter(model.windows if stride == 1 else [None] * len(model.windows)).items():
+                name = f"pooled-{stride}" if stride > 1 else "full" if window is None else f"{window}"
+                pairs = B * self._documents * seen_keys(T // self._documents, window, stride)
+                got = self._take(
+                    f"attention-{name}", times * L // len(model.windows), _finding(several, window, stride, kernel), mixer,
+                    arrays=view, aside=(segments, documents), flops=4.0 * model.heads * model.head_dim * pairs,
+                )  # fmt: skip
+            found.append(got)
+        mixed_BTNH = found[0]
+        if several:
+            mixed_BTNH, _, _ = self._take(
+                "game", L, lambda own, found, positions_BT: own.settle(found, positions_BT), mixer, ("offset_CN", "tau_N"),
+                arrays=tuple(found), aside=layout.positions_BT,
+            )  # fmt: skip
+        return self._take("output", L, lambda own, mixed_BTNH, _: own.output(mixed_BTNH), base, ("out_NHD",), arrays=mixed_BTNH)
+
+    def _loss(self, x_BTD: Any) -> None:
+        cfg, V = self.cfg, self.model.vocab_size
+        smoothing = cfg.objective.label_smoothing if cfg.objective.name == "smoothed" else 0.0
+        table = "embed_VD" if self.model.tied_embeddings else "output_VD"
+        self._take(
+            "loss", 1, lambda lm, x_BTD, known: sharded_xent(x_BTD, lm.unembed_VD, *known, V, cfg.optim.z_loss, smoothing),
+            lambda lm: lm, (table,), arrays=x_BTD, aside=(self._batch.targets, self._batch.weights), whole=True,
+            in_layer=False, reads_again=False, rows=V,
+        )  # fmt: skip
+
+    def _updates(self) -> None:
+        """Of one layer, and of all that is no layer's; AdamW and most others take every array by itself."""
+        training, h = Training.of(self.cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(self.cfg))
+        others = _only(self._lm[0], tuple(name for name in named_leaves(self._lm[0]) if not name.startswith("layers.")))
+        for name, times, trained in (("layer", self.model.layers, self._layer[0]), ("others", 1, others)):
+            if jax.tree.leaves(trained):
+                ema = jax.tree.map(wide, trained) if self.cfg.optim.ema_decay else None
+                sums = jax.tree.map(lambda p: 0.5 * p, trained)
+                known = (trained, sums, training.fresh_state(h, trained), ema, h, jnp.ones((), bool))
+                self._take(
+                    f"update-{name}", times, _updating(training), lambda side: side, aside=known, in_layer=False,
+                    has_gradient=False, accumulates=False,
+                )  # fmt: skip
+
+
+def _only(module: Any, beginnings: tuple[str, ...]) -> Any:
+    """The module with its arrays of such names, and None for the others."""
+    named, form = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, Weight | Made))
+    name = lambda path: jax.tree_util.keystr(path).lstrip(".")
+    kept = [leaf if beginnings and name(path).startswith(beginnings) else None for path, leaf in named]
+    return jax.tree.unflatten(form, kept)
+
+
+def _matrix_numbers(module: Any, rows: int | None) -> int:
+    """Numbers that a token is multiplied with; `rows`: of so many rows of each array."""
+    roles = (MATRIX, GATE, TABLE, ADAPTER)
+
+    def count(declared: Declared, a: Any) -> int:
+        if not (declared.is_matrix and declared.role in roles):
+            return 0
+        return a.size // a.shape[0] * (a.shape[0] if rows is None else rows)
+
+    return sum(jax.tree.leaves(map_declared(module, count)))
+
+
+def _finding(several: bool, window: int | None, stride: int, kernel: str) -> Run:
+    if several:
+        return lambda own, view, aside: own.find([Rows(*view, *aside)], window=window, kernel=kernel, strides=(stride,))[0]
+    return lambda own, view, aside: own.find(Rows(*view, *aside), window=window, kernel=kernel)
+
+
+def _updating(training: Training) -> Run:
+    def update(_: Any, __: Any, known: Any) -> Any:
+        trained, sums, opt_state, ema, h, good = known
+        gradients = Gradients(sums, jnp.ones(()), optax.tree.norm(jax.tree.map(wide, sums)))
+        made = training.update(h, trained, gradients, opt_state, good, salt_of(h.seed))
+        return made, None if ema is None else averaged(h, ema, made.params, jnp.zeros((), jnp.int32))
+
+    return update

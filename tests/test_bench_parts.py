@@ -1,0 +1,174 @@
+"""`bench parts`: the parts are those of the model, what they need at least is counted right, and the figures follow."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.bench import __main__ as command
+from nash_mhc.bench import parts as bench
+from nash_mhc.bench.parts import bench_parts, least, one_group, parts_and_arrays, step_ms
+from nash_mhc.config import ConfigError
+from nash_mhc.config.cli import parse
+from nash_mhc.config.schema import LoraConfig, ObjectiveConfig, ReservoirConfig
+from nash_mhc.model.attention import lay_out
+from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.parallel.sharding import for_compute
+from nash_mhc.runtime.hardware import memory_rate
+from nash_mhc.train.device_batches import abstract_batch, to_device
+from nash_mhc.train.resolve_devices import for_platform
+from nash_mhc.train.state import abstract_state, create_state, flops_per_token
+
+NASH = dataclasses.replace(small.config(train__grad_accum=2), model=small.NASH)
+
+
+def abstract(cfg):
+    """Parts, and shapes in the place of arrays: nothing is compiled."""
+    mesh = make_mesh(cfg.mesh)
+    args = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
+    with jax.set_mesh(mesh):
+        return parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *args))
+
+
+def times(cfg):
+    return {name: part.times for name, part in abstract(cfg)[0].items()}
+
+
+def test_all_parts_of_a_model_are_there_as_often_as_a_step_has_them():
+    inside = {"mhc-read": 8, "norm": 10, "conv": 4, "qkv": 4, "scales": 4, "attention-8": 4, "attention-pooled-2": 4}
+    inside |= {"attention-pooled-4": 4, "game": 4, "output": 4, "mhc-write": 8, "ffn-up": 4, "ffn-down": 4}
+    assert times(NASH) == {"embedding": 2} | inside | {"loss": 2, "update-layer": 2, "update-others": 1}
+    dense = times(small.config())
+    assert dense == {"embedding": 1, "norm": 5, "qkv": 2, "positions": 2, "attention-full": 2, "output": 2, "add": 4} | {
+        "ffn-up": 2, "ffn-down": 2, "loss": 1, "update-layer": 2, "update-others": 1,
+    }  # fmt: skip
+    mixed = times(dataclasses.replace(small.config(), model=dataclasses.replace(small.MODEL, layers=6, window=8, full_every=3)))
+    assert (mixed["attention-8"], mixed["attention-full"], mixed["qkv"]) == (4, 2, 6)
+
+
+@pytest.mark.parametrize("kind", ["nash", "dense", "adapters"])
+def test_their_matrix_work_is_that_of_the_model(kind, monkeypatch):
+    monkeypatch.setattr(bench, "DOCUMENTS", 1)  # as MFU counts: a row is one
+    long = small.config(data__seq_len=1024)
+    cfg = long if kind == "dense" else dataclasses.replace(NASH, data=long.data, lora=LoraConfig(rank=2 * (kind == "adapters")))
+    parts, _ = abstract(cfg)
+    flops = sum(part.times * (part.flops + part.flops_back) for part in parts.values())
+    tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
+    assert flops == pytest.approx(flops_per_token(cfg) * tokens, rel=3e-3)
+    without = {"update-layer", "embedding" if kind == "adapters" else "update-others"}
+    assert {name for name, part in parts.items() if not part.has_gradient} == without
+
+
+def test_the_least_bytes_are_those_of_the_design():
+    """In arrays [B, T, D], of `1b`: what is small beside them is left out."""
+    cfg = for_platform(parse(["--model-size", "1b", "--dtype", "bfloat16", "--model-vocab-size", "65536"]).config, "cpu")
+    parts, given = abstract(cfg)
+    unit = 8 * 4096 * 2048 * 2
+    count = lambda name, back: least(parts[name], given[name], back=back).bytes / unit
+    assert count("mhc-write", False) == pytest.approx(4 + 1 + 4, rel=0.01)
+    assert count("mhc-write", True) == pytest.approx(9 + 4 + 4 + 1 + 4 + 1, rel=0.01)  # gradients in, both again, two out
+    assert count("mhc-read", True) == pytest.approx(5 + 4 + 1 + 4, rel=0.01)
+    assert count("norm", True) == pytest.approx(2 + 3, rel=0.01)
+    assert count("embedding", False) == pytest.approx(2 + 1, rel=0.01)  # as many rows as there are tokens, in float32
+    table = 65_536 * 2048 * 4
+    assert count("update-others", False) == pytest.approx(2 * (4 + 3) * table / unit, rel=0.01)
+    assert (parts["ffn-up"].flops, parts["ffn-up"].flops_back) == (4 * 32_768 * 2048 * 5504, 8 * 32_768 * 2048 * 5504)
+
+
+def test_they_come_to_what_the_layer_computes():
+    cfg, mesh = dataclasses.replace(NASH, train=small.config().train), make_mesh(small.config().mesh)
+    state, batch = create_state(one_group(cfg), mesh), to_device(bench.random_rows(cfg, 0), mesh)
+
+    def both(walk):
+        def compared(model, batch):
+            given, segments_BT = walk(model, batch), batch.segments[0]
+            layer = for_compute(jax.tree.map(lambda a: a[0], model.layers), "float32")
+            layout = lay_out(segments_BT.shape, segments_BT, cfg.model.strides, "xla", 2)
+            mixed_BTD, _ = layer.attention(given["qkv"].arrays, layout, window=cfg.model.window, kernel="xla")
+            return (given["output"].out, given["ffn-down"].out), (mixed_BTD, layer.ffn(given["ffn-up"].arrays))
+
+        with jax.set_mesh(mesh):
+            return jax.jit(compared)(state.model, batch)
+
+    _, (ours, theirs) = parts_and_arrays(cfg, both)
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["bench", "parts", *words, "--seconds", "0.01"])
+    assert command.main() == 0
+
+
+def test_figures_follow_from_one_another(monkeypatch, tmp_path, capsys):
+    """The whole of it, of a dense model."""
+    file = tmp_path / "parts.json"
+    size = ["--model-width", "32", "--model-ffn", "64", "--model-window", "none", "--batch-size", "2", "--seq-len", "32"]
+    dense = ["--model-scales", "1", "--model-residual", "plain", "--model-conv-taps", "0", "--unroll", "no"]
+    run(monkeypatch, *size, *dense, "--remat", "dots", "--json", str(file))
+    figures, shown = json.loads(file.read_text()), capsys.readouterr().out
+    rows = figures["parts"]
+    assert [row["lost_ms_a_step"] for row in rows] == sorted((row["lost_ms_a_step"] for row in rows), reverse=True)
+    for row in rows:
+        by_bytes = 1e3 * row["gb"] / figures["memory_gb_per_s"]
+        by_flops = row["gflop"] / figures["matmul_tflops_per_s"]
+        assert row["floor_ms"] == pytest.approx(max(by_bytes, by_flops)), row
+        assert row["bound_by"] == ("matmul" if by_flops > by_bytes else "memory")
+        assert 0 < row["forward_floor_ms"] <= row["floor_ms"]
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
+        assert row["ms_a_step"] == pytest.approx(row["ms"] * row["times"])
+        assert row["lost_ms_a_step"] == pytest.approx(row["ms_a_step"] - row["floor_ms"] * row["times"])
+        assert f" {row['part']} " in shown
+    assert figures["parts_ms"] == pytest.approx(sum(row["ms_a_step"] for row in rows))
+    assert figures["rest_ms"] == pytest.approx(figures["step_ms"] - figures["parts_ms"])
+    assert figures["step_ms_is"] == "measured"  # two layers are few
+    assert figures["step_ms"] > 0
+
+
+def test_tiny_by_the_parts_that_are_asked_for(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "parts.json"
+    run(monkeypatch, "--batch-size", "1", "--parts", "mhc-write,update-layer", "--json", str(file))
+    figures = json.loads(file.read_text())
+    rows = {row["part"]: row for row in figures["parts"]}
+    assert rows.keys() == {"mhc-write", "update-layer"}
+    assert rows["mhc-write"]["ms"] > rows["mhc-write"]["forward_ms"] > 0
+    assert rows["update-layer"]["ms"] == rows["update-layer"]["forward_ms"]  # there is no way back
+    assert "step_ms" not in figures  # without the others, the rest says nothing
+    assert "Most is lost in" in capsys.readouterr().out
+
+
+def test_the_step_of_a_deep_model_follows_from_two_shallow_ones(monkeypatch):
+    """Whose layers all take the same time, and the loss and the tables theirs."""
+    asked = []
+    line = lambda cfg, **_: asked.append(cfg.model.layers) or {"step_ms": 3.0 + 2.0 * cfg.model.layers}
+    monkeypatch.setattr(bench, "bench_step", line)
+    of = lambda unroll, **model: dataclasses.replace(
+        small.config(train__unroll=unroll), model=dataclasses.replace(small.NASH, **model)
+    )
+    assert step_ms(of("yes", layers=12), 5) == (27.0, "from 1 and 2 layers")
+    assert step_ms(of("no", layers=12, full_every=2), 5) == (27.0, "from 4 and 8 layers")
+    assert step_ms(of("no", layers=3), 5) == (9.0, "measured")
+    assert asked == [1, 2, 4, 8, 3]
+
+
+def test_what_cannot_be_taken_apart_is_one_line(monkeypatch):
+    def refused(message, cfg, **options):
+        with pytest.raises(ConfigError, match=message):
+            bench_parts(cfg, **options)
+
+    refused("--parts ffn-dwn: this model has no such part; did you mean ffn-down", small.config(), only="norm,ffn-dwn")
+    refused("the parts of nash-mhc alone; bench step times any", dataclasses.replace(small.config(), model=ReservoirConfig()))
+    refused("the mesh has 2; leave the mesh out", small.mesh_config(small.config(), data=2))
+    monkeypatch.setattr("sys.argv", ["bench", "parts", "--seconds", "0"])
+    with pytest.raises(ConfigError, match="--seconds 0 must be above 0"):
+        command.main()
+    distilled = dataclasses.replace(small.config(), objective=ObjectiveConfig(name="distill"))
+    refused("next_token and smoothed, not --objective distill", distilled)
+
+
+def test_the_memory_s_rate_is_one_that_a_memory_may_have():
+    assert 1e8 < memory_rate(jax.devices("cpu")[0], seconds=0.05) < 1e13
