@@ -183,14 +183,19 @@ def test_a_second_signal_in_a_notebook_is_an_ordinary_interrupt(tmp_path, monkey
 
 def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
     flags = ["--total-steps", "100000", "--checkpoint-interval", "0", "--log-interval", "1"]
-    life = TrainingProcess(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT)
+    # Two at once are one, as timeout(1) sends them; of different kinds here, since the system may make one of two alike.
+    life = TrainingProcess(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT).send(signal.SIGTERM)
     assert life.end() == TRY_AGAIN
     saved = checkpoints(tmp_path / "run")[-1]
-    assert "SIGINT: the last finished step is saved, then the run ends; a second signal ends it at once" in life.said
+    assert ": the last finished step is saved, then the run ends; a second signal ends it at once" in life.said
+    assert "again" not in life.said
     assert f"stopped: step {saved} is saved in {tmp_path / 'run'}; the same command goes on from there" in life.said
     # Steps of many parts: the first signal waits for the end of one, the second does not.
     slow = TrainingProcess(tmp_path / "slow", *flags, "--grad-accum", "200").until("step      1/").send()
-    slow.until("SIGTERM: the last finished step is saved").send()
+    slow.until("SIGTERM: the last finished step is saved")
+    while slow.alive:  # the first of these may come so soon that it is the same request
+        slow.send()
+        time.sleep(0.2)
     assert slow.end() == TRY_AGAIN
     assert "SIGTERM again: leaving at once" in slow.said
     assert checkpoints(tmp_path / "slow") == []

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 TRY_AGAIN = 75  # EX_TEMPFAIL: nothing is wrong, start the same command again; schedulers can requeue on it
+# A request to stop may come twice at once: timeout(1) signals its child and then the group that the child is in, and
+# launchers pass on what a terminal has sent to all of them. Nobody who has become impatient is as quick.
+_ECHO_S = 0.3
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -47,6 +50,7 @@ class Signals:
     def __init__(self) -> None:
         self.caught: str | None = None  # the first one's name
         self.before_leaving: Callable[[str], None] = lambda _: None  # called when there is nothing to wait for
+        self._caught_at = 0.0
         self._work = False  # whether there is something to save
         self.listening = False  # from the process's start to its end
         self._started = time.time()  # this is among the first modules of a process that trains
@@ -85,12 +89,14 @@ class Signals:
                     self.before_leaving(name)
                     leave()
                 if self.caught is not None:
+                    if time.monotonic() - self._caught_at < _ECHO_S:
+                        continue
                     self._say(f"{name} again: leaving at once; the last whole checkpoint is where the next start goes on from")
                     leave()
                 self._catch(name)
 
     def _catch(self, name: str) -> None:
-        self.caught = name
+        self.caught, self._caught_at = name, time.monotonic()
         self._say(f"{name}: the last finished step is saved, then the run ends; a second signal ends it at once")
 
     @staticmethod
