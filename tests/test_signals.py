@@ -183,7 +183,7 @@ def test_a_second_signal_in_a_notebook_is_an_ordinary_interrupt(tmp_path, monkey
 
 def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
     flags = ["--total-steps", "100000", "--checkpoint-interval", "0", "--log-interval", "1"]
-    # Two at once are one, as timeout(1) sends them; of different kinds here, since the system may make one of two alike.
+    # Two at once are one, as timeout(1) sends them; of different kinds here: the system may make one of two alike.
     life = TrainingProcess(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT).send(signal.SIGTERM)
     assert life.end() == TRY_AGAIN
     saved = checkpoints(tmp_path / "run")[-1]
