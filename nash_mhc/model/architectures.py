@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RecursiveConfig, ReservoirConfig
-from nash_mhc.model import incremental, recursive, reservoir
+from nash_mhc.model import incremental, recursive, reservoir, reservoir_memory
 from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
@@ -47,6 +47,7 @@ register(
         empty_cache=reservoir.empty_state,
         decode=reservoir.decode,
         drawn=reservoir.drawn,
+        remembers=reservoir_memory.as_dict,
     ),
 )
 
