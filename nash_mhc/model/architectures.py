@@ -8,7 +8,14 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RecursiveConfig, ReservoirConfig
-from nash_mhc.model import incremental, recursive, reservoir, reservoir_memory
+from nash_mhc.model import (
+    incremental,
+    recursive,
+    recursive_activations,
+    reservoir,
+    reservoir_activations,
+    reservoir_memory,
+)
 from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
@@ -46,6 +53,7 @@ register(
         flops_per_token=reservoir.flops_per_token,
         empty_cache=reservoir.empty_state,
         decode=reservoir.decode,
+        activations=reservoir_activations.activations,
         drawn=reservoir.drawn,
         remembers=reservoir_memory.as_dict,
     ),
@@ -59,6 +67,8 @@ register(
         empty_cache=recursive.empty_cache,
         decode=recursive.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, None) if cfg.mixer == "attention" and cfg.causal else None,
+        activations=recursive_activations.activations,
+        gathers_once=True,
         drawn=recursive.drawn,
     ),
 )
