@@ -8,7 +8,20 @@ import pytest
 import small
 
 from nash_mhc.config import presets
-from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import (
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    RecursiveConfig,
+    ReservoirConfig,
+    RunConfig,
+    TrainConfig,
+)
+from nash_mhc.model.architectures import architecture_of
+from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.fit.memory import estimate
@@ -22,6 +35,14 @@ MODELS = {
         **_SIZES, scales=2, ratio=4, window=32, conv_taps=2, streams=2, nash_iterations=1, sinkhorn_iterations=1
     ),
 }
+_SIZES = {"vocab_size": 1000, "width": 128, "ffn": 320}
+_PUZZLE = {"causal": False, "mixer": "cells", "cells": 32, "inner_cycles": 1, "most_passes": 4}
+MODELS |= {
+    "reservoir": ReservoirConfig(**_SIZES, layers=12, units=384),
+    "tanh": ReservoirConfig(**_SIZES, layers=12, units=128, unit="tanh", ring=16),
+    "recursive": RecursiveConfig(**_SIZES, layers=3, inner_cycles=1, gradient_cycles=2),
+    "puzzle": RecursiveConfig(**_SIZES | {"vocab_size": 12}, layers=2, **_PUZZLE),
+}
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 
 
@@ -31,6 +52,7 @@ def run(model: str, mesh: tuple[int, int, int], remat: str, **data: int) -> RunC
         data=DataConfig(**{"batch_size": 64, "seq_len": 32} | data),
         mesh=MeshConfig(**dict(zip(("data", "fsdp", "tp"), mesh, strict=True))),
         train=TrainConfig(dtype="float32", attention="xla", unroll="no", remat=remat),
+        objective=ObjectiveConfig(name="puzzle") if model == "puzzle" else ObjectiveConfig(),
     )
 
 
@@ -39,6 +61,9 @@ def run(model: str, mesh: tuple[int, int, int], remat: str, **data: int) -> RunC
 # parameters, which the estimate does the same way for every model.
 COMPILED = [("dense", mesh, remat) for mesh, remat in zip(MESHES, ("dots", "full", "dots", "full"), strict=True)]
 COMPILED += [("dense", (2, 2, 2), "dots"), ("nash", (1, 1, 8), "full"), ("nash", (2, 2, 2), "dots")]
+# Of the other kinds each unit and each mixer once, with every remat among them.
+COMPILED += [("reservoir", (2, 2, 2), "dots"), ("tanh", (1, 1, 8), "full")]
+COMPILED += [("recursive", (1, 8, 1), "none"), ("puzzle", (2, 2, 2), "dots")]
 
 
 @pytest.mark.parametrize(("model", "mesh", "remat"), COMPILED, ids=str)
@@ -62,11 +87,32 @@ def test_parameters_and_moments_are_those_of_the_sharded_state(mesh):
     assert (found.parameters, found.optimizer) == (own(state.model), own(state.opt_state))
 
 
-def test_what_is_computed_again_is_not_held():
-    by_remat = [estimate(run("nash", (2, 2, 2), remat), {"data": 2, "fsdp": 2, "tp": 2}) for remat in ("none", "dots", "full")]
+@pytest.mark.parametrize("model", ["nash", "reservoir", "tanh", "recursive", "puzzle"])
+def test_what_is_computed_again_is_not_held(model):
+    mesh, rows = {"data": 2, "fsdp": 2, "tp": 2}, {"batch_size": 1024}  # so many that they are what is held most of
+    by_remat = [estimate(run(model, (2, 2, 2), remat, **rows), mesh) for remat in ("none", "dots", "full")]
     kept = [m.streams + m.activations for m in by_remat]
     assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[1] > 2 * kept[2]
     assert by_remat[0].streams == by_remat[1].streams  # which enter a layer whatever is kept of it
+
+
+def test_what_an_objective_carries_is_counted():
+    cfg = run("puzzle", (2, 2, 2), "full")
+    carry = sharded_abstract_state(cfg, make_mesh(cfg.mesh)).carry
+    own = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(carry))
+    alone = architecture_of(cfg.model).activations(cfg.model, Execution(), 16, 32, 2).streams
+    assert estimate(cfg, cfg.mesh.axes).streams == alone + own
+
+
+def test_a_recursive_model_holds_what_the_gradient_goes_through_and_nothing_of_the_cycles_before():
+    cfg = run("recursive", (1, 1, 1), "dots")
+    more = {}
+    for name, cycles in (("all", 2), ("half", 1)):
+        model = dataclasses.replace(cfg.model, gradient_cycles=cycles)
+        more[name] = estimate(dataclasses.replace(cfg, model=model), cfg.mesh.axes)
+    assert more["all"].activations == 2 * more["half"].activations > 0
+    longer = dataclasses.replace(cfg.model, outer_cycles=5)
+    assert estimate(dataclasses.replace(cfg, model=longer), cfg.mesh.axes) == more["all"]
 
 
 def test_averaged_weights_and_parts_of_a_batch_are_counted():

@@ -8,7 +8,15 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RecursiveConfig, ReservoirConfig
-from nash_mhc.model import incremental, recursive, reservoir, reservoir_ridge
+from nash_mhc.model import (
+    incremental,
+    recursive,
+    recursive_activations,
+    reservoir,
+    reservoir_activations,
+    reservoir_memory,
+    reservoir_ridge,
+)
 from nash_mhc.model.activations import activations
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
@@ -47,7 +55,9 @@ register(
         empty_cache=reservoir.empty_state,
         decode=reservoir.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window) if cfg.attention_every else None,
+        activations=reservoir_activations.activations,
         drawn=reservoir.drawn,
+        remembers=reservoir_memory.as_dict,
         warm_start=reservoir_ridge.warm_start,
     ),
 )
@@ -60,6 +70,8 @@ register(
         empty_cache=recursive.empty_cache,
         decode=recursive.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, None) if cfg.mixer == "attention" and cfg.causal else None,
+        activations=recursive_activations.activations,
+        gathers_once=True,
         drawn=recursive.drawn,
     ),
 )

@@ -91,5 +91,8 @@ class Architecture(NamedTuple):
     attention: Callable[[Any], AttentionShape | None] = lambda cfg: None  # None: there is no attention
     # (cfg, execution, rows, seq_len, tp): what a device holds of so many rows. None: nobody has counted.
     activations: Callable[[Any, Execution, int, int, int], Activations] | None = None
+    gathers_once: bool = False  # weights over fsdp: all layers' before the first of them, not each layer's in its turn
     drawn: Callable[[Any], Drawn | None] = lambda cfg: None  # None: every number of it is a parameter
     warm_start: Callable[[Any], WarmStart | None] = lambda cfg: None  # None: all weights begin as they are drawn
+    # What is known of its memory before it is trained, for run.json and the report (as `reservoir_memory` has it).
+    remembers: Callable[[Any], dict[str, Any] | None] = lambda cfg: None

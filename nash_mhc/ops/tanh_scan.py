@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from nash_mhc.ops.linear_scan import goes_on
 
-_CHUNK = 64  # tokens whose states are computed again on the way back, instead of being kept: one state a chunk is
+CHUNK = 64  # tokens whose states are computed again on the way back, instead of being kept: one state a chunk is
 
 
 def tanh_step(
@@ -38,7 +38,7 @@ def tanh_scan(
     b_2BTN: Float[Array, "2 B T N"],
     segments_BT: Int[Array, "B T"],
     ring: int,
-    chunk: int = _CHUNK,
+    chunk: int = CHUNK,
 ) -> Float[Array, "2 B T N"]:
     """The states after every token. Where a document begins, nothing is left of the one before."""
     _, B, T, N = b_2BTN.shape

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.report.contents import Run, facts, in_words, open_run
+from nash_mhc.report.contents import Run, facts, in_words, open_run, remembered
 from nash_mhc.report.live import LiveServer
 from nash_mhc.report.page import write_page
 from nash_mhc.storage.paths import place
@@ -17,10 +17,10 @@ from nash_mhc.storage.paths import place
 
 def _show(runs: list[Run]) -> None:
     if len(runs) == 1:
-        for name, text in facts(runs[0]).items():
+        for name, text in (facts(runs[0]) | remembered(runs[0])).items():
             print(f"{name:<32} {text}")
     else:
-        found = [facts(run) for run in runs]
+        found = [facts(run) | remembered(run) for run in runs]
         table = Table("", *(run.name for run in runs))
         for name in dict.fromkeys(name for each in found for name in each):
             table.add_row(name, *(each.get(name, "") for each in found))

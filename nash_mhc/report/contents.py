@@ -97,6 +97,22 @@ def facts(run: Run) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
+def remembered(run: Run) -> dict[str, str]:
+    """What a reservoir remembers, ready to show; empty for any other model."""
+    known = run.info.get("remembers")
+    if not isinstance(known, dict):
+        return {}
+    capacity, radius = _number(known, "capacity"), _number(known, "radius")
+    forgets, watched = _number(known, "forgets"), _number(known, "watched")
+    seen = "never" if watched is None else f"not in {watched:,.0f} tokens"
+    units = f"{_number(known, 'units') or 0:,.0f} real units"
+    return {
+        "memory capacity of a layer": f"none of {units}: states grow" if capacity is None else f"{capacity:.1f} of {units}",
+        "effective spectral radius": "" if radius is None else f"{radius:.5f}",
+        "a start is forgotten (to 1%)": seen if forgets is None else f"after {forgets:,.0f} tokens",
+    }
+
+
 def in_words(run: Run) -> str:
     """What became of the run, in two or three sentences."""
     if not run.rows:
@@ -237,6 +253,8 @@ def contents(run: Run) -> dict[str, Any]:
         "marks": _marks(run),
         "health": _health(run.rows),
         "mixing": _short(mixing) if _depth(mixing) == 4 else None,  # H_res of each layer and sub-layer
+        "remembered": remembered(run),
+        "curve": _short(info["remembers"].get("curve") or []) if remembered(run) else [],  # of delays, how much is left
         "samples": samples,
         "config": _flat(info.get("config")),
         "environment": environment,

@@ -28,6 +28,7 @@ def _describe_run(cfg: RunConfig, mesh: Mesh, floor: tuple[float, float] | None,
         "rows": rows,
         "parameters": count_parameters(cfg.model),
         "drawn": None if (drawn := architecture_of(cfg.model).drawn(cfg.model)) is None else drawn._asdict(),
+        "remembers": architecture_of(cfg.model).remembers(cfg.model),
         "flops_per_token": flops_per_token(cfg),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
         "devices": {

@@ -18,6 +18,7 @@ import optax
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
+from nash_mhc.objectives.registry import fresh_carry_of
 from nash_mhc.ops.xent import chunk_length
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
@@ -28,6 +29,9 @@ from nash_mhc.train.state import abstract_state, registered, shaping
 _BATCH_BYTES = 16  # a token: input, target and segment as int32, weight as float32
 # At the end of the forward pass, 5/8 of the gradients have buffers already; the others will lie where others lay.
 _GRADIENTS_APART = 0.625
+# Of weights that are put together once for all applications: they themselves, and what of their gradients is not yet
+# split again when most is held.
+_WITH_GRADIENTS = 1.35
 _UPDATE_LEAVES = 0.5  # of the largest leaf, which leaves holes while its update is made
 
 
@@ -38,7 +42,7 @@ class Memory:
     parameters: float
     gradients: float
     optimizer: float  # moments, and averaged weights
-    streams: float  # the residual state that enters each layer
+    streams: float  # the residual state that enters each layer, and what the objective carries from step to step
     activations: float  # all else that is kept for the backward pass
     logits: float  # of the loss: a chunk of them, and the output projection's gradient
     collectives: float  # weights and rows that are put together from several devices
@@ -132,7 +136,14 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
         named = Memory(parameters, gradients, optimizer, held.streams, held.saved, logits, gathered, 0.0)
     # The state is an argument, all else is the compiler's; gradients may lie where other things were.
     rest = parameters + optimizer + held_most - named.total
-    return replace(named, gradients=gradients + min(rest, 0.0), temporaries=max(rest, 0.0) + batch)
+    streams = named.streams + _carried(cfg, mesh)
+    return replace(named, gradients=gradients + min(rest, 0.0), streams=streams, temporaries=max(rest, 0.0) + batch)
+
+
+def _carried(cfg: RunConfig, mesh: Mapping[str, int]) -> float:
+    """What an objective takes from step to step."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: fresh_carry_of(cfg)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / math.prod(mesh[a] for a in RULES["batch"])
 
 
 def _item(cfg: RunConfig) -> int:
@@ -148,11 +159,14 @@ def _loss(cfg: RunConfig, mesh: Mapping[str, int], rows: int) -> tuple[float, fl
 
 
 def _gathered(cfg: RunConfig, mesh: Mapping[str, int], leaves: tuple[_Leaf, ...]) -> float:
-    """One layer's weights, and the output projection, put together over fsdp, in the compute dtype."""
+    """One layer's weights, or all layers', and the output projection, put together over fsdp, in the compute dtype."""
     if mesh[GATHERED] == 1:
         return 0.0
     stacked = [leaf for leaf in leaves if leaf.part == "parameters" and leaf.layers and len(leaf.axes) > 2]
     numbers = lambda leaf: leaf.on(mesh, whole=GATHERED) / leaf.item
-    layer = sum(numbers(leaf) / leaf.layers for leaf in stacked)
+    if architecture_of(cfg.model).gathers_once:
+        layer = _WITH_GRADIENTS * sum(numbers(leaf) for leaf in stacked)
+    else:
+        layer = sum(numbers(leaf) / leaf.layers for leaf in stacked)
     tables = [numbers(leaf) for leaf in leaves if leaf.part == "parameters" and "vocab" in leaf.axes]
     return (layer + max(tables, default=0.0)) * _item(cfg)
