@@ -47,11 +47,12 @@ MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 
 
 def run(model: str, mesh: tuple[int, int, int], remat: str, **data: int) -> RunConfig:
+    remat, _, keep = remat.partition("+")
     return RunConfig(
         model=MODELS[model],
         data=DataConfig(**{"batch_size": 64, "seq_len": 32} | data),
         mesh=MeshConfig(**dict(zip(("data", "fsdp", "tp"), mesh, strict=True))),
-        train=TrainConfig(dtype="float32", attention="xla", unroll="no", remat=remat),
+        train=TrainConfig(dtype="float32", attention="xla", unroll="no", remat=remat, remat_keep=keep or None),
         objective=ObjectiveConfig(name="puzzle") if model == "puzzle" else ObjectiveConfig(),
     )
 
@@ -60,7 +61,8 @@ def run(model: str, mesh: tuple[int, int, int], remat: str, **data: int) -> RunC
 # times as long, that one and the one whose devices share the streams along time: data and fsdp alone split rows and
 # parameters, which the estimate does the same way for every model.
 COMPILED = [("dense", mesh, remat) for mesh, remat in zip(MESHES, ("dots", "full", "dots", "full"), strict=True)]
-COMPILED += [("dense", (2, 2, 2), "dots"), ("nash", (1, 1, 8), "full"), ("nash", (2, 2, 2), "dots")]
+COMPILED += [("dense", (2, 2, 2), "dots+ffn-up"), ("nash", (1, 1, 8), "full+read,mixed,coefficients")]
+COMPILED += [("nash", (2, 2, 2), "dots")]
 # Of the other kinds each unit and each mixer once, with every remat among them.
 COMPILED += [("reservoir", (2, 2, 2), "dots"), ("tanh", (1, 1, 8), "full")]
 COMPILED += [("recursive", (1, 8, 1), "none"), ("puzzle", (2, 2, 2), "dots")]
@@ -90,9 +92,10 @@ def test_parameters_and_moments_are_those_of_the_sharded_state(mesh):
 @pytest.mark.parametrize("model", ["nash", "reservoir", "tanh", "recursive", "puzzle"])
 def test_what_is_computed_again_is_not_held(model):
     mesh, rows = {"data": 2, "fsdp": 2, "tp": 2}, {"batch_size": 1024}  # so many that they are what is held most of
-    by_remat = [estimate(run(model, (2, 2, 2), remat, **rows), mesh) for remat in ("none", "dots", "full")]
-    kept = [m.streams + m.activations for m in by_remat]
+    by_remat = [estimate(run(model, (2, 2, 2), remat, **rows), mesh) for remat in ("none", "dots", "full", "full+ffn-up", "dots+ffn-up")]
+    *kept, with_up, with_both = [m.streams + m.activations for m in by_remat]
     assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[1] > 2 * kept[2]
+    assert kept[2] < with_up < with_both < kept[0] and kept[1] < with_both
     assert by_remat[0].streams == by_remat[1].streams  # which enter a layer whatever is kept of it
 
 

@@ -70,7 +70,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
         "model_size": cfg.model_size,
         "parameters": count_parameters(cfg.model),
         "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
-        "remat": cfg.train.remat,
+        "remat": cfg.train.kept,
         "compile_s": step.seconds,
         "state_and_batch_gib": gib["argument"],
         "temporaries_gib": gib["temp"],

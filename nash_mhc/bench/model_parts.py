@@ -107,7 +107,7 @@ class Walk:
         self._tokens = math.prod(batch.inputs.shape)
         self._lm = trained, frozen
         self._layer = tuple(jax.tree.map(lambda a: a[0], part.layers) for part in self._lm)
-        self._execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention, documents)
+        self._execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention, documents)
         x_BTD = self._inside(self._embedding())
         self._loss(x_BTD)
         self._updates()

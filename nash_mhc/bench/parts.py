@@ -37,7 +37,7 @@ from rich.table import Table
 from nash_mhc.bench.model_parts import Given, Part, Walk, check, chosen, module_of
 from nash_mhc.bench.step import DOCUMENTS, bench_step, random_rows
 from nash_mhc.config.schema import ModelConfig, RunConfig
-from nash_mhc.model.lm import remat_policy
+from nash_mhc.model.remat import remat_policy
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.compiled import CompiledStep
@@ -102,7 +102,7 @@ def least(part: Part, given: Given, *, back: bool) -> Least:
 def _program(part: Part, cfg: RunConfig, *, back: bool) -> Callable[[list[Given], Any], Any]:
     """Of any number of copies of what the part works on: none of them is the same array as another, so that no result
     can stand for two, and all come in from outside, so that nothing is known of them."""
-    dtype, policy = jnp.dtype(cfg.train.dtype), remat_policy(cfg.train.remat)
+    dtype, policy = jnp.dtype(cfg.train.dtype), remat_policy(cfg.train.kept)
 
     def once(given: Given) -> Any:
         def run(weights: Any, arrays: Any) -> Any:
@@ -224,7 +224,7 @@ def bench_parts(
         "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
         "dtype": cfg.train.dtype,
         "attention": cfg.train.attention,
-        "remat": cfg.train.remat,
+        "remat": cfg.train.kept,
         "matmul_tflops_per_s": best.flops / 1e12,
         "memory_gb_per_s": best.bytes / 1e9,
         "parts": sorted(rows, key=lambda row: -row["lost_ms_a_step"]),

@@ -71,7 +71,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
         "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
         "dtype": cfg.train.dtype,
         "attention": cfg.train.attention,
-        "remat": cfg.train.remat,
+        "remat": cfg.train.kept,
         "compile_s": step_fn.seconds,
         "step_ms": seconds * 1e3,
         "step_ms_min": min(times) * 1e3,

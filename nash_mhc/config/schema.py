@@ -36,6 +36,8 @@ __all__ = [
 
 
 PLATFORMS = ("tpu", "gpu", "cpu")  # what `auto` takes, in this order
+# What a layer makes on its way that the backward pass may find saved; `model/remat.py` knows what is meant.
+KEEPABLE = ("qkv", "attention", "mixed", "output", "ffn-up", "ffn-down", "read", "coefficients")
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,9 @@ class TrainConfig(Section):
     seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
     grad_accum: int = key(1, "forward passes gathered into one step", low=1)
     remat: str = key("none", "what the backward pass computes again", choices=("none", "dots", "full"))
+    remat_keep: str | None = key(
+        None, f"what it finds saved besides, to compute less again: some of {', '.join(KEEPABLE)}, with commas between"
+    )
     dtype: str = key(
         "auto", "compute dtype; auto is float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16")
     )
@@ -198,8 +203,21 @@ class TrainConfig(Section):
             raise ConfigError(
                 "--resume-from goes on with a run, --init-from starts another one from its weights; leave one of them out"
             )
+        if unknown := [name for name in self._kept_names if name not in KEEPABLE]:
+            raise ConfigError(f"train.remat_keep: there is no {unknown[0]!r}; there are {', '.join(KEEPABLE)}")
+        if self.remat_keep is not None and self.remat == "none":
+            raise ConfigError("train.remat_keep: --remat none keeps everything; leave it out, or set --remat dots or full")
         if self.init_step is not None and self.init_from is None:
             raise ConfigError("--init-step names a checkpoint of --init-from; give both, or leave it out")
+
+    @property
+    def _kept_names(self) -> list[str]:
+        return [] if self.remat_keep is None else [name.strip() for name in self.remat_keep.split(",")]
+
+    @property
+    def kept(self) -> str:
+        """What is kept for the backward pass, as an Execution has it: `dots`, `dots+ffn-up`."""
+        return "+".join([self.remat, *([",".join(sorted(self._kept_names))] if self.remat_keep else [])])
 
 
 # The configurations of all kinds of models that are known, by name.

@@ -1,13 +1,14 @@
 """What a layer of ours holds of a batch, in bytes of one device: kept for the backward pass, and while it works.
 
-Counted from what the code keeps, array by array: `remat_policy` in `lm.py` says which. Held against XLA's own figures
-in tests/test_plan_memory.py, and read from its buffers: docs/planning.md tells what was found in them.
+Counted from what the code keeps, array by array: `remat_policy` in `remat.py` says which. Held against XLA's own
+figures in tests/test_plan_memory.py, and read from its buffers: docs/planning.md tells what was found in them.
 """
 
 from __future__ import annotations
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.protocol import Activations, Execution
+from nash_mhc.model.remat import DOTS, kept_names
 from nash_mhc.ops.attend import PLAIN_KERNELS, held_scores
 
 _WIDE = 4  # bytes of float32, which coefficients, bids and scores have whatever the compute dtype is
@@ -31,9 +32,11 @@ def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int,
     mixing = _STREAM_SETS * streams * cfg.width if cfg.residual == "mhc" else 0
     forward = (3 * cfg.ffn + mixing) / tp * item
     backward = (_of_backward(cfg) + mixing) / tp * item
-    if execution.remat == "full":  # what dots would have kept is there for one layer
-        again, _ = _kept(cfg, "dots", tp)
-        backward += again / tp * item + _small(cfg, "dots") / tp * _WIDE
+    if execution.remat != "none":  # what dots would have kept is there for one layer; of what is kept, nothing is made again
+        names = kept_names(execution.remat)
+        again = sum(size for name, size in _named(cfg).items() if name in DOTS - names)
+        backward += (again - (2 * cfg.ffn if "ffn-up" in names else 0)) / tp * item
+        backward += (0 if "coefficients" in names else _small(cfg, "dots") - _small(cfg, "full")) / tp * _WIDE
     whole_rows = _WHOLE_ROWS + (_WHOLE_ROWS_OF_CONV if cfg.conv_taps else 0)
     gathered = whole_rows * cfg.width * item if tp > 1 else 0
     scores = _scores(cfg, seq_len) / tp if execution.attention in PLAIN_KERNELS else 0
@@ -49,14 +52,12 @@ def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int,
 
 def _kept(cfg: ModelConfig, remat: str, tp: int) -> tuple[float, float]:
     """(numbers a token and layer that are split over tp, those that are not), beside the streams that enter a layer."""
+    if remat != "none":
+        names = kept_names(remat)
+        return sum(size for name, size in _named(cfg).items() if name in names), 0.0
     D, F, R = cfg.width, cfg.ffn, cfg.streams
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     mhc, coarse = cfg.residual == "mhc", cfg.strides[1:]
-    if remat == "full":
-        return 0.0, 0.0
-    if remat == "dots":  # queries, keys, values, what leaves attention; of streams also what was read and what is written
-        split = queries + 2 * keys + D + (3 * D if mhc else 0) + (queries if coarse else 0)
-        return float(split), 0.0
     read = (2.0 + bool(cfg.conv_taps)) * D  # what the convolution, attention and the feed-forward layer read
     attention = queries + 2.0 * keys + 2 * queries + keys + queries  # projected; turned; found
     if coarse:  # pooled keys; queries by block, late keys and values, what was found, by token; what is mixed of it
@@ -67,6 +68,21 @@ def _kept(cfg: ModelConfig, remat: str, tp: int) -> tuple[float, float]:
     kept = attention + residual + 6 * F
     kept -= 0 if mhc else D  # x itself is what enters
     return (kept, read) if tp > 1 else (kept + read, 0.0)
+
+
+def _named(cfg: ModelConfig) -> dict[str, float]:
+    """Numbers a token and layer of what `--remat-keep` has a name for, without those that `_small` counts."""
+    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+    mhc, coarse = cfg.residual == "mhc", cfg.strides[1:]
+    return {
+        "qkv": queries + 2.0 * keys,
+        "attention": float(cfg.scales * queries),
+        "mixed": float(queries if coarse else 0),
+        "output": float(cfg.width),
+        "ffn-up": 2.0 * cfg.ffn,
+        "ffn-down": float(cfg.width if mhc else 0),  # a plain sum does not need it again
+        "read": 2.0 * cfg.width if mhc else 0.0,
+    }
 
 
 def _of_backward(cfg: ModelConfig) -> float:
@@ -96,10 +112,8 @@ def _small(cfg: ModelConfig, remat: str) -> float:
         return 0.0 if remat != "none" else 3.0 * cfg.heads + 2
     R, M = cfg.streams, cfg.streams**2 + 2 * cfg.streams
     reported = R + 12.0
-    if remat == "full":
-        return reported
-    if remat == "dots":
-        return reported + 2 * ((R + 1) * M + 1)
+    if remat != "none":
+        return reported + ("coefficients" in kept_names(remat)) * 2.0 * ((R + 1) * M + 1)
     return reported + 2 * (4 * M + 1) + 5 * cfg.scales * cfg.heads
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.rope_scaling import RopeScaling
@@ -22,6 +23,7 @@ from nash_mhc.ops.spread import Spread, plan
 from nash_mhc.parallel.params import VECTOR, param
 from nash_mhc.parallel.sharding import constrain, on_shards
 
+QKV, OUTPUT = "queries_keys_values", "attention_output"  # checkpoint names: as they are projected; what comes out
 PER_HEAD, PER_KV_HEAD = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
 
 
@@ -147,7 +149,7 @@ class Attention(eqx.Module):
             # [None, None] spells the broadcast out: the tests run with implicit rank promotion forbidden.
             q_BTNH = q_BTNH + self.q_bias_NH[None, None]
             k_BTKH, v_BTKH = k_BTKH + self.k_bias_KH[None, None], v_BTKH + self.v_bias_KH[None, None]
-        return q_BTNH, k_BTKH, v_BTKH
+        return checkpoint_name(q_BTNH, QKV), checkpoint_name(k_BTKH, QKV), checkpoint_name(v_BTKH, QKV)
 
     def placed(
         self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
@@ -167,7 +169,7 @@ class Attention(eqx.Module):
         return norm_and_rope(x_BTNH, norm.scale_D, positions_BT, norm.eps, self.rotation)
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return project(mixed_BTNH, self.out_NHD, "btnh,nhd->btd")
+        return checkpoint_name(project(mixed_BTNH, self.out_NHD, "btnh,nhd->btd"), OUTPUT)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], layout: Layout, *, window: int | None, kernel: str

@@ -14,15 +14,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention, Layout, lay_out
 from nash_mhc.model.health import LayerReport, summary, unmixed, watch_streams
-from nash_mhc.model.multiscale import MIXED, Multiscale
+from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Execution
-from nash_mhc.model.residual import READ, HyperConnection, PlainResidual, State, residual_class
+from nash_mhc.model.remat import remat_policy
+from nash_mhc.model.residual import HyperConnection, PlainResidual, State, residual_class
 from nash_mhc.model.weights import array_of
 from nash_mhc.ops.attend import best_kernel
-from nash_mhc.ops.residual_streams import COEFFICIENTS
 from nash_mhc.parallel.params import TABLE, param, stacked
-from nash_mhc.parallel.sharding import for_compute, is_gathered_weight
+from nash_mhc.parallel.sharding import for_compute
 
 TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
 
@@ -32,18 +32,6 @@ def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | 
     if execution.attention != "auto":
         return execution.attention
     return best_kernel(jax.default_backend(), execution.dtype, seq_len, head_dim, window)
-
-
-def remat_policy(name: str) -> Any:
-    """What the backward pass finds saved. No policy keeps gathered weights: that would undo fsdp's saving."""
-    policies = jax.checkpoint_policies
-    return {
-        "none": lambda primitive, *_, **params: not is_gathered_weight(primitive, params),
-        "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(COEFFICIENTS, READ, MIXED)
-        ),
-        "full": policies.nothing_saveable,
-    }[name]
 
 
 class Layer(eqx.Module):

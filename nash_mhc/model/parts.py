@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
@@ -105,6 +106,9 @@ class Sizes(Protocol):
     def layers(self) -> int: ...
 
 
+UP, DOWN = "ffn_up", "ffn_down"  # checkpoint names: gate and up, before they are multiplied; what comes out
+
+
 class SwiGLU(eqx.Module):
     gate_DF: Float[Array, "D F"] = param("embed", "ffn")
     up_DF: Float[Array, "D F"] = param("embed", "ffn")
@@ -121,12 +125,13 @@ class SwiGLU(eqx.Module):
 
     def widened(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
-        gate_BTF = constrain(project(x_BTD, self.gate_DF), "batch", "time", "ffn")
-        up_BTF = constrain(project(x_BTD, self.up_DF), "batch", "time", "ffn")
+        gate_BTF, up_BTF = (
+            checkpoint_name(constrain(project(x_BTD, w_DF), "batch", "time", "ffn"), UP) for w_DF in (self.gate_DF, self.up_DF)
+        )
         return jax.nn.silu(gate_BTF) * up_BTF
 
     def narrowed(self, h_BTF: Float[Array, "B T F"]) -> Float[Array, "B T D"]:
-        return constrain(project(h_BTF, self.down_FD, "btf,fd->btd"), "batch", "time_split", "width")
+        return checkpoint_name(constrain(project(h_BTF, self.down_FD, "btf,fd->btd"), "batch", "time_split", "width"), DOWN)
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.narrowed(self.widened(x_BTD))

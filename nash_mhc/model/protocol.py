@@ -14,7 +14,7 @@ class Execution:
     """How a forward pass is carried out; never what it computes."""
 
     dtype: str = "float32"
-    remat: str = "none"
+    remat: str = "none"  # with `+` and names, what else is kept: see `remat.py`
     attention: str = "auto"
     most_documents: int | None = None  # that a row holds, where the data knows it
     room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the model's alignment

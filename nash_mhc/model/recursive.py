@@ -29,9 +29,10 @@ from nash_mhc.config.recursive import RecursiveConfig
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.model.attention import PER_HEAD, Attention, Layout, lay_out
 from nash_mhc.model.incremental import KeyValues, kept, look
-from nash_mhc.model.lm import TABLE_SCALE, kernel_for, remat_policy
+from nash_mhc.model.lm import TABLE_SCALE, kernel_for
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Drawn, Execution
+from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.weights import project
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.params import TABLE, VECTOR, param, stacked

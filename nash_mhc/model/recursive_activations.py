@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from nash_mhc.config.recursive import RecursiveConfig
 from nash_mhc.model.protocol import Activations, Execution
+from nash_mhc.model.remat import kept_names
 from nash_mhc.ops.attend import PLAIN_KERNELS, held_scores
 
 _WIDE = 4  # bytes of float32, which scores and norms of heads have whatever the compute dtype is
@@ -29,7 +30,7 @@ def activations(cfg: RecursiveConfig, execution: Execution, rows: int, seq_len: 
     states = (_STATES_OF_CELLS if across else _STATES) * cfg.width
     forward = ((3 * cfg.ffn + 3 * queries + states / 2) / tp + 3 * across) * item
     backward = ((6 * cfg.ffn + 10 * queries + states) / tp + 6 * across) * item
-    if execution.remat == "full":  # what dots would have kept is there for one layer
+    if execution.remat.startswith("full"):  # what dots would have kept is there for one layer
         backward += _kept(cfg, "dots", item, tp)
     if execution.remat == "none" and cfg.inner_cycles > 1:  # a loop in a loop: what it keeps is copied to the other's stack
         backward += cfg.layers * (kept + entered)
@@ -54,10 +55,12 @@ def _across(cfg: RecursiveConfig) -> float:
 def _kept(cfg: RecursiveConfig, remat: str, item: int, tp: int) -> float:
     """Bytes of a device a token and application of a layer, beside what enters it."""
     queries, across = (0 if _across(cfg) else cfg.heads * cfg.head_dim), _across(cfg)
-    if remat == "full":
-        return 0.0
-    if remat == "dots":  # queries, keys, values, or gate and up across cells; what was mixed and what feed-forward adds
-        return ((3 * queries + 2 * cfg.width) / tp + 2 * across) * item
+    if remat != "none":
+        wide = 2 * cfg.ffn / tp * item if "ffn-up" in kept_names(remat) else 0.0
+        if remat.startswith("full"):
+            return wide
+        # Queries, keys, values, or gate and up across cells; what was mixed and what feed-forward adds.
+        return wide + ((3 * queries + 2 * cfg.width) / tp + 2 * across) * item
     read = 2 * cfg.width if tp > 1 else 0  # whole rows, for both parts of a layer
     kept = (3 * cfg.width + 7 * queries + 6 * cfg.ffn) / tp + 6 * across + read
     return kept * item + (3 * cfg.heads * _WIDE / tp if queries else 0)

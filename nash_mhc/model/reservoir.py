@@ -32,9 +32,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nash_mhc.config.reservoir import ReservoirConfig
 from nash_mhc.model.attention import Attention, Layout, lay_out
 from nash_mhc.model.incremental import KeyValues, kept, look
-from nash_mhc.model.lm import TABLE_SCALE, by_place, kernel_for, remat_policy
+from nash_mhc.model.lm import TABLE_SCALE, by_place, kernel_for
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Drawn, Execution
+from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.weights import project
 from nash_mhc.ops.linear_scan import linear_scan, times
 from nash_mhc.ops.tanh_scan import tanh_scan, tanh_step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from nash_mhc.config.reservoir import ReservoirConfig
 from nash_mhc.model.protocol import Activations, Execution
+from nash_mhc.model.remat import kept_names
 from nash_mhc.ops.tanh_scan import CHUNK
 
 _WIDE = 4  # bytes of float32
@@ -25,7 +26,7 @@ def activations(cfg: ReservoirConfig, execution: Execution, rows: int, seq_len: 
     kept, input_matrix = _kept(cfg, execution.remat, item, seq_len, tp), 2 * D * N * _WIDE / tp
     # Driven, states, and both of their gradients; gates, what they leave, and gradients.
     backward = ((6 * F + 5 * D + 2 * N) * item + 6 * N * _WIDE) / tp
-    if execution.remat == "full":  # what dots would have kept is there for one layer
+    if execution.remat.startswith("full"):  # what dots would have kept is there for one layer
         backward += _kept(cfg, "dots", item, seq_len, tp)
     moved = (10 * D + 3 * F + 6 * N) * item + (4 + _OF_SCAN[cfg.unit]) * N * _WIDE
     return Activations(
@@ -42,11 +43,12 @@ def activations(cfg: ReservoirConfig, execution: Execution, rows: int, seq_len: 
 def _kept(cfg: ReservoirConfig, remat: str, item: int, seq_len: int, tp: int) -> float:
     """Bytes of a device a token and layer, beside what enters it."""
     D, F, N = cfg.width, cfg.ffn, cfg.units
-    if remat == "full":
-        return 0.0
-    if remat == "dots":  # what drives the units, and what is read of both parts of their states
-        return (2 * N * _WIDE + 2 * D * item) / tp
-    # x + read, and whole rows, normed twice; gates before and after their sigmoid, both parts, and what is left of them.
+    if remat != "none":
+        wide = 2 * F / tp * item if "ffn-up" in kept_names(remat) else 0.0
+        if remat.startswith("full"):
+            return wide
+        return wide + (2 * N * _WIDE + 2 * D * item) / tp  # what drives the units, and what is read of both parts of them
+    # x + read, and whole rows, normed twice; gates before and after their sigmoid, both parts, what is left of them.
     kept = (D + 6 * N + 6 * F) / tp * item + 2 * D * item + 2 * _WIDE / tp
     if cfg.unit == "tanh":  # what drives them and what they were, in whole chunks
         kept += 4 * N / tp * _WIDE * (-(-seq_len // CHUNK) * CHUNK / seq_len)

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.mlir import ir
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops.attend_rows import Documents, Found, Rows, with_gradient_of_evidence
+from nash_mhc.ops.attend_rows import FOUND, Documents, Found, Rows, with_gradient_of_evidence
 
 # Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so where
 # their number is not known ahead there are two sizes; rows of more documents take another way. Figures in docs/log.md.
@@ -153,7 +154,7 @@ def _attend_fwd(form, q, k, v, documents):  # type: ignore[no-untyped-def]
     walk = None if documents is None else _walk(documents, _Part(0, T, T))
     operands, settings = _operands(q, k, v, walk, form)
     out, sums = _fused()._dot_product_attention_fwd_p.bind(*operands, is_training=True, **settings)
-    sums_BTN = _by_token(sums, documents, walk)
+    out, sums_BTN = checkpoint_name(out, FOUND), checkpoint_name(_by_token(sums, documents, walk), FOUND)
     return (out, sums_BTN if form.evident else None), (q, k, v, documents, out, sums_BTN)
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+FOUND = "attention_found"  # checkpoint name of what a kernel finds, and of its softmax's sums
+
 
 class Documents(NamedTuple):
     """Where the documents of each row lie, for kernels that walk them one by one;

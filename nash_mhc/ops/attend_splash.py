@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from nash_mhc.ops.attend_rows import Found, with_gradient_of_evidence
+from nash_mhc.ops.attend_rows import FOUND, Found, with_gradient_of_evidence
 
 
 def _kernel(group: int, T: int, window: int | None) -> Any:
@@ -28,7 +29,8 @@ def _kernel(group: int, T: int, window: int | None) -> Any:
     )  # fmt: skip
 
     def make() -> Any:
-        kernel = splash.make_splash_mqa_single_device(mask=splash.MultiHeadMask([one] * group), block_sizes=sizes)
+        mask = splash.MultiHeadMask([one] * group)
+        kernel = splash.make_splash_mqa_single_device(mask=mask, block_sizes=sizes, residual_checkpoint_name=FOUND)
         return jax.tree.map(np.asarray, kernel)
 
     with concurrent.futures.ThreadPoolExecutor(1) as other:
@@ -46,6 +48,7 @@ def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
         out, (sums,) = splash._splash_attention_forward(
             kernel.fwd_mask_info, q, k, v, ids, None, save_residuals=True, **options
         )
+        out, sums = checkpoint_name(out, FOUND), checkpoint_name(sums, FOUND)
         return (out, sums), (q, k, v, ids, out, sums)
 
     def backward(saved: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
     rate = machine.dollars_an_hour
     return {
         **c.mesh,
-        "remat": c.cfg.train.remat,
+        "remat": c.cfg.train.kept,
         "batch": f"{c.cfg.train.grad_accum} x {c.cfg.data.batch_size} x {c.cfg.data.seq_len}",
         "weights": c.cfg.precision.weights_dtype,
         "moments": c.cfg.precision.moments_dtype,

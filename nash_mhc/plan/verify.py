@@ -50,7 +50,7 @@ def verify(candidate: Candidate, given: Mapping[str, Any], machine: Machine) -> 
         )
     flags = as_flags({**given, **candidate.settings})
     mesh = "x".join(map(str, candidate.mesh.values()))
-    label = f"{mesh} {candidate.cfg.train.remat}, {candidate.cfg.train.grad_accum} x {candidate.cfg.data.batch_size} rows"
+    label = f"{mesh} {candidate.cfg.train.kept}, {candidate.cfg.train.grad_accum} x {candidate.cfg.data.batch_size} rows"
     here = importlib.util.find_spec("libtpu") is not None
     if machine.chip.platform == "tpu" and machine.slices == 1 and here:
         topology, computed = f"{machine.chip.name}:{machine.topology}", candidate.memory.total

@@ -51,7 +51,7 @@ def room_for(cfg: RunConfig, source: RowSource | None) -> int | None:
 def _objective(
     cfg: RunConfig, most_documents: int | None, room: int | None, *, unroll: bool = False, evaluates: bool = False
 ) -> Objective:
-    how = (cfg.train.dtype, cfg.train.remat, cfg.train.attention, most_documents, room)
+    how = (cfg.train.dtype, cfg.train.kept, cfg.train.attention, most_documents, room)
     execution = Execution(*how, unroll=unroll, evaluates=evaluates)
     return objective_of(cfg, execution)
 

@@ -130,7 +130,8 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
 
 def _divided(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
     wanted = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
-    remats = [cfg.train.remat] if "train.remat" in given else _REMATS
+    is_set = "train.remat" in given or cfg.train.remat_keep is not None
+    remats = [cfg.train.remat] if is_set else _REMATS
     return [
         _candidate(for_platform(one, machine.chip.platform), mesh, machine)
         for one, mesh in ways(cfg, machine.chips, machine.slices, remats)

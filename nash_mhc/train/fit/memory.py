@@ -113,7 +113,7 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
     parameters, gradients, optimizer = local("parameters"), local("trained"), local("optimizer")
     rows = cfg.data.batch_size // math.prod(mesh[a] for a in RULES["batch"])
     tp = math.prod(mesh[a] for a in RULES["time_split"])
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
+    execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention)
     held = counted(cfg.model, execution, rows, cfg.data.seq_len, tp)
     chunk, table = _loss(cfg, mesh, rows)
     gathered = _gathered(cfg, mesh, leaves) + held.gathered

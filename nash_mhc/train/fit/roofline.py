@@ -14,6 +14,7 @@ from typing import NamedTuple
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
+from nash_mhc.model.remat import kept_names
 from nash_mhc.parallel.sharding import GATHERED, RULES
 from nash_mhc.runtime.chips import Machine
 from nash_mhc.train.fit.memory import Memory
@@ -63,7 +64,8 @@ class Speed:
 def recomputed(cfg: RunConfig) -> float:
     """What remat adds to the useful matrix work, as a share of it: a third where all of the layers is done again.
 
-    With dots, only the feed-forward layer's first two products and attention are.
+    With dots, only the feed-forward layer's first two products and attention are. Of what is kept by name, those two
+    alone are counted: they are the most that there is.
     """
     model, T = cfg.model, cfg.data.seq_len
     useful = architecture_of(model).flops_per_token(model, T)
@@ -71,10 +73,11 @@ def recomputed(cfg: RunConfig) -> float:
         return 0.0
     sizes = {length.axis: length.size for length in model.lengths()}
     output = 6.0 * model.vocab_size * sizes.get("embed", 0)
+    kept = kept_names(cfg.train.kept)
+    first = 4.0 * sizes.get("embed", 0) * sizes.get("ffn", 0) * model.depth
     if cfg.train.remat == "full":
-        return (useful - output) / 3 / useful
-    again = 4.0 * sizes.get("embed", 0) * sizes.get("ffn", 0) * model.depth
-    return min(again / useful, 1 / 3)
+        return ((useful - output) / 3 - (first if "ffn-up" in kept else 0)) / useful
+    return 0.0 if "ffn-up" in kept else min(first / useful, 1 / 3)
 
 
 def _item(cfg: RunConfig) -> int:
@@ -107,7 +110,7 @@ def speed(cfg: RunConfig, mesh: Mapping[str, int], machine: Machine, memory: Mem
     useful = flops_per_token(cfg) * tokens / machine.chips
     counted = architecture_of(cfg.model).activations
     assert counted is not None  # `estimate` has asked
-    execution = Execution(cfg.train.dtype, cfg.train.remat, cfg.train.attention)
+    execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention)
     moved = parts * counted(cfg.model, execution, rows, cfg.data.seq_len, tp).moved
     # The update: the state is read and written, and gradients, which are kept as weights are, are read.
     moved += 2 * (memory.parameters + memory.optimizer) + memory.parameters

@@ -1,0 +1,50 @@
+"""What the backward pass finds saved, and what it computes again: `--remat`, and `--remat-keep` beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from nash_mhc.model.attention import OUTPUT, QKV
+from nash_mhc.model.multiscale import MIXED
+from nash_mhc.model.parts import DOWN, UP
+from nash_mhc.model.residual import READ
+from nash_mhc.ops.attend_rows import FOUND
+from nash_mhc.ops.residual_streams import COEFFICIENTS
+from nash_mhc.parallel.sharding import is_gathered_weight
+
+# The names of `config.schema.KEEPABLE`, and under which one the code marks what is meant (`checkpoint_name`).
+MARKS = {
+    "qkv": QKV,
+    "attention": FOUND,
+    "mixed": MIXED,
+    "output": OUTPUT,
+    "ffn-up": UP,
+    "ffn-down": DOWN,
+    "read": READ,
+    "coefficients": COEFFICIENTS,
+}
+# What `dots` keeps of these: results of matrix products, but for the widest, and what costs a pass over all streams.
+_OF_DOTS = ("coefficients", "read", "mixed")
+DOTS = frozenset({"qkv", "output", "ffn-down", *_OF_DOTS})
+
+
+def kept_names(remat: str) -> frozenset[str]:
+    """Of `dots+ffn-up`, as an Execution has it: all that is kept, by name. `none` keeps everything, named or not."""
+    base, _, more = remat.partition("+")
+    named = frozenset(more.split(",")) if more else frozenset()
+    return {"none": frozenset(MARKS), "dots": DOTS, "full": frozenset[str]()}[base] | named
+
+
+def remat_policy(remat: str) -> Any:
+    """For `jax.checkpoint`. No policy keeps gathered weights: that would undo fsdp's saving."""
+    policies = jax.checkpoint_policies
+    base, _, more = remat.partition("+")
+    if base == "none":
+        return lambda primitive, *_, **params: not is_gathered_weight(primitive, params)
+    marks = [MARKS[name] for name in (*(_OF_DOTS if base == "dots" else ()), *(more.split(",") if more else ()))]
+    named = policies.save_only_these_names(*marks)
+    if base == "dots":
+        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
+    return named
