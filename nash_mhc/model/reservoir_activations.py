@@ -46,7 +46,7 @@ def _kept(cfg: ReservoirConfig, remat: str, item: int, seq_len: int, tp: int) ->
         return 0.0
     if remat == "dots":  # what drives the units, and what is read of both parts of their states
         return (2 * N * _WIDE + 2 * D * item) / tp
-    # x + read, and whole rows, normed twice; gates before and after their sigmoid, both parts, and what is left of them.
+    # x + read, and rows normed twice; gates before and after their sigmoid, both parts, and what is left of them.
     kept = (D + 6 * N + 6 * F) / tp * item + 2 * D * item + 2 * _WIDE / tp
     if cfg.unit == "tanh":  # what drives them and what they were, in whole chunks
         kept += 4 * N / tp * _WIDE * (-(-seq_len // CHUNK) * CHUNK / seq_len)
