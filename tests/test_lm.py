@@ -10,8 +10,9 @@ import pytest
 import small
 
 from nash_mhc.config import ConfigError, presets
-from nash_mhc.model import LM
-from nash_mhc.model.architectures import count_parameters
+from nash_mhc.config.schema import KEEPABLE
+from nash_mhc.model import LM, remat
+from nash_mhc.model.architectures import abstract_model, count_parameters
 from nash_mhc.model.lm import flops_per_token
 from nash_mhc.model.protocol import Execution
 
@@ -134,3 +135,12 @@ def test_the_first_loss_is_that_of_guessing(cfg, tied):
     assert losses.mean() == pytest.approx(math.log(cfg.vocab_size), rel=0.03)
     itself = np.exp(np.take_along_axis(log_probs, row[..., None], axis=-1))
     assert itself.mean() < 2 / cfg.vocab_size
+
+
+def test_every_name_that_may_be_kept_marks_something():
+    """A policy that asks for a name which nothing has would keep nothing, and say nothing."""
+    assert set(remat.MARKS) == set(KEEPABLE)
+    shape = abstract_model(small.nash_config().model)
+    traced = str(jax.make_jaxpr(lambda m, t: m.hidden(t)[0])(shape, jax.ShapeDtypeStruct((2, 32), jnp.int32)))
+    marked = {name for name in KEEPABLE if f"name[name={remat.MARKS[name]}]" in traced}
+    assert marked == set(KEEPABLE) - {"attention"}  # which the kernels of GPUs and TPUs mark

@@ -39,7 +39,7 @@ _SIZES = {"vocab_size": 1000, "width": 128, "ffn": 320}
 _PUZZLE = {"causal": False, "mixer": "cells", "cells": 32, "inner_cycles": 1, "most_passes": 4}
 MODELS |= {
     "reservoir": ReservoirConfig(**_SIZES, layers=12, units=384),
-    "tanh": ReservoirConfig(**_SIZES, layers=12, units=128, unit="tanh", ring=16),
+    "tanh": ReservoirConfig(**_SIZES, layers=12, units=256, unit="tanh", ring=16),
     "recursive": RecursiveConfig(**_SIZES, layers=3, inner_cycles=1, gradient_cycles=2),
     "puzzle": RecursiveConfig(**_SIZES | {"vocab_size": 12}, layers=2, **_PUZZLE),
 }
@@ -64,8 +64,8 @@ COMPILED = [("dense", mesh, remat) for mesh, remat in zip(MESHES, ("dots", "full
 COMPILED += [("dense", (2, 2, 2), "dots+ffn-up"), ("nash", (1, 1, 8), "full+read,mixed,coefficients")]
 COMPILED += [("nash", (2, 2, 2), "dots")]
 # Of the other kinds each unit and each mixer once, with every remat among them.
-COMPILED += [("reservoir", (2, 2, 2), "dots"), ("tanh", (1, 1, 8), "full")]
-COMPILED += [("recursive", (1, 8, 1), "none"), ("puzzle", (2, 2, 2), "dots")]
+COMPILED += [("reservoir", (2, 2, 2), "dots"), ("tanh", (8, 1, 1), "none")]
+COMPILED += [("recursive", (1, 8, 1), "none"), ("puzzle", (2, 2, 2), "full")]
 
 
 @pytest.mark.parametrize(("model", "mesh", "remat"), COMPILED, ids=str)
