@@ -79,7 +79,7 @@ def a_value(key: cli.Key) -> tuple[str, object]:
         number = special.get(key.path, 97)
         return str(number), number
     special_text = {"telemetry.profile": "5:7", "model.rope_scaling": "linear,factor=2", "quantize.weights": "3/0,none"}
-    special_text |= {"mesh.platform": "tpu,cpu"}
+    special_text |= {"mesh.platform": "tpu,cpu", "train.remat_keep": "qkv,ffn-up"}
     text = special_text.get(key.path, "some text")
     return text, text
 
@@ -92,7 +92,8 @@ def test_every_key_by_flag_path_short_form_and_yaml(path, write):
     file = write(f"{section}:\n  {name}: {text}\n" if section else f"{name}: {text}\n")
     ways = [[key.flag, text], [f"{key.flag}={text}"], [f"{path}={text}"], [f"{key.short}={text}"], ["--config", file]]
     both = ["--format", "fields", "--prompt-template", "{q}", "--response-template", "{a}"]  # neither without the other
-    needed = {"train.init_step": ["--init-from", "runs/base"], "data.prompt_template": both, "data.response_template": both}
+    needed = {"train.init_step": ["--init-from", "runs/base"], "train.remat_keep": ["--remat", "dots"]}
+    needed |= {"data.prompt_template": both, "data.response_template": both}
     for argv in ways:
         parsed = cli.parse([*needed.get(path, []), *argv])
         assert leaf(parsed.config, path) == expected, argv

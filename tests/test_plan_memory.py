@@ -39,6 +39,7 @@ _SIZES = {"vocab_size": 1000, "width": 128, "ffn": 320}
 _PUZZLE = {"causal": False, "mixer": "cells", "cells": 32, "inner_cycles": 1, "most_passes": 4}
 MODELS |= {
     "reservoir": ReservoirConfig(**_SIZES, layers=12, units=384),
+    "attending": ReservoirConfig(**_SIZES, layers=12, units=384, attention_every=3),
     "tanh": ReservoirConfig(**_SIZES, layers=12, units=256, unit="tanh", ring=16),
     "recursive": RecursiveConfig(**_SIZES, layers=3, inner_cycles=1, gradient_cycles=2),
     "puzzle": RecursiveConfig(**_SIZES | {"vocab_size": 12}, layers=2, **_PUZZLE),
@@ -64,7 +65,7 @@ COMPILED = [("dense", mesh, remat) for mesh, remat in zip(MESHES, ("dots", "full
 COMPILED += [("dense", (2, 2, 2), "dots+ffn-up"), ("nash", (1, 1, 8), "full+read,mixed,coefficients")]
 COMPILED += [("nash", (2, 2, 2), "dots")]
 # Of the other kinds each unit and each mixer once, with every remat among them.
-COMPILED += [("reservoir", (2, 2, 2), "dots"), ("tanh", (8, 1, 1), "none")]
+COMPILED += [("attending", (2, 2, 2), "dots"), ("tanh", (8, 1, 1), "none")]
 COMPILED += [("recursive", (1, 8, 1), "none"), ("puzzle", (2, 2, 2), "full")]
 
 
@@ -92,7 +93,9 @@ def test_parameters_and_moments_are_those_of_the_sharded_state(mesh):
 @pytest.mark.parametrize("model", ["nash", "reservoir", "tanh", "recursive", "puzzle"])
 def test_what_is_computed_again_is_not_held(model):
     mesh, rows = {"data": 2, "fsdp": 2, "tp": 2}, {"batch_size": 1024}  # so many that they are what is held most of
-    by_remat = [estimate(run(model, (2, 2, 2), remat, **rows), mesh) for remat in ("none", "dots", "full", "full+ffn-up", "dots+ffn-up")]
+    by_remat = [
+        estimate(run(model, (2, 2, 2), remat, **rows), mesh) for remat in ("none", "dots", "full", "full+ffn-up", "dots+ffn-up")
+    ]
     *kept, with_up, with_both = [m.streams + m.activations for m in by_remat]
     assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[1] > 2 * kept[2]
     assert kept[2] < with_up < with_both < kept[0] and kept[1] < with_both

@@ -48,11 +48,16 @@ def test_accumulation_4_of_batch_2_is_batch_8(config):
     small.assert_same_run(parts, small.train(config(), rows), health=False)
 
 
-@pytest.mark.parametrize(("remat", "config"), [("dots+ffn-up", small.nash_config), ("full", small.config)], ids=["dots", "full"])
+@pytest.mark.parametrize(
+    ("remat", "config"), [("dots+ffn-up", small.nash_config), ("full", small.config)], ids=["dots", "full"]
+)
 def test_remat_changes_memory_not_numbers(remat, config):
     remat, _, keep = remat.partition("+")
     batches = [small.random_rows(config(), seed) for seed in range(3)]
-    run, plain = small.train(config(train__remat=remat, train__remat_keep=keep or None), batches), small.train(config(), batches)
+    run, plain = (
+        small.train(config(train__remat=remat, train__remat_keep=keep or None), batches),
+        small.train(config(), batches),
+    )
     small.assert_same_run(run, plain, rtol=1e-5)
     # And it is a different program: a remat that did nothing would pass the equality above.
     text = lambda step: next(iter(step._compiled.values())).as_text()

@@ -38,7 +38,7 @@ FURTHER = {
     "lora": "fine-tuning with adapters, of a model that --init-from names",
     "distill": "learning from a teacher: from its cache, or beside it on the same devices (--objective distill)",
     "quantize": "training with weights of two to four bits, as they will be used",
-    "precision": "weights and moments in half of the memory: a larger model on the same chips",
+    "precision": "memory: weights and moments in half of it, what is kept for the way back; a larger model on the same chips",
     "profile": "the batch and the rate that suit a kind of device",
     "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
 }

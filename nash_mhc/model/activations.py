@@ -26,17 +26,19 @@ def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int,
     item = 2 if execution.dtype == "bfloat16" else 4
     tokens = rows * seq_len
     streams = cfg.streams if cfg.residual == "mhc" else 1
-    split, whole = _kept(cfg, execution.remat, tp)
+    names = None if execution.remat == "none" else kept_names(execution.remat)
+    if names is not None and execution.attention in PLAIN_KERNELS:
+        names -= {"attention"}  # these mark nothing
+    split, whole = _kept(cfg, names, tp)
     entered = streams * cfg.width / tp * item
-    kept = (split / tp + whole) * item + _small(cfg, execution.remat) / tp * _WIDE
+    kept = (split / tp + whole) * item + _small(cfg, names) / tp * _WIDE
     mixing = _STREAM_SETS * streams * cfg.width if cfg.residual == "mhc" else 0
     forward = (3 * cfg.ffn + mixing) / tp * item
     backward = (_of_backward(cfg) + mixing) / tp * item
-    if execution.remat != "none":  # what dots would have kept is there for one layer; of what is kept, nothing is made again
-        names = kept_names(execution.remat)
+    if names is not None:  # what dots would have kept is there for one layer; of what is kept, nothing is made again
         again = sum(size for name, size in _named(cfg).items() if name in DOTS - names)
         backward += (again - (2 * cfg.ffn if "ffn-up" in names else 0)) / tp * item
-        backward += (0 if "coefficients" in names else _small(cfg, "dots") - _small(cfg, "full")) / tp * _WIDE
+        backward += (_small(cfg, names | DOTS) - _small(cfg, names)) / tp * _WIDE
     whole_rows = _WHOLE_ROWS + (_WHOLE_ROWS_OF_CONV if cfg.conv_taps else 0)
     gathered = whole_rows * cfg.width * item if tp > 1 else 0
     scores = _scores(cfg, seq_len) / tp if execution.attention in PLAIN_KERNELS else 0
@@ -50,11 +52,11 @@ def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int,
     )
 
 
-def _kept(cfg: ModelConfig, remat: str, tp: int) -> tuple[float, float]:
-    """(numbers a token and layer that are split over tp, those that are not), beside the streams that enter a layer."""
-    if remat != "none":
-        names = kept_names(remat)
-        return sum(size for name, size in _named(cfg).items() if name in names), 0.0
+def _kept(cfg: ModelConfig, names: frozenset[str] | None, tp: int) -> tuple[float, float]:
+    """(numbers a token and layer that are split over tp, those that are not), beside the streams that enter a layer: of
+    what is kept by name, or of everything."""
+    if names is not None:
+        return float(sum(size for name, size in _named(cfg).items() if name in names)), 0.0
     D, F, R = cfg.width, cfg.ffn, cfg.streams
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     mhc, coarse = cfg.residual == "mhc", cfg.strides[1:]
@@ -106,14 +108,14 @@ def _moved(cfg: ModelConfig) -> float:
     return passed
 
 
-def _small(cfg: ModelConfig, remat: str) -> float:
+def _small(cfg: ModelConfig, names: frozenset[str] | None) -> float:
     """Numbers a token and layer in float32: coefficients of the streams' maps, bids of the scales, what is reported."""
     if cfg.residual != "mhc":
-        return 0.0 if remat != "none" else 3.0 * cfg.heads + 2
+        return 0.0 if names is not None else 3.0 * cfg.heads + 2
     R, M = cfg.streams, cfg.streams**2 + 2 * cfg.streams
     reported = R + 12.0
-    if remat != "none":
-        return reported + ("coefficients" in kept_names(remat)) * 2.0 * ((R + 1) * M + 1)
+    if names is not None:
+        return reported + ("coefficients" in names) * 2.0 * ((R + 1) * M + 1)
     return reported + 2 * (4 * M + 1) + 5 * cfg.scales * cfg.heads
 
 

@@ -201,13 +201,21 @@ class Reservoir(eqx.Module):
         kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
         layout = lay_out(tokens_BT.shape, segments_BT, (1,), kernel, execution.most_documents)
 
-        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
-        def body(x_BTD: Array, inputs: Group) -> tuple[Array, None]:
-            for number, layer in zip(inputs.numbers, inputs.layers, strict=True):
-                x_BTD = for_compute(layer, x_BTD.dtype)(x_BTD, segments_BT, self.cfg, number)
-            if inputs.attention is not None:
-                x_BTD = for_compute(inputs.attention, x_BTD.dtype)(x_BTD, layout, self.cfg, kernel)
-            return x_BTD, None
+        # Each by itself: what is computed again of a group is one layer's at a time.
+        again = functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
+
+        @again
+        def one(x_BTD: Array, layer: ReservoirLayer, number: Array) -> Array:
+            return for_compute(layer, x_BTD.dtype)(x_BTD, segments_BT, self.cfg, number)
+
+        @again
+        def attend(x_BTD: Array, layer: AttentionLayer) -> Array:
+            return for_compute(layer, x_BTD.dtype)(x_BTD, layout, self.cfg, kernel)
+
+        def body(x_BTD: Array, group: Group) -> tuple[Array, None]:
+            for number, layer in zip(group.numbers, group.layers, strict=True):
+                x_BTD = one(x_BTD, layer, number)
+            return x_BTD if group.attention is None else attend(x_BTD, group.attention), None
 
         x_BTD, _ = jax.lax.scan(body, x_BTD, self.groups(), unroll=execution.unroll)
         return self.norm(x_BTD), None

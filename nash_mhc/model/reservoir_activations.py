@@ -28,13 +28,21 @@ def activations(cfg: ReservoirConfig, execution: Execution, rows: int, seq_len: 
     backward = ((6 * F + 5 * D + 2 * N) * item + 6 * N * _WIDE) / tp
     if execution.remat.startswith("full"):  # what dots would have kept is there for one layer
         backward += _kept(cfg, "dots", item, seq_len, tp)
-    moved = (10 * D + 3 * F + 6 * N) * item + (4 + _OF_SCAN[cfg.unit]) * N * _WIDE
+    moved = (10.0 * D + 3 * F + 6 * N) * item + (4 + _OF_SCAN[cfg.unit]) * N * _WIDE
+    # Attention in between: as in a recursive model, whose layers have no more than that and a feed-forward layer.
+    between = cfg.layers // cfg.attention_every if cfg.attention_every else 0
+    queries = cfg.heads * cfg.head_dim
+    at_once = cfg.attention_every or 1  # layers of a group, which the compiler does not run strictly one after the other
+    of_attention = {"n": 3 * D + 7 * queries, "d": 3 * queries + D, "f": 0}[execution.remat[0]] / tp * item
+    moved += between / cfg.layers * (4 * D + 4 * queries) * item
+    backward += (between > 0) * 10 * queries / tp * item
     return Activations(
-        streams=cfg.layers * tokens * D / tp * item,
+        streams=(cfg.layers + between) * tokens * D / tp * item,
         # W_in is drawn where it is used; where everything is kept, so is it.
-        saved=cfg.layers * (tokens * kept + (input_matrix if execution.remat == "none" else 0)),
-        forward=tokens * (3 * F * item + 8 * N * _WIDE) / tp + input_matrix,
-        backward=tokens * backward + input_matrix,
+        saved=cfg.layers * (tokens * kept + (input_matrix if execution.remat == "none" else 0))
+        + between * tokens * of_attention,
+        forward=at_once * (tokens * (3 * F * item + 8 * N * _WIDE) / tp + input_matrix),
+        backward=at_once * (tokens * backward + input_matrix),
         gathered=tokens * _WHOLE_ROWS * D * item if tp > 1 else 0.0,
         moved=cfg.layers * tokens * _PASSES * moved / tp,
     )
