@@ -60,14 +60,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Files that one process runs, one after the other: those that use each other's compiled steps, those that mostly wait
 # for something (two of three workers are left for what computes, on two cores), those that need torch.
 _TOGETHER = {
-    "steps": "invariants health hlo step mesh_axes".split(),
+    "steps": "invariants health hlo step bad_steps spikes mesh_axes precision".split(),
     "waiting": "processes kills run_lock start_signals signals doctor watchdog moved".split(),
     "torch": "torch_model hub_import evaluate adapters generate_prompts torch_step".split(),
 }
 # They begin first, then the files that take longest, so that at the end there are many short ones for whoever is free.
 _LONGEST = (
     "notebooks quantized distill recursive lora first_hour trainable plan_memory reservoir resume tuning bench puzzle_runs "
-    "incremental precision verify_resume spikes weights puzzle_objective spread rates loader multiscale generate objectives "
+    "incremental verify_resume weights puzzle_objective spread rates loader multiscale generate objectives "
     "prepare nash lm bench_data inside streamed_rows extending distill_loss quantize puzzles residual_streams report_browser"
 )
 _FIRST = [name for names in _TOGETHER.values() for name in names] + _LONGEST.split()

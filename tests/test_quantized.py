@@ -221,6 +221,7 @@ def test_a_damaged_packed_folder_is_one_line(few, tmp_path):
         load(tmp_path / "packed")
 
 
+@pytest.mark.parametrize("few", ["rank"], indirect=True)  # baked, they are all the same kind of arrays
 def test_a_recovering_adapter_learns_through_the_quantized_base_from_the_first_layer_on(few):
     """The base is frozen, and what comes back through it reaches the adapters of layer 0."""
     model = jax.jit(lambda few: adapted(baked(few), LoraConfig(rank=2), jax.random.key(1)))(few)
