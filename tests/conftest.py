@@ -57,11 +57,21 @@ sys.dont_write_bytecode = True
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# These files use each other's compiled steps, and so one process runs them.
-_TOGETHER = "invariants health hlo step".split()
-# They begin first, and beside them the files whose tests mostly wait for other processes; of the rest the longest.
-_WAITING = "notebooks processes kills start_signals run_lock moved verify_resume first_hour bench signals object_store spread"
-_FIRST = _TOGETHER + _WAITING.split()
+# Files that one process runs, one after the other: those that use each other's compiled steps, those that mostly wait
+# for something (two of three workers are left for what computes, on two cores), those that need torch.
+_TOGETHER = {
+    "steps": "invariants health hlo step bad_steps spikes mesh_axes precision".split(),
+    "waiting": "processes kills run_lock start_signals signals doctor watchdog moved".split(),
+    "torch": "torch_model hub_import evaluate adapters generate_prompts torch_step".split(),
+}
+# They begin first, then the files that take longest, so that at the end there are many short ones for whoever is free.
+_LONGEST = (
+    "notebooks quantized distill recursive lora first_hour trainable plan_memory reservoir resume tuning bench puzzle_runs "
+    "incremental verify_resume weights puzzle_objective spread rates loader multiscale generate objectives "
+    "prepare nash lm bench_data inside streamed_rows extending distill_loss quantize puzzles residual_streams report_browser"
+)
+_FIRST = [name for names in _TOGETHER.values() for name in names] + _LONGEST.split()
+_GROUP = {f"test_{name}": group for group, names in _TOGETHER.items() for name in names}
 
 
 def pytest_collection_modifyitems(items):
@@ -76,7 +86,7 @@ def pytest_xdist_make_scheduler(config, log):
     class ByFileOrTogether(LoadFileScheduling):
         def _split_scope(self, nodeid):
             path = super()._split_scope(nodeid)
-            return "together" if Path(path).stem.removeprefix("test_") in _TOGETHER else path
+            return _GROUP.get(Path(path).stem, path)
 
     return ByFileOrTogether(config, log)
 

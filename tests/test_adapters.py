@@ -15,12 +15,18 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.hub import __main__ as command
 from nash_mhc.hub.load import load
 
-torch = pytest.importorskip("torch", reason="compares with PEFT, which needs torch: pip install 'torch<2.14'")
-peft = pytest.importorskip("peft", reason="compares with PEFT: pip install peft")
-import transformers  # noqa: E402
-
-torch.set_num_threads(1)
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def theirs_are_imported():
+    """By the one worker that runs these tests, not by all that look for some: it takes seconds."""
+    torch = pytest.importorskip("torch", reason="compares with PEFT, which needs torch: pip install 'torch<2.14'")
+    peft = pytest.importorskip("peft", reason="compares with PEFT: pip install peft")
+    import transformers
+
+    torch.set_num_threads(1)
+    globals().update(torch=torch, peft=peft, transformers=transformers)
 
 
 def call(*argv):

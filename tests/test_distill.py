@@ -285,7 +285,7 @@ student: {model_width: 32, model_heads: 4, model_kv_heads: 4, model_head_dim: 8,
   model_window: null, model_full_every: 0, model_conv_taps: 0, model_residual: plain, batch_size: 4, seq_len: 32,
   objective: distill, warmup_steps: 0, eval_interval: 2, eval_batches: 1, sample_tokens: 0}
 stages:
-  - {name: few, quantize: "2/4,2/0", quantize_group: 8, total_steps: 2}
+  - {name: few, quantize: "none,2/0", quantize_group: 8, total_steps: 2}
 pack: few
 """
 
@@ -301,7 +301,7 @@ def test_a_chain_makes_all_of_it_and_a_mistake_in_it_is_found_before_anything_be
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
     for before, after, said in (
         ("total_steps: 2}\npack", "totl_steps: 2}\npack", "stage 1: unknown key totl_steps; did you mean total_steps"),
-        ("2/4,2/0", "9/4,2/0", "few: --quantize 9/4,2/0: must be"),
+        ("none,2/0", "9/4,2/0", "few: --quantize 9/4,2/0: must be"),
         ("pack: few", "pack: two", "pack two; there are teacher, few"),
         ("name: few,", "name: few, from: four,", "stage 1: from four; there are fresh, teacher"),
         ("stages:", "stage:", "must have stages"),

@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from corpora import BYTES, DOCUMENTS, prepared, texts
 
@@ -16,6 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 @pytest.fixture(autouse=True)
 def no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets  # when a test begins: it takes every worker that only looks for tests seconds
+
+    globals().update(datasets=datasets)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 

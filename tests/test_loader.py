@@ -161,13 +161,13 @@ def storm_of_signals() -> Iterator[list[int]]:
         thread.join()
 
 
-@pytest.mark.parametrize("source", SOURCES, indirect=True)
-def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(source: RowSource) -> None:
+def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(mixture: RowSource) -> None:
+    """Of a mixture, which takes all the others along to its workers: each source would start processes of its own."""
     with storm_of_signals() as sent:
-        with_worker = take(source, 5, workers=2, start_step=2, buffer=1)
+        with_worker = take(mixture, 5, workers=2, start_step=2, buffer=1)
     assert len(set(sent)) >= 2
     assert len(sent) > 100
-    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(source, 5, start_step=2)]
+    assert [keys(rows) for rows in with_worker] == [keys(rows) for rows in take(mixture, 5, start_step=2)]
     assert isinstance(with_worker[0], Rows)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()  # of this process nothing is left blocked
 

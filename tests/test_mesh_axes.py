@@ -18,16 +18,23 @@ class WithPods(MeshConfig):
     pod: int = axis("devices along pod: groups of them with slow links in between")
 
 
+BATCHES = [small.random_rows(small.config(), seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """With the table as it is: the program that test_step has compiled."""
+    return small.train(small.config(), BATCHES)
+
+
 @pytest.fixture(autouse=True)
 def a_row_more(monkeypatch):
     monkeypatch.setitem(sharding.RULES, "batch", ("pod", *sharding.RULES["batch"]))
 
 
-def test_a_run_on_a_mesh_of_four_axes_is_the_run_on_one_device():
-    cfg = small.config()
-    batches = [small.random_rows(cfg, seed) for seed in range(3)]
-    on = lambda **axes: small.train(dataclasses.replace(cfg, mesh=WithPods(**axes)), batches)
-    small.assert_same_run(on(pod=2, fsdp=2, tp=2), on())
+def test_a_run_on_a_mesh_of_four_axes_is_the_run_on_one_device(one_device):
+    cfg = dataclasses.replace(small.config(), mesh=WithPods(pod=2, fsdp=2, tp=2))
+    small.assert_same_run(small.train(cfg, BATCHES), one_device)
 
 
 def test_messages_and_checks_know_the_axis():

@@ -131,9 +131,9 @@ def test_steps_that_are_too_small_for_the_weights_move_them_as_far_as_float32_we
     assert (whole @ halved) / (whole @ whole) == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_one_device_and_eight_agree(parts):
-    cfg = dataclasses.replace(small.config(train__grad_accum=parts), precision=HALVES)
+def test_one_device_and_eight_agree():
+    """In two parts: their sums are rounded by chance, and then all that is of one part as well."""
+    cfg = dataclasses.replace(small.config(train__grad_accum=2), precision=HALVES)
     batches = [small.random_rows(cfg, seed) for seed in range(3)]
     found = [small.train(small.mesh_config(cfg, *axes), batches)[:2] for axes in ((1, 1, 1), (2, 2, 2))]
     (one, its), (other, others) = found

@@ -63,9 +63,7 @@ def test_a_few_spikes_do_not_hide_the_next_and_a_new_level_becomes_usual():
 # with the gradient of one ---
 
 # Short rows: what counts here is how many batches there are.
-SKIP = small.config(
-    data__seq_len=16, train__on_spike="skip", train__total_steps=99, optim__ema_decay=0.5, optim__learning_rate=5e-6
-)
+SKIP = small.config(train__on_spike="skip", train__total_steps=99, optim__ema_decay=0.5, optim__learning_rate=5e-6)
 AT = KEPT + 1  # batches before the spike
 
 

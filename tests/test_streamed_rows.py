@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +32,8 @@ def small_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import datasets  # when a test begins: it takes every worker that only looks for tests seconds
+
     root: Path = tmp_path_factory.mktemp("streams")
     (root / "parquet").mkdir()
     for number in range(4):

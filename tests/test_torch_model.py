@@ -23,16 +23,20 @@ from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.params import named_leaves
 
-torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
 
-# Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
-import transformers.generation  # noqa: E402
-import transformers.modeling_utils  # noqa: E402, F401
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported():
+    """By the one worker that runs these tests, not by all that look for some: it takes seconds."""
+    torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
+    # Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
+    import transformers.generation
+    import transformers.modeling_utils  # noqa: F401
 
-from nash_mhc.hub import modeling_nash_mhc  # noqa: E402  (needs torch)
-from nash_mhc.hub.modeling_nash_mhc import NashMhcConfig, NashMhcForCausalLM  # noqa: E402
+    from nash_mhc.hub import modeling_nash_mhc  # needs torch
 
-torch.set_num_threads(1)  # of numbers this few, a second one is only waited for
+    torch.set_num_threads(1)  # of numbers this few, a second one is only waited for
+    globals().update(torch=torch, modeling_nash_mhc=modeling_nash_mhc)
+
 
 BASE = dataclasses.replace(
     small.NASH, vocab_size=40, width=16, heads=4, kv_heads=4, ffn=24, sinkhorn_iterations=3, nash_iterations=2
@@ -72,7 +76,8 @@ def exported(name: str) -> dict[str, np.ndarray]:
 
 def torch_model(name: str, change: dict[str, Any] | None = None, **fields: Any) -> Any:
     """With some tensors and fields of the configuration changed."""
-    model = NashMhcForCausalLM(NashMhcConfig(**config_json(config(name)) | fields)).eval()
+    settings = modeling_nash_mhc.NashMhcConfig(**config_json(config(name)) | fields)
+    model = modeling_nash_mhc.NashMhcForCausalLM(settings).eval()
     state = {key: torch.tensor(value) for key, value in (exported(name) | (change or {})).items()}
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys

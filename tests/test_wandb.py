@@ -8,7 +8,6 @@ import time
 
 import pytest
 from runs import RUN, at, rows
-from wandb.proto.wandb_internal_pb2 import Record
 
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.telemetry import weights_and_biases
@@ -53,6 +52,8 @@ def records(data):
 
 def logged(folder):
     """(step, name) -> value of everything that waits to be sent."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     found = {}
     for data in kept(folder):
         for content in records(data):

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from nash_mhc.optim.roles import decays, rates
-from nash_mhc.optim.rounding import Salt, salt_of, stored, wide
+from nash_mhc.optim.rounding import Salt, Salted, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 from nash_mhc.parallel.params import map_declared
 
@@ -72,7 +72,8 @@ def update(
         good=good,
     )
     columns = [jax.tree.leaves(tree) for tree in (params, gradients.sums, adam.mu, adam.nu, rates(params), decays(params))]
-    made = [_updated(h, shared, *row, salt=salt_of(salt, number)) for number, row in enumerate(zip(*columns, strict=True))]
+    salted = lambda number: lambda of: salt_of(salt_of(salt, number), of)
+    made = [_updated(h, shared, *row, salt=salted(number)) for number, row in enumerate(zip(*columns, strict=True))]
     new_params, mu, nu, squares = zip(*made, strict=True)
     like = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
     counted = lambda old: jnp.where(good, optax.safe_increment(old), old)
@@ -82,10 +83,10 @@ def update(
 
 
 def _updated(
-    h: Hyperparameters, shared: _Numbers, p: Array, g: Array, m: Array, v: Array, factor: float, decays: bool, *, salt: Salt
+    h: Hyperparameters, shared: _Numbers, p: Array, g: Array, m: Array, v: Array, factor: float, decays: bool, *, salt: Salted
 ) -> tuple[Array, Array, Array, Array]:
     """(parameter, its moments, the sum of the update's squares)."""
-    kept = lambda number, new, old: jnp.where(shared.good, stored(new, old.dtype, salt_of(salt, number)), old)
+    kept = lambda number, new, old: jnp.where(shared.good, stored(new, old.dtype, lambda: salt(number)), old)
     g = wide(g) * shared.scale
     m = kept(0, (1 - h.b1) * g + h.b1 * wide(m), m)
     v = kept(1, (1 - h.b2) * g**2 + h.b2 * wide(v), v)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, UInt32
 
 Salt = UInt32[Array, ""]
+Salted = Callable[..., Salt]  # makes one when it is asked for
 _GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: numbers in a row are spread far from one another by it
 _LOW = 0xFFFF  # the bits of a float32 that bfloat16 does not have
 
@@ -62,6 +63,7 @@ def map_numbered(fn: Callable[..., Any], *trees: PyTree) -> PyTree:
     return jax.tree.map(lambda *leaves: fn(next(numbers), *leaves), *trees)
 
 
-def stored(x: Float[Array, "..."], dtype: jnp.dtype, salt: Salt) -> Float[Array, "..."]:
-    """x as it is kept from step to step."""
-    return stochastic_bfloat16(x, salt) if dtype == jnp.bfloat16 else x.astype(dtype)
+def stored(x: Float[Array, "..."], dtype: jnp.dtype, salt: Salted) -> Float[Array, "..."]:
+    """x as it is kept from step to step. The salt is made where it is used: in float32, those of all arrays would be a
+    third of the time that a step takes to trace."""
+    return stochastic_bfloat16(x, salt()) if dtype == jnp.bfloat16 else x.astype(dtype)

@@ -100,7 +100,7 @@ class Training(NamedTuple):
         updates, new_state = optimizer.update(gradients.scaled(), opt_state, whole)
         # Chosen element by element, where the update is written anyway: no branch, no word to the host.
         chosen = lambda new, old: jnp.where(good, new, old)
-        add = lambda number, p, u: chosen(stored(wide(p) + u, p.dtype, salt_of(salt, number)), p)
+        add = lambda number, p, u: chosen(stored(wide(p) + u, p.dtype, lambda: salt_of(salt, number)), p)
         changed = jax.tree.map(chosen, new_state, opt_state)
         return adamw.Updated(map_numbered(add, trained, updates), changed, optax.tree.norm(updates))
 

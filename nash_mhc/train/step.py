@@ -49,7 +49,8 @@ def summed_gradients(
 
     def add(sums: tuple[Any, Aux], part: tuple[Batch, Array]) -> tuple[tuple[Any, Aux], Any]:
         gradients, (reports, carried) = grad(trained, *part)
-        added = map_numbered(lambda i, a, b: stored(wide(a) + wide(b), a.dtype, salt_of(salt, part[1], i)), sums[0], gradients)
+        kept = lambda i, a, b: stored(wide(a) + wide(b), a.dtype, lambda: salt_of(salt, part[1], i))
+        added = map_numbered(kept, sums[0], gradients)
         return (added, jax.tree.map(jnp.add, sums[1], reports)), carried
 
     shapes = jax.eval_shape(lambda: of_trained(trained, first, numbers[0])[1][0])
