@@ -16,6 +16,7 @@ from nash_mhc.data.puzzles.rows import PuzzleRows
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate.decode import load
 from nash_mhc.model.architectures import architecture_of
+from nash_mhc.train.__main__ import next_commands
 from nash_mhc.train.inferred_settings import found_settings
 
 PUZZLE = presets.run("sudoku4", "recursive")
@@ -44,6 +45,8 @@ def test_a_run_learns_and_measures_whole_puzzles(solving):
     assert rows[-1]["loss/ce"] < 0.8 * rows[0]["loss/ce"]
     assert {"eval/exact", "eval/exact_stopping", "eval/passes", "eval/exact_after/1", "eval/exact_after/4"} <= set(found)
     assert found["eval/exact"] == found["eval/exact_after/4"] <= found["eval/accuracy"] <= 1
+    proposed = next_commands(run, {})  # of which each is to run: this model has nothing to write
+    assert f"-m nash_mhc.evaluate {run.folder} --tasks held_out\n" in proposed and "generate" not in proposed
 
 
 def test_a_stopped_run_goes_on_with_what_it_was_thinking(solving, tmp_path):

@@ -56,8 +56,11 @@ def next_commands(result: Result, given: Mapping[str, Any], also: Sequence[str] 
     others = {k: v for k, v in given.items() if k.partition(".")[2] not in once}
     longer = [python, "-m", "nash_mhc.train", *as_flags(others), *also, "--total-steps", str(steps)]
     what = "goes on to ten times the steps" if "train.checkpoint_dir" in given else "a run of ten times the steps"
+    # A model that sees all places at once writes nothing: what it solves is what there is to see.
+    writes = getattr(result.state.model.cfg, "causal", True)
+    look = ["nash_mhc.generate", folder] if writes else ["nash_mhc.evaluate", folder, "--tasks", "held_out"]
     commands = [
-        shlex.join([python, "-m", "nash_mhc.generate", folder]),
+        shlex.join([python, "-m", *look]),
         shlex.join([python, "-m", "nash_mhc.report", folder]),
         shlex.join([str(tensorboard), "--logdir", folder]),
         f"{shlex.join(longer)}   # {what}",
