@@ -195,8 +195,9 @@ def test_decoding_is_the_whole_pass_with_a_state_of_one_size(model):
         assert state.rows.k_LBKSH.shape == (2, 3, 4, 7, 8)
 
 
-def test_attention_that_sees_all_says_where_its_room_ends():
-    cfg = dataclasses.replace(ATTENDING, window=None)
+@pytest.mark.parametrize("window", [None, 10])
+def test_attention_that_sees_more_than_it_has_room_for_says_so(window):
+    cfg = dataclasses.replace(ATTENDING, window=window)
     model = jax.jit(lambda: reservoir.Reservoir.init(cfg, key=jax.random.key(1)))()
     tokens_BT = jax.random.randint(jax.random.key(4), (1, 10), 0, 257)
     want, step = logits_of(model, tokens_BT, None), jax.jit(reservoir.decode)

@@ -284,7 +284,7 @@ def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -
     (x_B1D, rows), after = jax.lax.scan(body, (x_B1D, state.rows), along)
     h_L2BN = jnp.stack(after, axis=1).reshape(state.h_L2BN.shape)
     logits_BV = logits_of(model.norm(x_B1D)[:, 0], model.unembed_VD, cfg.vocab_size)
-    if rows is not None and cfg.window is None:
+    if rows is not None and (cfg.window is None or cfg.window > state.seq_len):  # else what it drops is out of sight
         logits_BV = jnp.where(t < state.seq_len, logits_BV, jnp.nan)
     return logits_BV, ReservoirState(h_L2BN, state.input_LD2N, t + 1, rows, state.seq_len, state.dtype)
 
