@@ -51,6 +51,26 @@ class ArchitectureConfig(Section):
         """ConfigError for rows that the model cannot take."""
 
 
+class AttendingConfig(ArchitectureConfig):
+    """Of a kind that has plain attention among its parts, and keys for its heads; the rest is what attention asks of a
+    configuration."""
+
+    heads: int
+    head_dim: int
+    qk_norm = True
+    qkv_bias = False
+    rope_scaling: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim {self.head_dim} must be even for the rotary embedding; try {self.head_dim + 1}")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+
 @dataclass(frozen=True)
 class ModelConfig(ArchitectureConfig):
     """The decoder. Letters in shapes are those of docs:

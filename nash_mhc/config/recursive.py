@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from nash_mhc.config.fields import ConfigError, key
-from nash_mhc.config.model import ArchitectureConfig, Length
+from nash_mhc.config.model import AttendingConfig, Length
 
 
 @dataclass(frozen=True)
-class RecursiveConfig(ArchitectureConfig):
+class RecursiveConfig(AttendingConfig):
     """Letters in shapes: D width, N heads, H head dim, F ffn, V vocabulary, C cells."""
 
     architecture = "recursive"
@@ -40,8 +39,6 @@ class RecursiveConfig(ArchitectureConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim {self.head_dim} must be even for the rotary embedding; try {self.head_dim + 1}")
         if self.gradient_cycles > self.outer_cycles:
             raise ConfigError(
                 f"model.gradient_cycles {self.gradient_cycles} is more than model.outer_cycles {self.outer_cycles}; lower it"
@@ -53,15 +50,6 @@ class RecursiveConfig(ArchitectureConfig):
             )
         if self.mixer == "cells" and self.cells is None:
             raise ConfigError("model.mixer cells has weights for every place; say how many with --model-cells")
-
-    # What attention asks of a configuration, and has no key here.
-    qk_norm = True
-    qkv_bias = False
-    rope_scaling: ClassVar[None] = None
-
-    @property
-    def kv_heads(self) -> int:
-        return self.heads
 
     @property
     def applications(self) -> int:

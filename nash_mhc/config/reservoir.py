@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
 
 from nash_mhc.config.fields import ConfigError, key, nearest_multiple
-from nash_mhc.config.model import ArchitectureConfig, Length
+from nash_mhc.config.model import AttendingConfig, Length
 
 
 @dataclass(frozen=True)
-class ReservoirConfig(ArchitectureConfig):
+class ReservoirConfig(AttendingConfig):
     """Letters in shapes: D width, N units, F ffn, V vocabulary; in attention N heads, H head dim."""
 
     architecture = "reservoir"
@@ -52,8 +51,6 @@ class ReservoirConfig(ArchitectureConfig):
                 f"model.ring {self.ring} does not divide model.units {self.units}; the nearest that it divides is "
                 f"{nearest_multiple(self.units, self.ring)}"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim {self.head_dim} must be even for the rotary embedding; try {self.head_dim + 1}")
         if self.attention_every and self.layers % self.attention_every:
             raise ConfigError(
                 f"model.attention_every {self.attention_every} does not divide model.layers {self.layers}; the nearest that it "
@@ -64,15 +61,6 @@ class ReservoirConfig(ArchitectureConfig):
                 f"model.radius {self.radius:g}: a reservoir forgets where it began only below 1; states may grow without end",
                 stacklevel=2,
             )
-
-    # What attention asks of a configuration, and has no key here.
-    qk_norm = True
-    qkv_bias = False
-    rope_scaling: ClassVar[None] = None
-
-    @property
-    def kv_heads(self) -> int:
-        return self.heads
 
     @property
     def depth(self) -> int:
