@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops import lookup
-from nash_mhc.ops.lookup import added_rows, added_rows_by_matmul, rows_of
+from nash_mhc.ops import lookup, lookup_gpu
+from nash_mhc.ops.lookup import added_rows, added_rows_by_kernel, added_rows_by_matmul, rows_of
 
 V, D, B, T = 48, 8, 3, 10
 
@@ -35,6 +35,22 @@ def test_the_matmul_adds_up_the_same_rows(case, monkeypatch, elements, dtype):
     table, index, d = case
     got = added_rows_by_matmul(table[:, :0], index, d.astype(dtype))
     assert got.dtype == dtype
-    exact = added_rows(table[:, :0], index, d.astype(dtype).astype(jnp.float32))
+    check_sums(case, got)
+
+
+def check_sums(case, got):
+    table, index, d = case
+    exact = added_rows(table[:, :0], index, d.astype(got.dtype).astype(jnp.float32))
     # Summed in float32 whatever the dtype; only the result is rounded.
-    np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
+    np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=1e-6 if got.dtype == "float32" else 2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gpu_kernel_adds_up_the_same_rows(case, dtype):
+    """In Pallas's interpreter. One number has more tokens than are loaded at once, most have none, the last has one."""
+    table, index, d = case
+    index = index.at[:2].set(3).at[2, 0].set(V - 1)
+    assert np.sum(np.asarray(index) == 3) > lookup_gpu._TOKENS
+    got = jax.jit(lambda *args: added_rows_by_kernel(*args, interpret=True))(table[:, :0], index, d.astype(dtype))
+    assert got.dtype == dtype
+    check_sums((table, index, d), got)

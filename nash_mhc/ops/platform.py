@@ -9,6 +9,12 @@ import jax
 from jax import lax
 
 
+def is_gpu() -> bool:
+    """Whether what is traced now is for a GPU: of the mesh, or else of the process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() == "gpu" if device is None else device.platform not in ("cpu", "tpu")
+
+
 def on_platform(*operands: Any, default: Callable[..., Any], **forms: Callable[..., Any]) -> Any:
     """`forms` by the names of platforms, `default` for all others.
 
