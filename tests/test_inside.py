@@ -77,7 +77,7 @@ def test_every_mixing_matrix_is_doubly_stochastic_and_they_act_one_after_the_oth
     def first(model, tokens_BT):  # what the first sub-layer does with the streams that enter
         layer = jax.tree.map(lambda a: a[0], model.layers)
         x_BTD = embed(model.embed_VD, tokens_BT, jnp.float32) * CFG.width**0.5
-        return layer.attention_residual.read(HyperConnection.enter(CFG, x_BTD))[1].res
+        return layer.attention_residual.read(HyperConnection.enter(CFG, x_BTD), layer.attention_norm)[1].res
 
     rows = jax.jit(first)(model, jnp.asarray(tokens)[None])
     np.testing.assert_allclose(mixing[0, 0], np.stack([np.stack(row, -1) for row in rows], -2)[0], atol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 import small
 
 from nash_mhc.model import LM
+from nash_mhc.model.parts import RMSNorm
 from nash_mhc.model.residual import HyperConnection, PlainResidual, StreamState
 from nash_mhc.ops import residual_streams
 from nash_mhc.parallel.sharding import for_compute
@@ -31,11 +32,16 @@ def connection(kind):
     return dataclasses.replace(fresh, phi_RDM=draw(fresh.phi_RDM, 0.5), bias_M=draw(fresh.bias_M, 3.0), alpha_3=alpha)
 
 
+class NoNorm(RMSNorm):
+    def __call__(self, x):
+        return x
+
+
 @jax.jit
 def pass_through(connection, state, y_BTD):
-    """(maps, what the sub-layer reads, the state after it)."""
+    """(maps, what the sub-layer reads, before its norm, the state after it)."""
     state = StreamState(state, residual_streams.squares(state))
-    x_BTD, maps = connection.read(state)
+    x_BTD, maps = connection.read(state, NoNorm(jnp.ones(D), 0.0))
     return (maps.pre, maps.post, maps.res), x_BTD, connection.write(state, y_BTD, maps).xs
 
 

@@ -8,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops import residual_streams
+from nash_mhc.config.schema import MeshConfig
+from nash_mhc.model.residual import Projection, Rules, read_and_norm_streams, read_streams, write_streams
+from nash_mhc.ops import residual_streams, stream_maps
+from nash_mhc.ops.norm import rms_norm_reference
+from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.parallel.sharding import named
 
-R, B, T, D, M = 4, 2, 64, 64, 24  # 128 tokens: a whole block of every kernel
+R, B, T, D, M = 4, 2, 64, 96, 24  # 128 tokens: a whole block of every kernel; three chunks of columns
 
 
 def inputs(dtype=jnp.float32, seed=0):
@@ -25,20 +30,45 @@ def logits(dtype, spread=0.5):
     return jnp.asarray(noise + np.concatenate([np.zeros(2 * R), 6.0 * np.eye(R).ravel()])[None, None], dtype)
 
 
+def sub_layer(xs, y_BTD, projection):
+    """(what is read, the new streams) of a sub-layer that makes something of what it reads."""
+    x_BTD, maps = read_streams(Rules(20, 1e-6), xs, residual_streams.squares(xs), projection)
+    return x_BTD, write_streams(maps.xs, jnp.tanh(x_BTD) * y_BTD, maps.all_BTM)[0]
+
+
+def plain_sub_layer(xs, y_BTD, projection, norm=lambda x_BTD: x_BTD):
+    logits_BTM = residual_streams.project_reference(xs, projection.phi_RDM, 1e-6)
+    maps_BTM = stream_maps.maps_reference(projection.alpha_M[None, None] * logits_BTM + projection.bias_M[None, None], 20)
+    x_BTD = norm(residual_streams.read_reference(xs, maps_BTM))
+    return x_BTD, residual_streams.write_reference(xs, jnp.tanh(x_BTD) * y_BTD, maps_BTM)
+
+
+def normed_sub_layer(xs, y_BTD, projection, scale_D):
+    """With the kernels that also normalise what is read, in Pallas's interpreter."""
+    rules = Rules(20, 1e-6, interpret=True)
+    x_BTD, maps = read_and_norm_streams(rules, xs, residual_streams.squares(xs), projection, scale_D)
+    return x_BTD, write_streams(maps.xs, jnp.tanh(x_BTD) * y_BTD, maps.all_BTM)[0]
+
+
+def plain_normed_sub_layer(xs, y_BTD, projection, scale_D):
+    return plain_sub_layer(xs, y_BTD, projection, lambda x_BTD: rms_norm_reference(x_BTD, scale_D, 1e-6))
+
+
 def forms(name, dtype=jnp.float32):
     """(fast form, plain form, arguments)."""
     xs, y, maps, phi = inputs(dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    bias = jnp.concatenate([jnp.zeros(2 * R), 2.0 * jnp.eye(R).ravel()]).astype(wide)
+    projection = Projection(phi, jnp.linspace(0.5, 1.5, M, dtype=wide), bias)
     return {
+        "sub-layer": (sub_layer, plain_sub_layer, (xs, y, projection)),
+        "normed": (normed_sub_layer, plain_normed_sub_layer, (xs, y, projection, jnp.linspace(0.5, 2.0, D, dtype=dtype))),
         "read": (residual_streams.read, residual_streams.read_reference, (xs, maps)),
         "write": (lambda *args: residual_streams.write(*args)[0], residual_streams.write_reference, (xs, y, maps)),
-        "project": (
-            lambda xs, phi: residual_streams.project(xs, residual_streams.squares(xs), phi, 1e-6),
-            lambda xs, phi: residual_streams.project_reference(xs, phi, 1e-6),
-            (xs, phi),
-        ),
+        "products": (residual_streams.products, residual_streams.products_reference, (xs, phi)),
         "maps": (
-            lambda x: residual_streams.maps(x, 20)[0],
-            lambda x: residual_streams.maps_reference(x, 20),
+            lambda x: stream_maps.maps(x, 20)[0],
+            lambda x: stream_maps.maps_reference(x, 20),
             (logits(jnp.promote_types(dtype, jnp.float32)),),
         ),
     }[name]
@@ -50,10 +80,7 @@ def weighted(tree):
     return sum(jnp.sum(jnp.sin(jnp.arange(x.size).reshape(x.shape)).astype(x.dtype) * x) for x in leaves)
 
 
-NAMES = ["read", "write", "project", "maps"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["sub-layer", "normed", "maps"])
 def test_values_and_gradients_are_those_of_the_plain_form(name):
     with jax.enable_x64(True):
         fast, plain, args = forms(name, jnp.float64)
@@ -64,7 +91,26 @@ def test_values_and_gradients_are_those_of_the_plain_form(name):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), got, want)
 
 
-@pytest.mark.parametrize("name", ["read", "write", "project"])
+def test_on_a_mesh_the_gradients_of_all_tokens_are_added_up():
+    """Those of phi and of the norm's scale, which every device has of its own tokens."""
+    with jax.enable_x64(True):  # in float32, a rounding decides on which side of a kink of `balance` some tokens are
+        _, _, args = forms("normed", jnp.float64)
+        gradient = jax.grad(lambda args: weighted(normed_sub_layer(*args)))
+        want = jax.jit(gradient)(args)
+        mesh = make_mesh(MeshConfig(data=1, fsdp=2, tp=4))
+        with jax.set_mesh(mesh):
+            got = jax.jit(gradient)(jax.device_put(args, named(mesh)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), got, want)
+
+
+def test_a_kernel_is_taken_only_where_each_device_has_whole_blocks():
+    x_BTD = jnp.zeros((B, T, D))  # 128 tokens
+    assert residual_streams.fits_norm(x_BTD) and residual_streams.fits_norm(x_BTD, devices=8)
+    assert not residual_streams.fits_norm(x_BTD, devices=16)
+    assert not residual_streams.fits_norm(jnp.zeros((B, T, 32 * 11)))  # too many chunks of columns
+
+
+@pytest.mark.parametrize("name", ["read", "write", "products"])
 def test_bfloat16_streams_are_summed_in_float32(name):
     fast, plain, args = forms(name, jnp.bfloat16)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), args)
@@ -77,20 +123,22 @@ def test_bfloat16_streams_are_summed_in_float32(name):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_the_gpu_kernels_compute_what_xla_does(dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles."""
-    xs, y, maps, _ = inputs(dtype)
+    xs, y, maps, phi = inputs(dtype)
+    others, dproducts = tuple(reversed(xs)), maps.astype(dtype)
     x, dmaps = logits(jnp.float32), jnp.asarray(np.random.default_rng(3).normal(size=(B, T, M)), jnp.float32)
     here = functools.partial(functools.partial, interpret=True)
     pairs = [
         (residual_streams._write_in_xla, here(residual_streams._write_in_kernel), (xs, y, maps)),
-        (residual_streams._write_sums_in_xla, here(residual_streams._write_sums_in_kernel), (xs, y, maps, tuple(reversed(xs)))),
-        (functools.partial(residual_streams._maps_in_xla, 20), here(residual_streams._maps_in_kernel, 20), (x,)),
+        (residual_streams._write_sums_in_xla, here(residual_streams._write_sums_in_kernel), (xs, y, maps, others)),
         (
-            functools.partial(residual_streams._maps_backward_in_xla, 20),
-            here(residual_streams._maps_backward_in_kernel, 20),
-            (x, dmaps),
+            residual_streams._gradient_in_xla,
+            here(residual_streams._gradient_in_kernel),
+            (xs, others, y, maps, dproducts, maps[..., 0], phi),
         ),
+        (functools.partial(stream_maps._maps_in_xla, 20), here(stream_maps._maps_in_kernel, 20), (x,)),
+        (functools.partial(stream_maps._maps_backward_in_xla, 20), here(stream_maps._maps_backward_in_kernel, 20), (x, dmaps)),
     ]
-    for in_xla, in_kernel, args in pairs if dtype == jnp.float32 else pairs[:2]:  # maps are never in bfloat16
+    for in_xla, in_kernel, args in pairs if dtype == jnp.float32 else pairs[:3]:  # maps are never in bfloat16
         want, got = jax.jit(in_xla)(*args), jax.jit(in_kernel)(*args)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype
@@ -100,8 +148,8 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
 
 def test_the_mixing_is_doubly_stochastic_for_every_token():
     """Also where Sinkhorn's iteration has not arrived after 20 rounds; `unbalanced` says by how much it had not."""
-    maps, unbalanced = jax.jit(residual_streams.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
-    res = np.array(jax.tree.map(np.asarray, residual_streams.coefficients(maps)[2]))
+    maps, unbalanced = jax.jit(stream_maps.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
+    res = np.array(jax.tree.map(np.asarray, stream_maps.coefficients(maps)[2]))
     assert res.min() >= 0.0
     np.testing.assert_allclose(res.sum(axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(res.sum(axis=0), 1.0, atol=2e-6)
@@ -120,6 +168,7 @@ def test_squares_are_those_of_the_streams_as_written():
 def test_an_empty_token_has_finite_maps_and_gradients():
     xs = tuple(jnp.zeros((B, T, D)) for _ in range(R))
     phi = inputs()[-1]
-    loss = lambda xs: weighted(residual_streams.project(xs, residual_streams.squares(xs), phi, 1e-6))
+    projection = Projection(phi, jnp.ones(M), jnp.zeros(M))
+    loss = lambda xs: weighted(sub_layer(xs, jnp.ones((B, T, D)), projection))
     value, grads = jax.jit(jax.value_and_grad(loss))(xs)
     assert np.isfinite(value) and all(np.isfinite(g).all() for g in grads)

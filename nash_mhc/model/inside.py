@@ -23,8 +23,9 @@ from nash_mhc.model.attention import Layout
 from nash_mhc.model.health import LayerReport
 from nash_mhc.model.lm import LM, Layer
 from nash_mhc.model.multiscale import Multiscale, by_token
+from nash_mhc.model.parts import RMSNorm
 from nash_mhc.model.protocol import Execution
-from nash_mhc.model.residual import HyperConnection, Maps, State
+from nash_mhc.model.residual import HyperConnection, State
 from nash_mhc.ops.attend import attend_with_evidence
 from nash_mhc.ops.attend_rows import Found, Rows
 
@@ -110,10 +111,10 @@ class _NotedResidual(HyperConnection):
     notes: _Notes = eqx.field(static=True)
     name: str = eqx.field(static=True)
 
-    def maps(self, state: State) -> Maps:
-        maps = super().maps(state)
+    def read(self, state: State, norm: RMSNorm) -> tuple[Array, Any]:
+        x_BTD, maps = super().read(state, norm)
         self.notes.page[self.name] = jnp.stack([jnp.stack(row, axis=-1) for row in maps.res], axis=-2)
-        return maps
+        return x_BTD, maps
 
 
 class _NotedMixer(Multiscale):

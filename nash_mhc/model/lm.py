@@ -62,16 +62,15 @@ class Layer(eqx.Module):
     ) -> tuple[State, Any, LayerReport]:
         """(residual state, product of the H_res so far, what happened): the product is followed only to be watched."""
         entered = state
-        x_BTD, attention_maps = self.attention_residual.read(state)
-        x_BTD = self.attention_norm(x_BTD)
+        x_BTD, attention_maps = self.attention_residual.read(state, self.attention_norm)
         if self.attention_conv is not None:
             x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
         with jax.named_scope("mixer"):
             y_BTD, game = self.attention(x_BTD, layout, window=window, kernel=kernel)
         state = self.attention_residual.write(state, y_BTD, attention_maps)
-        x_BTD, ffn_maps = self.ffn_residual.read(state)
+        x_BTD, ffn_maps = self.ffn_residual.read(state, self.ffn_norm)
         with jax.named_scope("ffn"):
-            y_BTD = self.ffn(self.ffn_norm(x_BTD))
+            y_BTD = self.ffn(x_BTD)
         state = self.ffn_residual.write(state, y_BTD, ffn_maps)
         if composite is None:
             return state, None, LayerReport(game, None)

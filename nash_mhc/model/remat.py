@@ -9,9 +9,8 @@ import jax
 from nash_mhc.model.attention import OUTPUT, QKV
 from nash_mhc.model.multiscale import MIXED
 from nash_mhc.model.parts import DOWN, UP
-from nash_mhc.model.residual import READ
+from nash_mhc.model.residual import COEFFICIENTS, READ
 from nash_mhc.ops.attend_rows import FOUND
-from nash_mhc.ops.residual_streams import COEFFICIENTS
 from nash_mhc.parallel.sharding import is_gathered_weight
 
 # The names of `config.schema.KEEPABLE`, and under which one the code marks what is meant (`checkpoint_name`).

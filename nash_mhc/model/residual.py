@@ -15,8 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.parts import init_small
-from nash_mhc.ops import residual_streams
+from nash_mhc.model.parts import RMSNorm, init_small
+from nash_mhc.ops import residual_streams, stream_maps
+from nash_mhc.ops.platform import is_gpu
 from nash_mhc.ops.residual_streams import Streams
 from nash_mhc.ops.sinkhorn import Matrix, Vector
 from nash_mhc.parallel.params import GATE, param
@@ -26,7 +27,11 @@ from nash_mhc.parallel.sharding import constrain, on_shards
 _TOKENS = ("batch", "time_split", "width")
 _MAPS, _SQUARES, _NUMBER = ("batch", "time_split", "maps"), ("batch", "time_split", "streams"), ("batch", "time_split")
 
+_WIDTH, _WIDTH_SUMS = ("width",), ("batch", "time_split", "width")
+_PHI, _PHI_SUMS = ("streams", "width", "maps"), ("batch", "time_split", "streams", "width", "maps")
+
 READ = "stream_reading"  # checkpoint name of what a sub-layer reads: one [B, T, D] array instead of a pass over all streams
+COEFFICIENTS = "stream_coefficients"  # checkpoint name of what is small and costly: a few numbers a token, a whole pass to get
 
 
 class StreamState(NamedTuple):
@@ -37,22 +42,171 @@ class StreamState(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The three maps of one sub-layer, for each token, float32."""
+    """The three maps of one sub-layer, for each token, float32, and the streams that they are for."""
 
     all_BTM: Float[Array, "B T M"]
     unbalanced_BT: Float[Array, "B T"]  # how far Sinkhorn's columns were from 1 before they were balanced
+    xs: Streams  # for `write_streams` alone: their gradient is not what it seems
 
     @property
     def pre(self) -> Vector:
-        return residual_streams.coefficients(self.all_BTM)[0]
+        return stream_maps.coefficients(self.all_BTM)[0]
 
     @property
     def post(self) -> Vector:
-        return residual_streams.coefficients(self.all_BTM)[1]
+        return stream_maps.coefficients(self.all_BTM)[1]
 
     @property
     def res(self) -> Matrix:
-        return residual_streams.coefficients(self.all_BTM)[2]
+        return stream_maps.coefficients(self.all_BTM)[2]
+
+
+class Projection(NamedTuple):
+    """From a token's streams to the logits of its maps: alpha * (x @ phi) / rms(x) + bias."""
+
+    phi_RDM: Float[Array, "R D M"]
+    alpha_M: Float[Array, "M"]
+    bias_M: Float[Array, "M"]
+
+
+class Rules(NamedTuple):
+    iterations: int  # of Sinkhorn's
+    eps: float  # of the norms
+    interpret: bool = False  # kernels without their device, for tests
+
+
+def _kept(x: Any) -> Any:
+    return jax.tree.map(functools.partial(checkpoint_name, name=COEFFICIENTS), x)
+
+
+def _logits(projection: Projection, products_BTM: Array, scale_BT: Array) -> tuple[Array, Array]:
+    """(the logits, what alpha is multiplied with). The division after the product saves a pass over the streams."""
+    h_BTM = products_BTM * scale_BT[..., None]
+    return projection.alpha_M[None, None] * h_BTM + projection.bias_M[None, None], h_BTM
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def read_streams(
+    rules: Rules, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection
+) -> tuple[Float[Array, "B T D"], Maps]:
+    """(what a sub-layer reads, its maps).
+
+    `squares` of the streams saves a pass: whoever wrote them had them at hand. The whole gradient, through the rms too,
+    goes to the streams. Three things come back to them, from what is read, written and projected. They are added up in
+    one pass, here: `write_streams` hands on its own gradient as it is, before the mixing.
+    """
+    return _read_forward(rules, xs, squares_BTR, projection)[0]
+
+
+def _maps_of(rules: Rules, xs: Streams, squares_BTR: Array, projection: Projection) -> tuple[Maps, tuple[Array, Array]]:
+    """(the maps, what their gradient needs)."""
+    size, streams = len(xs) * xs[0].shape[-1], (_TOKENS,) * len(xs)
+    products_BTM = _kept(on_shards(residual_streams.products, [streams, _PHI], _MAPS)(xs, projection.phi_RDM))
+    scale_BT = _kept(jax.lax.rsqrt(jnp.sum(squares_BTR, axis=-1) / size + rules.eps))
+    to_maps = on_shards(functools.partial(stream_maps.maps, iterations=rules.iterations), [_MAPS], (_MAPS, _NUMBER))
+    # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials;
+    # and kept for the backward pass.
+    logits_BTM, _ = _logits(projection, products_BTM, scale_BT)
+    maps_BTM, unbalanced_BT = _kept(jax.lax.optimization_barrier(to_maps(logits_BTM)))
+    return Maps(maps_BTM, unbalanced_BT, xs), (products_BTM, scale_BT)
+
+
+def _read_forward(rules, xs, squares_BTR, projection):  # type: ignore[no-untyped-def]
+    maps, aside = _maps_of(rules, xs, squares_BTR, projection)
+    x_BTD = checkpoint_name(constrain(residual_streams.read(xs, maps.all_BTM), *_TOKENS), READ)
+    return (x_BTD, maps), (xs, projection, aside, maps.all_BTM)
+
+
+def _read_backward(rules, saved, cotangents):  # type: ignore[no-untyped-def]
+    dx_BTD, dmaps = cotangents
+    return _gradients(rules, saved, dx_BTD, residual_streams.read_sums(saved[0], dx_BTD), dmaps)
+
+
+def _gradients(
+    rules: Rules, saved: tuple[Any, ...], dx_BTD: Array, dpre_BTR: Array, dmaps: Maps
+) -> tuple[Streams, Array, Projection]:
+    """Of all that `read_streams` was given, from those of what was read, of pre, and of what was written."""
+    xs, projection, (products_BTM, scale_BT), maps_BTM = saved
+    R, size, streams = len(xs), len(xs) * xs[0].shape[-1], (_TOKENS,) * len(xs)
+    dmaps_BTM = dmaps.all_BTM + jnp.pad(dpre_BTR, ((0, 0), (0, 0), (0, maps_BTM.shape[-1] - R)))
+    logits_BTM, h_BTM = _logits(projection, products_BTM, scale_BT)
+    backward = functools.partial(stream_maps.maps_backward, iterations=rules.iterations)
+    dlogits_BTM = jax.lax.optimization_barrier(on_shards(backward, [_MAPS, _MAPS], _MAPS)(logits_BTM, dmaps_BTM))
+    dh_BTM = dlogits_BTM * projection.alpha_M[None, None]
+    along_BT = -jnp.sum(dh_BTM * products_BTM, axis=-1) * scale_BT**3 / size
+    dproducts_BTM = (dh_BTM * scale_BT[..., None]).astype(xs[0].dtype)
+    gradient = on_shards(
+        residual_streams.gradient, [streams, streams, _TOKENS, _MAPS, _MAPS, _NUMBER, _PHI], (streams, _PHI_SUMS)
+    )
+    dxs, dphi = gradient(xs, dmaps.xs, dx_BTD, maps_BTM, dproducts_BTM, along_BT, projection.phi_RDM)
+    over_tokens = lambda x_BTM: jnp.sum(x_BTM, axis=(0, 1))
+    sums = over_tokens(dphi), over_tokens(dlogits_BTM * h_BTM), over_tokens(dlogits_BTM)
+    dprojection = Projection(*(d.astype(w.dtype) for d, w in zip(sums, projection, strict=True)))
+    return dxs, jnp.zeros((*scale_BT.shape, R), scale_BT.dtype), dprojection
+
+
+read_streams.defvjp(_read_forward, _read_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def read_and_norm_streams(
+    rules: Rules, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection, scale_D: Float[Array, "D"]
+) -> tuple[Float[Array, "B T D"], Maps]:
+    """`read_streams`, then RMSNorm of what was read, in kernels for a GPU: there and back, the streams are read once,
+    and what they come to is never written down. Of the result, which is kept, nothing has to be computed again."""
+    return _read_and_norm_forward(rules, xs, squares_BTR, projection, scale_D)[0]
+
+
+def _read_and_norm_forward(rules, xs, squares_BTR, projection, scale_D):  # type: ignore[no-untyped-def]
+    maps, aside = _maps_of(rules, xs, squares_BTR, projection)
+    streams = (_TOKENS,) * len(xs)
+    read = functools.partial(residual_streams.read_and_norm, eps=rules.eps, interpret=rules.interpret)
+    normed_BTD, inverse_BT = on_shards(read, [streams, _MAPS, _WIDTH], (_TOKENS, _NUMBER))(xs, maps.all_BTM, scale_D)
+    normed_BTD = checkpoint_name(constrain(normed_BTD, *_TOKENS), READ)
+    return (normed_BTD, maps), ((xs, projection, aside, maps.all_BTM), scale_D, _kept(inverse_BT))
+
+
+def _read_and_norm_backward(rules, saved, cotangents):  # type: ignore[no-untyped-def]
+    read, scale_D, inverse_BT = saved
+    xs, maps_BTM = read[0], read[-1]
+    streams = (_TOKENS,) * len(xs)
+    backward = on_shards(
+        functools.partial(residual_streams.read_and_norm_backward, interpret=rules.interpret),
+        [streams, _MAPS, _WIDTH, _NUMBER, _TOKENS], (_TOKENS, _SQUARES, _WIDTH_SUMS),
+    )  # fmt: skip
+    dnormed_BTD, dmaps = cotangents
+    dx_BTD, dpre_BTR, dscale = backward(xs, maps_BTM, scale_D, inverse_BT, dnormed_BTD)
+    return *_gradients(rules, read, dx_BTD, dpre_BTR, dmaps), jnp.sum(dscale, axis=(0, 1)).astype(scale_D.dtype)
+
+
+read_and_norm_streams.defvjp(_read_and_norm_forward, _read_and_norm_backward)
+
+
+@jax.custom_vjp
+def write_streams(
+    xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"]
+) -> tuple[Streams, Float[Array, "B T R"]]:
+    """(stream i becomes sum_j res[i][j] * stream j + post[i] * y; the `squares` of the new streams, with no gradient).
+
+    The streams are those of `Maps.xs`: what comes back as their gradient is that of the new streams, which
+    `read_streams`, on the way back, mixes as it came. Mixed here, it would be written down and read once more.
+    """
+    streams = (_TOKENS,) * len(xs)
+    return on_shards(residual_streams.write, [streams, _TOKENS, _MAPS], (streams, _SQUARES))(xs, y_BTD, maps_BTM)
+
+
+def _write_forward(xs, y_BTD, maps_BTM):  # type: ignore[no-untyped-def]
+    return write_streams(xs, y_BTD, maps_BTM), (xs, y_BTD, maps_BTM)
+
+
+def _write_backward(saved, cotangents):  # type: ignore[no-untyped-def]
+    douts, _ = cotangents
+    streams = (_TOKENS,) * len(douts)
+    sums = on_shards(residual_streams.write_sums, [streams, _TOKENS, _MAPS, streams], (_TOKENS, _MAPS))
+    return douts, *sums(*saved, douts)
+
+
+write_streams.defvjp(_write_forward, _write_backward)
 
 
 State = Any  # x_BTD, or StreamState
@@ -73,8 +227,9 @@ class PlainResidual(eqx.Module):
     def leave(state: State) -> Float[Array, "B T D"]:
         return state
 
-    def read(self, state: State) -> tuple[Float[Array, "B T D"], Any]:
-        return state, None
+    def read(self, state: State, norm: RMSNorm) -> tuple[Float[Array, "B T D"], Any]:
+        """(what a sub-layer works on, what `write` has to know)."""
+        return norm(state), None
 
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:
         return state + y_BTD
@@ -109,27 +264,20 @@ class HyperConnection(eqx.Module):
     def leave(state: State) -> Float[Array, "B T D"]:
         return sum(x.astype(jnp.float32) for x in state.xs).astype(state.xs[0].dtype)
 
-    def maps(self, state: State) -> Maps:
+    def read(self, state: State, norm: RMSNorm) -> tuple[Float[Array, "B T D"], Any]:
         R = len(state.xs)
-        h_BTM = residual_streams.project(state.xs, state.squares_BTR, self.phi_RDM, self.eps)
         alpha_M = jnp.repeat(self.alpha_3, np.array([R, R, R * R]), total_repeat_length=R * R + 2 * R)
-        logits_BTM = alpha_M[None, None] * h_BTM + self.bias_M[None, None]
-        to_maps = on_shards(functools.partial(residual_streams.maps, iterations=self.iterations), [_MAPS], (_MAPS, _NUMBER))
-        # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials;
-        # and kept for the backward pass.
-        name = functools.partial(checkpoint_name, name=residual_streams.COEFFICIENTS)
-        return Maps(*jax.tree.map(name, jax.lax.optimization_barrier(to_maps(logits_BTM))))
-
-    def read(self, state: State) -> tuple[Float[Array, "B T D"], Any]:
         with jax.named_scope("mhc"):
-            maps = self.maps(state)
-            return checkpoint_name(constrain(residual_streams.read(state.xs, maps.all_BTM), *_TOKENS), READ), maps
+            given = Rules(self.iterations, self.eps), *state, Projection(self.phi_RDM, alpha_M, self.bias_M)
+            devices = max(jax.sharding.get_abstract_mesh().size, 1)
+            if is_gpu() and residual_streams.fits_norm(state.xs[0], devices) and norm.eps == self.eps:
+                return read_and_norm_streams(*given, norm.scale_D)
+            x_BTD, maps = read_streams(*given)
+        return norm(x_BTD), maps
 
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:
         with jax.named_scope("mhc"):
-            all_streams = (_TOKENS,) * len(state.xs)
-            write = on_shards(residual_streams.write, [all_streams, _TOKENS, _MAPS], (all_streams, _SQUARES))
-            return StreamState(*write(state.xs, y_BTD, maps.all_BTM))
+            return StreamState(*write_streams(maps.xs, y_BTD, maps.all_BTM))
 
 
 def residual_class(cfg: ModelConfig) -> type[PlainResidual] | type[HyperConnection]:

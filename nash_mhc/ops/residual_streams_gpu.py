@@ -1,8 +1,8 @@
 """Passes over residual streams as GPU kernels (Pallas, Triton): each loads a token's coefficients and its streams once.
 
 XLA's own fusions load up to 24 coefficients again for every element, and split the reductions of the backward pass over
-many kernels that each read the streams anew. `streams.py` has the same functions in plain arrays; the tests hold them
-together. Streams are [tokens, D] here, and a token's coefficients one row of a [tokens, M] array:
+many kernels that each read the streams anew. `residual_streams.py` has the same functions in plain arrays; the tests
+hold them together. Streams are [tokens, D] here, and a token's coefficients one row of a [tokens, M] array:
 pre, post, then res row by row.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,23 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 _ROWS, _COLUMNS, _WARPS = 4, 256, 4  # of a block: the best of what was tried on an H200 at D 2048 (docs/log.md)
+_MATRIX_COLUMNS = 32  # of a product's factor, whose columns are 24 with four streams: a power of two, as Triton wants it
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work: tokens and columns at a time, tokens of a block, its warps, loads that go ahead."""
+
+    rows: int
+    columns: int
+    block: int
+    warps: int
+    stages: int
+
+
+# The best of what was tried on an H200 at D 2048, again (docs/log.md).
+_GRADIENT = Tiles(rows=32, columns=64, block=2048, warps=4, stages=3)
+_NORM = Tiles(rows=1, columns=1024, block=16, warps=4, stages=1)
+_MOST_CHUNKS = 8  # of a token's columns, which a kernel holds all at once
 
 
 def fits(shape: tuple[int, ...]) -> bool:
@@ -113,3 +130,162 @@ def write_backward(
     outs = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(maps.shape, _wide(y.dtype))]
     dy, dmaps = _call(kernel, outs, [*xs, y, maps, *douts], "streams_write_backward", interpret)
     return dy, dmaps
+
+
+def _widened(a: Array) -> Array:
+    """With columns of zeros up to the width of a matrix product."""
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, _MATRIX_COLUMNS - a.shape[-1])])
+
+
+def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    """Summed over one axis of each, in float32."""
+    numbers = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(a, b, numbers, preferred_element_type=_wide(a.dtype))
+
+
+def fits_gradient(shape: tuple[int, ...], maps: int, dtype: Any) -> bool:
+    """Whether streams [..., D] can be cut into the tiles of `gradient`, whose products a GPU has units for."""
+    whole = math.prod(shape[:-1]) % _GRADIENT.rows == 0 and shape[-1] % 32 == 0
+    return whole and maps <= _MATRIX_COLUMNS and jnp.dtype(dtype).itemsize == 2
+
+
+def gradient(
+    xs: Sequence[Array], douts: Sequence[Array], dread: Array, maps: Array, dproducts: Array, along: Array, phi_RDM: Array,
+    *, tiles: Tiles = _GRADIENT, interpret: bool = False,
+) -> tuple[list[Array], Array]:  # fmt: skip
+    """(gradients of the streams, of phi) in one pass: what was written, read, projected and normalised, all at once.
+
+    A block has some columns of many tokens. Its columns of phi stay where they are, and so do the sums of their
+    gradient.
+    """
+    R, (tokens, width) = len(xs), dread.shape
+    chunk, block = min(width & -width, tiles.columns), math.gcd(tokens, tiles.block)
+
+    def kernel(*refs: Any) -> None:
+        x_refs, d_refs, others, out_refs = refs[:R], refs[R : 2 * R], refs[2 * R : 2 * R + 5], refs[2 * R + 5 : -1]
+        (dread_ref, maps_ref, dproducts_ref, along_ref, phi_ref), dphi_ref = others, refs[-1]
+        first, here = pl.program_id(0) * block, pl.ds(pl.program_id(1) * chunk, chunk)
+        phi = [phi_ref[r, here, :] for r in range(R)]
+
+        def body(n: Array, dphi: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = pl.ds(first + n * tiles.rows, tiles.rows)
+            d, dread, dproducts = [ref[at, here] for ref in d_refs], dread_ref[at, here], dproducts_ref[at, :]
+            column = lambda m: maps_ref[at, m][:, None]
+            wide = lambda a: a.astype(_wide(a.dtype))
+            sums = []
+            for j in range(R):
+                x = x_refs[j][at, here]
+                mixed = _sum([column(2 * R + i * R + j) * wide(d[i]) for i in range(R)])
+                own = mixed + column(j) * wide(dread) + along_ref[at, 0][:, None] * wide(x)
+                out_refs[j][at, here] = (own + _product(dproducts, phi[j], (1, 1))).astype(out_refs[j].dtype)
+                sums.append(dphi[j] + _product(x, dproducts, (0, 0)))
+            return tuple(sums)
+
+        nothing = jnp.zeros((chunk, _MATRIX_COLUMNS), _wide(dread.dtype))
+        for r, total in enumerate(lax.fori_loop(0, block // tiles.rows, body, (nothing,) * R)):
+            dphi_ref[pl.program_id(0), r, here, :] = total
+
+    blocks = tokens // block
+    sums = jax.ShapeDtypeStruct((blocks, R, width, _MATRIX_COLUMNS), _wide(dread.dtype))
+    *dxs, dphi = pl.pallas_call(
+        kernel, out_shape=[*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], sums], grid=(blocks, width // chunk),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages), name="streams_gradient",
+        interpret=interpret,
+    )(*xs, *douts, dread, maps, _widened(dproducts), along[:, None], _widened(phi_RDM))  # fmt: skip
+    return dxs, jnp.sum(dphi, axis=0)[..., : phi_RDM.shape[-1]]
+
+
+def fits_norm(shape: tuple[int, ...], devices: int) -> bool:
+    """Whether a token's columns of a [..., D] array are a few chunks, and each device's tokens whole blocks."""
+    chunk = min(shape[-1] & -shape[-1], _NORM.columns)
+    return math.prod(shape[:-1]) % (devices * _NORM.block) == 0 and chunk >= 32 and shape[-1] // chunk <= _MOST_CHUNKS
+
+
+def _chunks(width: int, tiles: Tiles) -> list[Any]:
+    chunk = min(width & -width, tiles.columns)
+    return [pl.ds(k * chunk, chunk) for k in range(width // chunk)]
+
+
+def read_and_norm(
+    xs: Sequence[Array], maps: Array, scale_D: Array, eps: float, *, tiles: Tiles = _NORM, interpret: bool = False
+) -> tuple[Array, Array]:
+    """(x / rms(x) * scale of x = sum_r pre[r] stream r, 1 / rms(x) as [tokens, 1]): x itself is not written down."""
+    R, (tokens, width) = len(xs), xs[0].shape
+    chunks = _chunks(width, tiles)
+
+    def kernel(*refs: Any) -> None:
+        x_refs, (maps_ref, scale_ref, out_ref, inverse_ref), first = refs[:R], refs[R:], pl.program_id(0) * tiles.block
+
+        def body(n: Array, nothing: Array) -> Array:
+            at = pl.ds(first + n * tiles.rows, tiles.rows)
+            x = [_read(x_refs, maps_ref, at, here)[0] for here in chunks]
+            inverse = lax.rsqrt(_sum([jnp.sum(a * a, axis=1) for a in x]) / width + eps)
+            inverse_ref[at, 0] = inverse
+            for here, a in zip(chunks, x, strict=True):
+                out_ref[at, here] = (a * inverse[:, None] * scale_ref[here][None, :]).astype(out_ref.dtype)
+            return nothing
+
+        lax.fori_loop(0, tiles.block // tiles.rows, body, jnp.int32(0))
+
+    outs = [jax.ShapeDtypeStruct(xs[0].shape, xs[0].dtype), jax.ShapeDtypeStruct((tokens, 1), _wide(xs[0].dtype))]
+    normed, inverse = pl.pallas_call(
+        kernel, out_shape=outs, grid=(tokens // tiles.block,), name="streams_read_and_norm", interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+    )(*xs, maps, scale_D)  # fmt: skip
+    return normed, inverse
+
+
+def _read(x_refs: Sequence[Any], maps_ref: Any, at: Any, here: Any) -> tuple[Array, list[Array]]:
+    """(sum_r pre[r] stream r, the streams) of some tokens and columns."""
+    x = [ref[at, here].astype(_wide(ref.dtype)) for ref in x_refs]
+    return _sum([maps_ref[at, r][:, None] * a for r, a in enumerate(x)]), x
+
+
+def read_and_norm_backward(
+    xs: Sequence[Array], maps: Array, scale_D: Array, inverse: Array, dnormed: Array, *, tiles: Tiles = _NORM,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """(gradient of what was read, of pre [tokens, R], of the scale) in one pass over the streams.
+
+    That of pre is the product of each stream with that of what was read. As the latter is (g - x * along) / rms, with
+    g the gradient times the scale, it follows from products with g and with x, and no stream is read twice.
+    """
+    R, (tokens, width) = len(xs), dnormed.shape
+    chunks = _chunks(width, tiles)
+
+    def kernel(*refs: Any) -> None:
+        x_refs, (maps_ref, scale_ref, inverse_ref, dnormed_ref, dx_ref, dpre_ref, dscale_ref) = refs[:R], refs[R:]
+        first = pl.program_id(0) * tiles.block
+
+        def body(n: Array, dscale: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = pl.ds(first + n * tiles.rows, tiles.rows)
+            inverse = inverse_ref[at, 0]
+            held, totals, sums = [], [jnp.zeros(tiles.rows, _wide(dnormed.dtype))] * (2 * R + 1), []
+            for here, total in zip(chunks, dscale, strict=True):
+                read, x = _read(x_refs, maps_ref, at, here)
+                dnormed_tile = dnormed_ref[at, here].astype(read.dtype)
+                sums.append(total + dnormed_tile * read * inverse[:, None])
+                g = dnormed_tile * scale_ref[here][None, :]
+                held.append((read, g))
+                products = [g * read, *(g * a for a in x), *(read * a for a in x)]
+                totals = [t + jnp.sum(p, axis=1) for t, p in zip(totals, products, strict=True)]
+            along = totals[0] * inverse * inverse / width
+            for r in range(R):
+                dpre_ref[at, r] = inverse * (totals[1 + r] - along * totals[1 + R + r])
+            for here, (read, g) in zip(chunks, held, strict=True):
+                dx_ref[at, here] = ((g - read * along[:, None]) * inverse[:, None]).astype(dx_ref.dtype)
+            return tuple(sums)
+
+        nothing = tuple(jnp.zeros((tiles.rows, width // len(chunks)), _wide(dnormed.dtype)) for _ in chunks)
+        sums = lax.fori_loop(0, tiles.block // tiles.rows, body, nothing)
+        for here, total in zip(chunks, sums, strict=True):
+            dscale_ref[pl.program_id(0), here] = jnp.sum(total, axis=0)
+
+    wide, blocks = _wide(dnormed.dtype), tokens // tiles.block
+    outs = [(dnormed.shape, dnormed.dtype), ((tokens, R), wide), ((blocks, width), wide)]
+    dx, dpre, dscale = pl.pallas_call(
+        kernel, out_shape=[jax.ShapeDtypeStruct(*out) for out in outs], grid=(blocks,), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        name="streams_read_and_norm_backward",
+    )(*xs, maps, scale_D, inverse, dnormed)  # fmt: skip
+    return dx, dpre, jnp.sum(dscale, axis=0)
