@@ -38,7 +38,7 @@ def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
     state = residual.enter(cfg, model.embed_VD[tokens_BT] * cfg.width**0.5)
 
     def body(state: Any, layer: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-        maps_BTM = jnp.log(layer.attention_residual.maps(state).all_BTM)
+        maps_BTM = jnp.log(layer.attention_residual.read(state, layer.attention_norm)[1].all_BTM)
         state, _, _ = layer(state, unmixed(cfg, tokens_BT.shape), layout, window=cfg.window, kernel="xla")
         return state, (maps_BTM, residual.leave(state))
 

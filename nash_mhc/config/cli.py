@@ -174,6 +174,10 @@ def _build(settings: Settings, found: Found, kind: str) -> tuple[RunConfig, dict
     if values["optim"]["warmup_steps"] > total / 10:
         values["optim"]["warmup_steps"] = total // 10
         origins["optim.warmup_steps"] += ", fitted to total_steps"
+    # What a preset keeps by name belongs to its own remat, and not to one that the user has chosen.
+    if "train.remat" in settings and values["train"]["remat_keep"] is not None:
+        values["train"]["remat_keep"] = None
+        origins["train.remat_keep"] = "none with a remat of your own"
     for path, (value, origin) in settings.items():
         section, _, name = path.rpartition(".")
         (values[section] if section else values)[name] = value

@@ -4,6 +4,7 @@ No jax, no I/O."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -87,13 +88,19 @@ def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
         raise ConfigError(f"{name} must be at most {high}, not {value}")
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Read once: a plan makes thousands of sections, and half of its time was spent on their annotations."""
+    return typing.get_type_hints(kind)
+
+
 class Section:
     """Shared by all sections: every field is checked against its declaration at construction."""
 
     section = ""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = _hints(type(self))  # type: ignore[arg-type]  # a class can be hashed
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if isinstance(value, int) and not isinstance(value, bool) and accepted_types(hints[f.name])[0] is float:

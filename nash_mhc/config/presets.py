@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from nash_mhc.config.schema import (
     ConfigError,
     DataConfig,
@@ -70,7 +72,9 @@ _NASH_MHC: dict[str, RunConfig] = {
             vocab_size=32_768, width=2048, layers=16, heads=16, kv_heads=16, head_dim=128, ffn=5504, window=512,
             rope_theta=500_000.0, tied_embeddings=False,
         ),
-        data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
+        data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, telemetry=_TELEMETRY,
+        # On an H200, 7% (dense) and 5% off the step, for 1.3 GiB a row.
+        train=dataclasses.replace(_TRAIN, remat_keep="ffn-up"),
     ),
     "3b": RunConfig(
         model_size="3b",

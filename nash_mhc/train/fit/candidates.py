@@ -16,7 +16,8 @@ from nash_mhc.train.resolve_devices import for_platform
 
 # Of a chip's memory: what an estimate may come to and still be believed, by its error against the compiler.
 SAFE = 0.9
-_REMATS = ("none", "dots", "full")
+# What is computed again, and what is kept by name beside it: from the fastest to the smallest.
+_REMATS: tuple[tuple[str, str | None], ...] = (("none", None), ("dots", "ffn-up"), ("dots", None), ("full", None))
 # How weights and moments are kept, where there is too little room for float32: what costs least first.
 _SMALLER = (PrecisionConfig(moments_dtype="bfloat16"), PrecisionConfig(weights_dtype="bfloat16", moments_dtype="bfloat16"))
 _MOST_PARTS = 64  # of a batch: more forward passes a step than this are not looked at
@@ -48,6 +49,7 @@ class Candidate:
                 "train.grad_accum": self.cfg.train.grad_accum,
                 "train.remat": self.cfg.train.remat,
             }
+            | ({"train.remat_keep": self.cfg.train.remat_keep} if self.cfg.train.remat_keep else {})
             | kept
         )
 
@@ -92,20 +94,29 @@ def _parts(rows: int, ways: int) -> Iterator[tuple[int, int]]:
             yield rows // parts, parts
 
 
+def smaller_remats(cfg: RunConfig) -> list[tuple[str, str | None]]:
+    """The run's own, and those that keep less."""
+    own, by_size = (cfg.train.remat, cfg.train.remat_keep), [remat for remat, _ in _REMATS]
+    if own in _REMATS:
+        return list(_REMATS[_REMATS.index(own) :])
+    without = _REMATS[by_size.index(own[0]) :]
+    return [own, *(each for each in without if each[1] is None)]
+
+
 def ways(
-    cfg: RunConfig, chips: int, slices: int = 1, remats: Sequence[str] = _REMATS
+    cfg: RunConfig, chips: int, slices: int = 1, remats: Sequence[tuple[str, str | None]] = _REMATS
 ) -> Iterator[tuple[RunConfig, dict[str, int]]]:
     """(configuration, mesh): all that divide, of as many rows a step."""
     rows = cfg.data.batch_size * cfg.train.grad_accum
     for mesh in _meshes(chips, slices):
         axes: dict[str, Any] = {**mesh}
         for batch, parts in _parts(rows, mesh["data"] * mesh["fsdp"]):
-            for remat in remats:
+            for remat, keep in remats:
                 one = dataclasses.replace(
                     cfg,
                     data=dataclasses.replace(cfg.data, batch_size=batch),
                     mesh=dataclasses.replace(cfg.mesh, **axes),
-                    train=dataclasses.replace(cfg.train, grad_accum=parts, remat=remat),
+                    train=dataclasses.replace(cfg.train, grad_accum=parts, remat=remat, remat_keep=keep),
                 )
                 if _divides(one, mesh):
                     yield one, mesh
@@ -130,8 +141,8 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
 
 def _divided(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
     wanted = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
-    is_set = "train.remat" in given or cfg.train.remat_keep is not None
-    remats = [cfg.train.remat] if is_set else _REMATS
+    is_set = "train.remat" in given or "train.remat_keep" in given
+    remats = [(cfg.train.remat, cfg.train.remat_keep)] if is_set else _REMATS
     return [
         _candidate(for_platform(one, machine.chip.platform), mesh, machine)
         for one, mesh in ways(cfg, machine.chips, machine.slices, remats)

@@ -18,7 +18,15 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.chips import Chip, Machine, by_kind
 from nash_mhc.runtime.hardware import device_memory
 from nash_mhc.runtime.host_memory import host_memory
-from nash_mhc.train.fit.candidates import SAFE, candidates, precision_settings, rows_for, smaller_precisions, ways
+from nash_mhc.train.fit.candidates import (
+    SAFE,
+    candidates,
+    precision_settings,
+    rows_for,
+    smaller_precisions,
+    smaller_remats,
+    ways,
+)
 from nash_mhc.train.fit.here import this_cpu
 from nash_mhc.train.fit.memory import Memory, estimate
 from nash_mhc.train.fit.roofline import ERROR, speed
@@ -43,7 +51,8 @@ _MADE_BY = {
 # The same rows in more parts are the same step; remat costs time; another mesh may cost more of it; shorter rows are
 # another run, and so are weights that are kept in half of the bits.
 _KINDS = {
-    "data.batch_size": "parts", "train.grad_accum": "parts", "train.remat": "remat", "data.seq_len": "length",
+    "data.batch_size": "parts", "train.grad_accum": "parts", "train.remat": "remat", "train.remat_keep": "remat",
+    "data.seq_len": "length",
     "precision.weights_dtype": "precision", "precision.moments_dtype": "precision",
 }  # fmt: skip
 _HARM = {"parts": 1, "remat": 2, "mesh": 4, "precision": 8, "length": 16}
@@ -117,7 +126,7 @@ def smaller(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> list[Remedy
         return []  # `ways` knows no other axes: of a mesh with one more, nobody has said what may be split along it
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
     now = _settings(cfg, mesh)
-    for other, its_mesh in itertools.chain(ways(cfg, math.prod(mesh.values())), _more(cfg, mesh)):
+    for other, its_mesh in itertools.chain(_ways(cfg, mesh), _more(cfg, mesh)):
         changed = {key: value for key, value in _settings(other, its_mesh).items() if now[key] != value}
         size = estimate(other, its_mesh).total
         if changed and size <= SAFE * room:
@@ -130,12 +139,18 @@ def smaller(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> list[Remedy
     return list(best.values())[:_SHOWN]
 
 
+def _ways(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, dict[str, int]]]:
+    """Over as many devices, with nothing kept that is not kept now."""
+    return ways(cfg, math.prod(mesh.values()), remats=smaller_remats(cfg))
+
+
 def _settings(cfg: RunConfig, mesh: Mapping[str, int]) -> dict[str, Any]:
     return {f"mesh.{axis}": size for axis, size in mesh.items()} | {
         "data.batch_size": cfg.data.batch_size,
         "data.seq_len": cfg.data.seq_len,
         "train.grad_accum": cfg.train.grad_accum,
         "train.remat": cfg.train.remat,
+        "train.remat_keep": cfg.train.remat_keep,
         **precision_settings(cfg),
     }
 
@@ -143,11 +158,11 @@ def _settings(cfg: RunConfig, mesh: Mapping[str, int]) -> dict[str, Any]:
 def _more(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, dict[str, int]]]:
     """Less of the same, for when no split of it fits: in half of the bits, or shorter rows."""
     for halved in smaller_precisions(cfg):
-        yield from (way for way in ways(halved, math.prod(mesh.values())) if way[1] == dict(mesh))
+        yield from (way for way in _ways(halved, mesh) if way[1] == dict(mesh))
     length = cfg.data.seq_len // 2
     while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
         shorter = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length))
-        yield from (way for way in ways(shorter, math.prod(mesh.values())) if way[1] == dict(mesh))
+        yield from (way for way in _ways(shorter, mesh) if way[1] == dict(mesh))
         length //= 2
 
 
@@ -191,11 +206,12 @@ def best_here(cfg: RunConfig, given: Mapping[str, Any], say: Callable[[str], Non
             "smaller --model-size or --batch-size, or more devices (nash-mhc plan says how many)"
         )
     best = found[0]
+    chosen = {name: getattr(best.cfg.train, name) for name in ("grad_accum", "remat", "remat_keep")}
     say(f"--mesh-auto: {' '.join(as_flags(best.settings))} ({_gib(best.memory.total)} a device, of {len(found)} ways)")
     axes: dict[str, Any] = {**best.mesh}
     return dataclasses.replace(
         cfg,
         mesh=dataclasses.replace(cfg.mesh, **axes),
         data=dataclasses.replace(cfg.data, batch_size=best.cfg.data.batch_size),
-        train=dataclasses.replace(cfg.train, grad_accum=best.cfg.train.grad_accum, remat=best.cfg.train.remat),
+        train=dataclasses.replace(cfg.train, **chosen),
     )
