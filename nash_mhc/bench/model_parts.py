@@ -96,6 +96,9 @@ def seen_keys(length: int, window: int | None, stride: int) -> int:
     return sum(min(t + 1, window or length) for t in range(length))
 
 
+_LAYERS_AT_ONCE = 4  # of an update, whose memory is that of their weights seven times over
+
+
 class Walk:
     """A model of one group of layers, as `create_state` makes it, walked with one part of a batch."""
 
@@ -146,14 +149,22 @@ class Walk:
     def _inside(self, x_BTD: Any) -> Any:
         """One layer; what the last norm would give."""
         L, residual = self.model.layers, lambda layer: layer.attention_residual
-        state, maps = residual_class(self.model).enter(self.model, x_BTD), None
+        state = residual_class(self.model).enter(self.model, x_BTD)
+        maps: Any = None
+        norm: Run = lambda own, x_BTD, _: own(x_BTD)
         if self.model.residual == "mhc":
-            x_BTD, maps = self._take(
-                "mhc-read", 2 * L, lambda own, xs, squares_BTR: own.read(StreamState(xs, squares_BTR)), residual,
-                ("phi_RDM", "bias_M", "alpha_3"), arrays=state.xs, aside=state.squares_BTR,
+            read: Run = lambda own, xs, squares_BTR: own.attention_residual.read(
+                StreamState(xs, squares_BTR), own.attention_norm
+            )
+            normed_BTD, maps = self._take(
+                "mhc-read", 2 * L, read, lambda layer: layer, ("attention_residual.", "attention_norm."), arrays=state.xs,
+                aside=state.squares_BTR,
+                returned=lambda out: (out[0], out[1]._replace(xs=())),  # the streams go through as they are
             )  # fmt: skip
-        norm = lambda layer: layer.attention_norm
-        normed_BTD = self._take("norm", 2 * L + 1, lambda own, x_BTD, _: own(x_BTD), norm, ("scale_D",), arrays=x_BTD)
+            self._take("norm", 1, norm, lambda lm: lm.norm, ("scale_D",), arrays=x_BTD, whole=True, in_layer=False)
+        else:
+            at = lambda layer: layer.attention_norm
+            normed_BTD = self._take("norm", 2 * L + 1, norm, at, ("scale_D",), arrays=x_BTD)
         read_BTD, slots_BT = normed_BTD, self._batch.segments
         if self.model.conv_taps:
             conv = lambda layer: layer.attention_conv
@@ -162,8 +173,9 @@ class Walk:
             )
         y_BTD = self._attention(read_BTD)
         if self.model.residual == "mhc":
-            write: Run = lambda own, old, squares_BTR: own.write(StreamState(old[0], squares_BTR), *old[1:])
-            self._take("mhc-write", 2 * L, write, residual, arrays=(state.xs, y_BTD, maps), aside=state.squares_BTR)
+            # The gradient of the old streams is made where they were read.
+            write: Run = lambda own, new, state: own.write(state, new[0], new[1]._replace(xs=state.xs))
+            self._take("mhc-write", 2 * L, write, residual, arrays=(y_BTD, maps._replace(xs=())), aside=state)
         else:
             self._take(
                 "add", 2 * L, lambda own, both, _: own.write(*both, None), residual, arrays=(state, y_BTD), reads_again=False
@@ -225,10 +237,14 @@ class Walk:
         )  # fmt: skip
 
     def _updates(self) -> None:
-        """Of one layer, and of all that is no layer's; AdamW and most others take every array by itself."""
+        """Of a few layers, and of all that is no layer's. In the step, those of all layers are one array: of one layer
+        alone, starting the many small ones would be most of the time."""
         training, h = Training.of(self.cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(self.cfg))
-        others = _only(self._lm[0], tuple(name for name in named_leaves(self._lm[0]) if not name.startswith("layers.")))
-        for name, times, trained in (("layer", self.model.layers, self._layer[0]), ("others", 1, others)):
+        names = tuple(name for name in named_leaves(self._lm[0]) if not name.startswith("layers."))
+        few = math.gcd(self.model.layers, _LAYERS_AT_ONCE)
+        layers = jax.tree.map(lambda a: jnp.repeat(a[:1], few, axis=0), _only(self._lm[0], ("layers.",)))
+        others = _only(self._lm[0], names)
+        for name, times, trained in (("layers", self.model.layers // few, layers), ("others", 1, others)):
             if jax.tree.leaves(trained):
                 ema = jax.tree.map(wide, trained) if self.cfg.optim.ema_decay else None
                 sums = jax.tree.map(lambda p: 0.5 * p, trained)
