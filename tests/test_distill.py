@@ -59,7 +59,8 @@ def test_it_holds_what_the_teacher_finds_likely(teacher, cache):
         np.testing.assert_allclose(got.logits[counts], want[counts], atol=2e-3)
         assert (got.logits[..., 0] == 0).all()
         lse = np.log(np.exp((z - z.max(-1, keepdims=True)) / temperature).sum(-1))
-        np.testing.assert_allclose(got.lse[counts], lse[counts], rtol=1e-5)
+        # Two programs, whose logits differ by float32's roundings: as much, however small the lse is.
+        np.testing.assert_allclose(got.lse[counts], lse[counts], rtol=1e-5, atol=2e-6)
 
 
 def test_random_tokens_are_cached_beside_the_likeliest_and_learned_from(teacher, cache, tmp_path):
