@@ -1,5 +1,7 @@
 """The short convolution: the sum it is said to be, within documents, with the gradients of that sum."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import ShortConv
+from nash_mhc.ops import conv
 from nash_mhc.ops.conv import short_conv
 
 
@@ -56,3 +59,24 @@ def test_it_adds_up_in_float32_and_starts_as_nearly_nothing():
     np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
     np.testing.assert_allclose(exact, x_BTD.astype(jnp.float32), atol=0.4)
     assert float(jnp.std(exact - x_BTD.astype(jnp.float32))) < 0.06
+
+
+@pytest.mark.parametrize("segmented", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernels_equal_the_plain_form(segmented, dtype):
+    """In Pallas's interpreter: the same kernels that a GPU compiles. Rows and documents end within a tile's reach."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, dy = (jax.random.normal(key, (2, 64, 96), dtype) for key in keys[:2])
+    taps = jax.random.normal(keys[2], (4, 96))
+    segments = jnp.sort(jax.random.randint(keys[3], (2, 64), 1, 30), axis=1).at[1, 50:].set(0) if segmented else None
+    assert conv.conv_gpu.fits(x.shape)
+    within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
+    for in_xla, in_kernel, args in [
+        (conv.short_conv_reference, conv._mixed_in_kernel, (x, taps, segments)),
+        (conv._backward_in_xla, conv._backward_in_kernel, (x, taps, segments, dy)),
+    ]:
+        want, got = jax.jit(in_xla)(*args), jax.jit(functools.partial(in_kernel, interpret=True))(*args)
+        same = lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2 * within, atol=within
+        )
+        jax.tree.map(same, got, want)

@@ -1,10 +1,13 @@
 """RMS normalisation, alone and with the rotation: values and gradients against the plain forms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nash_mhc.ops import norm
 from nash_mhc.ops.norm import norm_and_rope, rms_norm, rms_norm_reference
 from nash_mhc.ops.rope import Rotation, rope
 
@@ -53,3 +56,25 @@ def test_zeros_have_a_finite_gradient():
     x, scale, positions, _ = inputs(jnp.float32)
     grad = jax.grad(lambda x: jnp.sum(norm_and_rope(x, scale, positions, 1e-6, TURN)))(jnp.zeros_like(x))
     assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("heads", [16, 6])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernels_equal_the_plain_form(heads, dtype):
+    """In Pallas's interpreter: the same kernels that a GPU compiles. Some heads of a token are in another tile."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    x, dout = (jax.random.normal(k, (2, 1024, heads, H), dtype) for k in keys[:2])
+    scale, positions = jax.random.normal(keys[2], (H,)), jax.random.randint(keys[3], (2, 1024), 0, 100)
+    assert norm.norm_gpu.fits(x.shape)
+    within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
+    given = x, scale, positions, norm._inverse_rms(x, 1e-6)
+    for in_xla, in_kernel, args in [
+        (norm._turned_in_xla, norm._turned_in_kernel, given),
+        (norm._turned_back_in_xla, norm._turned_back_in_kernel, (*given, dout)),
+    ]:
+        want = jax.jit(functools.partial(in_xla, TURN))(*args)
+        got = jax.jit(functools.partial(in_kernel, 1e-6, TURN, interpret=True))(*args)
+        same = lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2 * within, atol=within
+        )
+        jax.tree.map(same, got, want)

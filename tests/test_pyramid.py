@@ -61,7 +61,7 @@ def test_gradients_are_those_of_the_plain_form(r):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("r", [2, 4])
+@pytest.mark.parametrize("r", [2, 4, 16])
 def test_the_gpu_kernels_compute_what_xla_does(r, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. A document ends within a piece."""
     shape, rows = (2, 40 * r, 2, 64), 40

@@ -18,6 +18,7 @@ from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
 from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Documents, Rows
 from nash_mhc.ops.norm import norm_and_rope
+from nash_mhc.ops.platform import is_gpu
 from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
 from nash_mhc.ops.spread import Spread, plan
 from nash_mhc.parallel.params import VECTOR, param
@@ -158,15 +159,18 @@ class Attention(eqx.Module):
         return self.placed_queries(q_BTNH, positions_BT), self.placed_keys(k_BTKH, positions_BT)
 
     def placed_queries(self, q_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"]) -> Array:
-        return self._turned(q_BTNH, self.q_norm, positions_BT)
+        return self._turned(q_BTNH, self.q_norm, positions_BT, PER_HEAD)
 
     def placed_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
-        return self._turned(k_BTKH, self.k_norm, positions_BT)
+        return self._turned(k_BTKH, self.k_norm, positions_BT, PER_KV_HEAD)
 
-    def _turned(self, x_BTNH: Array, norm: RMSNorm | None, positions_BT: Array) -> Array:
+    def _turned(self, x_BTNH: Array, norm: RMSNorm | None, positions_BT: Array, axes: tuple[str, ...]) -> Array:
         if norm is None:
             return rope(x_BTNH, positions_BT, self.rotation)
-        return norm_and_rope(x_BTNH, norm.scale_D, positions_BT, norm.eps, self.rotation)
+        run = lambda x, scale, positions: norm_and_rope(x, scale, positions, norm.eps, self.rotation)
+        if is_gpu():  # whose kernel no partitioner can split: each device turns the heads that it has
+            run = on_shards(run, [axes, ("head_dim",), ("batch", "time")], axes)
+        return run(x_BTNH, norm.scale_D, positions_BT)
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         return checkpoint_name(project(mixed_BTNH, self.out_NHD, "btnh,nhd->btd"), OUTPUT)

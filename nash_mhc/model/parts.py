@@ -17,6 +17,7 @@ from nash_mhc.model.weights import project
 from nash_mhc.ops.conv import short_conv
 from nash_mhc.ops.lookup import rows_of
 from nash_mhc.ops.norm import rms_norm
+from nash_mhc.ops.platform import is_gpu
 from nash_mhc.parallel.params import VECTOR, param
 from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards
 
@@ -62,8 +63,11 @@ class ShortConv(eqx.Module):
         return ShortConv(alone_J[:, None] + init_small(key, (cfg.conv_taps, cfg.width), 0.02))
 
     def __call__(self, x_BTD: Float[Array, "B T D"], segments_BT: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
+        axes, of_tokens = ("batch", "time", "width"), None if segments_BT is None else ("batch", "time")
+        # A GPU's kernel is nothing that a partitioner could split.
+        run = on_shards(short_conv, [axes, ("taps", "width"), of_tokens], axes) if is_gpu() else short_conv
         with jax.named_scope("conv"):
-            return short_conv(constrain(x_BTD, "batch", "time", "width"), self.taps_JD, segments_BT)
+            return run(constrain(x_BTD, *axes), self.taps_JD, segments_BT)
 
 
 def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:

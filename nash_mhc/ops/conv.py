@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from nash_mhc.ops import conv_gpu
+from nash_mhc.ops.platform import on_platform
 
 
 def short_conv_reference(
@@ -41,7 +47,10 @@ def short_conv(
     x_BTD: Float[Array, "B T D"], taps_JD: Float[Array, "J D"], segments_BT: Int[Array, "B T"] | None = None
 ) -> Float[Array, "B T D"]:
     """The same as `short_conv_reference`: one pass over x, and nothing but x is kept for the backward pass."""
-    return short_conv_reference(x_BTD, taps_JD, segments_BT)
+    forms: dict[str, Any] = {"default": short_conv_reference}
+    if conv_gpu.fits(x_BTD.shape):
+        forms["cuda"] = _mixed_in_kernel
+    return on_platform(x_BTD, taps_JD, segments_BT, **forms)
 
 
 def _forward(x_BTD, taps_JD, segments_BT):  # type: ignore[no-untyped-def]
@@ -49,14 +58,44 @@ def _forward(x_BTD, taps_JD, segments_BT):  # type: ignore[no-untyped-def]
 
 
 def _backward(saved, dy_BTD):  # type: ignore[no-untyped-def]
-    x_BTD, taps_JD, segments_BT = saved
+    forms: dict[str, Any] = {"default": _backward_in_xla}
+    if conv_gpu.fits(dy_BTD.shape):
+        forms["cuda"] = _backward_in_kernel
+    return *on_platform(*saved, dy_BTD, **forms), None
+
+
+def _backward_in_xla(x_BTD: Array, taps_JD: Array, segments_BT: Array | None, dy_BTD: Array) -> tuple[Array, Array]:
     wide = lambda a: a.astype(jnp.float32)
     dx, dtaps = taps_JD[0][None, None] * wide(dy_BTD), [jnp.sum(wide(dy_BTD) * wide(x_BTD), axis=(0, 1))]
     for j in range(1, taps_JD.shape[0]):
         dkept = _kept(dy_BTD, j, segments_BT)
         dx += taps_JD[j][None, None] * wide(_earlier(dkept, j))
         dtaps.append(jnp.sum(wide(dkept) * wide(_later(x_BTD, j)), axis=(0, 1)))
-    return dx.astype(x_BTD.dtype), jnp.stack(dtaps).astype(taps_JD.dtype), None
+    return dx.astype(x_BTD.dtype), jnp.stack(dtaps).astype(taps_JD.dtype)
+
+
+def _same(shape: tuple[int, ...], J: int, segments_BT: Array | None) -> Int[Array, "X"]:
+    """Bit j: token t - j is there, and of token t's document. All rows in one axis."""
+    segments_BT = jnp.ones(shape[:2], jnp.int32) if segments_BT is None else segments_BT
+    is_same = lambda j: (jnp.arange(shape[1]) >= j)[None] & (segments_BT == jnp.roll(segments_BT, j, axis=1))
+    return functools.reduce(jnp.bitwise_or, (is_same(j).astype(jnp.int32) << j for j in range(J))).reshape(-1)
+
+
+def _flat(x_BTD: Array) -> Array:
+    return x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def _mixed_in_kernel(x_BTD: Array, taps_JD: Array, segments_BT: Array | None, *, interpret: bool = False) -> Array:
+    same = _same(x_BTD.shape, taps_JD.shape[0], segments_BT)
+    return conv_gpu.mixed(_flat(x_BTD), taps_JD, same, interpret=interpret).reshape(x_BTD.shape)
+
+
+def _backward_in_kernel(
+    x_BTD: Array, taps_JD: Array, segments_BT: Array | None, dy_BTD: Array, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    same = _same(x_BTD.shape, taps_JD.shape[0], segments_BT)
+    dx, dtaps = conv_gpu.mixed_back(_flat(x_BTD), taps_JD, same, _flat(dy_BTD), interpret=interpret)
+    return dx.reshape(x_BTD.shape), dtaps.astype(taps_JD.dtype)
 
 
 short_conv.defvjp(_forward, _backward)

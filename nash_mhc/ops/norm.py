@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops.rope import Rotation, rope
+from nash_mhc.ops import norm_gpu
+from nash_mhc.ops.platform import on_platform
+from nash_mhc.ops.rope import Rotation, rope, turns
 
 # The reductions are kept as values of their own, and results in their own dtype: fused into what comes after (a
 # rotation, a transposed copy), a GPU computed them again for every element,
@@ -72,25 +75,59 @@ def norm_and_rope(
     x_BTNH: Float[Array, "B T N H"], scale_H: Float[Array, "H"], positions_BT: Int[Array, "B T"], eps: float, by: Rotation
 ) -> Float[Array, "B T N H"]:
     """rope(rms_norm(x)): one pass after the reduction, and nothing rounded in between."""
-    return _turned(x_BTNH, scale_H, positions_BT, _inverse_rms(x_BTNH, eps), by)
-
-
-def _turned(x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse: Array, by: Rotation) -> Array:
-    normed = _wide(x_BTNH) * inverse * _aligned(scale_H, x_BTNH)
-    return _kept(rope(normed, positions_BT, by).astype(x_BTNH.dtype))
+    return _turn_fwd(x_BTNH, scale_H, positions_BT, eps, by)[0]
 
 
 def _turn_fwd(x_BTNH, scale_H, positions_BT, eps, by):  # type: ignore[no-untyped-def]
-    inverse = _inverse_rms(x_BTNH, eps)
-    return _turned(x_BTNH, scale_H, positions_BT, inverse, by), (x_BTNH, scale_H, positions_BT, inverse)
+    forms: dict[str, Any] = {"default": functools.partial(_turned_in_xla, by)}
+    if norm_gpu.fits(x_BTNH.shape):
+        forms["cuda"] = functools.partial(_turned_in_kernel, eps, by)
+    # The kernels compute the root by themselves: for them, nobody computes it here.
+    saved = x_BTNH, scale_H, positions_BT, _inverse_rms(x_BTNH, eps)
+    return _kept(on_platform(*saved, **forms)), saved
 
 
-def _turn_bwd(eps, by, saved, dout):  # type: ignore[no-untyped-def]
-    x_BTNH, scale_H, positions_BT, inverse = saved
+def _turn_bwd(eps, by, saved, dout_BTNH):  # type: ignore[no-untyped-def]
+    forms: dict[str, Any] = {"default": functools.partial(_turned_back_in_xla, by)}
+    if norm_gpu.fits(dout_BTNH.shape):
+        forms["cuda"] = functools.partial(_turned_back_in_kernel, eps, by)
+    return *on_platform(*saved, dout_BTNH, **forms), None
+
+
+def _turned_in_xla(by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse_BTN1: Array) -> Array:
+    normed = _wide(x_BTNH) * inverse_BTN1 * _aligned(scale_H, x_BTNH)
+    return rope(normed, positions_BT, by).astype(x_BTNH.dtype)
+
+
+def _turned_back_in_xla(
+    by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse_BTN1: Array, dout_BTNH: Array
+) -> tuple[Array, Array]:
     # A rotation's transpose turns back, with the same amplitude.
-    straight = rope(_wide(_kept(dout)), -positions_BT, by)
-    dx, dscale = _norm_gradients(x_BTNH, scale_H, inverse, straight)
-    return dx, dscale, None
+    straight = rope(_wide(_kept(dout_BTNH)), -positions_BT, by)
+    return _norm_gradients(x_BTNH, scale_H, inverse_BTN1, straight)
+
+
+def _for_kernel(x_BTNH: Array, scale_H: Array, positions_BT: Array, by: Rotation) -> tuple[Array, Array, Array, Array]:
+    """A head as two halves, whose numbers make pairs, and cosines and sines of all tokens: written down once, not
+    computed for every head."""
+    B, T, N, H = x_BTNH.shape
+    cos, sin = (each.reshape(B * T, H // 2) for each in turns(positions_BT, H, by))
+    return x_BTNH.reshape(B * T, N, 2, H // 2), scale_H.reshape(2, H // 2), cos, sin
+
+
+def _turned_in_kernel(
+    eps: float, by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, _: Array, *, interpret: bool = False
+) -> Array:
+    return norm_gpu.turned(*_for_kernel(x_BTNH, scale_H, positions_BT, by), eps, interpret=interpret).reshape(x_BTNH.shape)
+
+
+def _turned_back_in_kernel(
+    eps: float, by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, _: Array, dout_BTNH: Array, *,
+    interpret: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    given = _for_kernel(x_BTNH, scale_H, positions_BT, by)
+    dx, dscale = norm_gpu.turned_back(*given, dout_BTNH.reshape(given[0].shape), eps, interpret=interpret)
+    return dx.reshape(x_BTNH.shape), dscale.reshape(scale_H.shape).astype(scale_H.dtype)
 
 
 norm_and_rope.defvjp(_turn_fwd, _turn_bwd)

@@ -19,12 +19,19 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 _LONGEST, _BLOCKS = 32, 512  # rows that a block of threads pools one after another, if that leaves so many blocks
-_ROWS, _COLUMNS, _TILES = 8, 128, 4  # of the backward pass: a tile, and how many are summed before the sums are written down
+_AT_ONCE = 4096  # numbers that the forward pass holds of each pooled row's tokens, so that registers are enough
+# Of the backward pass: tokens and columns of a tile, and how many are summed before the sums are written down.
+_TOKENS, _COLUMNS, _TILES = 32, 128, 4
 
 
 def fits(z_BTNH: Array, ratio: int) -> bool:
     _, T, N, H = z_BTNH.shape
-    return T % (ratio * _ROWS) == 0 and N * H % _COLUMNS == 0
+    return T % (ratio * _rows(ratio)) == 0 and N * H % _COLUMNS == 0
+
+
+def _rows(ratio: int) -> int:
+    """Pooled rows of a tile of the backward pass: a power of two."""
+    return min(8, 1 << (max(1, _TOKENS // ratio).bit_length() - 1))
 
 
 def _wide(x: Array) -> Array:
@@ -38,7 +45,7 @@ def _sum(terms: Sequence[Array]) -> Array:
 def pool(z_BIrW: Array, kernel_JW: Array, continues_BI: Array, *, interpret: bool = False) -> Array:
     """A block of threads walks along pooled rows and holds what the next one needs of the last."""
     B, count, r, W = z_BIrW.shape
-    columns = min(W & -W, 1024)
+    columns = min(W & -W, 1 << ((_AT_ONCE // r).bit_length() - 1))
     rows = min(count & -count, _LONGEST)
     while rows > 4 and B * (count // rows) * (W // columns) < _BLOCKS:
         rows //= 2
@@ -71,7 +78,8 @@ def pool_backward(
     """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel).
     All loads of a tile go out at once."""
     B, count, r, W = z_BIrW.shape
-    tiles = next(n for n in range(_TILES, 0, -1) if count % (n * _ROWS) == 0)
+    height = _rows(r)
+    tiles = next(n for n in range(_TILES, 0, -1) if count % (n * height) == 0)
 
     def kernel(
         z_ref: Any, kernel_ref: Any, continues_ref: Any, dz_ref: Any, dout_ref: Any, all_ref: Any, sums_ref: Any
@@ -80,8 +88,8 @@ def pool_backward(
         taps = [kernel_ref[j, columns][None, :] for j in range(2 * r)]
 
         def body(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            first = (piece * tiles + n) * _ROWS
-            rows, after = pl.ds(first, _ROWS), first + 1 + jnp.arange(_ROWS)
+            first = (piece * tiles + n) * height
+            rows, after = pl.ds(first, height), first + 1 + jnp.arange(height)
             inside = jnp.minimum(after, count - 1)
             dout, ahead = _wide(dout_ref[b, rows, columns]), _wide(dout_ref[b, inside, columns])
             z = [_wide(z_ref[b, rows, j, columns]) for j in range(r)]
@@ -98,7 +106,7 @@ def pool_backward(
         for j, total in enumerate(lax.fori_loop(0, tiles, body, (zero,) * (2 * r))):
             sums_ref[b, piece, j, columns] = total
 
-    pieces = jax.ShapeDtypeStruct((B, count // _ROWS // tiles, 2 * r, W), kernel_JW.dtype)
+    pieces = jax.ShapeDtypeStruct((B, count // height // tiles, 2 * r, W), kernel_JW.dtype)
     dz, sums = pl.pallas_call(
         kernel, out_shape=[jax.ShapeDtypeStruct(z_BIrW.shape, z_BIrW.dtype), pieces], grid=(*pieces.shape[:2], W // _COLUMNS),
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1), name="pool_backward", interpret=interpret,

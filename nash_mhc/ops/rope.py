@@ -19,16 +19,20 @@ class Rotation(NamedTuple):
 
 def rope(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], by: Rotation) -> Float[Array, "B T N H"]:
     """Rotates pairs (i, i + H/2) of each head by position * frequency; angles in float32."""
-    half = x_BTNH.shape[-1] // 2
+    cos, sin = (x_BTF[:, :, None] for x_BTF in turns(positions_BT, x_BTNH.shape[-1], by))
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def turns(positions_BT: Int[Array, "B T"], head_dim: int, by: Rotation) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    """Cosine and sine of the angle of each of the F = H/2 pairs of a head, in float32, times the amplitude."""
+    half = head_dim // 2
     frequency = by.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if by.multipliers:
         frequency = frequency * jnp.array(by.multipliers, jnp.float32)
-    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
+    angle = positions_BT[..., None].astype(jnp.float32) * frequency[None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if by.amplitude != 1:
-        cos, sin = by.amplitude * cos, by.amplitude * sin
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+    return (cos, sin) if by.amplitude == 1 else (by.amplitude * cos, by.amplitude * sin)
 
 
 def positions_in_segments(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:

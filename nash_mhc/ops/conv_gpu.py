@@ -1,0 +1,103 @@
+"""The short convolution as GPU kernels (Pallas, Triton): one pass there, and one back for both gradients.
+
+Of the way back, XLA makes a pass for the tokens' gradient and more of them for that of each tap. `conv.py` has the same
+function in plain arrays. Tokens are one axis here, [tokens, D]; bit j of a token's `same` says whether the token j
+places before is one of its own document.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+_ROWS, _COLUMNS, _WARPS = 4, 256, 4  # tokens and channels of a tile: 8 numbers a thread, a load of 16 bytes each
+_TILES = 32  # that a block of threads goes through, one after the other
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+    """Whether a [B, T, D] array can be cut into whole tiles."""
+    B, T, D = shape
+    return B * T % (_ROWS * _TILES) == 0 and D % _columns(D) == 0 and _columns(D) >= 32
+
+
+def _columns(width: int) -> int:
+    return min(width & -width, _COLUMNS)
+
+
+def _sum(terms: Sequence[Array]) -> Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _shifted(ref: Any, at: Array, by: int, tokens: int, here: Any) -> Array:
+    """Rows `at + by`, in float32; of those that are not there, some other."""
+    rows = jnp.clip(at + by, 0, tokens - 1) if by else at
+    return ref[rows, here].astype(jnp.promote_types(ref.dtype, jnp.float32))
+
+
+def _is_same(same_ref: Any, at: Array, j: int, tokens: int) -> Array:
+    """Whether tokens `at` and the ones j places before them are of one document."""
+    return ((same_ref[jnp.clip(at, 0, tokens - 1)] >> j) & 1 != 0)[:, None]
+
+
+def mixed(x: Array, taps: Array, same: Array, *, interpret: bool = False) -> Array:
+    """Token t becomes the sum over j of taps[j] times token t - j."""
+    (tokens, width), J, columns = x.shape, taps.shape[0], _columns(x.shape[1])
+
+    def kernel(x_ref: Any, taps_ref: Any, same_ref: Any, out_ref: Any) -> None:
+        block, here = pl.program_id(0), pl.ds(pl.program_id(1) * columns, columns)
+        taps = [taps_ref[j, here][None] for j in range(J)]
+
+        def body(n: Array, nothing: None) -> None:
+            at = (block * _TILES + n) * _ROWS + jnp.arange(_ROWS)
+            terms = [taps[0] * _shifted(x_ref, at, 0, tokens, here)]
+            for j in range(1, J):
+                terms.append(taps[j] * jnp.where(_is_same(same_ref, at, j, tokens), _shifted(x_ref, at, -j, tokens, here), 0.0))
+            out_ref[at, here] = _sum(terms).astype(out_ref.dtype)
+
+        lax.fori_loop(0, _TILES, body, None)
+
+    return pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(tokens // (_ROWS * _TILES), width // columns),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="short_conv", interpret=interpret,
+    )(x, taps, same)  # fmt: skip
+
+
+def mixed_back(x: Array, taps: Array, same: Array, dout: Array, *, interpret: bool = False) -> tuple[Array, Array]:
+    """Gradients (of the tokens, of the taps)."""
+    (tokens, width), J, columns = x.shape, taps.shape[0], _columns(x.shape[1])
+    blocks, wide = tokens // (_ROWS * _TILES), jnp.promote_types(x.dtype, jnp.float32)
+
+    def kernel(x_ref: Any, taps_ref: Any, same_ref: Any, dout_ref: Any, dx_ref: Any, dtaps_ref: Any) -> None:
+        block, here = pl.program_id(0), pl.ds(pl.program_id(1) * columns, columns)
+        taps = [taps_ref[j, here][None] for j in range(J)]
+
+        def body(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = (block * _TILES + n) * _ROWS + jnp.arange(_ROWS)
+            dout = _shifted(dout_ref, at, 0, tokens, here)
+            terms, products = [taps[0] * dout], [dout * _shifted(x_ref, at, 0, tokens, here)]
+            for j in range(1, J):
+                ahead = (at + j < tokens)[:, None] & _is_same(same_ref, at + j, j, tokens)
+                terms.append(taps[j] * jnp.where(ahead, _shifted(dout_ref, at, j, tokens, here), 0.0))
+                before = jnp.where(_is_same(same_ref, at, j, tokens), _shifted(x_ref, at, -j, tokens, here), 0.0)
+                products.append(dout * before)
+            dx_ref[at, here] = _sum(terms).astype(dx_ref.dtype)
+            return tuple(s + p for s, p in zip(sums, products, strict=True))
+
+        nothing = jnp.zeros((_ROWS, columns), wide)
+        for j, total in enumerate(lax.fori_loop(0, _TILES, body, (nothing,) * J)):
+            dtaps_ref[block, j, here] = jnp.sum(total, axis=0)
+
+    dx, dtaps = pl.pallas_call(
+        kernel, out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((blocks, J, width), wide)],
+        grid=(blocks, width // columns), name="short_conv_back", interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+    )(x, taps, same, dout)  # fmt: skip
+    return dx, jnp.sum(dtaps, axis=0)

@@ -1,0 +1,111 @@
+"""RMS normalisation and rotation of heads as GPU kernels (Pallas, Triton): one pass there, and one back.
+
+XLA reads a head once for its norm and once to turn it, computes the angles of a token again for every head, and makes
+some ten kernels of the way back. `norm.py` has the same functions in plain arrays. A head is two halves here, whose
+numbers make pairs: [tokens, N, 2, H / 2]. Cosines and sines are those of a token, [tokens, H / 2].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+_NUMBERS, _WARPS = 4096, 4  # of a tile: some tokens with as many of their heads as it holds, 32 numbers a thread
+_TILES = 8  # that a block of threads takes back one after the other before it writes its sums down
+
+
+def _tile(heads: int, head_dim: int) -> tuple[int, int]:
+    """(tokens, heads) of a tile, both powers of two."""
+    together = min(heads & -heads, max(1, _NUMBERS // head_dim))
+    return max(1, _NUMBERS // (together * head_dim)), together
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+    """Whether a [B, T, N, H] array can be cut into whole tiles."""
+    B, T, N, H = shape
+    return H in (16, 32, 64, 128, 256) and B * T % (_tile(N, H)[0] * _TILES) == 0
+
+
+def _halves(ref: Any, tokens: Any = slice(None)) -> tuple[Array, Array]:
+    """[tokens, heads, H / 2] each, in float32."""
+    wide = jnp.promote_types(ref.dtype, jnp.float32)
+    return ref[tokens, :, 0, :].astype(wide), ref[tokens, :, 1, :].astype(wide)
+
+
+def _mean(a: Array, b: Array) -> Array:
+    """Of both halves of each head together."""
+    return ((jnp.sum(a, axis=-1) + jnp.sum(b, axis=-1)) / (2 * a.shape[-1]))[..., None]
+
+
+def _inverse_rms(a: Array, b: Array, eps: float) -> Array:
+    return lax.rsqrt(_mean(a * a, b * b) + eps)
+
+
+def turned(x: Array, scale: Array, cos: Array, sin: Array, eps: float, *, interpret: bool = False) -> Array:
+    """Each head over the root of its mean square, times the scale [2, H / 2], turned by the angles of its token."""
+    tokens, N, _, half = x.shape
+    rows, heads = _tile(N, 2 * half)
+
+    def kernel(x_ref: Any, scale_ref: Any, cos_ref: Any, sin_ref: Any, out_ref: Any) -> None:
+        a, b = _halves(x_ref)
+        inverse = _inverse_rms(a, b, eps)
+        a, b = a * inverse * scale_ref[0, :][None, None], b * inverse * scale_ref[1, :][None, None]
+        cos, sin = cos_ref[...][:, None], sin_ref[...][:, None]
+        out_ref[:, :, 0, :] = (a * cos - b * sin).astype(out_ref.dtype)
+        out_ref[:, :, 1, :] = (b * cos + a * sin).astype(out_ref.dtype)
+
+    of_heads = pl.BlockSpec((rows, heads, 2, half), lambda i, n: (i, n, 0, 0))
+    of_tokens = pl.BlockSpec((rows, half), lambda i, n: (i, 0))
+    return pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(tokens // rows, N // heads),
+        in_specs=[of_heads, pl.BlockSpec(scale.shape, lambda i, n: (0, 0)), of_tokens, of_tokens], out_specs=of_heads,
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="norm_and_rope", interpret=interpret,
+    )(x, scale, cos, sin)  # fmt: skip
+
+
+def turned_back(
+    x: Array, scale: Array, cos: Array, sin: Array, dout: Array, eps: float, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Gradients (of x, of the scale), from that of what was turned."""
+    tokens, N, _, half = x.shape
+    rows, heads = _tile(N, 2 * half)
+    blocks = tokens // (rows * _TILES), N // heads
+
+    def kernel(x_ref: Any, scale_ref: Any, cos_ref: Any, sin_ref: Any, dout_ref: Any, dx_ref: Any, dscale_ref: Any) -> None:
+        scale_a, scale_b = scale_ref[0, :][None, None], scale_ref[1, :][None, None]
+
+        def body(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            here = pl.ds(n * rows, rows)
+            (a, b), (da, db) = _halves(x_ref, here), _halves(dout_ref, here)
+            cos, sin = cos_ref[here, :][:, None], sin_ref[here, :][:, None]
+            inverse = _inverse_rms(a, b, eps)
+            a, b = a * inverse, b * inverse
+            # A rotation's transpose turns back, with the same amplitude.
+            da, db = da * cos + db * sin, db * cos - da * sin
+            sums = sums[0] + da * a, sums[1] + db * b
+            da, db = da * scale_a, db * scale_b
+            along = _mean(da * a, db * b)
+            dx_ref[here, :, 0, :] = ((da - a * along) * inverse).astype(dx_ref.dtype)
+            dx_ref[here, :, 1, :] = ((db - b * along) * inverse).astype(dx_ref.dtype)
+            return sums
+
+        nothing = jnp.zeros((rows, heads, half), jnp.promote_types(x.dtype, jnp.float32))
+        for i, total in enumerate(lax.fori_loop(0, _TILES, body, (nothing, nothing))):
+            dscale_ref[i, :] = jnp.sum(jnp.sum(total, axis=0), axis=0)
+
+    of_heads = pl.BlockSpec((rows * _TILES, heads, 2, half), lambda i, n: (i, n, 0, 0))
+    of_tokens = pl.BlockSpec((rows * _TILES, half), lambda i, n: (i, 0))
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dx, dscale = pl.pallas_call(
+        kernel, out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((*blocks, 2, half), wide)], grid=blocks,
+        in_specs=[of_heads, pl.BlockSpec(scale.shape, lambda i, n: (0, 0)), of_tokens, of_tokens, of_heads],
+        out_specs=[of_heads, pl.BlockSpec((None, None, 2, half), lambda i, n: (i, n, 0, 0))],
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="norm_and_rope_back", interpret=interpret,
+    )(x, scale, cos, sin, dout)  # fmt: skip
+    return dx, jnp.sum(dscale, axis=(0, 1))
