@@ -92,6 +92,13 @@ class TrainConfig(Section):
     dtype: str = key(
         "auto", "compute dtype; auto is float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16")
     )
+    matmul_dtype: str = key(
+        "compute",
+        "of the products with the feed-forward layers' and attention's weights: float8, which GPUs from Hopper on are faster "
+        "with, or as computed",
+        choices=("compute", "float8"),
+        further="precision",
+    )
     attention: str = key(
         "auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash")
     )
@@ -216,6 +223,12 @@ class RunConfig:
             raise ConfigError(
                 "--quantize: adapters correct a model that is quantized already; quantize it in a run of its own, and name "
                 "that one with --init-from, without --quantize"
+            )
+        if self.train.matmul_dtype == "float8" and not isinstance(self.model, ModelConfig):
+            raise ConfigError(f"--matmul-dtype float8: only models of kind {ModelConfig.architecture} have such products")
+        if self.train.matmul_dtype == "float8" and self.quantize.weights is not None:
+            raise ConfigError(
+                "--matmul-dtype float8: weights that --quantize has rounded would be rounded twice; leave one out"
             )
         sees_all = isinstance(self.model, RecursiveConfig) and not self.model.causal
         if sees_all and self.objective.name in ("next_token", "smoothed", "distill"):

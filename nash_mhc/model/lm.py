@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention, Layout, lay_out
+from nash_mhc.model.float8 import in_float8
 from nash_mhc.model.health import LayerReport, summary, unmixed, watch_streams
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix, logits_of
@@ -148,9 +149,10 @@ class LM(eqx.Module):
         residual = residual_class(self.cfg)
         composite = unmixed(self.cfg, tokens_BT.shape)
 
-        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat), static_argnums=0)
+        @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat, float8=execution.float8), static_argnums=0)
         def one(window: int | None, carry: tuple[State, Any], layer: Layer) -> tuple[tuple[State, Any], LayerReport]:
             layer = for_compute(layer, x_BTD.dtype)
+            layer = in_float8(layer) if execution.float8 else layer
             state, composite, report = layer(*carry, layout, window=window, kernel=kernel)
             if execution.shows_layers:
                 report = report._replace(left_BTD=residual.leave(state)[:, :T])

@@ -20,6 +20,7 @@ class Execution:
     room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the model's alignment
     unroll: bool = False  # the layers: a loop stacks whatever it keeps for the way back, which a GPU copies in and out
     shows_layers: bool = False  # the report has what each layer leaves behind, for objectives that compare it
+    float8: bool = False  # products with the projections' weights
     evaluates: bool = False  # no gradient is asked for: an objective may measure what would slow a step down
 
 

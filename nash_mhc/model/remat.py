@@ -36,14 +36,18 @@ def kept_names(remat: str) -> frozenset[str]:
     return {"none": frozenset(MARKS), "dots": DOTS, "full": frozenset[str]()}[base] | named
 
 
-def remat_policy(remat: str) -> Any:
-    """For `jax.checkpoint`. No policy keeps gathered weights: that would undo fsdp's saving."""
+def remat_policy(remat: str, *, float8: bool = False) -> Any:
+    """For `jax.checkpoint`. No policy keeps gathered weights: that would undo fsdp's saving.
+
+    Products in float8 are none that a policy of JAX's knows: of those, `dots` keeps what it has a name for.
+    """
     policies = jax.checkpoint_policies
     base, _, more = remat.partition("+")
     if base == "none":
         return lambda primitive, *_, **params: not is_gathered_weight(primitive, params)
-    marks = [MARKS[name] for name in (*(_OF_DOTS if base == "dots" else ()), *(more.split(",") if more else ()))]
+    by_name = () if base == "full" else DOTS if float8 else _OF_DOTS
+    marks = [MARKS[name] for name in (*by_name, *(more.split(",") if more else ()))]
     named = policies.save_only_these_names(*marks)
-    if base == "dots":
+    if base == "dots" and not float8:
         return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     return named

@@ -52,7 +52,7 @@ def _objective(
     cfg: RunConfig, most_documents: int | None, room: int | None, *, unroll: bool = False, evaluates: bool = False
 ) -> Objective:
     how = (cfg.train.dtype, cfg.train.kept, cfg.train.attention, most_documents, room)
-    execution = Execution(*how, unroll=unroll, evaluates=evaluates)
+    execution = Execution(*how, unroll=unroll, evaluates=evaluates, float8=cfg.train.matmul_dtype == "float8")
     return objective_of(cfg, execution)
 
 

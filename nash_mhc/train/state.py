@@ -51,7 +51,7 @@ def shaping(cfg: RunConfig) -> RunConfig:
     """
     names: tuple[str, ...] = ("z_loss", "sparsity", "optimizer", "freeze", "train_only")
     optim = OptimConfig(**{name: getattr(cfg.optim, name) for name in names}, ema_decay=0.5 * bool(cfg.optim.ema_decay))
-    names = ("dtype", "remat", "remat_keep", "attention", "deterministic", "unroll")
+    names = ("dtype", "matmul_dtype", "remat", "remat_keep", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
     rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
     if cfg.objective.name in registry.CARRIES:  # what is carried has the shape of a batch

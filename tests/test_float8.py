@@ -1,0 +1,81 @@
+"""Products in float8: of rounded values and gradients, with one scale an array; the same on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import small
+
+from nash_mhc.config.schema import ConfigError, QuantizeConfig, RecursiveConfig, RunConfig, TrainConfig
+from nash_mhc.ops import float8
+
+EQUATIONS = {
+    "btd,dnh->btnh": ((2, 5, 8), (8, 3, 4)),
+    "btnh,nhd->btd": ((2, 5, 3, 4), (3, 4, 8)),
+    "btf,fd->btd": ((2, 5, 6), (6, 4)),
+}
+
+
+def by_hand(x, kind):
+    """In float64: the scale is the next power of two at which the largest number is within the range."""
+    scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / float(ml_dtypes.finfo(kind).max)))
+    return (x / scale).astype(kind).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_products_and_gradients_are_those_of_rounded_numbers(equation):
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape) * size for shape, size in zip(EQUATIONS[equation], (3e-3, 40.0), strict=True))
+    dy = rng.normal(size=np.einsum(equation, x, w).shape) * 1e-9
+    y, back = jax.vjp(lambda x, w: float8.einsum(equation, x, w), jnp.float32(x), jnp.float32(w))
+    rounded_x, rounded_w = (by_hand(a.astype(np.float32).astype(np.float64), ml_dtypes.float8_e4m3fn) for a in (x, w))
+    rounded_dy = by_hand(dy.astype(np.float32).astype(np.float64), ml_dtypes.float8_e5m2)
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    close(y, np.einsum(equation, rounded_x, rounded_w))
+    plain = lambda x, w: jnp.einsum(equation, x, w)
+    _, plain_back = jax.vjp(plain, jnp.float32(rounded_x), jnp.float32(rounded_w))
+    jax.tree.map(close, back(jnp.float32(dy)), plain_back(jnp.float32(rounded_dy)))
+    # Rounded indeed, and not by much: 3 bits after the leading one.
+    error = np.abs(np.asarray(y) - np.einsum(equation, x, w)).max() / np.abs(y).max()
+    assert 1e-4 < error < 2**-4
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_scales_are_powers_of_two_and_nothing_overflows(kind, dtype):
+    for most in (1e-20, 1e-9, 0.3, 447.9, 448.0, 449.0, 3e4, 1e20):
+        x = jnp.array([most, -most / 3, 0.0], dtype)
+        scale = float(float8.scale_of(x, kind))
+        assert np.log2(scale) == round(np.log2(scale))
+        assert float(jnp.finfo(kind).max) / 4 < float(x[0]) / scale <= float(jnp.finfo(kind).max)
+        np.testing.assert_allclose(np.asarray(float8.rounded(x, kind), np.float64), np.asarray(x, np.float64), rtol=2**-3)
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen():
+    zeros = jnp.zeros((2, 3))
+    assert (float8.rounded(zeros, jnp.float8_e4m3fn) == 0).all()
+    for bad in (jnp.inf, jnp.nan):
+        assert not np.isfinite(float8.einsum("ij,jk->ik", zeros.at[0, 0].set(bad), jnp.ones((3, 2)))[0]).any()
+
+
+def test_a_run_with_it_is_the_same_on_a_mesh_and_with_remat_and_not_that_without():
+    cfg = small.nash_config(train__matmul_dtype="float8")
+    batches = [small.random_rows(cfg, seed) for seed in range(2)]
+    run = small.train(cfg, batches)
+    # A sum in another order may round to the next float8: the runs are near each other, not equal to the last bits.
+    near = lambda other, within: np.testing.assert_allclose(losses(other), losses(run), rtol=within)
+    losses = lambda trained: np.array([float(m["loss"]) for m in trained[1]])
+    near(small.train(small.mesh_config(cfg, 2, 2, 2), batches), 1e-3)
+    near(small.train(small.nash_config(train__matmul_dtype="float8", train__remat="dots"), batches), 1e-3)
+    plain = losses(small.train(small.nash_config(), batches))
+    assert not np.array_equal(losses(run), plain)
+    np.testing.assert_allclose(losses(run), plain, rtol=0.02)
+
+
+def test_what_it_cannot_go_with_is_said():
+    train = TrainConfig(matmul_dtype="float8")
+    with pytest.raises(ConfigError, match="only models of kind nash-mhc"):
+        RunConfig(model=RecursiveConfig(), train=train)
+    with pytest.raises(ConfigError, match="rounded twice"):
+        RunConfig(train=train, quantize=QuantizeConfig(weights="4/8,4/8"))
