@@ -98,7 +98,7 @@ def test_the_gaze_of_a_head_brings_back_what_it_found(inside):
                 assert (weights_TS[(s + 1) * stride > t // stride * stride + (c == 0)] == 0).all()  # blocks that ended before
                 if c == 0 and inside.windows[layer] is not None:
                     assert (weights_TS[t - s >= inside.windows[layer]] == 0).all()
-                values_SH = rows.v_BTKH[layer, 0, :, head // (CFG.heads // CFG.kv_heads)]
+                values_SH = rows.v_BIKH[layer, 0, :, head // (CFG.heads // CFG.kv_heads)]
                 found_TH = weights_TS @ (values_SH[1:] if c else values_SH)
                 np.testing.assert_allclose(inside.found_LCTNH[layer, c, :, head], found_TH, atol=1e-4)
     assert inside.windows == (8, None)

@@ -214,7 +214,7 @@ class Walk:
                 name = f"pooled-{stride}" if stride > 1 else "full" if window is None else f"{window}"
                 pairs = B * self._documents * seen_keys(T // self._documents, window, stride)
                 got = self._take(
-                    f"attention-{name}", times * L // len(model.windows), _finding(several, window, stride, kernel), mixer,
+                    f"attention-{name}", times * L // len(model.windows), _finding(several, window, kernel), mixer,
                     arrays=view, aside=(segments, documents), flops=4.0 * model.heads * model.head_dim * pairs,
                 )  # fmt: skip
             found.append(got)
@@ -275,9 +275,9 @@ def _matrix_numbers(module: Any, rows: int | None) -> int:
     return sum(jax.tree.leaves(map_declared(module, count)))
 
 
-def _finding(several: bool, window: int | None, stride: int, kernel: str) -> Run:
+def _finding(several: bool, window: int | None, kernel: str) -> Run:
     if several:
-        return lambda own, view, aside: own.find([Rows(*view, *aside)], window=window, kernel=kernel, strides=(stride,))[0]
+        return lambda own, view, aside: own.find([Rows(*view, *aside)], window=window, kernel=kernel)[0]
     return lambda own, view, aside: own.find(Rows(*view, *aside), window=window, kernel=kernel)
 
 

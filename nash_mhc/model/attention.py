@@ -70,7 +70,7 @@ def on_rows(run: Callable[..., Any], each: Sequence[Rows], kernels: Sequence[str
     if set(kernels) <= set(PLAIN_KERNELS):
         return run
     of_batch = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
-    of_rows: Any = lambda rows: (of_batch(rows.segments_BT, "time"), of_batch(rows.documents, "documents"))
+    of_rows: Any = lambda rows: (of_batch(rows.segments_BI, "time"), of_batch(rows.documents, "documents"))
     axes = tuple(Rows._make((PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, *of_rows(rows))) for rows in each)
     return on_shards(run, [axes], (out_axes,) * len(each))
 
@@ -78,8 +78,8 @@ def on_rows(run: Callable[..., Any], each: Sequence[Rows], kernels: Sequence[str
 def per_head(rows: Rows) -> Rows:
     """Heads apart, each device all of the time."""
     return rows._replace(
-        q_BTNH=constrain(rows.q_BTNH, *PER_HEAD), k_BTKH=constrain(rows.k_BTKH, *PER_KV_HEAD),
-        v_BTKH=constrain(rows.v_BTKH, *PER_KV_HEAD),
+        q_BTNH=constrain(rows.q_BTNH, *PER_HEAD), k_BIKH=constrain(rows.k_BIKH, *PER_KV_HEAD),
+        v_BIKH=constrain(rows.v_BIKH, *PER_KV_HEAD),
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ class Attention(eqx.Module):
 
     def find(self, rows: Rows, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
         """What every token finds in its document."""
-        kernel = fitting_kernel(kernel, str(rows.v_BTKH.dtype), rows.q_BTNH.shape[1], rows.q_BTNH.shape[-1], window)
+        kernel = fitting_kernel(kernel, str(rows.v_BIKH.dtype), rows.q_BTNH.shape[1], rows.q_BTNH.shape[-1], window)
         if kernel in PLAIN_KERNELS:
             # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it
             # crashes the CPU compiler of jax 0.11.2.)

@@ -22,7 +22,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.model.attention import Layout
 from nash_mhc.model.health import LayerReport
 from nash_mhc.model.lm import LM, Layer
-from nash_mhc.model.multiscale import Multiscale, by_token
+from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import HyperConnection, State
@@ -75,25 +75,25 @@ class Inside:
         gazes = []
         for c, (rows, stride) in enumerate(zip(self.rows, self.strides, strict=True)):
             of_layer = jax.tree.map(lambda a: jnp.asarray(a[layer]), rows)
-            weights_TNS = np.asarray(_attention_weights(of_layer, stride, None if c else self.windows[layer]))
+            weights_TNS = np.asarray(_attention_weights(of_layer, None if c else self.windows[layer]))
             weights_TS = weights_TNS[:T, head]
             # The keys of a coarse scale are one row late: first comes the one that has nothing to say.
             gazes.append(Gaze(stride, weights_TS[:, 1:] if c else weights_TS, weights_TS[:, 0] if c else np.zeros(T)))
         return tuple(gazes)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _attention_weights(rows: Rows, stride: int, window: int | None) -> Float[Array, "T N S"]:
+@functools.partial(jax.jit, static_argnums=1)
+def _attention_weights(rows: Rows, window: int | None) -> Float[Array, "T N S"]:
     """By the attention that the model uses: values of 0 and 1 bring back the weights that they were summed with."""
-    S, K, H = rows.k_BTKH.shape[1:]
+    S, K, H = rows.k_BIKH.shape[1:]
     parts = -(-S // H)
     ones_PSH = jnp.eye(S, parts * H).reshape(S, parts, H).swapaxes(0, 1)
     attend = functools.partial(attend_with_evidence, windows=(window,), kernels=("xla",))
 
     def part(ones_SH: Array) -> Array:
         value_BSKH = jnp.broadcast_to(ones_SH[None, :, None], (1, S, K, H))
-        (found,) = attend((rows._replace(v_BTKH=value_BSKH),))
-        return by_token(found.out_BTNH, stride, K)[0]
+        (found,) = attend((rows._replace(v_BIKH=value_BSKH),))
+        return found.out_BTNH[0]
 
     weights_PTNH = jax.lax.map(part, ones_PSH)
     T, N = weights_PTNH.shape[1:3]
@@ -120,10 +120,8 @@ class _NotedResidual(HyperConnection):
 class _NotedMixer(Multiscale):
     notes: _Notes = eqx.field(static=True)
 
-    def find(
-        self, each: Sequence[Rows], *, window: int | None, kernel: str, strides: Sequence[int] | None = None
-    ) -> tuple[Found, ...]:
-        found = super().find(each, window=window, kernel=kernel, strides=strides)
+    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
+        found = super().find(each, window=window, kernel=kernel)
         self.notes.page |= {"rows": tuple(each), "found": tuple(f.out_BTNH for f in found)}
         return found
 

@@ -8,9 +8,9 @@ all keys of all scales. So plain attention over the window is the special case i
 competes for a share that it would not have had, and nothing can collapse.
 The game, where it is played, starts from these weights.
 
-For stride s, the s queries of a block all see the same keys: they are s heads of one row, and the coarse scale is
-ordinary causal attention with s times as many queries to a key. Its keys are one row late, and where a document begins
-there is none: a key of zeros, whose score is 0 and whose value is nothing, stands there.
+For stride s, the s queries of a block all see the same keys: to a kernel they are heads of one row, and the coarse
+scale is ordinary causal attention over rows of blocks. Its keys are one row late, and where a document begins there is
+none: a key of zeros, whose score is 0 and whose value is nothing, stands there.
 """
 
 from __future__ import annotations
@@ -97,27 +97,22 @@ class Multiscale(eqx.Module):
                 # A summary lies where its last token does.
                 keys = self.base.placed_keys(k, positions_BI + stride - 1)
                 late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
-                each.append(Rows(by_block(turned, stride, k.shape[2]), late(keys), late(v), segments_BI, coarse_documents))
+                each.append(Rows(turned, late(keys), late(v), segments_BI, coarse_documents))
         return each
 
-    def find(
-        self, each: Sequence[Rows], *, window: int | None, kernel: str, strides: Sequence[int] | None = None
-    ) -> tuple[Found, ...]:
-        """What every token finds at each scale, or at those of `strides` alone, and how much of it."""
-        each, strides = [per_head(rows) for rows in each], strides or self.strides
-        windows = tuple(window if stride == 1 else None for stride in strides)
-        K, H = each[0].v_BTKH.shape[2:]
-        wanted, dtype = kernel if kernel in EVIDENT_KERNELS else "xla", str(each[0].v_BTKH.dtype)
+    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
+        """What every token finds at each scale, or at those of `each` alone, and how much of it."""
+        each = [per_head(rows) for rows in each]
+        windows = tuple(window if rows.stride == 1 else None for rows in each)
+        H, dtype = each[0].v_BIKH.shape[-1], str(each[0].v_BIKH.dtype)
+        wanted = kernel if kernel in EVIDENT_KERNELS else "xla"
         kernels = tuple(
-            fitting_kernel(wanted, dtype, rows.q_BTNH.shape[1], H, window) for rows, window in zip(each, windows, strict=True)
+            fitting_kernel(wanted, dtype, rows.k_BIKH.shape[1], H, window) for rows, window in zip(each, windows, strict=True)
         )
         run = functools.partial(attend_with_evidence, windows=windows, kernels=kernels)
         with jax.named_scope("attention"):
             found = on_rows(run, each, kernels, Found._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
-        return tuple(
-            Found(constrain(by_token(f.out_BTNH, s, K), *PER_HEAD), by_token(f.evidence_BTN[..., None], s, K)[..., 0])
-            for f, s in zip(found, strides, strict=True)
-        )
+        return tuple(f._replace(out_BTNH=constrain(f.out_BTNH, *PER_HEAD)) for f in found)
 
     def settle(
         self, found: tuple[Found, ...], positions_BT: Int[Array, "B T"]
@@ -155,20 +150,6 @@ class Multiscale(eqx.Module):
             game = report(weights, residual_BTN, real_BT)
         out_BTD = self.base.output(checkpoint_name(constrain(mixed_BTNH, *PER_HEAD), MIXED))
         return constrain(out_BTD, "batch", "time_split", "width"), game
-
-
-def by_block(q_BTNH: Float[Array, "B T N H"], stride: int, kv_heads: int) -> Float[Array, "B I M H"]:
-    """The queries of a block as heads of one row, those that share keys side by side; M = stride * N."""
-    B, T, N, H = q_BTNH.shape
-    q = q_BTNH.reshape(B, T // stride, stride, kv_heads, N // kv_heads, H)
-    return q.transpose(0, 1, 3, 2, 4, 5).reshape(B, T // stride, stride * N, H)
-
-
-def by_token(rows_BIMH: Float[Array, "B I M H"], stride: int, kv_heads: int) -> Float[Array, "B T N H"]:
-    """The other way."""
-    B, count, M, H = rows_BIMH.shape
-    rows = rows_BIMH.reshape(B, count, kv_heads, stride, M // (stride * kv_heads), H)
-    return rows.transpose(0, 1, 3, 2, 4, 5).reshape(B, count * stride, M // stride, H)
 
 
 def _one_row_late(x_BIKH: Array) -> Array:

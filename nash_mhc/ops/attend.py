@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops.attend_cudnn import attend_cudnn, found_by_cudnn
-from nash_mhc.ops.attend_rows import Documents, Found, Rows
+from nash_mhc.ops.attend_rows import Documents, Found, Rows, by_block, by_token, repeated
 from nash_mhc.ops.attend_splash import attend_splash, found_by_splash
 
 PLAIN_KERNELS = ("reference", "xla")  # array code, which any partitioner can split; the others are opaque to it
@@ -92,14 +92,31 @@ def attend_with_evidence(
 ) -> tuple[Found, ...]:
     """`attend` for several resolutions of the same documents, with the evidence, through which gradients flow as well.
 
-    For `EVIDENT_KERNELS`.
+    For `EVIDENT_KERNELS`, to all of which the tokens of a block are heads of one row.
     """
     forms = {"reference": _found_by_reference, "xla": _found_by_blocks, "splash": found_by_splash}
     with_cudnn = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
-    by_blocks = lambda rows, window: _found_by_blocks(rows.q_BTNH, rows.k_BTKH, rows.v_BTKH, rows.segments_BT, window)
-    found = found_by_cudnn([each[i] for i in with_cudnn], [windows[i] for i in with_cudnn], by_blocks)
-    done = dict(zip(with_cudnn, found, strict=True))
-    return tuple(done[i] if i in done else forms[kernels[i]](*rows[:4], windows[i]) for i, rows in enumerate(each))
+    by_blocks = lambda rows, window: _found_by_blocks(rows.q_BTNH, rows.k_BIKH, rows.v_BIKH, rows.segments_BI, window)
+    found = found_by_cudnn([_as_they_lie(each[i]) for i in with_cudnn], [windows[i] for i in with_cudnn], by_blocks)
+    done = {i: Found(*_of_tokens(each[i], f)) for i, f in zip(with_cudnn, found, strict=True)}
+    for i in set(range(len(each))) - set(with_cudnn):
+        rows, (stride, K) = each[i], (each[i].stride, each[i].k_BIKH.shape[2])
+        out, evidence = forms[kernels[i]](by_block(rows.q_BTNH, stride, K), *rows[1:4], windows[i])
+        done[i] = Found(by_token(out, stride, K), by_token(evidence[..., None], stride, K)[..., 0])
+    return tuple(done[i] for i in range(len(each)))
+
+
+def _as_they_lie(rows: Rows) -> Rows:
+    """Each token of a block with key heads of its own, so that no query has to be moved."""
+    B, count = rows.k_BIKH.shape[:2]
+    if rows.stride == 1:
+        return rows
+    k, v = repeated(rows.k_BIKH, rows.stride), repeated(rows.v_BIKH, rows.stride)
+    return rows._replace(q_BTNH=rows.q_BTNH.reshape(B, count, -1, k.shape[-1]), k_BIKH=k, v_BIKH=v)
+
+
+def _of_tokens(rows: Rows, found: Found) -> tuple[Array, Array]:
+    return found.out_BTNH.reshape(rows.q_BTNH.shape), found.evidence_BTN.reshape(rows.q_BTNH.shape[:3])
 
 
 def _found_by_reference(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Found:

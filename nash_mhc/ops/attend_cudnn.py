@@ -259,14 +259,14 @@ def _each(each: Sequence[Rows], windows: Sequence[int | None], evident: bool, ot
         return []
     forms = [_Form(window, evident) for window in windows]
     found = lambda pair: Found(*pair) if evident else pair[0]
-    if each[0].segments_BT is None:
+    if each[0].segments_BI is None:
         return [found(_attend(form, *rows[:3], None)) for rows, form in zip(each, forms, strict=True)]
     # Checkpointed: a branch's memory for the backward pass is set aside whether it is taken or not,
     # and this one's has T x T.
     another_way = jax.checkpoint(lambda: [otherwise(rows, window) for rows, window in zip(each, windows, strict=True)])
     if not walks_documents():
         return another_way()
-    documents = [rows.documents or documents_of(rows.segments_BT) for rows in each]  # type: ignore[arg-type]
+    documents = [rows.documents or documents_of(rows.segments_BI) for rows in each]  # type: ignore[arg-type]
 
     def by_document(room: int) -> list[Any]:
         return [found(_attend(forms[i], *each[i][:3], _in_room(documents[i], room))) for i in range(len(each))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -21,13 +23,19 @@ class Documents(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What attention needs of one resolution of a batch."""
+    """What attention needs of one resolution of a batch. All queries of a block see the same keys: those of the blocks
+    up to its own one, which is a token where there are as many keys as queries."""
 
     q_BTNH: Float[Array, "B T N H"]
-    k_BTKH: Float[Array, "B T K H"]
-    v_BTKH: Float[Array, "B T K H"]
-    segments_BT: Int[Array, "B T"] | None = None
-    documents: Documents | None = None  # of `segments_BT`, where they were found once for all layers
+    k_BIKH: Float[Array, "B I K H"]
+    v_BIKH: Float[Array, "B I K H"]
+    segments_BI: Int[Array, "B I"] | None = None
+    documents: Documents | None = None  # of `segments_BI`, where they were found once for all layers
+
+    @property
+    def stride(self) -> int:
+        """Tokens of a block."""
+        return self.q_BTNH.shape[1] // self.k_BIKH.shape[1]
 
 
 class Found(NamedTuple):
@@ -48,3 +56,42 @@ def with_gradient_of_evidence(
     wide = dout.astype(jnp.float32)
     length = jnp.maximum(jnp.sum(wide * wide, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     return out.astype(jnp.float32) - devidence[..., None] * (wide / length)
+
+
+def by_block(q_BTNH: Float[Array, "B T N H"], stride: int, kv_heads: int) -> Float[Array, "B I M H"]:
+    """The queries of a block as heads of one row, those that share keys side by side; M = stride * N."""
+    if stride == 1:
+        return q_BTNH
+    B, T, N, H = q_BTNH.shape
+    q = q_BTNH.reshape(B, T // stride, stride, kv_heads, N // kv_heads, H)
+    return q.transpose(0, 1, 3, 2, 4, 5).reshape(B, T // stride, stride * N, H)
+
+
+def by_token(rows_BIMH: Float[Array, "B I M H"], stride: int, kv_heads: int) -> Float[Array, "B T N H"]:
+    """The other way."""
+    if stride == 1:
+        return rows_BIMH
+    B, count, M, H = rows_BIMH.shape
+    rows = rows_BIMH.reshape(B, count, kv_heads, stride, M // (stride * kv_heads), H)
+    return rows.transpose(0, 1, 3, 2, 4, 5).reshape(B, count * stride, M // stride, H)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def repeated(k_BIKH: Float[Array, "B I K H"], stride: int) -> Float[Array, "B I M H"]:
+    """All key heads once for each token of a block; M = stride * K. Queries then lie as they are, token after token: a
+    pass over them and over what they find is more to move than the keys are."""
+    B, count, K, H = k_BIKH.shape
+    return jnp.broadcast_to(k_BIKH[:, :, None], (B, count, stride, K, H)).reshape(B, count, stride * K, H)
+
+
+def _repeat(k_BIKH, stride):  # type: ignore[no-untyped-def]
+    return repeated(k_BIKH, stride), None
+
+
+def _add_up(stride, _, d_BIMH):  # type: ignore[no-untyped-def]
+    B, count, M, H = d_BIMH.shape
+    d = d_BIMH.reshape(B, count, stride, M // stride, H)
+    return (jnp.sum(d, axis=2, dtype=jnp.promote_types(d.dtype, jnp.float32)).astype(d.dtype),)
+
+
+repeated.defvjp(_repeat, _add_up)
