@@ -409,7 +409,7 @@ def test_render_is_plain_yaml_with_aligned_origins():
             ["--model-aggregation", "nsh"],
             "--model-aggregation must be one of nash, convex, mean, not 'nsh'; did you mean nash?",
         ),
-        (["--model-residual", "hc"], "--model-residual must be one of mhc, plain, not 'hc'; did you mean mhc?"),
+        (["--model-residual", "hc"], "--model-residual must be one of mhc, mhc-layer, plain, not 'hc'; did you mean mhc?"),
         (["sparsity=-1"], "override sparsity=-1: optim.sparsity must be at least 0, not -1.0"),
         (["batchsize=8"], "override batchsize=8: unknown key batchsize; did you mean batch_size?"),
         (["data.batchsize=8"], "override data.batchsize=8: unknown key data.batchsize; did you mean data.batch_size?"),

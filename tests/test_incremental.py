@@ -28,13 +28,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ratio 3, convex, plain": {"scales": 3, "ratio": 3, "window": 9, "aggregation": "convex", "conv_taps": 1},
     "two scales, mean, wide heads, plain": {"scales": 2, "ratio": 4, "window": 4, "aggregation": "mean", "head_dim": 64},
     "one layer in two without a window, plain": {"scales": 3, "window": 8, "kv_heads": 2, "layers": 4, "full_every": 2},
-    "one scale, window, streams": {"scales": 1, "window": 5, "kv_heads": 1},
+    "one scale, window, mixed once a layer": {"scales": 1, "window": 5, "kv_heads": 1},
     "dense, plain": {"scales": 1, "window": None, "tied_embeddings": False, "conv_taps": 0},
 }  # fmt: skip
 
 
 def config(name: str) -> ModelConfig:
-    return dataclasses.replace(BASE, residual="plain" if name.endswith("plain") else "mhc", **CONFIGS[name])
+    residual = "plain" if name.endswith("plain") else "mhc-layer" if name.endswith("layer") else "mhc"
+    return dataclasses.replace(BASE, residual=residual, **CONFIGS[name])
 
 
 @functools.cache

@@ -88,6 +88,17 @@ def test_every_mixing_matrix_is_doubly_stochastic_and_they_act_one_after_the_oth
     assert np.abs(mixing[:, 0] - mixing[:, 1]).max() > 1e-2
 
 
+def test_streams_that_are_mixed_once_a_layer_have_one_matrix_there(tokens):
+    model = jax.jit(lambda: with_noise(dataclasses.replace(CFG, residual="mhc-layer")))()
+    inside = look(model, tokens)
+    assert inside.mixing_LSTRR.shape[:2] == (CFG.layers, 1)
+    health = jax.jit(lambda model, tokens_BT: model.health(model.hidden(tokens_BT, execution=PLAIN)[1]))(
+        model, jnp.asarray(tokens)[None]
+    )
+    np.testing.assert_allclose(inside.composite_LTRR.sum(axis=-2).max(axis=(1, 2)), health["gain_backward"], rtol=1e-4)
+    np.testing.assert_allclose(inside.mixing_LSTRR.mean(axis=2), health["res"], rtol=1e-4, atol=1e-5)
+
+
 def test_the_gaze_of_a_head_brings_back_what_it_found(inside):
     for layer in range(CFG.layers):
         for head in (0, CFG.heads - 1):

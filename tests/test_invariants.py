@@ -33,7 +33,7 @@ MIXERS = {
     "three scales": {},
     "four scales, shared keys": {"scales": 4, "window": None, "kv_heads": 4, "residual": "plain"},
     "ratio 3, every second layer without a window": {"ratio": 3, "window": 9, "full_every": 2, "residual": "plain"},
-    "ratio 3, two scales, mean": {"scales": 2, "ratio": 3, "window": None, "aggregation": "mean"},
+    "ratio 3, two scales, mean": {"scales": 2, "ratio": 3, "window": None, "aggregation": "mean", "residual": "mhc-layer"},
 }
 F32, BF16 = Execution(attention="xla"), Execution("bfloat16", attention="xla")
 # One of them in bfloat16 and on eight devices, where a packed document must be itself bit for bit.
@@ -172,14 +172,15 @@ def test_summaries_without_a_score_leave_plain_attention_bit_for_bit():
 
 
 @functools.cache
-def trained(shape, dtype="float32"):
+def trained(shape, dtype="float32", residual="mhc"):
     cfg = small.mesh_config(small.nash_config(train__dtype=dtype), *shape)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, residual=residual))
     return small.train(cfg, [small.random_rows(cfg, seed) for seed in range(2)])
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)], ids=str)
-def test_one_mesh_equals_another(shape):
-    small.assert_same_run(trained(shape), trained((1, 1, 1)))
+@pytest.mark.parametrize(("shape", "residual"), [((2, 2, 2), "mhc"), ((1, 1, 8), "mhc"), ((2, 2, 2), "mhc-layer")])
+def test_one_mesh_equals_another(shape, residual):
+    small.assert_same_run(*(trained(each, residual=residual) for each in (shape, (1, 1, 1))))
 
 
 def test_bfloat16_stays_close_to_float32():

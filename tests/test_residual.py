@@ -11,6 +11,7 @@ import pytest
 import small
 
 from nash_mhc.model import LM
+from nash_mhc.model.lm import Layer
 from nash_mhc.model.parts import RMSNorm
 from nash_mhc.model.residual import HyperConnection, PlainResidual, StreamState
 from nash_mhc.ops import residual_streams
@@ -93,3 +94,30 @@ def test_maps_that_do_not_look_at_the_token_are_plain_addition():
     want = forward(plain, tokens_BT)
     np.testing.assert_allclose(forward(mixed, tokens_BT), want, atol=1e-4)
     assert np.abs(np.asarray(forward(model, tokens_BT)) - want).max() > 1e-3  # with phi it is another function
+
+
+def test_a_layer_that_mixes_once_adds_attention_and_feed_forward_to_what_it_has_read():
+    cfg = dataclasses.replace(CFG, residual="mhc-layer")
+    layer = jax.jit(lambda: Layer.init(cfg, key=jax.random.key(0)))()
+    layer = dataclasses.replace(layer, attention_residual=connection("wild"))
+    *xs, found_BTD = (jax.random.normal(k, (B, T, D)) for k in jax.random.split(jax.random.key(1), R + 1))
+    state = StreamState(tuple(xs), residual_streams.squares(tuple(xs)))
+    seen = []
+
+    def mixed(x_BTD):
+        seen.append(x_BTD)
+        return found_BTD, "said"
+
+    after, said, (maps,) = layer.through(state, mixed)
+    pre, post, res = (np.asarray(part) for part in (maps.pre, maps.post, maps.res))
+    read_BTD = np.einsum("rbt,rbtd->btd", pre, xs)
+    normed_BTD = np.asarray(layer.attention_norm(jnp.asarray(read_BTD)))
+    np.testing.assert_allclose(seen[0], normed_BTD, atol=1e-5)
+    added_BTD = found_BTD + layer.ffn(layer.ffn_norm(normed_BTD + found_BTD))
+    want = np.einsum("ijbt,jbtd->ibtd", res, xs) + post[..., None] * np.asarray(added_BTD)[None]
+    np.testing.assert_allclose(np.array(after.xs), want, atol=1e-4)
+    assert said == "said"
+    # Half of the maps, and nothing else less.
+    twice = jax.eval_shape(lambda: Layer.init(CFG, key=jax.random.key(0)))
+    numbers = lambda tree: sum(a.size for a in jax.tree.leaves(tree))
+    assert numbers(twice) - numbers(layer) == numbers(layer.attention_residual)

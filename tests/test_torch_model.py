@@ -51,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mean, one layer in two without a window": {
         "scales": 2, "ratio": 4, "window": 4, "aggregation": "mean", "kv_heads": 1, "layers": 4, "full_every": 2,
     },
-    "one scale, window": {"scales": 1, "window": 5, "streams": 3, "rope_theta": 100.0},
+    "one scale, window": {"scales": 1, "window": 5, "streams": 3, "rope_theta": 100.0, "residual": "mhc-layer"},
     "dense": {"scales": 1, "window": None, "conv_taps": 0, "residual": "plain", "norm_eps": 1e-3},
 }  # fmt: skip
 T = 45  # several of the coarsest blocks and of the windows, and no multiple of a stride

@@ -152,16 +152,19 @@ class Walk:
         state = residual_class(self.model).enter(self.model, x_BTD)
         maps: Any = None
         norm: Run = lambda own, x_BTD, _: own(x_BTD)
-        if self.model.residual == "mhc":
+        if self.model.mixings:
             read: Run = lambda own, xs, squares_BTR: own.attention_residual.read(
                 StreamState(xs, squares_BTR), own.attention_norm
             )
             normed_BTD, maps = self._take(
-                "mhc-read", 2 * L, read, lambda layer: layer, ("attention_residual.", "attention_norm."), arrays=state.xs,
-                aside=state.squares_BTR,
+                "mhc-read", self.model.mixings * L, read, lambda layer: layer, ("attention_residual.", "attention_norm."),
+                arrays=state.xs, aside=state.squares_BTR,
                 returned=lambda out: (out[0], out[1]._replace(xs=())),  # the streams go through as they are
             )  # fmt: skip
-            self._take("norm", 1, norm, lambda lm: lm.norm, ("scale_D",), arrays=x_BTD, whole=True, in_layer=False)
+            between = L if self.model.mixings == 1 else 0  # attention and feed-forward, as in a plain residual
+            self._take(
+                "norm", between + 1, norm, lambda lm: lm.norm, ("scale_D",), arrays=x_BTD, whole=True, in_layer=False
+            )  # fmt: skip
         else:
             at = lambda layer: layer.attention_norm
             normed_BTD = self._take("norm", 2 * L + 1, norm, at, ("scale_D",), arrays=x_BTD)
@@ -172,10 +175,10 @@ class Walk:
                 "conv", L, lambda own, x, slots: own(x, slots), conv, ("taps_JD",), arrays=read_BTD, aside=slots_BT
             )
         y_BTD = self._attention(read_BTD)
-        if self.model.residual == "mhc":
+        if self.model.mixings:
             # The gradient of the old streams is made where they were read.
             write: Run = lambda own, new, state: own.write(state, new[0], new[1]._replace(xs=state.xs))
-            self._take("mhc-write", 2 * L, write, residual, arrays=(y_BTD, maps._replace(xs=())), aside=state)
+            self._take("mhc-write", self.model.mixings * L, write, residual, arrays=(y_BTD, maps._replace(xs=())), aside=state)
         else:
             self._take(
                 "add", 2 * L, lambda own, both, _: own.write(*both, None), residual, arrays=(state, y_BTD), reads_again=False

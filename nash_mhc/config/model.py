@@ -92,7 +92,12 @@ class ModelConfig(ArchitectureConfig):
     conv_taps: int = key(4, "tokens that a convolution in front of attention mixes, itself included (0: none)", low=0, high=16)
     aggregation: str = key("nash", "how the scales find their weights", choices=("nash", "convex", "mean"))
     nash_iterations: int = key(3, "best responses that the scales play", low=1, high=64)
-    residual: str = key("mhc", "residual: several mixed streams, or one that is added to", choices=("mhc", "plain"))
+    residual: str = key(
+        "mhc",
+        "residual: streams that attention and feed-forward each read and mix (mhc), or both together (mhc-layer), or one that "
+        "is added to",
+        choices=("mhc", "mhc-layer", "plain"),
+    )
     streams: int = key(4, "residual streams (R) of mhc", low=2, high=16)
     sinkhorn_iterations: int = key(20, "normalisations that make the mixing of streams doubly stochastic", low=1, high=200)
     rope_theta: float = key(10_000.0, "base of the rotary position frequencies", above=0)
@@ -134,6 +139,11 @@ class ModelConfig(ArchitectureConfig):
                 f"model.full_every {self.full_every} does not divide model.layers {self.layers}; "
                 f"the nearest that does is {best}"
             )
+
+    @property
+    def mixings(self) -> int:
+        """How often a layer mixes streams."""
+        return {"mhc": 2, "mhc-layer": 1, "plain": 0}[self.residual]
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -3,7 +3,8 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 It is a decoder with RMSNorm, SwiGLU, rotary positions and grouped queries, and four parts that are its own:
-- a token's residual state is several streams, which every sub-layer reads, mixes and writes (`HyperConnection`);
+- a token's residual state is several streams, which a sub-layer, or a layer, reads, mixes and writes
+  (`HyperConnection`);
 - a short convolution mixes a token with the few before it, in front of attention (`ShortConv`);
 - every query looks at the tokens near by and at summaries of the blocks of r, r^2, ... tokens before (`Attention`);
 - what the scales found is weighed by how much it is, and by a small game among them (`Attention.settle`).
@@ -46,7 +47,7 @@ class NashMhcConfig(PretrainedConfig):
         conv_taps: int = 4,  # tokens that the convolution mixes, itself included; 0: no convolution
         aggregation: str = "nash",  # how the scales find their weights: nash, convex or mean
         nash_iterations: int = 3,
-        residual: str = "mhc",  # several mixed streams; "plain": one that is added to
+        residual: str = "mhc",  # streams that each sub-layer mixes; "mhc-layer": each layer; "plain": one that is added to
         streams: int = 4, sinkhorn_iterations: int = 20,
         rope_theta: float = 10_000.0,
         rope_multipliers: list[float] | None = None,  # of the head_dim / 2 rotary frequencies
@@ -360,22 +361,26 @@ class SwiGLU(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: NashMhcConfig, number: int) -> None:
         super().__init__()
-        residual = (lambda: HyperConnection(config)) if config.residual == "mhc" else PlainResidual
+        residual = (lambda: HyperConnection(config)) if config.residual != "plain" else PlainResidual
         has_window = not (config.full_every and (number + 1) % config.full_every == 0)
         self.attention_residual = residual()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention_conv = ShortConv(config) if config.conv_taps else None
         self.attention = Attention(config, config.window if has_window else None)
-        self.ffn_residual = residual()
+        self.mixes_once = config.residual == "mhc-layer"
+        self.ffn_residual = PlainResidual() if self.mixes_once else residual()
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.ffn = SwiGLU(config)
 
     def forward(self, state: Tensor, scales: list[Rows], memory: Memory) -> Tensor:
         x_BTD, maps = self.attention_residual.read(state)
         x_BTD = self.attention_norm(x_BTD)
-        if self.attention_conv is not None:
-            x_BTD = self.attention_conv(x_BTD, scales[0], memory)
-        state = self.attention_residual.write(state, self.attention(x_BTD, scales, memory), maps)
+        mixed_BTD = x_BTD if self.attention_conv is None else self.attention_conv(x_BTD, scales[0], memory)
+        y_BTD = self.attention(mixed_BTD, scales, memory)
+        if self.mixes_once:
+            y_BTD = y_BTD + self.ffn(self.ffn_norm(x_BTD + y_BTD))
+            return self.attention_residual.write(state, y_BTD, maps)
+        state = self.attention_residual.write(state, y_BTD, maps)
         x_BTD, maps = self.ffn_residual.read(state)
         return self.ffn_residual.write(state, self.ffn(self.ffn_norm(x_BTD)), maps)
 

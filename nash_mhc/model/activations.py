@@ -16,8 +16,8 @@ _WIDE = 4  # bytes of float32, which coefficients, bids and scores have whatever
 # attention and the feed-forward layer read, and the gradients that come back from queries, keys and values; a
 # convolution reads and writes two more.
 _WHOLE_ROWS, _WHOLE_ROWS_OF_CONV = 5, 2
-# Sets of streams beside the kept ones: those between attention and feed-forward, and gradients before and after.
-_STREAM_SETS = 3
+# Sets of streams beside the kept ones: gradients before and after, and those between attention and feed-forward.
+_STREAM_SETS = 2
 _PASSES = 4  # over what a layer reads and writes: forwards, forwards again, and backwards, which is twice as much
 
 
@@ -25,14 +25,14 @@ def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int,
     """For `rows` rows of a device, whose heads, ffn and time between layers are split over `tp`."""
     item = 2 if execution.dtype == "bfloat16" else 4
     tokens = rows * seq_len
-    streams = cfg.streams if cfg.residual == "mhc" else 1
+    streams = cfg.streams if cfg.mixings else 1
     names = None if execution.remat == "none" else kept_names(execution.remat)
     if names is not None and execution.attention in PLAIN_KERNELS:
         names -= {"attention"}  # these mark nothing
     split, whole = _kept(cfg, names, tp)
     entered = streams * cfg.width / tp * item
     kept = (split / tp + whole) * item + _small(cfg, names) / tp * _WIDE
-    mixing = _STREAM_SETS * streams * cfg.width if cfg.residual == "mhc" else 0
+    mixing = (_STREAM_SETS + cfg.mixings - 1) * streams * cfg.width if cfg.mixings else 0
     forward = (3 * cfg.ffn + mixing) / tp * item
     backward = (_of_backward(cfg) + mixing) / tp * item
     if names is not None:  # what dots would have kept is there for one layer; of what is kept, nothing is made again
@@ -59,14 +59,15 @@ def _kept(cfg: ModelConfig, names: frozenset[str] | None, tp: int) -> tuple[floa
         return float(sum(size for name, size in _named(cfg).items() if name in names)), 0.0
     D, F, R = cfg.width, cfg.ffn, cfg.streams
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    mhc, coarse = cfg.residual == "mhc", cfg.strides[1:]
+    mhc, coarse = cfg.mixings > 0, cfg.strides[1:]
     read = (2.0 + bool(cfg.conv_taps)) * D  # what the convolution, attention and the feed-forward layer read
     attention = queries + 2.0 * keys + 2 * queries + keys + queries  # projected; turned; found
     if coarse:  # pooled keys; queries by block, late keys and values, what was found, by token; what is mixed of it
         attention += keys + queries + sum(2 * queries + queries + 3 * keys / stride for stride in coarse) + queries
     else:
         attention -= keys  # values are kept once
-    residual = (R * D + 4 * D) if mhc else 2 * D  # streams in the middle, read twice, written twice; or x, and x + y
+    # Streams in the middle, read twice, written twice; read and added to, written once; or x, and x + y.
+    residual = (R * D + 4 * D) if cfg.mixings == 2 else 4 * D if mhc else 2 * D
     kept = attention + residual + 6 * F
     kept -= 0 if mhc else D  # x itself is what enters
     return (kept, read) if tp > 1 else (kept + read, 0.0)
@@ -75,7 +76,7 @@ def _kept(cfg: ModelConfig, names: frozenset[str] | None, tp: int) -> tuple[floa
 def _named(cfg: ModelConfig) -> dict[str, float]:
     """Numbers a token and layer of what `--remat-keep` has a name for, without those that `_small` counts."""
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    mhc, coarse = cfg.residual == "mhc", cfg.strides[1:]
+    mhc, coarse = cfg.mixings > 0, cfg.strides[1:]
     return {
         "qkv": queries + 2.0 * keys,
         "attention": float(cfg.scales * queries),
@@ -83,7 +84,7 @@ def _named(cfg: ModelConfig) -> dict[str, float]:
         "output": float(cfg.width),
         "ffn-up": 2.0 * cfg.ffn,
         "ffn-down": float(cfg.width if mhc else 0),  # a plain sum does not need it again
-        "read": 2.0 * cfg.width if mhc else 0.0,
+        "read": float(cfg.mixings * cfg.width),
     }
 
 
@@ -101,8 +102,8 @@ def _moved(cfg: ModelConfig) -> float:
     """Numbers a token and layer that go through memory forwards outside of matrix products, read or written."""
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     passed = 10.0 * cfg.width + 2 * (queries + keys) + 3 * cfg.ffn  # norms and sums; turned; gate and product
-    if cfg.residual == "mhc":
-        passed += 2 * 4 * cfg.streams * cfg.width  # twice: for the maps, to be read, to be mixed, and written
+    if cfg.mixings:
+        passed += cfg.mixings * 4 * cfg.streams * cfg.width  # for the maps, to be read, to be mixed, and written
     if cfg.scales > 1:
         passed += 6 * cfg.scales * queries  # by block and back, pooled, mixed
     return passed
@@ -110,13 +111,13 @@ def _moved(cfg: ModelConfig) -> float:
 
 def _small(cfg: ModelConfig, names: frozenset[str] | None) -> float:
     """Numbers a token and layer in float32: coefficients of the streams' maps, bids of the scales, what is reported."""
-    if cfg.residual != "mhc":
+    if not cfg.mixings:
         return 0.0 if names is not None else 3.0 * cfg.heads + 2
     R, M = cfg.streams, cfg.streams**2 + 2 * cfg.streams
     reported = R + 12.0
     if names is not None:
-        return reported + ("coefficients" in names) * 2.0 * ((R + 1) * M + 1)
-    return reported + 2 * (4 * M + 1) + 5 * cfg.scales * cfg.heads
+        return reported + ("coefficients" in names) * cfg.mixings * ((R + 1.0) * M + 1)
+    return reported + cfg.mixings * (4 * M + 1) + 5 * cfg.scales * cfg.heads
 
 
 def _scores(cfg: ModelConfig, seq_len: int) -> float:

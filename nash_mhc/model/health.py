@@ -27,12 +27,12 @@ UNUSED = 1e-3  # mean weight of a scale in a head, below which the head does wit
 class StreamReport(NamedTuple):
     """The residual streams of one layer, for each token."""
 
-    deviation_BT: Float[Array, "*L B T"]  # of H_res from doubly stochastic, the larger of the layer's two
+    deviation_BT: Float[Array, "*L B T"]  # of H_res from doubly stochastic, the largest of the layer's
     unbalanced_BT: Float[Array, "*L B T"]  # the same before `balance`: how far Sinkhorn's iteration got
     forward_gain_BT: Float[Array, "*L B T"]  # largest absolute row sum of the product of all H_res so far
     backward_gain_BT: Float[Array, "*L B T"]  # and column sum
     rms_BTR: Float[Array, "*L B T R"]  # of each stream as it enters the layer
-    mixing_BSPM: Float[Array, "*L B S P M"]  # H_res of both sub-layers (P), row by row, added up over stretches of the row (S)
+    mixing_BSPM: Float[Array, "*L B S P M"]  # its H_res (P), row by row, added up over stretches of the row (S)
 
 
 class LayerReport(NamedTuple):
@@ -43,7 +43,7 @@ class LayerReport(NamedTuple):
 
 def unmixed(cfg: ModelConfig, shape: tuple[int, ...]) -> Matrix | None:
     """The product of no H_res at all, for each token: what `watch_streams` starts from."""
-    if cfg.residual == "plain":
+    if not cfg.mixings:
         return None
     one, zero, R = jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32), range(cfg.streams)
     return tuple(tuple(one if i == j else zero for j in R) for i in R)
@@ -64,7 +64,7 @@ def watch_streams(entered: State, composite: Matrix, maps: Sequence[Maps]) -> tu
     sums = rows_and_columns(composite)  # of what cannot be negative
     report = StreamReport(
         deviation_BT=largest(deviations),
-        unbalanced_BT=jnp.maximum(maps[0].unbalanced_BT, maps[1].unbalanced_BT),
+        unbalanced_BT=largest([m.unbalanced_BT for m in maps]),
         forward_gain_BT=largest(sums[: len(composite)]),
         backward_gain_BT=largest(sums[len(composite) :]),
         rms_BTR=jnp.sqrt(entered.squares_BTR / entered.xs[0].shape[-1]),
@@ -82,7 +82,7 @@ def _sums(x_BTM: Float[Array, "B T M"]) -> Float[Array, "B S M"]:
 
 
 def summary(reports: LayerReport) -> dict[str, Array]:
-    """One value or one short vector a layer, by name, and two matrices (`res`); reports of all layers stacked."""
+    """One value or one short vector a layer, by name, and its matrices (`res`); reports of all layers stacked."""
     out: dict[str, Array] = {}
     if reports.game is not None:
         game = reports.game

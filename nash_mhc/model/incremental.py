@@ -96,13 +96,15 @@ def step(model: LM, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Arra
     def one(carry: tuple[State, Cache], layer: Layer, at: _Where) -> tuple[State, Cache]:
         state, cache = carry
         layer = for_compute(layer, cache.dtype)
-        x_BTD, maps = layer.attention_residual.read(state, layer.attention_norm)
-        if layer.attention_conv is not None:
-            x_BTD, cache = _convolve(layer.attention_conv, x_BTD, cache, at.layer)
-        y_BTD, cache = _attend(layer.attention, x_BTD, cache, at)
-        state = layer.attention_residual.write(state, y_BTD, maps)
-        x_BTD, maps = layer.ffn_residual.read(state, layer.ffn_norm)
-        return layer.ffn_residual.write(state, layer.ffn(x_BTD), maps), cache
+
+        def mixed(x_BTD: Array) -> tuple[Array, Cache]:
+            kept = cache
+            if layer.attention_conv is not None:
+                x_BTD, kept = _convolve(layer.attention_conv, x_BTD, kept, at.layer)
+            return _attend(layer.attention, x_BTD, kept, at)
+
+        state, cache, _ = layer.through(state, mixed)
+        return state, cache
 
     size = len(cache.fine)
 

@@ -46,7 +46,7 @@ class Inside:
     weights_LCTN: np.ndarray  # of the scales: what the game came to
     found_LCTNH: np.ndarray  # what each scale found
     attention_LTD: np.ndarray  # what attention as a whole gave back
-    mixing_LSTRR: np.ndarray | None  # H_res of the two sub-layers, attention first; None: a plain residual
+    mixing_LSTRR: np.ndarray | None  # H_res of the sub-layers (S), attention first, or of both together; None: plain residual
     rows: tuple[Rows, ...]  # of each scale: the queries, keys and values of all layers
     strides: tuple[int, ...]
     windows: tuple[int | None, ...]  # of each layer
@@ -63,8 +63,8 @@ class Inside:
         if self.mixing_LSTRR is None:
             raise ConfigError("this model has a plain residual: there are no streams to mix")
         products = [np.eye(self.mixing_LSTRR.shape[-1])[None]]
-        for attention_TRR, ffn_TRR in self.mixing_LSTRR:
-            products.append(ffn_TRR @ (attention_TRR @ products[-1]))
+        for mixing_STRR in self.mixing_LSTRR:
+            products.append(functools.reduce(lambda product, next_TRR: next_TRR @ product, mixing_STRR, products[-1]))
         return np.stack(products[1:])
 
     def gaze(self, layer: int, head: int) -> tuple[Gaze, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -36,7 +37,8 @@ def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | 
 
 
 class Layer(eqx.Module):
-    """Attention, then feed-forward; each reads the residual state and writes to it through a residual of its own."""
+    """Attention, then feed-forward; each reads the residual state and writes to it through a residual of its own, or
+    both together through one, with plain addition between them."""
 
     attention_residual: PlainResidual | HyperConnection
     attention_norm: RMSNorm
@@ -52,32 +54,47 @@ class Layer(eqx.Module):
         conv = ShortConv.init(cfg, key=jax.random.fold_in(attention, 1)) if cfg.conv_taps else None
         norm = functools.partial(RMSNorm.init, cfg.width, cfg.norm_eps)
         residual = residual_class(cfg)
+        inner = PlainResidual if cfg.mixings == 1 else residual
         mixer = Attention if cfg.scales == 1 else Multiscale
         return Layer(
             residual.init(cfg, key=first), norm(), conv, mixer.init(cfg, key=attention),
-            residual.init(cfg, key=second), norm(), SwiGLU.init(cfg, key=ffn),
+            inner.init(cfg, key=second), norm(), SwiGLU.init(cfg, key=ffn),
         )  # fmt: skip
 
     def __call__(
         self, state: State, composite: Any, layout: Layout, *, window: int | None, kernel: str
     ) -> tuple[State, Any, LayerReport]:
         """(residual state, product of the H_res so far, what happened): the product is followed only to be watched."""
+
+        def mixed(x_BTD: Array) -> tuple[Array, Any]:
+            if self.attention_conv is not None:
+                x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
+            with jax.named_scope("mixer"):
+                return self.attention(x_BTD, layout, window=window, kernel=kernel)
+
         entered = state
-        x_BTD, attention_maps = self.attention_residual.read(state, self.attention_norm)
-        if self.attention_conv is not None:
-            x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
-        with jax.named_scope("mixer"):
-            y_BTD, game = self.attention(x_BTD, layout, window=window, kernel=kernel)
-        state = self.attention_residual.write(state, y_BTD, attention_maps)
-        x_BTD, ffn_maps = self.ffn_residual.read(state, self.ffn_norm)
-        with jax.named_scope("ffn"):
-            y_BTD = self.ffn(x_BTD)
-        state = self.ffn_residual.write(state, y_BTD, ffn_maps)
+        state, game, maps = self.through(state, mixed)
         if composite is None:
             return state, None, LayerReport(game, None)
         with jax.named_scope("health"):
-            composite, watched = watch_streams(entered, composite, [attention_maps, ffn_maps])
+            composite, watched = watch_streams(entered, composite, maps)
         return state, composite, LayerReport(game, watched)
+
+    def through(self, state: State, mixed: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
+        """(residual state, what else `mixed` has to say, the maps of the streams): both sub-layers, where `mixed` is
+        attention."""
+        x_BTD, maps = self.attention_residual.read(state, self.attention_norm)
+        y_BTD, said = mixed(x_BTD)
+        if isinstance(self.attention_residual, HyperConnection) and isinstance(self.ffn_residual, PlainResidual):
+            x_BTD, _ = self.ffn_residual.read(self.ffn_residual.write(x_BTD, y_BTD, None), self.ffn_norm)
+            return self.attention_residual.write(state, y_BTD + self._fed(x_BTD), maps), said, [maps]
+        state = self.attention_residual.write(state, y_BTD, maps)
+        x_BTD, ffn_maps = self.ffn_residual.read(state, self.ffn_norm)
+        return self.ffn_residual.write(state, self._fed(x_BTD), ffn_maps), said, [maps, ffn_maps]
+
+    def _fed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        with jax.named_scope("ffn"):
+            return self.ffn(x_BTD)
 
 
 def by_place(stack: Any, size: int) -> tuple[Any, ...]:
@@ -200,7 +217,7 @@ def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
     whatever remat computes again: this is useful matrix work.
     """
     attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
-    maps = 2 * cfg.streams * cfg.width * (cfg.streams**2 + 2 * cfg.streams) if cfg.residual == "mhc" else 0
+    maps = cfg.mixings * cfg.streams * cfg.width * (cfg.streams**2 + 2 * cfg.streams)
     weights = cfg.layers * (attention + maps + 3 * cfg.width * cfg.ffn) + cfg.vocab_size * cfg.width
     # Keys that a query sees, on average over the row:
     # T/2, or less within a window, and so many times fewer of a coarse scale.

@@ -281,4 +281,4 @@ class HyperConnection(eqx.Module):
 
 
 def residual_class(cfg: ModelConfig) -> type[PlainResidual] | type[HyperConnection]:
-    return HyperConnection if cfg.residual == "mhc" else PlainResidual
+    return HyperConnection if cfg.mixings else PlainResidual

@@ -144,14 +144,16 @@ def entropy(inside: Inside, names: Sequence[str]) -> Image:
 
 
 def mixing(inside: Inside) -> Image:
-    """H_res over depth, averaged over the text: of attention, of feed-forward, and the product of all so far."""
+    """H_res over depth, averaged over the text: of attention and feed-forward, or of both together, and the product of
+    all so far."""
     composite_LTRR = inside.composite_LTRR  # ConfigError where there is none
     assert inside.mixing_LSTRR is not None
     layers = _some(len(composite_LTRR))
-    figure, axes = _axes(3, len(layers), height=5.4, width=1.0 + 1.7 * len(layers))
+    names = ("attention", "feed-forward") if inside.mixing_LSTRR.shape[1] == 2 else ("both",)
+    figure, axes = _axes(len(names) + 1, len(layers), height=1.8 * (len(names) + 1), width=1.0 + 1.7 * len(layers))
     for column, layer in enumerate(layers):
         each = (*inside.mixing_LSTRR[layer].mean(axis=1), composite_LTRR[layer].mean(axis=0))
-        for axis, matrix_RR, name in zip(axes[:, column], each, ("attention", "feed-forward", "product"), strict=True):
+        for axis, matrix_RR, name in zip(axes[:, column], each, (*names, "product"), strict=True):
             shown = axis.imshow(matrix_RR, vmin=0, vmax=1, cmap="viridis")
             axis.set_title(f"{name}, layer {layer}", fontsize=8)
             axis.set_xticks(range(len(matrix_RR)))

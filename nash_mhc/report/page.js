@@ -150,12 +150,13 @@ function depthChart(parent, run) {
 
 function mixing(run) {
   if (!run.mixing) return null;
+  const once = run.mixing[0].length === 1, of = (layer, part) => `layer ${layer}${once ? "" : part ? ", FFN" : ", attention"}`;
   const grids = run.mixing.map((parts, layer) => make("div", { class: "grid4" }, ...parts.map((matrix, part) => {
-    const canvas = heatMap(matrix, 0, 1, `H_res of layer ${layer}, ${part ? "FFN" : "attention"}`);
-    canvas.describe = (to, from, value) => `layer ${layer}, ${part ? "FFN" : "attention"}: stream ${from} into stream ${to}: ${short(value)}`;
+    const canvas = heatMap(matrix, 0, 1, `H_res of ${of(layer, part)}`);
+    canvas.describe = (to, from, value) => `${of(layer, part)}: stream ${from} into stream ${to}: ${short(value)}`;
     return canvas;
   }), make("span", {}, `${layer}`)));
-  return make("div", { class: "map" }, make("h3", {}, "H_res by layer, above of attention, below of the FFN (row: into, column: from; mean over tokens)"), make("div", { class: "grids" }, ...grids));
+  return make("div", { class: "map" }, make("h3", {}, `H_res by layer${once ? "" : ", above of attention, below of the FFN"} (row: into, column: from; mean over tokens)`), make("div", { class: "grids" }, ...grids));
 }
 
 function inside(run, several) {
