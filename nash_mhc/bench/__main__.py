@@ -19,6 +19,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 ABOUT = {
     "step": "times the real train step on the devices at hand",
     "parts": "times every part of it by itself, against the least that it could take",
+    "kernels": "holds every GPU kernel against its plain form, in a real step",
     "compile": "compiles it for a TPU topology that is not here, with its memory figures",
     "quality": "trains the model and its relatives on the same rows and compares their held-out losses",
     "corpus": "builds two kinds of real text to compare models on, the same for everyone",
@@ -39,6 +40,8 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         known = "the time of the whole step, from bench step [measured, of a deep model with few of its layers]"
         group.add_argument("--step-ms", type=float, metavar="MS", help=known)
         group.add_argument("--seconds", type=float, default=0.2, help="to time each program for [0.2]")
+    elif command == "kernels":
+        pass
     elif command == "compile":
         group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for; cpu: emulated devices")
     elif command == "data":
@@ -81,6 +84,10 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         if own.seconds <= 0:
             raise ConfigError(f"--seconds {own.seconds:g} must be above 0")
         return bench_parts(cfg, only=own.parts, whole_step_ms=own.step_ms, seconds=own.seconds)
+    if command == "kernels":
+        from nash_mhc.bench.kernels import bench_kernels
+
+        return bench_kernels(cfg)
     if command == "step" and (own.steps < 1 or own.warmup < 0):
         raise ConfigError("--steps must be at least 1 and --warmup at least 0")
     if command == "step" and own.against:
@@ -106,6 +113,10 @@ def _show(command: str, figures: dict[str, Any]) -> None:
         from nash_mhc.bench.parts import show as show_parts
 
         return show_parts(figures)
+    if command == "kernels":
+        from nash_mhc.bench.kernels import show as show_kernels
+
+        return show_kernels(figures)
     table = Table(show_header=False)
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value))
@@ -142,11 +153,11 @@ def main() -> int:
         drawn.write_text(picture(figures))
     if parsed.own.json == "-":
         print(json.dumps(figures, indent=2))
-        return 0
+        return 1 if figures.get("wrong") else 0
     _show(command, figures)
     if file:
         file.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
+    return 1 if figures.get("wrong") else 0
 
 
 if __name__ == "__main__":

@@ -72,7 +72,6 @@ class Projection(NamedTuple):
 class Rules(NamedTuple):
     iterations: int  # of Sinkhorn's
     eps: float  # of the norms
-    interpret: bool = False  # kernels without their device, for tests
 
 
 def _kept(x: Any) -> Any:
@@ -160,7 +159,7 @@ def read_and_norm_streams(
 def _read_and_norm_forward(rules, xs, squares_BTR, projection, scale_D):  # type: ignore[no-untyped-def]
     maps, aside = _maps_of(rules, xs, squares_BTR, projection)
     streams = (_TOKENS,) * len(xs)
-    read = functools.partial(residual_streams.read_and_norm, eps=rules.eps, interpret=rules.interpret)
+    read = functools.partial(residual_streams.read_and_norm, eps=rules.eps)
     normed_BTD, inverse_BT = on_shards(read, [streams, _MAPS, _WIDTH], (_TOKENS, _NUMBER))(xs, maps.all_BTM, scale_D)
     normed_BTD = checkpoint_name(constrain(normed_BTD, *_TOKENS), READ)
     return (normed_BTD, maps), ((xs, projection, aside, maps.all_BTM), scale_D, _kept(inverse_BT))
@@ -171,9 +170,8 @@ def _read_and_norm_backward(rules, saved, cotangents):  # type: ignore[no-untype
     xs, maps_BTM = read[0], read[-1]
     streams = (_TOKENS,) * len(xs)
     backward = on_shards(
-        functools.partial(residual_streams.read_and_norm_backward, interpret=rules.interpret),
-        [streams, _MAPS, _WIDTH, _NUMBER, _TOKENS], (_TOKENS, _SQUARES, _WIDTH_SUMS),
-    )  # fmt: skip
+        residual_streams.read_and_norm_backward, [streams, _MAPS, _WIDTH, _NUMBER, _TOKENS], (_TOKENS, _SQUARES, _WIDTH_SUMS)
+    )
     dnormed_BTD, dmaps = cotangents
     dx_BTD, dpre_BTR, dscale = backward(xs, maps_BTM, scale_D, inverse_BT, dnormed_BTD)
     return *_gradients(rules, read, dx_BTD, dpre_BTR, dmaps), jnp.sum(dscale, axis=(0, 1)).astype(scale_D.dtype)

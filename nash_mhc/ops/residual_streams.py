@@ -64,14 +64,29 @@ def read(xs: Streams, maps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
 
 
 def fits_norm(x_BTD: Float[Array, "B T D"], devices: int = 1) -> bool:
-    """Whether streams of that shape, split over so many, can go through `read_and_norm`, which only a GPU has."""
+    """Whether streams of that shape, split over so many, can go through a GPU's `read_and_norm`."""
     return residual_streams_gpu.fits_norm(x_BTD.shape, devices)
 
 
 def read_and_norm(
-    xs: Streams, maps_BTM: Float[Array, "B T M"], scale_D: Float[Array, "D"], eps: float, interpret: bool = False
+    xs: Streams, maps_BTM: Float[Array, "B T M"], scale_D: Float[Array, "D"], eps: float
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
-    """(what is read, over the root of its mean square, times the scale; 1 over that root)."""
+    """(what is read, over the root of its mean square, times the scale; 1 over that root). Its kernel is worth it where
+    there is one: elsewhere, what is read had better be written down."""
+    forms = {"default": functools.partial(_read_and_norm_in_xla, eps), "cuda": functools.partial(_read_and_norm_in_kernel, eps)}
+    return on_platform(xs, maps_BTM, scale_D, **forms)
+
+
+def _read_and_norm_in_xla(eps: float, xs: Streams, maps_BTM: Array, scale_D: Array) -> tuple[Array, Array]:
+    pre, _, _ = coefficients(maps_BTM)
+    read = _sum([c[..., None] * _wide(x) for c, x in zip(pre, xs, strict=True)])
+    inverse_BT = lax.rsqrt(jnp.mean(read * read, axis=-1) + eps)
+    return (read * inverse_BT[..., None] * scale_D[None, None]).astype(xs[0].dtype), inverse_BT
+
+
+def _read_and_norm_in_kernel(
+    eps: float, xs: Streams, maps_BTM: Array, scale_D: Array, *, interpret: bool = False
+) -> tuple[Array, Array]:
     *flat_xs, maps = _flat([*xs, maps_BTM])
     normed, inverse = residual_streams_gpu.read_and_norm(flat_xs, maps, scale_D, eps, interpret=interpret)
     return normed.reshape(xs[0].shape), inverse.reshape(xs[0].shape[:2])
@@ -79,9 +94,28 @@ def read_and_norm(
 
 def read_and_norm_backward(
     xs: Streams, maps_BTM: Float[Array, "B T M"], scale_D: Float[Array, "D"], inverse_BT: Float[Array, "B T"],
-    dnormed_BTD: Float[Array, "B T D"], interpret: bool = False,
+    dnormed_BTD: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"], Float[Array, "1 1 D"]]:  # fmt: skip
     """Gradients (of what was read, of pre, of the scale for all tokens here)."""
+    forms = {"default": _read_and_norm_backward_in_xla, "cuda": _read_and_norm_backward_in_kernel}
+    return on_platform(xs, maps_BTM, scale_D, inverse_BT, dnormed_BTD, **forms)
+
+
+def _read_and_norm_backward_in_xla(
+    xs: Streams, maps_BTM: Array, scale_D: Array, inverse_BT: Array, dnormed_BTD: Array
+) -> tuple[Array, Array, Array]:
+    pre, _, _ = coefficients(maps_BTM)
+    inverse = inverse_BT[..., None]
+    normed = _sum([c[..., None] * _wide(x) for c, x in zip(pre, xs, strict=True)]) * inverse
+    d = _wide(dnormed_BTD)
+    dscale, d = jnp.sum(d * normed, axis=(0, 1)), d * scale_D[None, None]
+    dx = (d - normed * jnp.mean(d * normed, axis=-1, keepdims=True)) * inverse
+    return dx.astype(dnormed_BTD.dtype), read_sums(xs, dx), dscale[None, None]
+
+
+def _read_and_norm_backward_in_kernel(
+    xs: Streams, maps_BTM: Array, scale_D: Array, inverse_BT: Array, dnormed_BTD: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
     *flat_xs, maps, dnormed = _flat([*xs, maps_BTM, dnormed_BTD])
     dx, dpre, dscale = residual_streams_gpu.read_and_norm_backward(
         flat_xs, maps, scale_D, inverse_BT.reshape(-1, 1), dnormed, interpret=interpret

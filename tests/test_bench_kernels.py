@@ -1,0 +1,41 @@
+"""`bench kernels` runs the kernels of a real step beside their plain forms, and says which is wrong."""
+
+import json
+import sys
+
+import pytest
+
+from nash_mhc.bench import __main__ as bench
+from nash_mhc.ops import conv_gpu
+
+# A plain decoder with a convolution: few kernels, which the interpreter compiles in seconds.
+FLAGS = (
+    "--model-scales 1 --model-window none --model-residual plain --model-width 32 --model-heads 2 --model-kv-heads 2 "
+    "--model-head-dim 16 --model-ffn 32 --model-vocab-size 300 --batch-size 8 --seq-len 128 --dtype bfloat16 --remat full"
+).split()
+
+
+def run(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["bench", "kernels", *FLAGS, *flags])
+    return bench.main()
+
+
+def test_every_kernel_of_a_step_is_found_equal_to_its_plain_form(monkeypatch, capsys):
+    assert run(monkeypatch, "--json", "-") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert {row["kernel"] for row in figures["kernels"]} >= {
+        "conv.mixed", "conv.backward", "norm.normed", "norm.normed_back", "norm.turned", "norm.turned_back",
+    }  # fmt: skip
+    assert figures["wrong"] == [] and figures["interpreted"]
+    assert all(0 <= e["kernel"] < 1e-2 for row in figures["kernels"] for e in row["errors"].values())
+
+
+@pytest.mark.parametrize("how", [lambda out: 1.02 * out, lambda out: out.at[0, 0].set(float("nan"))], ids=["off", "nan"])
+def test_a_kernel_that_is_wrong_is_named_and_the_command_fails(how, monkeypatch, capsys):
+    mixed = conv_gpu.mixed
+    monkeypatch.setattr(conv_gpu, "mixed", lambda *args, **options: how(mixed(*args, **options)))
+    assert run(monkeypatch) == 1
+    out = capsys.readouterr().out
+    assert "wrong: conv.mixed" in out
+    others = {line.split()[1] for line in out.splitlines() if "WRONG" in line} - {"conv.mixed"}
+    assert others <= {"lookup.added_rows_by_matmul"}  # in which a zero times no number is no number
