@@ -475,8 +475,8 @@ def test_recall_is_scored_by_distance(compared):
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | parts |"),
         (
             "",
-            "unknown benchmark ''; there are: python -m nash_mhc.bench step | parts | compile | quality | corpus | data | "
-            "telemetry [flags of train]",
+            "unknown benchmark ''; there are: python -m nash_mhc.bench step | parts | kernels | compile | quality | corpus | "
+            "data | telemetry [flags of train]",
         ),
     ],
 )

@@ -80,7 +80,7 @@ plain = load_plain_schema()
         (lambda: plain.ModelConfig(streams=17), "model.streams must be at most 16, not 17"),
         (lambda: plain.ModelConfig(sinkhorn_iterations=0), "model.sinkhorn_iterations must be at least 1, not 0"),
         (lambda: plain.ModelConfig(aggregation="sum"), "model.aggregation must be one of nash, convex, mean, not 'sum'"),
-        (lambda: plain.ModelConfig(residual="hc"), "model.residual must be one of mhc, plain, not 'hc'"),
+        (lambda: plain.ModelConfig(residual="hc"), "model.residual must be one of mhc, mhc-layer, plain, not 'hc'"),
         (lambda: plain.OptimConfig(sparsity=-0.5), "optim.sparsity must be at least 0, not -0.5"),
         (
             lambda: plain.ModelConfig(window=100, ratio=3, scales=4),

@@ -84,10 +84,6 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         if own.seconds <= 0:
             raise ConfigError(f"--seconds {own.seconds:g} must be above 0")
         return bench_parts(cfg, only=own.parts, whole_step_ms=own.step_ms, seconds=own.seconds)
-    if command == "kernels":
-        from nash_mhc.bench.kernels import bench_kernels
-
-        return bench_kernels(cfg)
     if command == "step" and (own.steps < 1 or own.warmup < 0):
         raise ConfigError("--steps must be at least 1 and --warmup at least 0")
     if command == "step" and own.against:
@@ -99,6 +95,10 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         from nash_mhc.bench.aot import bench_compile
 
         return bench_compile(cfg, own.topology)
+    if command == "kernels":
+        from nash_mhc.bench.kernels import bench_kernels
+
+        return bench_kernels(cfg)
     from nash_mhc.bench.step import bench_step
 
     return bench_step(cfg, steps=own.steps, warmup=own.warmup)

@@ -52,9 +52,9 @@ def _fits(x: Array) -> bool:
 
 
 def _fwd(x, scale_D, eps):  # type: ignore[no-untyped-def]
-    forms: dict[str, Any] = {"default": _normed_in_xla} | (
-        {"cuda": functools.partial(_normed_in_kernel, eps)} if _fits(x) else {}
-    )
+    forms: dict[str, Any] = {"default": _normed_in_xla}
+    if _fits(x):
+        forms["cuda"] = functools.partial(_normed_in_kernel, eps)
     saved = x, scale_D, _inverse_rms(x, eps)  # which the kernels compute by themselves: for them, nobody does here
     return _kept(on_platform(*saved, **forms)), saved
 
