@@ -40,8 +40,6 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         known = "the time of the whole step, from bench step [measured, of a deep model with few of its layers]"
         group.add_argument("--step-ms", type=float, metavar="MS", help=known)
         group.add_argument("--seconds", type=float, default=0.2, help="to time each program for [0.2]")
-    elif command == "kernels":
-        pass
     elif command == "compile":
         group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for; cpu: emulated devices")
     elif command == "data":
@@ -49,7 +47,7 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--steps", type=int, default=40, help="steps of the training run [40]")
     elif command == "telemetry":
         group.add_argument("--steps", type=int, default=80, help="steps of the training run [80]")
-    else:
+    elif command == "quality":
         every = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of bench/variants.py, which imports JAX
         group.add_argument("--seeds", type=int, default=3, help="runs of each variant, counted from --seed on [3]")
         group.add_argument("--variants", metavar="A,B,...", default=every, help=f"what to compare [{every}]")

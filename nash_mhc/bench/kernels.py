@@ -20,13 +20,12 @@ from rich.table import Table
 from nash_mhc.bench.parts import one_group
 from nash_mhc.bench.step import DOCUMENTS, random_rows
 from nash_mhc.config.schema import ModelConfig, RunConfig
-from nash_mhc.model.protocol import Execution
-from nash_mhc.objectives.registry import objective_of
 from nash_mhc.ops.platform import compared
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import to_device
+from nash_mhc.train.programs import make_objective
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.state import create_state
 from nash_mhc.train.step import make_train_step
@@ -46,8 +45,7 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     state = create_state(cfg, mesh)
     state = dataclasses.replace(state, model=jax.jit(_with_noise)(state.model))
     batch = to_device(random_rows(cfg, 0), mesh)
-    execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention, DOCUMENTS, unroll=True)
-    step = make_train_step(objective_of(cfg, execution), Training.of(cfg))
+    step = make_train_step(make_objective(cfg, most_documents=DOCUMENTS), Training.of(cfg))
     errors: dict[str, list[_Error]] = {}
     # Otherwise a compiler hands on what was to be rounded as it was before, to the plain forms alone.
     options = {"xla_allow_excess_precision": False}
