@@ -78,3 +78,23 @@ def test_the_kernels_equal_the_plain_form(heads, dtype):
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2 * within, atol=within
         )
         jax.tree.map(same, got, want)
+
+
+@pytest.mark.parametrize("width", [2048, 640])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernels_of_the_norm_alone_equal_the_plain_form(width, dtype):
+    """In Pallas's interpreter, a token whole and in chunks."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    x, dout = (jax.random.normal(k, (2, 32, width), dtype) for k in keys[:2])
+    given = x, jax.random.normal(keys[2], (width,)), norm._inverse_rms(x, 1e-6)
+    assert norm._fits(x)
+    within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
+    for in_xla, in_kernel, args in [
+        (norm._normed_in_xla, norm._normed_in_kernel, given),
+        (norm._normed_back_in_xla, norm._normed_back_in_kernel, (*given, dout)),
+    ]:
+        want, got = jax.jit(in_xla)(*args), jax.jit(functools.partial(in_kernel, 1e-6, interpret=True))(*args)
+        same = lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2 * within, atol=within
+        )
+        jax.tree.map(same, got, want)

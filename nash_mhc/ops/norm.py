@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,15 +32,11 @@ def _inverse_rms(x: Array, eps: float) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     """x / rms(x) * scale, in float32, back in x's dtype."""
-    return _normed(x, scale_D, _inverse_rms(x, eps))
+    return _fwd(x, scale_D, eps)[0]
 
 
 def _aligned(scale_D: Array, x: Array) -> Array:
     return scale_D.reshape((1,) * (x.ndim - 1) + scale_D.shape)
-
-
-def _normed(x: Array, scale_D: Array, inverse: Array) -> Array:
-    return _kept((_wide(x) * inverse * _aligned(scale_D, x)).astype(x.dtype))
 
 
 def rms_norm_reference(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
@@ -48,15 +45,46 @@ def rms_norm_reference(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps
     return (_wide(x) / rms * _aligned(scale_D, x)).astype(x.dtype)
 
 
+def _fits(x: Array) -> bool:
+    """Whether a GPU's kernels take it: on one device, since nobody says here how x would be split."""
+    alone = jax.sharding.get_abstract_mesh().size <= 1
+    return alone and norm_gpu.fits_width(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _fwd(x, scale_D, eps):  # type: ignore[no-untyped-def]
-    inverse = _inverse_rms(x, eps)
-    return _normed(x, scale_D, inverse), (x, scale_D, inverse)
+    forms: dict[str, Any] = {"default": _normed_in_xla} | (
+        {"cuda": functools.partial(_normed_in_kernel, eps)} if _fits(x) else {}
+    )
+    saved = x, scale_D, _inverse_rms(x, eps)  # which the kernels compute by themselves: for them, nobody does here
+    return _kept(on_platform(*saved, **forms)), saved
 
 
 def _bwd(eps, saved, dout):  # type: ignore[no-untyped-def]
-    x, scale_D, inverse = saved
-    dx, dscale = _norm_gradients(x, scale_D, inverse, _wide(_kept(dout)))
+    forms: dict[str, Any] = {"default": _normed_back_in_xla}
+    if _fits(dout):
+        forms["cuda"] = functools.partial(_normed_back_in_kernel, eps)
+    dx, dscale = on_platform(*saved, dout, **forms)
     return _kept(dx), dscale  # each residual stream takes its share of it: computed once
+
+
+def _normed_in_xla(x: Array, scale_D: Array, inverse: Array) -> Array:
+    return (_wide(x) * inverse * _aligned(scale_D, x)).astype(x.dtype)
+
+
+def _normed_back_in_xla(x: Array, scale_D: Array, inverse: Array, dout: Array) -> tuple[Array, Array]:
+    return _norm_gradients(x, scale_D, inverse, _wide(_kept(dout)))
+
+
+def _normed_in_kernel(eps: float, x: Array, scale_D: Array, _: Array, *, interpret: bool = False) -> Array:
+    return norm_gpu.normed(x.reshape(-1, x.shape[-1]), scale_D, eps, interpret=interpret).reshape(x.shape)
+
+
+def _normed_back_in_kernel(
+    eps: float, x: Array, scale_D: Array, _: Array, dout: Array, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    dx, dscale = norm_gpu.normed_back(flat(x), scale_D, flat(dout), eps, interpret=interpret)
+    return dx.reshape(x.shape), dscale.astype(scale_D.dtype)
 
 
 def _norm_gradients(x: Array, scale_D: Array, inverse: Array, dout: Array) -> tuple[Array, Array]:

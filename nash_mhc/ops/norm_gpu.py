@@ -1,13 +1,16 @@
-"""RMS normalisation and rotation of heads as GPU kernels (Pallas, Triton): one pass there, and one back.
+"""RMS normalisation, alone and with the rotation of heads, as GPU kernels (Pallas, Triton): one pass there, one back.
 
-XLA reads a head once for its norm and once to turn it, computes the angles of a token again for every head, and makes
-some ten kernels of the way back. `norm.py` has the same functions in plain arrays. A head is two halves here, whose
-numbers make pairs: [tokens, N, 2, H / 2]. Cosines and sines are those of a token, [tokens, H / 2].
+XLA reads its input once for the norm and once more to divide by it, computes the angles of a token again for every
+head, and makes some ten kernels of the way back. `norm.py` has the same functions in plain arrays. Tokens are one axis
+here, [tokens, D]. A head is two halves, whose numbers make pairs: [tokens, N, 2, H / 2]. Cosines and sines are those of
+a token, [tokens, H / 2].
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from jaxtyping import Array
 
 _NUMBERS, _WARPS = 4096, 4  # of a tile: some tokens with as many of their heads as it holds, 32 numbers a thread
 _TILES = 8  # that a block of threads takes back one after the other before it writes its sums down
+_COLUMNS, _MOST_CHUNKS, _BLOCK = 1024, 16, 16  # of norms over the width: a token is held in chunks; tokens of a block
 
 
 def _tile(heads: int, head_dim: int) -> tuple[int, int]:
@@ -30,6 +34,10 @@ def fits(shape: tuple[int, ...]) -> bool:
     """Whether a [B, T, N, H] array can be cut into whole tiles."""
     B, T, N, H = shape
     return H in (16, 32, 64, 128, 256) and B * T % (_tile(N, H)[0] * _TILES) == 0
+
+
+def _sum(terms: Sequence[Array]) -> Array:
+    return functools.reduce(jnp.add, terms)
 
 
 def _halves(ref: Any, tokens: Any = slice(None)) -> tuple[Array, Array]:
@@ -109,3 +117,78 @@ def turned_back(
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="norm_and_rope_back", interpret=interpret,
     )(x, scale, cos, sin, dout)  # fmt: skip
     return dx, jnp.sum(dscale, axis=(0, 1))
+
+
+class _Cut(NamedTuple):
+    """How tokens of some width are cut: so many at a time, each in so many chunks."""
+
+    rows: int
+    columns: int
+    chunks: int
+
+    @staticmethod
+    def of(width: int) -> _Cut:
+        columns = min(width & -width, _COLUMNS)
+        return _Cut(min(_COLUMNS // columns, _BLOCK), columns, width // columns)
+
+
+def fits_width(tokens: int, width: int) -> bool:
+    """Whether a [tokens, D] array can be cut so."""
+    return tokens % _BLOCK == 0 and _Cut.of(width).chunks <= _MOST_CHUNKS
+
+
+def normed(x: Array, scale_D: Array, eps: float, *, interpret: bool = False) -> Array:
+    """Each token over the root of its mean square, times the scale."""
+    tokens, width = x.shape
+    cut, wide = _Cut.of(width), jnp.promote_types(x.dtype, jnp.float32)
+
+    def kernel(x_ref: Any, scale_ref: Any, out_ref: Any) -> None:
+        first = pl.program_id(0) * _BLOCK
+        chunks = [pl.ds(i * cut.columns, cut.columns) for i in range(cut.chunks)]
+
+        def body(n: Array, nothing: None) -> None:
+            at = pl.ds(first + n * cut.rows, cut.rows)
+            held = [x_ref[at, here].astype(wide) for here in chunks]
+            inverse = lax.rsqrt(_sum([jnp.sum(a * a, axis=1) for a in held]) / width + eps)[:, None]
+            for here, a in zip(chunks, held, strict=True):
+                out_ref[at, here] = (a * inverse * scale_ref[here][None]).astype(out_ref.dtype)
+
+        lax.fori_loop(0, _BLOCK // cut.rows, body, None)
+
+    return pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(tokens // _BLOCK,), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="rms_norm",
+    )(x, scale_D)  # fmt: skip
+
+
+def normed_back(x: Array, scale_D: Array, dout: Array, eps: float, *, interpret: bool = False) -> tuple[Array, Array]:
+    """Gradients (of x, of the scale)."""
+    tokens, width = x.shape
+    cut, wide, blocks = _Cut.of(width), jnp.promote_types(x.dtype, jnp.float32), tokens // _BLOCK
+
+    def kernel(x_ref: Any, scale_ref: Any, dout_ref: Any, dx_ref: Any, dscale_ref: Any) -> None:
+        block = pl.program_id(0)
+        chunks = [pl.ds(i * cut.columns, cut.columns) for i in range(cut.chunks)]
+
+        def body(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = pl.ds(block * _BLOCK + n * cut.rows, cut.rows)
+            held = [x_ref[at, here].astype(wide) for here in chunks]
+            d = [dout_ref[at, here].astype(wide) for here in chunks]
+            inverse = lax.rsqrt(_sum([jnp.sum(a * a, axis=1) for a in held]) / width + eps)[:, None]
+            held = [a * inverse for a in held]
+            sums = tuple(s + a * b for s, a, b in zip(sums, held, d, strict=True))
+            d = [a * scale_ref[here][None] for a, here in zip(d, chunks, strict=True)]
+            along = (_sum([jnp.sum(a * b, axis=1) for a, b in zip(held, d, strict=True)]) / width)[:, None]
+            for here, a, b in zip(chunks, held, d, strict=True):
+                dx_ref[at, here] = ((b - a * along) * inverse).astype(dx_ref.dtype)
+            return sums
+
+        nothing = (jnp.zeros((cut.rows, cut.columns), wide),) * cut.chunks
+        for here, total in zip(chunks, lax.fori_loop(0, _BLOCK // cut.rows, body, nothing), strict=True):
+            dscale_ref[block, here] = jnp.sum(total, axis=0)
+
+    dx, dscale = pl.pallas_call(
+        kernel, out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((blocks, width), wide)], grid=(blocks,),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="rms_norm_back", interpret=interpret,
+    )(x, scale_D, dout)  # fmt: skip
+    return dx, jnp.sum(dscale, axis=0)
