@@ -8,6 +8,7 @@ z_BIrW has the r tokens of pooled row i at [b, i].
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,18 +21,12 @@ from jaxtyping import Array
 
 _LONGEST, _BLOCKS = 32, 512  # rows that a block of threads pools one after another, if that leaves so many blocks
 _AT_ONCE = 4096  # numbers that the forward pass holds of each pooled row's tokens, so that registers are enough
-# Of the backward pass: tokens and columns of a tile, and how many are summed before the sums are written down.
-_TOKENS, _COLUMNS, _TILES = 32, 128, 4
+_COLUMNS, _SLOTS, _ROWS = 128, 4, 16  # of the backward pass: of a block, tokens of each row, rows one after another
 
 
 def fits(z_BTNH: Array, ratio: int) -> bool:
     _, T, N, H = z_BTNH.shape
-    return T % (ratio * _rows(ratio)) == 0 and N * H % _COLUMNS == 0
-
-
-def _rows(ratio: int) -> int:
-    """Pooled rows of a tile of the backward pass: a power of two."""
-    return min(8, 1 << (max(1, _TOKENS // ratio).bit_length() - 1))
+    return T % ratio == 0 and N * H % _COLUMNS == 0
 
 
 def _wide(x: Array) -> Array:
@@ -76,39 +71,42 @@ def pool_backward(
     z_BIrW: Array, kernel_JW: Array, continues_BI: Array, dz_BIrW: Array, dout_BIW: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel).
-    All loads of a tile go out at once."""
+
+    A block of threads walks along pooled rows with a few tokens of each, so that registers are enough for what it adds
+    up for the kernel: no thread needs another one's numbers until all are written down.
+    """
     B, count, r, W = z_BIrW.shape
-    height = _rows(r)
-    tiles = next(n for n in range(_TILES, 0, -1) if count % (n * height) == 0)
+    rows, slots = min(count & -count, _ROWS), math.gcd(r, _SLOTS)
+    groups = r // slots
 
     def kernel(
         z_ref: Any, kernel_ref: Any, continues_ref: Any, dz_ref: Any, dout_ref: Any, all_ref: Any, sums_ref: Any
     ) -> None:
-        b, piece, columns = pl.program_id(0), pl.program_id(1), pl.ds(pl.program_id(2) * _COLUMNS, _COLUMNS)
-        taps = [kernel_ref[j, columns][None, :] for j in range(2 * r)]
+        # Groups of tokens follow each other most closely: the gradients of their rows are still at hand.
+        group, piece, b = pl.program_id(0) % groups, pl.program_id(1), pl.program_id(2)
+        here = pl.ds(pl.program_id(0) // groups * _COLUMNS, _COLUMNS)
+        mine = [group * slots + j for j in range(slots)]
+        before, own = ([kernel_ref[half + j, here] for j in mine] for half in (0, r))
 
         def body(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            first = (piece * tiles + n) * height
-            rows, after = pl.ds(first, height), first + 1 + jnp.arange(height)
-            inside = jnp.minimum(after, count - 1)
-            dout, ahead = _wide(dout_ref[b, rows, columns]), _wide(dout_ref[b, inside, columns])
-            z = [_wide(z_ref[b, rows, j, columns]) for j in range(r)]
-            dz = [_wide(dz_ref[b, rows, j, columns]) for j in range(r)]
-            # What the row after each row sends back to its tokens.
-            goes_on = (after < count) & (continues_ref[b, inside] != 0)
-            dnext = jnp.where(goes_on[:, None], ahead, 0.0)
-            for j in range(r):
-                all_ref[b, rows, j, columns] = (dz[j] + taps[r + j] * dout + taps[j] * dnext).astype(all_ref.dtype)
+            i = piece * rows + n
+            after = jnp.minimum(i + 1, count - 1)
+            dout, ahead = _wide(dout_ref[b, i, here]), _wide(dout_ref[b, after, here])
+            z, dz = ([_wide(ref[b, i, j, here]) for j in mine] for ref in (z_ref, dz_ref))
+            # What the next row sends back to the tokens of this one.
+            dnext = jnp.where((i + 1 < count) & (continues_ref[b, after] != 0), ahead, 0.0)
+            for j, d, k_own, k_before in zip(mine, dz, own, before, strict=True):
+                all_ref[b, i, j, here] = (d + k_own * dout + k_before * dnext).astype(all_ref.dtype)
             products = [*(dnext * x for x in z), *(dout * x for x in z)]
-            return tuple(s + jnp.sum(p, axis=0) for s, p in zip(sums, products, strict=True))
+            return tuple(s + p for s, p in zip(sums, products, strict=True))
 
-        zero = jnp.zeros(_COLUMNS, kernel_ref.dtype)
-        for j, total in enumerate(lax.fori_loop(0, tiles, body, (zero,) * (2 * r))):
-            sums_ref[b, piece, j, columns] = total
+        sums = lax.fori_loop(0, rows, body, (jnp.zeros(_COLUMNS, kernel_ref.dtype),) * (2 * slots))
+        for j, total in zip([*mine, *(r + j for j in mine)], sums, strict=True):
+            sums_ref[b, piece, j, here] = total
 
-    pieces = jax.ShapeDtypeStruct((B, count // height // tiles, 2 * r, W), kernel_JW.dtype)
+    outs = [(z_BIrW.shape, z_BIrW.dtype), ((B, count // rows, 2 * r, W), kernel_JW.dtype)]
     dz, sums = pl.pallas_call(
-        kernel, out_shape=[jax.ShapeDtypeStruct(z_BIrW.shape, z_BIrW.dtype), pieces], grid=(*pieces.shape[:2], W // _COLUMNS),
+        kernel, out_shape=[jax.ShapeDtypeStruct(*out) for out in outs], grid=(W // _COLUMNS * groups, count // rows, B),
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1), name="pool_backward", interpret=interpret,
     )(z_BIrW, kernel_JW, continues_BI.astype(jnp.int32), dz_BIrW, dout_BIW)  # fmt: skip
     return dz, jnp.sum(sums, axis=(0, 1))

@@ -34,10 +34,24 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# The best of what was tried on an H200 at D 2048, again (docs/log.md).
+# The best of what was tried on an H200 at D 640 and 2048 (docs/log.md).
 _GRADIENT = Tiles(rows=32, columns=64, block=2048, warps=4, stages=3)
-_NORM = Tiles(rows=1, columns=1024, block=16, warps=4, stages=1)
-_MOST_CHUNKS = 8  # of a token's columns, which a kernel holds all at once
+_FEWEST_BLOCKS = 1000  # of the gradient: with fewer, the last ones leave most of the device waiting
+_WIDEST, _BLOCK = 1024, 16  # columns at a time and tokens of a block, where all columns of a token are held at once
+_MOST_CHUNKS = 8
+
+
+def _gradient_tiles(tokens: int, width: int) -> Tiles:
+    columns, block = min(width & -width, _GRADIENT.columns), math.gcd(tokens, _GRADIENT.block)
+    while block > 256 and tokens // block * (width // columns) < _FEWEST_BLOCKS:
+        block //= 2
+    return _GRADIENT._replace(columns=columns, block=block)
+
+
+def _norm_tiles(width: int, warps: int) -> Tiles:
+    """A warp has 128 columns of a token or more: one that has fewer waits for its loads."""
+    columns = min(width & -width, _WIDEST)
+    return Tiles(rows=max(1, min(4, 128 * warps // columns)), columns=columns, block=_BLOCK, warps=warps, stages=1)
 
 
 def fits(shape: tuple[int, ...]) -> bool:
@@ -151,7 +165,7 @@ def fits_gradient(shape: tuple[int, ...], maps: int, dtype: Any) -> bool:
 
 def gradient(
     xs: Sequence[Array], douts: Sequence[Array], dread: Array, maps: Array, dproducts: Array, along: Array, phi_RDM: Array,
-    *, tiles: Tiles = _GRADIENT, interpret: bool = False,
+    *, interpret: bool = False,
 ) -> tuple[list[Array], Array]:  # fmt: skip
     """(gradients of the streams, of phi) in one pass: what was written, read, projected and normalised, all at once.
 
@@ -159,7 +173,8 @@ def gradient(
     gradient.
     """
     R, (tokens, width) = len(xs), dread.shape
-    chunk, block = min(width & -width, tiles.columns), math.gcd(tokens, tiles.block)
+    tiles = _gradient_tiles(tokens, width)
+    chunk, block = tiles.columns, tiles.block
 
     def kernel(*refs: Any) -> None:
         x_refs, d_refs, others, out_refs = refs[:R], refs[R : 2 * R], refs[2 * R : 2 * R + 5], refs[2 * R + 5 : -1]
@@ -197,21 +212,21 @@ def gradient(
 
 def fits_norm(shape: tuple[int, ...], devices: int) -> bool:
     """Whether a token's columns of a [..., D] array are a few chunks, and each device's tokens whole blocks."""
-    chunk = min(shape[-1] & -shape[-1], _NORM.columns)
-    return math.prod(shape[:-1]) % (devices * _NORM.block) == 0 and chunk >= 32 and shape[-1] // chunk <= _MOST_CHUNKS
+    chunk = min(shape[-1] & -shape[-1], _WIDEST)
+    return math.prod(shape[:-1]) % (devices * _BLOCK) == 0 and chunk >= 32 and shape[-1] // chunk <= _MOST_CHUNKS
 
 
-def _chunks(width: int, tiles: Tiles) -> list[Any]:
-    chunk = min(width & -width, tiles.columns)
-    return [pl.ds(k * chunk, chunk) for k in range(width // chunk)]
+def _chunks(width: int, columns: int) -> list[Any]:
+    return [pl.ds(k * columns, columns) for k in range(width // columns)]
 
 
 def read_and_norm(
-    xs: Sequence[Array], maps: Array, scale_D: Array, eps: float, *, tiles: Tiles = _NORM, interpret: bool = False
+    xs: Sequence[Array], maps: Array, scale_D: Array, eps: float, *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """(x / rms(x) * scale of x = sum_r pre[r] stream r, 1 / rms(x) as [tokens, 1]): x itself is not written down."""
     R, (tokens, width) = len(xs), xs[0].shape
-    chunks = _chunks(width, tiles)
+    tiles = _norm_tiles(width, warps=4)
+    chunks = _chunks(width, tiles.columns)
 
     def kernel(*refs: Any) -> None:
         x_refs, (maps_ref, scale_ref, out_ref, inverse_ref), first = refs[:R], refs[R:], pl.program_id(0) * tiles.block
@@ -242,25 +257,26 @@ def _read(x_refs: Sequence[Any], maps_ref: Any, at: Any, here: Any) -> tuple[Arr
 
 
 def read_and_norm_backward(
-    xs: Sequence[Array], maps: Array, scale_D: Array, inverse: Array, dnormed: Array, *, tiles: Tiles = _NORM,
-    interpret: bool = False,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    xs: Sequence[Array], maps: Array, scale_D: Array, inverse: Array, dnormed: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
     """(gradient of what was read, of pre [tokens, R], of the scale) in one pass over the streams.
 
     That of pre is the product of each stream with that of what was read. As the latter is (g - x * along) / rms, with
     g the gradient times the scale, it follows from products with g and with x, and no stream is read twice.
     """
     R, (tokens, width) = len(xs), dnormed.shape
-    chunks = _chunks(width, tiles)
+    tiles = _norm_tiles(width, warps=2)
+    chunks = _chunks(width, tiles.columns)
 
     def kernel(*refs: Any) -> None:
         x_refs, (maps_ref, scale_ref, inverse_ref, dnormed_ref, dx_ref, dpre_ref, dscale_ref) = refs[:R], refs[R:]
         first = pl.program_id(0) * tiles.block
+        nothing = jnp.zeros((tiles.rows, width // len(chunks)), _wide(dnormed.dtype))
 
         def body(n: Array, dscale: tuple[Array, ...]) -> tuple[Array, ...]:
             at = pl.ds(first + n * tiles.rows, tiles.rows)
             inverse = inverse_ref[at, 0]
-            held, totals, sums = [], [jnp.zeros(tiles.rows, _wide(dnormed.dtype))] * (2 * R + 1), []
+            held, totals, sums = [], [nothing] * (2 * R + 1), []
             for here, total in zip(chunks, dscale, strict=True):
                 read, x = _read(x_refs, maps_ref, at, here)
                 dnormed_tile = dnormed_ref[at, here].astype(read.dtype)
@@ -268,7 +284,8 @@ def read_and_norm_backward(
                 g = dnormed_tile * scale_ref[here][None, :]
                 held.append((read, g))
                 products = [g * read, *(g * a for a in x), *(read * a for a in x)]
-                totals = [t + jnp.sum(p, axis=1) for t, p in zip(totals, products, strict=True)]
+                totals = [t + p for t, p in zip(totals, products, strict=True)]
+            totals = [jnp.sum(t, axis=1) for t in totals]
             along = totals[0] * inverse * inverse / width
             for r in range(R):
                 dpre_ref[at, r] = inverse * (totals[1 + r] - along * totals[1 + R + r])
@@ -276,8 +293,7 @@ def read_and_norm_backward(
                 dx_ref[at, here] = ((g - read * along[:, None]) * inverse[:, None]).astype(dx_ref.dtype)
             return tuple(sums)
 
-        nothing = tuple(jnp.zeros((tiles.rows, width // len(chunks)), _wide(dnormed.dtype)) for _ in chunks)
-        sums = lax.fori_loop(0, tiles.block // tiles.rows, body, nothing)
+        sums = lax.fori_loop(0, tiles.block // tiles.rows, body, (nothing,) * len(chunks))
         for here, total in zip(chunks, sums, strict=True):
             dscale_ref[pl.program_id(0), here] = jnp.sum(total, axis=0)
 
