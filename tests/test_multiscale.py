@@ -11,7 +11,6 @@ import small
 
 from nash_mhc.model.attention import lay_out
 from nash_mhc.model.multiscale import Multiscale
-from nash_mhc.ops import attend as attends
 from nash_mhc.ops.attend import attend_with_evidence
 from nash_mhc.ops.attend_rows import Rows, by_block, by_token
 
@@ -116,32 +115,6 @@ def test_queries_of_a_block_share_a_row_and_come_back():
     np.testing.assert_array_equal(by_token(rows, 4, 3), q)
     # Key head 1 serves query heads 2 and 3 of all four tokens of the block.
     np.testing.assert_array_equal(rows[0, 1, 8:16].reshape(4, 2, 4), q[0, 4:8, 2:4])
-
-
-def test_tokens_that_have_key_heads_of_their_own_find_what_those_of_a_block_find_together():
-    """How cuDNN gets a coarse scale, here by the plain form; key heads serve two query heads each."""
-    keys = jax.random.split(jax.random.key(1), 5)
-    q, dout = (jax.random.normal(key, (2, 24, 6, 4)) for key in keys[:2])
-    k, v = (jax.random.normal(key, (2, 6, 3, 4)) for key in keys[2:4])
-    rows, dlse = Rows(q, k, v, jnp.array([[1, 1, 2, 2, 2, 0], [1] * 6])), jax.random.normal(keys[4], (2, 24, 6))
-
-    def together(rows):
-        (found,) = attend_with_evidence((rows,), windows=(None,), kernels=("reference",))
-        return found
-
-    def apart(rows):
-        lying = attends._as_they_lie(rows)
-        return attends._of_tokens(rows, attends._found_by_reference(*lying[:4], None))
-
-    def gradients(find):
-        def loss(q, k, v):
-            out, evidence = find(rows._replace(q_BTNH=q, k_BIKH=k, v_BIKH=v))
-            return jnp.sum(out * dout) + jnp.sum(evidence * dlse), (out, evidence)
-
-        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
-
-    for a, b in zip(*(jax.tree.leaves(gradients(find)) for find in (apart, together)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 8])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nash_mhc.ops import norm
-from nash_mhc.ops.norm import norm_and_rope, rms_norm, rms_norm_reference
+from nash_mhc.ops.norm import norm_and_rope, norm_and_rope_copies, rms_norm, rms_norm_reference
 from nash_mhc.ops.rope import Rotation, rope
 
 B, T, N, H = 2, 5, 3, 16
@@ -30,10 +30,14 @@ def pairs(positions):
             lambda x, s: norm_and_rope(x, s, positions, 1e-6, TURN),
             lambda x, s: rope(rms_norm_reference(x, s, 1e-6), positions, TURN),
         ),
+        "copied": (
+            lambda x, s: sum((i + 1) * a for i, a in enumerate(norm_and_rope_copies(x, s, positions, 1e-6, TURN, 3))),
+            lambda x, s: 6 * rope(rms_norm_reference(x, s, 1e-6), positions, TURN),
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["norm", "turned"])
+@pytest.mark.parametrize("name", ["norm", "turned", "copied"])
 def test_values_and_gradients_are_those_of_the_plain_form(name):
     with jax.enable_x64(True):
         x, scale, positions, weight = inputs(jnp.float64)
@@ -62,15 +66,15 @@ def test_zeros_have_a_finite_gradient():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernels_equal_the_plain_form(heads, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. Some heads of a token are in another tile."""
-    keys = jax.random.split(jax.random.key(1), 4)
-    x, dout = (jax.random.normal(k, (2, 1024, heads, H), dtype) for k in keys[:2])
-    scale, positions = jax.random.normal(keys[2], (H,)), jax.random.randint(keys[3], (2, 1024), 0, 100)
+    keys = jax.random.split(jax.random.key(1), 5)
+    x, *douts = (jax.random.normal(k, (2, 1024, heads, H), dtype) for k in keys[:3])
+    scale, positions = jax.random.normal(keys[3], (H,)), jax.random.randint(keys[4], (2, 1024), 0, 100)
     assert norm.norm_gpu.fits(x.shape)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     given = x, scale, positions, norm._inverse_rms(x, 1e-6)
     for in_xla, in_kernel, args in [
         (norm._turned_in_xla, norm._turned_in_kernel, given),
-        (norm._turned_back_in_xla, norm._turned_back_in_kernel, (*given, dout)),
+        (norm._turned_back_in_xla, norm._turned_back_in_kernel, (*given, *douts)),
     ]:
         want = jax.jit(functools.partial(in_xla, TURN))(*args)
         got = jax.jit(functools.partial(in_kernel, 1e-6, TURN, interpret=True))(*args)

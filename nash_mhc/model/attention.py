@@ -17,7 +17,7 @@ from nash_mhc.model.weights import project
 from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
 from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Documents, Rows
-from nash_mhc.ops.norm import norm_and_rope
+from nash_mhc.ops.norm import norm_and_rope_copies
 from nash_mhc.ops.platform import is_gpu
 from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
 from nash_mhc.ops.spread import Spread, plan
@@ -156,20 +156,26 @@ class Attention(eqx.Module):
         self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
     ) -> tuple[Array, Array]:
         """Queries and keys normalised per head and turned to their positions: what scores are made of."""
-        return self.placed_queries(q_BTNH, positions_BT), self.placed_keys(k_BTKH, positions_BT)
+        (q_BTNH,) = self.placed_queries(q_BTNH, positions_BT, copies=1)
+        return q_BTNH, self.placed_keys(k_BTKH, positions_BT)
 
-    def placed_queries(self, q_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"]) -> Array:
-        return self._turned(q_BTNH, self.q_norm, positions_BT, PER_HEAD)
+    def placed_queries(
+        self, q_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], *, copies: int
+    ) -> tuple[Array, ...]:
+        """Once for each that reads them, so that what they send back is added up in one pass."""
+        return self._turned(q_BTNH, self.q_norm, positions_BT, PER_HEAD, copies)
 
     def placed_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
-        return self._turned(k_BTKH, self.k_norm, positions_BT, PER_KV_HEAD)
+        return self._turned(k_BTKH, self.k_norm, positions_BT, PER_KV_HEAD, 1)[0]
 
-    def _turned(self, x_BTNH: Array, norm: RMSNorm | None, positions_BT: Array, axes: tuple[str, ...]) -> Array:
+    def _turned(
+        self, x_BTNH: Array, norm: RMSNorm | None, positions_BT: Array, axes: tuple[str, ...], copies: int
+    ) -> tuple[Array, ...]:
         if norm is None:
-            return rope(x_BTNH, positions_BT, self.rotation)
-        run = lambda x, scale, positions: norm_and_rope(x, scale, positions, norm.eps, self.rotation)
+            return (rope(x_BTNH, positions_BT, self.rotation),) * copies
+        run = lambda x, scale, positions: norm_and_rope_copies(x, scale, positions, norm.eps, self.rotation, copies)
         if is_gpu():  # whose kernel no partitioner can split: each device turns the heads that it has
-            run = on_shards(run, [axes, ("head_dim",), ("batch", "time")], axes)
+            run = on_shards(run, [axes, ("head_dim",), ("batch", "time")], (axes,) * copies)
         return run(x_BTNH, norm.scale_D, positions_BT)
 
     def output(self, mixed_BTNH: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

@@ -85,7 +85,7 @@ class Multiscale(eqx.Module):
         """What attention works on, of queries, keys and values as they come out of the matrices:
         turned to their positions, and what is pooled of them."""
         segments_BT, positions_BT, documents = layout.at(0, 1)
-        turned = self.base.placed_queries(q, positions_BT)
+        turned = self.base.placed_queries(q, positions_BT, copies=len(self.strides))
         each: list[Rows] = []
         for c, stride in enumerate(self.strides):
             segments_BI, positions_BI, coarse_documents = layout.at(c, stride)
@@ -93,11 +93,11 @@ class Multiscale(eqx.Module):
                 goes_on_BI = continues(jnp.ones_like(positions_BI) if segments_BI is None else segments_BI)
                 below, (k, v) = self.coarser(c, k, v, goes_on_BI)
                 if c == 1:
-                    each = [Rows(turned, self.base.placed_keys(below[0], positions_BT), below[1], segments_BT, documents)]
+                    each = [Rows(turned[0], self.base.placed_keys(below[0], positions_BT), below[1], segments_BT, documents)]
                 # A summary lies where its last token does.
                 keys = self.base.placed_keys(k, positions_BI + stride - 1)
                 late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
-                each.append(Rows(turned, late(keys), late(v), segments_BI, coarse_documents))
+                each.append(Rows(turned[c], late(keys), late(v), segments_BI, coarse_documents))
         return each
 
     def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:

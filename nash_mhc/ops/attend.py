@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops.attend_cudnn import attend_cudnn, found_by_cudnn
-from nash_mhc.ops.attend_rows import Documents, Found, Rows, by_block, by_token, repeated
+from nash_mhc.ops.attend_rows import Documents, Found, Rows, by_block, by_token
 from nash_mhc.ops.attend_splash import attend_splash, found_by_splash
+from nash_mhc.ops.attend_summaries import find_in_summaries, fits_summaries
 
 PLAIN_KERNELS = ("reference", "xla")  # array code, which any partitioner can split; the others are opaque to it
 EVIDENT_KERNELS = (*PLAIN_KERNELS, "cudnn", "splash")  # that tell the log of the softmax's sum
@@ -92,31 +93,28 @@ def attend_with_evidence(
 ) -> tuple[Found, ...]:
     """`attend` for several resolutions of the same documents, with the evidence, through which gradients flow as well.
 
-    For `EVIDENT_KERNELS`, to all of which the tokens of a block are heads of one row.
+    For `EVIDENT_KERNELS`, to all of which the tokens of a block are heads of one row. Where cuDNN is asked for,
+    summaries have a kernel of their own, which moves no query and takes the gradient of the evidence by the way.
     """
     forms = {"reference": _found_by_reference, "xla": _found_by_blocks, "splash": found_by_splash}
-    with_cudnn = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
+    on_gpu = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
+    done = {i: find_in_summaries(each[i]) for i in on_gpu if each[i].stride > 1 and fits_summaries(each[i])}
+    with_cudnn = [i for i in on_gpu if i not in done]
     by_blocks = lambda rows, window: _found_by_blocks(rows.q_BTNH, rows.k_BIKH, rows.v_BIKH, rows.segments_BI, window)
-    found = found_by_cudnn([_as_they_lie(each[i]) for i in with_cudnn], [windows[i] for i in with_cudnn], by_blocks)
-    done = {i: Found(*_of_tokens(each[i], f)) for i, f in zip(with_cudnn, found, strict=True)}
-    for i in set(range(len(each))) - set(with_cudnn):
-        rows, (stride, K) = each[i], (each[i].stride, each[i].k_BIKH.shape[2])
-        out, evidence = forms[kernels[i]](by_block(rows.q_BTNH, stride, K), *rows[1:4], windows[i])
-        done[i] = Found(by_token(out, stride, K), by_token(evidence[..., None], stride, K)[..., 0])
+    found = found_by_cudnn([_in_blocks(each[i]) for i in with_cudnn], [windows[i] for i in with_cudnn], by_blocks)
+    done |= {i: _of_tokens(each[i], f) for i, f in zip(with_cudnn, found, strict=True)}
+    for i in set(range(len(each))) - set(on_gpu):
+        done[i] = _of_tokens(each[i], forms[kernels[i]](*_in_blocks(each[i])[:4], windows[i]))
     return tuple(done[i] for i in range(len(each)))
 
 
-def _as_they_lie(rows: Rows) -> Rows:
-    """Each token of a block with key heads of its own, so that no query has to be moved."""
-    B, count = rows.k_BIKH.shape[:2]
-    if rows.stride == 1:
-        return rows
-    k, v = repeated(rows.k_BIKH, rows.stride), repeated(rows.v_BIKH, rows.stride)
-    return rows._replace(q_BTNH=rows.q_BTNH.reshape(B, count, -1, k.shape[-1]), k_BIKH=k, v_BIKH=v)
+def _in_blocks(rows: Rows) -> Rows:
+    return rows._replace(q_BTNH=by_block(rows.q_BTNH, rows.stride, rows.k_BIKH.shape[2]))
 
 
-def _of_tokens(rows: Rows, found: Found) -> tuple[Array, Array]:
-    return found.out_BTNH.reshape(rows.q_BTNH.shape), found.evidence_BTN.reshape(rows.q_BTNH.shape[:3])
+def _of_tokens(rows: Rows, found: Found) -> Found:
+    back = functools.partial(by_token, stride=rows.stride, kv_heads=rows.k_BIKH.shape[2])
+    return Found(back(found.out_BTNH), back(found.evidence_BTN[..., None])[..., 0])
 
 
 def _found_by_reference(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Found:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -74,24 +72,3 @@ def by_token(rows_BIMH: Float[Array, "B I M H"], stride: int, kv_heads: int) -> 
     B, count, M, H = rows_BIMH.shape
     rows = rows_BIMH.reshape(B, count, kv_heads, stride, M // (stride * kv_heads), H)
     return rows.transpose(0, 1, 3, 2, 4, 5).reshape(B, count * stride, M // stride, H)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def repeated(k_BIKH: Float[Array, "B I K H"], stride: int) -> Float[Array, "B I M H"]:
-    """All key heads once for each token of a block; M = stride * K. Queries then lie as they are, token after token: a
-    pass over them and over what they find is more to move than the keys are."""
-    B, count, K, H = k_BIKH.shape
-    return jnp.broadcast_to(k_BIKH[:, :, None], (B, count, stride, K, H)).reshape(B, count, stride * K, H)
-
-
-def _repeat(k_BIKH, stride):  # type: ignore[no-untyped-def]
-    return repeated(k_BIKH, stride), None
-
-
-def _add_up(stride, _, d_BIMH):  # type: ignore[no-untyped-def]
-    B, count, M, H = d_BIMH.shape
-    d = d_BIMH.reshape(B, count, stride, M // stride, H)
-    return (jnp.sum(d, axis=2, dtype=jnp.promote_types(d.dtype, jnp.float32)).astype(d.dtype),)
-
-
-repeated.defvjp(_repeat, _add_up)

@@ -98,28 +98,36 @@ def _norm_gradients(x: Array, scale_D: Array, inverse: Array, dout: Array) -> tu
 rms_norm.defvjp(_fwd, _bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def norm_and_rope(
     x_BTNH: Float[Array, "B T N H"], scale_H: Float[Array, "H"], positions_BT: Int[Array, "B T"], eps: float, by: Rotation
 ) -> Float[Array, "B T N H"]:
     """rope(rms_norm(x)): one pass after the reduction, and nothing rounded in between."""
-    return _turn_fwd(x_BTNH, scale_H, positions_BT, eps, by)[0]
+    return norm_and_rope_copies(x_BTNH, scale_H, positions_BT, eps, by, 1)[0]
 
 
-def _turn_fwd(x_BTNH, scale_H, positions_BT, eps, by):  # type: ignore[no-untyped-def]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def norm_and_rope_copies(
+    x_BTNH: Float[Array, "B T N H"], scale_H: Float[Array, "H"], positions_BT: Int[Array, "B T"], eps: float, by: Rotation,
+    copies: int,
+) -> tuple[Float[Array, "B T N H"], ...]:  # fmt: skip
+    """The same, once for each that reads it: the pass that takes it back adds their gradients up."""
+    return _turn_fwd(x_BTNH, scale_H, positions_BT, eps, by, copies)[0]
+
+
+def _turn_fwd(x_BTNH, scale_H, positions_BT, eps, by, copies):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": functools.partial(_turned_in_xla, by)}
     if norm_gpu.fits(x_BTNH.shape):
         forms["cuda"] = functools.partial(_turned_in_kernel, eps, by)
     # The kernels compute the root by themselves: for them, nobody computes it here.
     saved = x_BTNH, scale_H, positions_BT, _inverse_rms(x_BTNH, eps)
-    return _kept(on_platform(*saved, **forms)), saved
+    return (_kept(on_platform(*saved, **forms)),) * copies, saved
 
 
-def _turn_bwd(eps, by, saved, dout_BTNH):  # type: ignore[no-untyped-def]
+def _turn_bwd(eps, by, copies, saved, douts):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": functools.partial(_turned_back_in_xla, by)}
-    if norm_gpu.fits(dout_BTNH.shape):
+    if norm_gpu.fits(saved[0].shape):
         forms["cuda"] = functools.partial(_turned_back_in_kernel, eps, by)
-    return *on_platform(*saved, dout_BTNH, **forms), None
+    return *on_platform(*saved, *douts, **forms), None
 
 
 def _turned_in_xla(by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse_BTN1: Array) -> Array:
@@ -128,10 +136,11 @@ def _turned_in_xla(by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Ar
 
 
 def _turned_back_in_xla(
-    by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse_BTN1: Array, dout_BTNH: Array
+    by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse_BTN1: Array, *douts_BTNH: Array
 ) -> tuple[Array, Array]:
     # A rotation's transpose turns back, with the same amplitude.
-    straight = rope(_wide(_kept(dout_BTNH)), -positions_BT, by)
+    dout_BTNH = functools.reduce(jnp.add, map(_wide, _kept(douts_BTNH)))
+    straight = rope(dout_BTNH, -positions_BT, by)
     return _norm_gradients(x_BTNH, scale_H, inverse_BTN1, straight)
 
 
@@ -150,12 +159,13 @@ def _turned_in_kernel(
 
 
 def _turned_back_in_kernel(
-    eps: float, by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, _: Array, dout_BTNH: Array, *,
+    eps: float, by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, _: Array, *douts_BTNH: Array,
     interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     given = _for_kernel(x_BTNH, scale_H, positions_BT, by)
-    dx, dscale = norm_gpu.turned_back(*given, dout_BTNH.reshape(given[0].shape), eps, interpret=interpret)
+    douts = [dout_BTNH.reshape(given[0].shape) for dout_BTNH in douts_BTNH]
+    dx, dscale = norm_gpu.turned_back(*given, douts, eps, interpret=interpret)
     return dx.reshape(x_BTNH.shape), dscale.reshape(scale_H.shape).astype(scale_H.dtype)
 
 
-norm_and_rope.defvjp(_turn_fwd, _turn_bwd)
+norm_and_rope_copies.defvjp(_turn_fwd, _turn_bwd)

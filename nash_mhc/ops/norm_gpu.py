@@ -78,19 +78,23 @@ def turned(x: Array, scale: Array, cos: Array, sin: Array, eps: float, *, interp
 
 
 def turned_back(
-    x: Array, scale: Array, cos: Array, sin: Array, dout: Array, eps: float, *, interpret: bool = False
+    x: Array, scale: Array, cos: Array, sin: Array, douts: Sequence[Array], eps: float, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """Gradients (of x, of the scale), from that of what was turned."""
+    """Gradients (of x, of the scale), from those of what was turned, which are added up."""
     tokens, N, _, half = x.shape
     rows, heads = _tile(N, 2 * half)
     blocks = tokens // (rows * _TILES), N // heads
 
-    def kernel(x_ref: Any, scale_ref: Any, cos_ref: Any, sin_ref: Any, dout_ref: Any, dx_ref: Any, dscale_ref: Any) -> None:
+    def kernel(x_ref: Any, scale_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
+        *dout_refs, dx_ref, dscale_ref = refs
         scale_a, scale_b = scale_ref[0, :][None, None], scale_ref[1, :][None, None]
 
         def body(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             here = pl.ds(n * rows, rows)
-            (a, b), (da, db) = _halves(x_ref, here), _halves(dout_ref, here)
+            a, b = _halves(x_ref, here)
+            da, db = (
+                functools.reduce(jnp.add, halves) for halves in zip(*(_halves(ref, here) for ref in dout_refs), strict=True)
+            )
             cos, sin = cos_ref[here, :][:, None], sin_ref[here, :][:, None]
             inverse = _inverse_rms(a, b, eps)
             a, b = a * inverse, b * inverse
@@ -112,10 +116,10 @@ def turned_back(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     dx, dscale = pl.pallas_call(
         kernel, out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((*blocks, 2, half), wide)], grid=blocks,
-        in_specs=[of_heads, pl.BlockSpec(scale.shape, lambda i, n: (0, 0)), of_tokens, of_tokens, of_heads],
+        in_specs=[of_heads, pl.BlockSpec(scale.shape, lambda i, n: (0, 0)), of_tokens, of_tokens, *[of_heads] * len(douts)],
         out_specs=[of_heads, pl.BlockSpec((None, None, 2, half), lambda i, n: (i, n, 0, 0))],
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="norm_and_rope_back", interpret=interpret,
-    )(x, scale, cos, sin, dout)  # fmt: skip
+    )(x, scale, cos, sin, *douts)  # fmt: skip
     return dx, jnp.sum(dscale, axis=(0, 1))
 
 

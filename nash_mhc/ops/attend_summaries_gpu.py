@@ -1,0 +1,206 @@
+"""Attention of every token over summaries of blocks, as GPU kernels (Pallas, Triton).
+
+There are few summaries: what takes time are queries and results, so each is read and written once and never moved. The
+gradient of the evidence costs nothing here. `attend_summaries.py` has the same functions in plain arrays, and says what
+the arguments are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+_LOG2_E = math.log2(math.e)  # a GPU has powers of two
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work: queries and keys at a time, its warps, loads that go ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# The best of what was tried on an H200, in rows of 2,048 to 32,768 tokens (docs/log.md).
+_FORWARD, _QUERIES, _KEYS = Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)
+_FEWEST = 16  # of anything in a matrix product
+
+
+def fits(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether queries and keys can be cut into whole tiles, for whose products a GPU has units."""
+    (_, T, _, H), count = q_shape, k_shape[1]
+    return H in (16, 32, 64, 128) and min(T & -T, count & -count) >= _FEWEST and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def _fitted(tiles: Tiles, T: int, count: int) -> Tiles:
+    return tiles._replace(queries=min(T & -T, tiles.queries), keys=min(count & -count, tiles.keys))
+
+
+def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    """Summed over one axis of each, in float32."""
+    return lax.dot_general(a, b, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _call(
+    kernel: Callable[..., None], grid: tuple[int, ...], outs: Sequence[Any], tiles: Tiles, name: str, interpret: bool
+) -> Callable[..., list[Array]]:
+    return pl.pallas_call(
+        kernel, out_shape=[jax.ShapeDtypeStruct(*out) for out in outs], grid=grid, name=name, interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+    )  # fmt: skip
+
+
+class _Queries(NamedTuple):
+    """Some queries of a row: where they lie, the first and last summary that each may see, and the tiles of these."""
+
+    at: Any
+    first: Array
+    last: Array
+    tiles: tuple[Array, Array]
+
+    @staticmethod
+    def of(number: Array, first_ref: Any, b: Array, stride: int, tiles: Tiles) -> _Queries:
+        begin = number * tiles.queries
+        last = (begin + jnp.arange(tiles.queries, dtype=jnp.int32)) // stride
+        low = first_ref[b, begin // stride] // tiles.keys
+        high = (begin + tiles.queries - 1) // stride // tiles.keys + 1
+        return _Queries(pl.ds(begin, tiles.queries), first_ref[b, last], last, (low, high))
+
+    def see(self, key: Array) -> Array:
+        """[queries, keys]"""
+        return (key[None, :] <= self.last[:, None]) & (key[None, :] >= self.first[:, None])
+
+
+def forward(q: Array, k: Array, v: Array, first: Array, *, interpret: bool = False) -> tuple[Array, Array]:
+    """(what was found, [B, T, N, H]; the evidence, [B, T, N])."""
+    (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
+    tiles = _fitted(_FORWARD, T, count)
+    to_power = H**-0.5 * _LOG2_E
+
+    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: Any, evidence_ref: Any) -> None:
+        n, b = pl.program_id(1), pl.program_id(2)
+        queries = _Queries.of(pl.program_id(0), first_ref, b, T // count, tiles)
+        q = q_ref[b, queries.at, n, :]
+
+        def body(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            mixed, top, total = carry
+            keys, key = pl.ds(j * tiles.keys, tiles.keys), j * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
+            seen, scores = queries.see(key), _product(q, k_ref[b, keys, n // (N // K), :], (1, 1)) * to_power
+            higher = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -1e30), axis=1))
+            # Of a document that begins after these keys nothing is seen, and all that it has so far is nothing.
+            weights = jnp.where(seen, jnp.exp2(scores - higher[:, None]), 0.0)
+            shrunk = jnp.exp2(top - higher)
+            found = _product(weights.astype(v_ref.dtype), v_ref[b, keys, n // (N // K), :], (1, 0))
+            return mixed * shrunk[:, None] + found, higher, total * shrunk + jnp.sum(weights, axis=1)
+
+        rows = tiles.queries
+        nothing = jnp.zeros((rows, H), jnp.float32), jnp.full(rows, -1e30, jnp.float32), jnp.zeros(rows, jnp.float32)
+        mixed, top, total = lax.fori_loop(*queries.tiles, body, nothing)
+        out_ref[b, queries.at, n, :] = (mixed / total[:, None]).astype(out_ref.dtype)
+        evidence_ref[b, queries.at, n] = (top + jnp.log2(total)) / _LOG2_E
+
+    outs = [(q.shape, q.dtype), ((B, T, N), jnp.float32)]
+    out, evidence = _call(kernel, (T // tiles.queries, N, B), outs, tiles, "summaries_forward", interpret)(q, k, v, first)
+    return out, evidence
+
+
+def backward(
+    q: Array, k: Array, v: Array, first: Array, out: Array, evidence: Array, dout: Array, devidence: Array, *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Gradients (of queries, of keys, of values)."""
+    dq, less = _queries_backward(q, k, v, first, out, evidence, dout, devidence, interpret)
+    return dq, *_keys_backward(q, k, v, first, evidence, dout, less, interpret)
+
+
+def _queries_backward(
+    q: Array, k: Array, v: Array, first: Array, out: Array, evidence: Array, dout: Array, devidence: Array,
+    interpret: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """(gradient of the queries; what is taken from the gradient of each weight of a query, [B, T, N])."""
+    (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
+    tiles = _fitted(_QUERIES, T, count)
+    scale = H**-0.5
+
+    def kernel(*refs: Any) -> None:
+        q_ref, k_ref, v_ref, first_ref, out_ref, evidence_ref, dout_ref, devidence_ref, dq_ref, less_ref = refs
+        n, b = pl.program_id(1), pl.program_id(2)
+        queries = _Queries.of(pl.program_id(0), first_ref, b, T // count, tiles)
+        q, dout = q_ref[b, queries.at, n, :], dout_ref[b, queries.at, n, :]
+        along = jnp.sum(dout.astype(jnp.float32) * out_ref[b, queries.at, n, :].astype(jnp.float32), axis=1)
+        # d score = weight * (dO . v - dO . O + dL): the sum's own gradient is spread by the same weights.
+        less = along - devidence_ref[b, queries.at, n]
+        less_ref[b, queries.at, n] = less
+        power = evidence_ref[b, queries.at, n] * _LOG2_E
+
+        def body(j: Array, dq: Array) -> Array:
+            keys, key = pl.ds(j * tiles.keys, tiles.keys), j * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
+            k = k_ref[b, keys, n // (N // K), :]
+            scores = _product(q, k, (1, 1)) * (scale * _LOG2_E)
+            weights = jnp.where(queries.see(key), jnp.exp2(scores - power[:, None]), 0.0)
+            dscores = weights * (_product(dout, v_ref[b, keys, n // (N // K), :], (1, 1)) - less[:, None])
+            return dq + _product(dscores.astype(k.dtype), k, (1, 0))
+
+        dq = lax.fori_loop(*queries.tiles, body, jnp.zeros((tiles.queries, H), jnp.float32))
+        dq_ref[b, queries.at, n, :] = (dq * scale).astype(dq_ref.dtype)
+
+    run = _call(
+        kernel, (T // tiles.queries, N, B), [(q.shape, q.dtype), ((B, T, N), jnp.float32)], tiles,
+        "summaries_backward_queries", interpret,
+    )  # fmt: skip
+    dq, less = run(q, k, v, first, out, evidence, dout, devidence)
+    return dq, less
+
+
+def _keys_backward(
+    q: Array, k: Array, v: Array, first: Array, evidence: Array, dout: Array, less: Array, interpret: bool
+) -> tuple[Array, Array]:
+    """A block of threads has some keys, and walks along the queries that may see them: up to the end of the document
+    which the last of these keys is in."""
+    (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
+    tiles = _fitted(_KEYS, T, count)
+    scale, stride, group = H**-0.5, T // count, N // K
+    row = jnp.arange(count, dtype=jnp.int32)
+    # One past the last row of each row's document.
+    last = jnp.concatenate([first[:, 1:] != first[:, :-1], jnp.ones((B, 1), bool)], axis=1)
+    end = lax.cummin(jnp.where(last, row[None] + 1, count), axis=1, reverse=True)
+
+    def kernel(*refs: Any) -> None:
+        q_ref, k_ref, v_ref, first_ref, end_ref, evidence_ref, dout_ref, less_ref, dk_ref, dv_ref = refs
+        number, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        keys, key = pl.ds(number * tiles.keys, tiles.keys), number * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
+        k, v = k_ref[b, keys, head, :], v_ref[b, keys, head, :]
+        low = number * tiles.keys * stride // tiles.queries
+        high = (end_ref[b, (number + 1) * tiles.keys - 1] * stride + tiles.queries - 1) // tiles.queries
+
+        def body(n: Array, i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            queries = _Queries.of(i, first_ref, b, stride, tiles)
+            q, dout = q_ref[b, queries.at, n, :], dout_ref[b, queries.at, n, :]
+            power = evidence_ref[b, queries.at, n] * _LOG2_E
+            scores = _product(k, q, (1, 1)) * (scale * _LOG2_E)
+            seen = (key[:, None] <= queries.last[None, :]) & (key[:, None] >= queries.first[None, :])
+            weights = jnp.where(seen, jnp.exp2(scores - power[None, :]), 0.0)
+            dscores = weights * (_product(v, dout, (1, 1)) - less_ref[b, queries.at, n][None, :])
+            dk, dv = carry
+            return dk + _product(dscores.astype(q.dtype), q, (1, 0)), dv + _product(weights.astype(q.dtype), dout, (1, 0))
+
+        sums = (jnp.zeros((tiles.keys, H), jnp.float32),) * 2
+        for n in range(group):
+            sums = lax.fori_loop(low, high, functools.partial(body, head * group + n), sums)
+        dk_ref[b, keys, head, :] = (sums[0] * scale).astype(dk_ref.dtype)
+        dv_ref[b, keys, head, :] = sums[1].astype(dv_ref.dtype)
+
+    outs = [(k.shape, k.dtype), (v.shape, v.dtype)]
+    run = _call(kernel, (count // tiles.keys, K, B), outs, tiles, "summaries_backward_keys", interpret)
+    dk, dv = run(q, k, v, first, end, evidence, dout, less)
+    return dk, dv
