@@ -35,8 +35,8 @@ def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int,
     mixing = (_STREAM_SETS + cfg.mixings - 1) * streams * cfg.width if cfg.mixings else 0
     forward = (3 * cfg.ffn + mixing) / tp * item
     backward = (_of_backward(cfg) + mixing) / tp * item
-    if names is not None:  # what dots would have kept is there for one layer; of what is kept, nothing is made again
-        again = sum(size for name, size in _named(cfg).items() if name in DOTS - names)
+    if names is not None:  # what is not kept is there for one layer; of what is kept, nothing is made again
+        again = sum(size for name, size in _named(cfg).items() if name in (DOTS | {"mixed"}) - names)
         backward += (again - (2 * cfg.ffn if "ffn-up" in names else 0)) / tp * item
         backward += (_small(cfg, names | DOTS) - _small(cfg, names)) / tp * _WIDE
     whole_rows = _WHOLE_ROWS + (_WHOLE_ROWS_OF_CONV if cfg.conv_taps else 0)

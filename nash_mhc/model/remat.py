@@ -25,7 +25,8 @@ MARKS = {
     "coefficients": COEFFICIENTS,
 }
 # What `dots` keeps of these: results of matrix products, but for the widest, and what costs a pass over all streams.
-_OF_DOTS = ("coefficients", "read", "mixed")
+# What the game mixes is not among them: attention is computed again anyway, and the rest of the way is one short pass.
+_OF_DOTS = ("coefficients", "read")
 DOTS = frozenset({"qkv", "output", "ffn-down", *_OF_DOTS})
 
 
