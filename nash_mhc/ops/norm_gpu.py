@@ -92,9 +92,7 @@ def turned_back(
         def body(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             here = pl.ds(n * rows, rows)
             a, b = _halves(x_ref, here)
-            da, db = (
-                functools.reduce(jnp.add, halves) for halves in zip(*(_halves(ref, here) for ref in dout_refs), strict=True)
-            )
+            da, db = (_sum(halves) for halves in zip(*(_halves(ref, here) for ref in dout_refs), strict=True))
             cos, sin = cos_ref[here, :][:, None], sin_ref[here, :][:, None]
             inverse = _inverse_rms(a, b, eps)
             a, b = a * inverse, b * inverse
