@@ -257,7 +257,7 @@ def bench_quality(
         raise ConfigError("--seeds and --eval-rows must be at least 1")
     rates = rates_of(learning_rates, cfg)
     if model.scales == 1 or model.residual == "plain":
-        raise ConfigError("the run's model must be the full one: --model-scales above 1 and --model-residual mhc")
+        raise ConfigError("the run's model must be the full one: --model-scales above 1 and --model-residual mhc or mhc-layer")
     base, mesh = resolve(cfg)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
