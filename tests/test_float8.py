@@ -66,8 +66,8 @@ def test_a_run_with_it_is_the_same_on_a_mesh_and_with_remat_and_not_that_without
     # A sum in another order may round to the next float8: the runs are near each other, not equal to the last bits.
     near = lambda other, within: np.testing.assert_allclose(losses(other), losses(run), rtol=within)
     losses = lambda trained: np.array([float(m["loss"]) for m in trained[1]])
-    near(small.train(small.mesh_config(cfg, 2, 2, 2), batches), 1e-3)
-    near(small.train(small.config(train__matmul_dtype="float8", train__remat="dots"), batches), 1e-3)
+    with_remat = small.config(train__matmul_dtype="float8", train__remat="dots")
+    near(small.train(small.mesh_config(with_remat, 2, 2, 2), batches), 1e-3)
     plain = losses(small.train(small.config(), batches))
     assert not np.array_equal(losses(run), plain)
     np.testing.assert_allclose(losses(run), plain, rtol=0.02)
