@@ -16,7 +16,7 @@ FLAGS = (
 ).split()
 
 
-def test_every_kernel_of_a_step_meets_its_plain_form_and_the_one_that_is_wrong_is_named(monkeypatch, capsys, tmp_path):
+def test_every_kernel_of_a_step_meets_its_plain_form_and_a_wrong_one_is_named(monkeypatch, capsys, tmp_path):
     mixed, file = conv_gpu.mixed, tmp_path / "kernels.json"
     monkeypatch.setattr(conv_gpu, "mixed", lambda *args, **options: 1.02 * mixed(*args, **options))
     monkeypatch.setattr(sys, "argv", ["bench", "kernels", *FLAGS, "--json", str(file)])

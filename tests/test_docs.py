@@ -63,7 +63,7 @@ RUN_BY = {
     "doctor": "test_doctor.py::test_a_healthy_machine_is_found_to_be_so",
     "bench step": "test_bench.py::test_figures_follow_from_one_another",
     "bench parts": "test_bench_parts.py::test_figures_follow_from_one_another",
-    "bench kernels": "test_bench_kernels.py::test_every_kernel_of_a_step_is_found_equal_to_its_plain_form",
+    "bench kernels": "test_bench_kernels.py::test_every_kernel_of_a_step_meets_its_plain_form_and_a_wrong_one_is_named",
     "bench compile": "test_bench.py::test_compiling_for_a_topology_reports_memory_and_collectives",
     "bench data": "test_bench_data.py::test_bench_data_measures_every_part",
     "bench telemetry": "test_bench.py::test_what_is_seen_of_a_run_is_timed_at_the_intervals_that_it_has_by_itself",
