@@ -24,8 +24,8 @@ _OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1)
 # On an H200, `small` takes 8 ms for a token: so many, at every evaluation, are less than a hundredth of its time.
 _TELEMETRY = TelemetryConfig(sample_tokens=32)
 _NO_SAMPLES, _PUZZLE = TelemetryConfig(sample_tokens=0), ObjectiveConfig(name="puzzle")
-# Streams mixed once a layer and two scales: half of what `mhc` and three scales cost beside dense, and at equal seconds
-# `small` learns more than dense, which it did not with those (docs/log.md).
+# Streams mixed once a layer and two scales cost half of what `mhc` and three scales do beside dense. With the latter,
+# `small` learned less than dense in the same seconds; now it does not (docs/log.md).
 _LEAN: dict[str, Any] = {"residual": "mhc-layer", "scales": 2, "ratio": 16}
 _TRAIN = TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500)
 
