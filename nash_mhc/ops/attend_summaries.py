@@ -6,8 +6,6 @@ the log of the sum that the softmax divides by, through which gradients flow as 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nash_mhc.ops import attend_summaries_gpu
+from nash_mhc.ops.arithmetic import wide_dtype
 from nash_mhc.ops.attend_rows import FOUND, Found, Rows
 from nash_mhc.ops.platform import on_platform
 
@@ -72,17 +71,13 @@ def find_reference(q_BTNH: Array, k_BIKH: Array, v_BIKH: Array, first_BI: Array)
     (B, T, N, H), (count, K) = q_BTNH.shape, k_BIKH.shape[1:3]
     block_T, row_I = jnp.arange(T) // (T // count), jnp.arange(count)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("btkgh,bikh->bkgti", q_BTKGH, k_BIKH, preferred_element_type=_wide(q_BTNH.dtype)) * H**-0.5
+    scores = jnp.einsum("btkgh,bikh->bkgti", q_BTKGH, k_BIKH, preferred_element_type=wide_dtype(q_BTNH.dtype)) * H**-0.5
     seen_BTI = (row_I[None, None] <= block_T[None, :, None]) & (row_I[None, None] >= first_BI[:, block_T, None])
     scores = jnp.where(seen_BTI[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BIKH.dtype)
-    found_BTKGH = jnp.einsum("bkgti,bikh->btkgh", weights, v_BIKH, preferred_element_type=_wide(v_BIKH.dtype))
+    found_BTKGH = jnp.einsum("bkgti,bikh->btkgh", weights, v_BIKH, preferred_element_type=wide_dtype(v_BIKH.dtype))
     evidence_BTN = jax.nn.logsumexp(scores, axis=-1).transpose(0, 3, 1, 2).reshape(B, T, N)
     return found_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), evidence_BTN
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _backward_reference(

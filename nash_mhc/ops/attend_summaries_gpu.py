@@ -19,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
+from nash_mhc.ops.arithmetic import product
+
 _LOG2_E = math.log2(math.e)  # a GPU has powers of two
 
 
@@ -44,11 +46,6 @@ def fits(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any) -> bool
 
 def _fitted(tiles: Tiles, T: int, count: int) -> Tiles:
     return tiles._replace(queries=min(T & -T, tiles.queries), keys=min(count & -count, tiles.keys))
-
-
-def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """Summed over one axis of each, in float32."""
-    return lax.dot_general(a, b, (((over[0],), (over[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _call(
@@ -95,12 +92,12 @@ def forward(q: Array, k: Array, v: Array, first: Array, *, interpret: bool = Fal
         def body(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             mixed, top, total = carry
             keys, key = pl.ds(j * tiles.keys, tiles.keys), j * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
-            seen, scores = queries.see(key), _product(q, k_ref[b, keys, n // (N // K), :], (1, 1)) * to_power
+            seen, scores = queries.see(key), product(q, k_ref[b, keys, n // (N // K), :], (1, 1)) * to_power
             higher = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -1e30), axis=1))
             # Of a document that begins after these keys nothing is seen, and all that it has so far is nothing.
             weights = jnp.where(seen, jnp.exp2(scores - higher[:, None]), 0.0)
             shrunk = jnp.exp2(top - higher)
-            found = _product(weights.astype(v_ref.dtype), v_ref[b, keys, n // (N // K), :], (1, 0))
+            found = product(weights.astype(v_ref.dtype), v_ref[b, keys, n // (N // K), :], (1, 0))
             return mixed * shrunk[:, None] + found, higher, total * shrunk + jnp.sum(weights, axis=1)
 
         rows = tiles.queries
@@ -146,10 +143,10 @@ def _queries_backward(
         def body(j: Array, dq: Array) -> Array:
             keys, key = pl.ds(j * tiles.keys, tiles.keys), j * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
             k = k_ref[b, keys, n // (N // K), :]
-            scores = _product(q, k, (1, 1)) * (scale * _LOG2_E)
+            scores = product(q, k, (1, 1)) * (scale * _LOG2_E)
             weights = jnp.where(queries.see(key), jnp.exp2(scores - power[:, None]), 0.0)
-            dscores = weights * (_product(dout, v_ref[b, keys, n // (N // K), :], (1, 1)) - less[:, None])
-            return dq + _product(dscores.astype(k.dtype), k, (1, 0))
+            dscores = weights * (product(dout, v_ref[b, keys, n // (N // K), :], (1, 1)) - less[:, None])
+            return dq + product(dscores.astype(k.dtype), k, (1, 0))
 
         dq = lax.fori_loop(*queries.tiles, body, jnp.zeros((tiles.queries, H), jnp.float32))
         dq_ref[b, queries.at, n, :] = (dq * scale).astype(dq_ref.dtype)
@@ -187,12 +184,12 @@ def _keys_backward(
             queries = _Queries.of(i, first_ref, b, stride, tiles)
             q, dout = q_ref[b, queries.at, n, :], dout_ref[b, queries.at, n, :]
             power = evidence_ref[b, queries.at, n] * _LOG2_E
-            scores = _product(k, q, (1, 1)) * (scale * _LOG2_E)
+            scores = product(k, q, (1, 1)) * (scale * _LOG2_E)
             seen = (key[:, None] <= queries.last[None, :]) & (key[:, None] >= queries.first[None, :])
             weights = jnp.where(seen, jnp.exp2(scores - power[None, :]), 0.0)
-            dscores = weights * (_product(v, dout, (1, 1)) - less_ref[b, queries.at, n][None, :])
+            dscores = weights * (product(v, dout, (1, 1)) - less_ref[b, queries.at, n][None, :])
             dk, dv = carry
-            return dk + _product(dscores.astype(q.dtype), q, (1, 0)), dv + _product(weights.astype(q.dtype), dout, (1, 0))
+            return dk + product(dscores.astype(q.dtype), q, (1, 0)), dv + product(weights.astype(q.dtype), dout, (1, 0))
 
         sums = (jnp.zeros((tiles.keys, H), jnp.float32),) * 2
         for n in range(group):

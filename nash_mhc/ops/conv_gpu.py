@@ -7,8 +7,6 @@ places before is one of its own document.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
+
+from nash_mhc.ops.arithmetic import add_up
 
 _ROWS, _COLUMNS, _WARPS = 4, 256, 4  # tokens and channels of a tile: 8 numbers a thread, a load of 16 bytes each
 _TILES = 32  # that a block of threads goes through, one after the other
@@ -30,10 +30,6 @@ def fits(shape: tuple[int, ...]) -> bool:
 
 def _columns(width: int) -> int:
     return min(width & -width, _COLUMNS)
-
-
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
 
 
 def _shifted(ref: Any, at: Array, by: int, tokens: int, here: Any) -> Array:
@@ -60,7 +56,7 @@ def mixed(x: Array, taps: Array, same: Array, *, interpret: bool = False) -> Arr
             terms = [taps[0] * _shifted(x_ref, at, 0, tokens, here)]
             for j in range(1, J):
                 terms.append(taps[j] * jnp.where(_is_same(same_ref, at, j, tokens), _shifted(x_ref, at, -j, tokens, here), 0.0))
-            out_ref[at, here] = _sum(terms).astype(out_ref.dtype)
+            out_ref[at, here] = add_up(terms).astype(out_ref.dtype)
 
         lax.fori_loop(0, _TILES, body, None)
 
@@ -88,7 +84,7 @@ def mixed_back(x: Array, taps: Array, same: Array, dout: Array, *, interpret: bo
                 terms.append(taps[j] * jnp.where(ahead, _shifted(dout_ref, at, j, tokens, here), 0.0))
                 before = jnp.where(_is_same(same_ref, at, j, tokens), _shifted(x_ref, at, -j, tokens, here), 0.0)
                 products.append(dout * before)
-            dx_ref[at, here] = _sum(terms).astype(dx_ref.dtype)
+            dx_ref[at, here] = add_up(terms).astype(dx_ref.dtype)
             return tuple(s + p for s, p in zip(sums, products, strict=True))
 
         nothing = jnp.zeros((_ROWS, columns), wide)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nash_mhc.ops import nash_gpu
+from nash_mhc.ops.arithmetic import add_up, widen
 from nash_mhc.ops.platform import on_platform
 
 Scales = tuple[Array, ...]  # one array a scale, over tokens and heads
@@ -31,15 +32,11 @@ class Rules(NamedTuple):
     iterations: int = 3
 
 
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
-
-
 def _softmax(logits: Scales) -> Scales:
     """Over the scales that are there, the finest among them; the others get exactly 0."""
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, logits))
     grown = [jnp.exp(x - top) for x in logits]
-    total = _sum(grown)
+    total = add_up(grown)
     return tuple(x / total for x in grown)
 
 
@@ -62,8 +59,8 @@ Keep = Callable[[Any], Any]
 
 
 def best_response(gram: Gram, bids: Scales, tau: Array, w: Scales, keep: Keep = _kept) -> Round:
-    gw = tuple(_sum([g * x for g, x in zip(row, w, strict=True)]) for row in gram)
-    consensus = _sum([x * y for x, y in zip(w, gw, strict=True)])
+    gw = tuple(add_up([g * x for g, x in zip(row, w, strict=True)]) for row in gram)
+    consensus = add_up([x * y for x, y in zip(w, gw, strict=True)])
     errors = tuple(gram[c][c] - 2.0 * gw[c] + consensus for c in range(len(w)))
     answer = _softmax(tuple(b - tau * e for b, e in zip(bids, errors, strict=True)))
     return Round(*keep((w, gw, errors, answer)))
@@ -85,7 +82,7 @@ def _even(bids: Scales) -> Scales:
 
 def _through_softmax(w: Scales, dw: Scales) -> Scales:
     """The gradient of the logits of a softmax that came to `w`; exactly 0 for absent scales."""
-    mean = _sum([x * d for x, d in zip(w, dw, strict=True)])
+    mean = add_up([x * d for x, d in zip(w, dw, strict=True)])
     return tuple(x * (d - mean) for x, d in zip(w, dw, strict=True))
 
 
@@ -101,21 +98,17 @@ def play_backward(
     for r in reversed(rounds):
         dlogits = _through_softmax(r.after, dw)
         derrors = tuple(-tau * d for d in dlogits)
-        total = _sum(derrors)
+        total = add_up(derrors)
         dgw = tuple(total * x - 2.0 * d for x, d in zip(r.before, derrors, strict=True))
         dlogits, derrors, total, dgw = keep((dlogits, derrors, total, dgw))
         dbids = [a + d for a, d in zip(dbids, dlogits, strict=True)]
-        dtau = dtau - _sum([e * d for e, d in zip(r.errors, dlogits, strict=True)])
-        dw = tuple(total * r.gw[m] + _sum([dgw[c] * gram[c][m] for c in range(C)]) for m in range(C))
+        dtau = dtau - add_up([e * d for e, d in zip(r.errors, dlogits, strict=True)])
+        dw = tuple(total * r.gw[m] + add_up([dgw[c] * gram[c][m] for c in range(C)]) for m in range(C))
         dgram = [[dgram[c][m] + dgw[c] * r.before[m] + (derrors[c] if c == m else 0.0) for m in range(C)] for c in range(C)]
         dbids, dtau, dw, dgram = keep((dbids, dtau, dw, dgram))
     first = rounds[0].before if rounds else w
     dbids = [a + d for a, d in zip(dbids, _through_softmax(first, dw), strict=True)]
     return keep((tuple(tuple(row) for row in dgram), tuple(dbids), dtau))
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _gram(outs: Sequence[Array], keep: Keep) -> Gram:
@@ -129,8 +122,8 @@ def _settle(rules: Rules, keep: Keep, outs: list[Array], bids: Scales, tau: Arra
     gram = _gram(outs, keep) if rules.aggregation == "nash" else ()
     w, _ = play(gram, bids, tau, rules, keep)
     answer = best_response(gram, bids, tau, w, keep).after if rules.aggregation == "nash" else w
-    residual = _sum([jnp.abs(a - b) for a, b in zip(answer, w, strict=True)])
-    return _sum([x[..., None] * o for x, o in zip(w, outs, strict=True)]), w, residual
+    residual = add_up([jnp.abs(a - b) for a, b in zip(answer, w, strict=True)])
+    return add_up([x[..., None] * o for x, o in zip(w, outs, strict=True)]), w, residual
 
 
 def _unsettle(
@@ -145,7 +138,7 @@ def _unsettle(
     douts = [x[..., None] * dy for x in w]
     if is_game:
         # G_cm depends on O_c through both of its places; the two halves of dG came in separately.
-        through = [_sum([((dgram[c][m] + dgram[m][c]) / H)[..., None] * outs[m] for m in range(C)]) for c in range(C)]
+        through = [add_up([((dgram[c][m] + dgram[m][c]) / H)[..., None] * outs[m] for m in range(C)]) for c in range(C)]
         douts = [a + b for a, b in zip(douts, through, strict=True)]
     return douts, dbids, dtau
 
@@ -170,7 +163,7 @@ def _aggregate(outs, bids, tau_N, rules):  # type: ignore[no-untyped-def]
 
 
 def _aggregate_in_xla(rules: Rules, outs: Scales, bids: Scales, tau_N: Array) -> tuple[Any, ...]:
-    y, w, residual = _settle(rules, _kept, [_wide(o) for o in outs], bids, tau_N[None, None])
+    y, w, residual = _settle(rules, _kept, [widen(o) for o in outs], bids, tau_N[None, None])
     return y.astype(outs[0].dtype), w, residual
 
 
@@ -193,8 +186,8 @@ def _aggregate_bwd(rules, saved, cotangents):  # type: ignore[no-untyped-def]
 
 def _backward_in_xla(rules, outs, bids, tau_N, dy_BTNH, dw):  # type: ignore[no-untyped-def]
     """(d outs, d bids, d tau of each token and head)."""
-    wide = [_wide(o) for o in outs]
-    douts, dbids, dtau = _unsettle(rules, _kept, wide, bids, tau_N[None, None], _wide(dy_BTNH), dw)
+    wide = [widen(o) for o in outs]
+    douts, dbids, dtau = _unsettle(rules, _kept, wide, bids, tau_N[None, None], widen(dy_BTNH), dw)
     return [d.astype(o.dtype) for d, o in zip(douts, outs, strict=True)], list(dbids), dtau
 
 
@@ -211,7 +204,7 @@ def aggregate_reference(
 ) -> tuple[Float[Array, "B T N H"], Scales]:
     """The same by its definition: errors as squared distances from the consensus, no Gram matrix,
     ordinary gradients."""
-    o_CBTNH, b_CBTN = jnp.stack([_wide(o) for o in outs]), jnp.stack(bids)
+    o_CBTNH, b_CBTN = jnp.stack([widen(o) for o in outs]), jnp.stack(bids)
     there_CBTN = b_CBTN > -jnp.inf
     softmax = lambda x: jax.nn.softmax(jnp.where(there_CBTN, x, -jnp.inf), axis=0)
     consensus = lambda w: jnp.sum(w[..., None] * o_CBTNH, axis=0)

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from nash_mhc.ops import norm_gpu
+from nash_mhc.ops.arithmetic import widen
 from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.rope import Rotation, rope, turns
 
@@ -21,12 +22,8 @@ from nash_mhc.ops.rope import Rotation, rope, turns
 _kept = lax.optimization_barrier
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _inverse_rms(x: Array, eps: float) -> Array:
-    return _kept(lax.rsqrt(jnp.mean(_wide(x) ** 2, axis=-1, keepdims=True) + eps))
+    return _kept(lax.rsqrt(jnp.mean(widen(x) ** 2, axis=-1, keepdims=True) + eps))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -41,8 +38,8 @@ def _aligned(scale_D: Array, x: Array) -> Array:
 
 def rms_norm_reference(x: Float[Array, "... D"], scale_D: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     """The same in one line, with ordinary gradients."""
-    rms = jnp.sqrt(jnp.mean(_wide(x) ** 2, axis=-1, keepdims=True) + eps)
-    return (_wide(x) / rms * _aligned(scale_D, x)).astype(x.dtype)
+    rms = jnp.sqrt(jnp.mean(widen(x) ** 2, axis=-1, keepdims=True) + eps)
+    return (widen(x) / rms * _aligned(scale_D, x)).astype(x.dtype)
 
 
 def _fits(x: Array) -> bool:
@@ -68,11 +65,11 @@ def _bwd(eps, saved, dout):  # type: ignore[no-untyped-def]
 
 
 def _normed_in_xla(x: Array, scale_D: Array, inverse: Array) -> Array:
-    return (_wide(x) * inverse * _aligned(scale_D, x)).astype(x.dtype)
+    return (widen(x) * inverse * _aligned(scale_D, x)).astype(x.dtype)
 
 
 def _normed_back_in_xla(x: Array, scale_D: Array, inverse: Array, dout: Array) -> tuple[Array, Array]:
-    return _norm_gradients(x, scale_D, inverse, _wide(_kept(dout)))
+    return _norm_gradients(x, scale_D, inverse, widen(_kept(dout)))
 
 
 def _normed_in_kernel(eps: float, x: Array, scale_D: Array, _: Array, *, interpret: bool = False) -> Array:
@@ -88,7 +85,7 @@ def _normed_back_in_kernel(
 
 
 def _norm_gradients(x: Array, scale_D: Array, inverse: Array, dout: Array) -> tuple[Array, Array]:
-    normed = _wide(x) * inverse
+    normed = widen(x) * inverse
     dnormed = dout * _aligned(scale_D, x)
     along = _kept(jnp.mean(dnormed * normed, axis=-1, keepdims=True))
     dx = ((dnormed - normed * along) * inverse).astype(x.dtype)
@@ -131,7 +128,7 @@ def _turn_bwd(eps, by, copies, saved, douts):  # type: ignore[no-untyped-def]
 
 
 def _turned_in_xla(by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse_BTN1: Array) -> Array:
-    normed = _wide(x_BTNH) * inverse_BTN1 * _aligned(scale_H, x_BTNH)
+    normed = widen(x_BTNH) * inverse_BTN1 * _aligned(scale_H, x_BTNH)
     return rope(normed, positions_BT, by).astype(x_BTNH.dtype)
 
 
@@ -139,7 +136,7 @@ def _turned_back_in_xla(
     by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, inverse_BTN1: Array, *douts_BTNH: Array
 ) -> tuple[Array, Array]:
     # A rotation's transpose turns back, with the same amplitude.
-    dout_BTNH = functools.reduce(jnp.add, map(_wide, _kept(douts_BTNH)))
+    dout_BTNH = functools.reduce(jnp.add, map(widen, _kept(douts_BTNH)))
     straight = rope(dout_BTNH, -positions_BT, by)
     return _norm_gradients(x_BTNH, scale_H, inverse_BTN1, straight)
 

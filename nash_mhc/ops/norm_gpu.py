@@ -8,7 +8,6 @@ a token, [tokens, H / 2].
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
+
+from nash_mhc.ops.arithmetic import add_up
 
 _NUMBERS, _WARPS = 4096, 4  # of a tile: some tokens with as many of their heads as it holds, 32 numbers a thread
 _TILES = 8  # that a block of threads takes back one after the other before it writes its sums down
@@ -34,10 +35,6 @@ def fits(shape: tuple[int, ...]) -> bool:
     """Whether a [B, T, N, H] array can be cut into whole tiles."""
     B, T, N, H = shape
     return H in (16, 32, 64, 128, 256) and B * T % (_tile(N, H)[0] * _TILES) == 0
-
-
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
 
 
 def _halves(ref: Any, tokens: Any = slice(None)) -> tuple[Array, Array]:
@@ -92,7 +89,7 @@ def turned_back(
         def body(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             here = pl.ds(n * rows, rows)
             a, b = _halves(x_ref, here)
-            da, db = (_sum(halves) for halves in zip(*(_halves(ref, here) for ref in dout_refs), strict=True))
+            da, db = (add_up(halves) for halves in zip(*(_halves(ref, here) for ref in dout_refs), strict=True))
             cos, sin = cos_ref[here, :][:, None], sin_ref[here, :][:, None]
             inverse = _inverse_rms(a, b, eps)
             a, b = a * inverse, b * inverse
@@ -151,7 +148,7 @@ def normed(x: Array, scale_D: Array, eps: float, *, interpret: bool = False) -> 
         def body(n: Array, nothing: None) -> None:
             at = pl.ds(first + n * cut.rows, cut.rows)
             held = [x_ref[at, here].astype(wide) for here in chunks]
-            inverse = lax.rsqrt(_sum([jnp.sum(a * a, axis=1) for a in held]) / width + eps)[:, None]
+            inverse = lax.rsqrt(add_up([jnp.sum(a * a, axis=1) for a in held]) / width + eps)[:, None]
             for here, a in zip(chunks, held, strict=True):
                 out_ref[at, here] = (a * inverse * scale_ref[here][None]).astype(out_ref.dtype)
 
@@ -176,11 +173,11 @@ def normed_back(x: Array, scale_D: Array, dout: Array, eps: float, *, interpret:
             at = pl.ds(block * _BLOCK + n * cut.rows, cut.rows)
             held = [x_ref[at, here].astype(wide) for here in chunks]
             d = [dout_ref[at, here].astype(wide) for here in chunks]
-            inverse = lax.rsqrt(_sum([jnp.sum(a * a, axis=1) for a in held]) / width + eps)[:, None]
+            inverse = lax.rsqrt(add_up([jnp.sum(a * a, axis=1) for a in held]) / width + eps)[:, None]
             held = [a * inverse for a in held]
             sums = tuple(s + a * b for s, a, b in zip(sums, held, d, strict=True))
             d = [a * scale_ref[here][None] for a, here in zip(d, chunks, strict=True)]
-            along = (_sum([jnp.sum(a * b, axis=1) for a, b in zip(held, d, strict=True)]) / width)[:, None]
+            along = (add_up([jnp.sum(a * b, axis=1) for a, b in zip(held, d, strict=True)]) / width)[:, None]
             for here, a, b in zip(chunks, held, d, strict=True):
                 dx_ref[at, here] = ((b - a * along) * inverse).astype(dx_ref.dtype)
             return sums

@@ -15,12 +15,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops import pyramid_gpu
+from nash_mhc.ops.arithmetic import widen
 from nash_mhc.ops.platform import on_platform
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
 
 # Written down in its own dtype and read again:
 # otherwise a compiler pools anew, in float32, in everything that uses the result.
@@ -40,7 +36,7 @@ def pool_reference(
     """out[i] = sum_j kernel[j] z[(i - 1) r + j], j = 0 .. 2r - 1; taps before the start of a document read 0."""
     B, T, N, H = z_BTNH.shape
     r = kernel_JNH.shape[0] // 2
-    padded = jnp.pad(_wide(z_BTNH), ((0, 0), (r, 0), (0, 0), (0, 0)))
+    padded = jnp.pad(widen(z_BTNH), ((0, 0), (r, 0), (0, 0), (0, 0)))
     total = jnp.zeros((B, T // r, N, H), padded.dtype)
     for j in range(2 * r):
         tap = padded[:, j : j + T : r]
@@ -54,7 +50,7 @@ def _blocks(z_BTNH: Array, r: int) -> list[Array]:
     """Slot j of every block of r rows, for each j, in float32."""
     B, T, N, H = z_BTNH.shape
     z = z_BTNH.reshape(B, T // r, r, N, H)
-    return [_wide(z[:, :, j]) for j in range(r)]
+    return [widen(z[:, :, j]) for j in range(r)]
 
 
 def _later(x: Array) -> Array:
@@ -120,7 +116,7 @@ def _backward_in_xla(
 ) -> tuple[Array, Array]:
     """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel)."""
     r = kernel_JNH.shape[0] // 2
-    dout = _wide(dout_BINH)
+    dout = widen(dout_BINH)
     # What the row after each block sends back to it.
     dnext = _earlier(jnp.where(continues_BI[:, :, None, None], dout, 0.0))
     # All slots of a block at once, by broadcasting:
@@ -130,9 +126,9 @@ def _backward_in_xla(
     # Rows in one axis, heads and channels in another:
     # left as five axes, a GPU's compiler may transpose them all to sum them.
     B, T, N, H = z_BTNH.shape
-    z_IrC = _wide(z_BTNH).reshape(B * T // r, r, N * H)
+    z_IrC = widen(z_BTNH).reshape(B * T // r, r, N * H)
     dkernel = [jnp.sum(g.reshape(B * T // r, 1, N * H) * z_IrC, axis=0) for g in (dnext, dout)]
-    dz = (_wide(dz_BTNH) + pooled).astype(z_BTNH.dtype)
+    dz = (widen(dz_BTNH) + pooled).astype(z_BTNH.dtype)
     return dz, jnp.concatenate(dkernel).reshape(kernel_JNH.shape).astype(kernel_JNH.dtype)
 
 

@@ -7,9 +7,7 @@ z_BIrW has the r tokens of pooled row i at [b, i].
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
+from nash_mhc.ops.arithmetic import add_up, widen
+
 _LONGEST, _BLOCKS = 32, 512  # rows that a block of threads pools one after another, if that leaves so many blocks
 _AT_ONCE = 4096  # numbers that the forward pass holds of each pooled row's tokens, so that registers are enough
 _COLUMNS, _SLOTS, _ROWS = 128, 4, 16  # of the backward pass: of a block, tokens of each row, rows one after another
@@ -27,14 +27,6 @@ _COLUMNS, _SLOTS, _ROWS = 128, 4, 16  # of the backward pass: of a block, tokens
 def fits(z_BTNH: Array, ratio: int) -> bool:
     _, T, N, H = z_BTNH.shape
     return T % ratio == 0 and N * H % _COLUMNS == 0
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
 
 
 def pool(z_BIrW: Array, kernel_JW: Array, continues_BI: Array, *, interpret: bool = False) -> Array:
@@ -48,8 +40,8 @@ def pool(z_BIrW: Array, kernel_JW: Array, continues_BI: Array, *, interpret: boo
     def kernel(z_ref: Any, kernel_ref: Any, continues_ref: Any, out_ref: Any) -> None:
         b, first, here = pl.program_id(0), pl.program_id(1) * rows, pl.ds(pl.program_id(2) * columns, columns)
         taps = [kernel_ref[j, here] for j in range(2 * r)]
-        weighted = lambda taps, slots: _sum([k * z for k, z in zip(taps, slots, strict=True)])
-        slots_of = lambda i: [_wide(z_ref[b, i, j, here]) for j in range(r)]
+        weighted = lambda taps, slots: add_up([k * z for k, z in zip(taps, slots, strict=True)])
+        slots_of = lambda i: [widen(z_ref[b, i, j, here]) for j in range(r)]
 
         def body(n: Array, before: Array) -> Array:
             i = first + n
@@ -91,8 +83,8 @@ def pool_backward(
         def body(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             i = piece * rows + n
             after = jnp.minimum(i + 1, count - 1)
-            dout, ahead = _wide(dout_ref[b, i, here]), _wide(dout_ref[b, after, here])
-            z, dz = ([_wide(ref[b, i, j, here]) for j in mine] for ref in (z_ref, dz_ref))
+            dout, ahead = widen(dout_ref[b, i, here]), widen(dout_ref[b, after, here])
+            z, dz = ([widen(ref[b, i, j, here]) for j in mine] for ref in (z_ref, dz_ref))
             # What the next row sends back to the tokens of this one.
             dnext = jnp.where((i + 1 < count) & (continues_ref[b, after] != 0), ahead, 0.0)
             for j, d, k_own, k_before in zip(mine, dz, own, before, strict=True):

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from nash_mhc.ops import residual_streams_gpu
+from nash_mhc.ops.arithmetic import add_up, widen
 from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.stream_maps import coefficients
 
@@ -26,18 +27,9 @@ Streams = tuple[Float[Array, "B T D"], ...]
 _kept = lax.optimization_barrier
 
 
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
-
-
-def _wide(x: Array) -> Array:
-    """float32 for the arithmetic (float64 stays)."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _over_width(a: Array, b: Array) -> Array:
     """sum_d a[..., d] b[..., d], in float32."""
-    return jnp.sum(_wide(a) * _wide(b), axis=-1)
+    return jnp.sum(widen(a) * widen(b), axis=-1)
 
 
 def _flat(arrays: Sequence[Array]) -> list[Array]:
@@ -54,13 +46,13 @@ def products(xs: Streams, phi_RDM: Float[Array, "R D M"]) -> Float[Array, "B T M
     """x @ phi, where x is all streams of a token in one vector, in float32."""
     wide = jnp.promote_types(xs[0].dtype, jnp.float32)
     each = [jnp.einsum("btd,dm->btm", x, phi, preferred_element_type=wide) for x, phi in zip(xs, phi_RDM, strict=True)]
-    return _sum(each)
+    return add_up(each)
 
 
 def read(xs: Streams, maps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
     """sum_r pre[r] * stream r."""
     pre, _, _ = coefficients(maps_BTM)
-    return _kept(_sum([c[..., None] * _wide(x) for c, x in zip(pre, xs, strict=True)]).astype(xs[0].dtype))
+    return _kept(add_up([c[..., None] * widen(x) for c, x in zip(pre, xs, strict=True)]).astype(xs[0].dtype))
 
 
 def fits_norm(x_BTD: Float[Array, "B T D"], devices: int = 1) -> bool:
@@ -79,7 +71,7 @@ def read_and_norm(
 
 def _read_and_norm_in_xla(eps: float, xs: Streams, maps_BTM: Array, scale_D: Array) -> tuple[Array, Array]:
     pre, _, _ = coefficients(maps_BTM)
-    read = _sum([c[..., None] * _wide(x) for c, x in zip(pre, xs, strict=True)])
+    read = add_up([c[..., None] * widen(x) for c, x in zip(pre, xs, strict=True)])
     inverse_BT = lax.rsqrt(jnp.mean(read * read, axis=-1) + eps)
     return (read * inverse_BT[..., None] * scale_D[None, None]).astype(xs[0].dtype), inverse_BT
 
@@ -106,8 +98,8 @@ def _read_and_norm_backward_in_xla(
 ) -> tuple[Array, Array, Array]:
     pre, _, _ = coefficients(maps_BTM)
     inverse = inverse_BT[..., None]
-    normed = _sum([c[..., None] * _wide(x) for c, x in zip(pre, xs, strict=True)]) * inverse
-    d = _wide(dnormed_BTD)
+    normed = add_up([c[..., None] * widen(x) for c, x in zip(pre, xs, strict=True)]) * inverse
+    d = widen(dnormed_BTD)
     dscale, d = jnp.sum(d * normed, axis=(0, 1)), d * scale_D[None, None]
     dx = (d - normed * jnp.mean(d * normed, axis=-1, keepdims=True)) * inverse
     return dx.astype(dnormed_BTD.dtype), read_sums(xs, dx), dscale[None, None]
@@ -138,8 +130,8 @@ def write(xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T
 
 def _write_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array) -> tuple[Streams, Array]:
     _, post, res = coefficients(maps_BTM)
-    y, wide = _wide(y_BTD), [_wide(x) for x in xs]
-    mixed = [_sum([c[..., None] * x for c, x in zip(row, wide, strict=True)]) for row in res]
+    y, wide = widen(y_BTD), [widen(x) for x in xs]
+    mixed = [add_up([c[..., None] * x for c, x in zip(row, wide, strict=True)]) for row in res]
     outs = _kept(tuple((m + c[..., None] * y).astype(x.dtype) for m, c, x in zip(mixed, post, xs, strict=True)))
     return outs, squares(outs)
 
@@ -162,7 +154,7 @@ def write_sums(
 
 def _write_sums_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array, douts: Streams) -> tuple[Array, Array]:
     _, post, _ = coefficients(maps_BTM)
-    dy = _sum([c[..., None] * _wide(d) for c, d in zip(post, douts, strict=True)]).astype(y_BTD.dtype)
+    dy = add_up([c[..., None] * widen(d) for c, d in zip(post, douts, strict=True)]).astype(y_BTD.dtype)
     dres = [_over_width(d, x) for d in douts for x in xs]
     dpost = [_over_width(d, y_BTD) for d in douts]
     return dy, jnp.stack([*(jnp.zeros_like(d) for d in dpost), *dpost, *dres], axis=-1)
@@ -192,12 +184,12 @@ def gradient(
 
 def _gradient_in_xla(xs, douts, dx_BTD, maps_BTM, dproducts_BTM, along_BT, phi_RDM):  # type: ignore[no-untyped-def]
     pre, _, res = coefficients(maps_BTM)
-    wide, dx = [_wide(d) for d in douts], _wide(dx_BTD)
+    wide, dx = [widen(d) for d in douts], widen(dx_BTD)
     dxs = []
     for j, x in enumerate(xs):
-        mixed = _sum([res[i][j][..., None] * d for i, d in enumerate(wide)]) + pre[j][..., None] * dx
-        projected = _wide(jnp.einsum("btm,dm->btd", dproducts_BTM, phi_RDM[j]))
-        dxs.append((mixed + projected + along_BT[..., None] * _wide(x)).astype(x.dtype))
+        mixed = add_up([res[i][j][..., None] * d for i, d in enumerate(wide)]) + pre[j][..., None] * dx
+        projected = widen(jnp.einsum("btm,dm->btd", dproducts_BTM, phi_RDM[j]))
+        dxs.append((mixed + projected + along_BT[..., None] * widen(x)).astype(x.dtype))
     sums = jnp.promote_types(phi_RDM.dtype, jnp.float32)
     dphi = [jnp.einsum("btd,btm->dm", x, dproducts_BTM, preferred_element_type=sums) for x in xs]
     return tuple(dxs), jnp.stack(dphi)[None, None]
@@ -213,21 +205,21 @@ def _gradient_in_kernel(xs, douts, dx_BTD, maps_BTM, dproducts_BTM, along_BT, ph
 
 def read_reference(xs: Streams, maps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
     pre_BTR = maps_BTM[..., : len(xs)]
-    return jnp.einsum("btr,rbtd->btd", pre_BTR, _wide(jnp.stack(xs))).astype(xs[0].dtype)
+    return jnp.einsum("btr,rbtd->btd", pre_BTR, widen(jnp.stack(xs))).astype(xs[0].dtype)
 
 
 def write_reference(xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"]) -> Streams:
     R = len(xs)
     post_BTR, res_BTRR = maps_BTM[..., R : 2 * R], maps_BTM[..., 2 * R :].reshape(*maps_BTM.shape[:2], R, R)
-    mixed_RBTD = jnp.einsum("btij,jbtd->ibtd", res_BTRR, _wide(jnp.stack(xs)))
-    return tuple((mixed_RBTD + jnp.einsum("bti,btd->ibtd", post_BTR, _wide(y_BTD))).astype(xs[0].dtype))
+    mixed_RBTD = jnp.einsum("btij,jbtd->ibtd", res_BTRR, widen(jnp.stack(xs)))
+    return tuple((mixed_RBTD + jnp.einsum("bti,btd->ibtd", post_BTR, widen(y_BTD))).astype(xs[0].dtype))
 
 
 def products_reference(xs: Streams, phi_RDM: Float[Array, "R D M"]) -> Float[Array, "B T M"]:
-    return jnp.einsum("rbtd,rdm->btm", _wide(jnp.stack(xs)), _wide(phi_RDM))
+    return jnp.einsum("rbtd,rdm->btm", widen(jnp.stack(xs)), widen(phi_RDM))
 
 
 def project_reference(xs: Streams, phi_RDM: Float[Array, "R D M"], eps: float) -> Float[Array, "B T M"]:
     """Products over the root of the mean square of all streams of a token."""
-    rms_BT = jnp.sqrt(jnp.mean(_wide(jnp.stack(xs)) ** 2, axis=(0, -1)) + eps)
+    rms_BT = jnp.sqrt(jnp.mean(widen(jnp.stack(xs)) ** 2, axis=(0, -1)) + eps)
     return products_reference(xs, phi_RDM) / rms_BT[..., None]

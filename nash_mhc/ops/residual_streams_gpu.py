@@ -8,7 +8,6 @@ pre, post, then res row by row.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
+
+from nash_mhc.ops.arithmetic import add_up, product, wide_dtype
 
 _ROWS, _COLUMNS, _WARPS = 4, 256, 4  # of a block: the best of what was tried on an H200 at D 2048 (docs/log.md)
 _MATRIX_COLUMNS = 32  # of a product's factor, whose columns are 24 with four streams: a power of two, as Triton wants it
@@ -74,16 +75,8 @@ def _call(kernel: Callable[..., None], outs: Sequence[Any], args: Sequence[Array
     )(*args))  # fmt: skip
 
 
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _tile(ref: Any, k: Array, chunk: int) -> Array:
-    return ref[:, pl.ds(k * chunk, chunk)].astype(_wide(ref.dtype))
-
-
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
+    return ref[:, pl.ds(k * chunk, chunk)].astype(wide_dtype(ref.dtype))
 
 
 def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False) -> tuple[list[Array], Array]:
@@ -96,18 +89,18 @@ def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False
 
         def body(k: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             x, y = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk)
-            out = [(_sum([c * a for c, a in zip(row, x, strict=True)]) + p * y) for row, p in zip(res, post, strict=True)]
+            out = [(add_up([c * a for c, a in zip(row, x, strict=True)]) + p * y) for row, p in zip(res, post, strict=True)]
             rounded = [a.astype(ref.dtype) for a, ref in zip(out, out_refs, strict=True)]
             for ref, a in zip(out_refs, rounded, strict=True):
                 ref[:, pl.ds(k * chunk, chunk)] = a
-            wide = [a.astype(_wide(a.dtype)) for a in rounded]
+            wide = [a.astype(wide_dtype(a.dtype)) for a in rounded]
             return tuple(s + jnp.sum(a * a, axis=1) for s, a in zip(sums, wide, strict=True))
 
-        sums = lax.fori_loop(0, width // chunk, body, (jnp.zeros(_ROWS, _wide(y.dtype)),) * R)
+        sums = lax.fori_loop(0, width // chunk, body, (jnp.zeros(_ROWS, wide_dtype(y.dtype)),) * R)
         for r, total in enumerate(sums):
             squares_ref[:, r] = total
 
-    outs = [*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], jax.ShapeDtypeStruct((tokens, R), _wide(y.dtype))]
+    outs = [*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], jax.ShapeDtypeStruct((tokens, R), wide_dtype(y.dtype))]
     *streams, squares = _call(kernel, outs, [*xs, y, maps], "streams_write", interpret)
     return streams, squares
 
@@ -131,17 +124,17 @@ def write_backward(
         def body(k: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             x, y = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk)
             d = [_tile(ref, k, chunk) for ref in d_refs]
-            dy_ref[:, pl.ds(k * chunk, chunk)] = _sum([p * a for p, a in zip(post, d, strict=True)]).astype(dy_ref.dtype)
+            dy_ref[:, pl.ds(k * chunk, chunk)] = add_up([p * a for p, a in zip(post, d, strict=True)]).astype(dy_ref.dtype)
             # In the order of the coefficients: d post, then d res row by row.
             products = [*(a * y for a in d), *(a * b for a in d for b in x)]
             return tuple(s + jnp.sum(p, axis=1) for s, p in zip(sums, products, strict=True))
 
-        zero = jnp.zeros(_ROWS, _wide(y.dtype))
+        zero = jnp.zeros(_ROWS, wide_dtype(y.dtype))
         sums = lax.fori_loop(0, width // chunk, body, (zero,) * (R * R + R))
         for m, total in enumerate([*[zero] * R, *sums]):
             dmaps_ref[:, m] = total
 
-    outs = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(maps.shape, _wide(y.dtype))]
+    outs = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(maps.shape, wide_dtype(y.dtype))]
     dy, dmaps = _call(kernel, outs, [*xs, y, maps, *douts], "streams_write_backward", interpret)
     return dy, dmaps
 
@@ -149,12 +142,6 @@ def write_backward(
 def _widened(a: Array) -> Array:
     """With columns of zeros up to the width of a matrix product."""
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, _MATRIX_COLUMNS - a.shape[-1])])
-
-
-def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """Summed over one axis of each, in float32."""
-    numbers = (((over[0],), (over[1],)), ((), ()))
-    return lax.dot_general(a, b, numbers, preferred_element_type=_wide(a.dtype))
 
 
 def fits_gradient(shape: tuple[int, ...], maps: int, dtype: Any) -> bool:
@@ -186,22 +173,22 @@ def gradient(
             at = pl.ds(first + n * tiles.rows, tiles.rows)
             d, dread, dproducts = [ref[at, here] for ref in d_refs], dread_ref[at, here], dproducts_ref[at, :]
             column = lambda m: maps_ref[at, m][:, None]
-            wide = lambda a: a.astype(_wide(a.dtype))
+            wide = lambda a: a.astype(wide_dtype(a.dtype))
             sums = []
             for j in range(R):
                 x = x_refs[j][at, here]
-                mixed = _sum([column(2 * R + i * R + j) * wide(d[i]) for i in range(R)])
+                mixed = add_up([column(2 * R + i * R + j) * wide(d[i]) for i in range(R)])
                 own = mixed + column(j) * wide(dread) + along_ref[at, 0][:, None] * wide(x)
-                out_refs[j][at, here] = (own + _product(dproducts, phi[j], (1, 1))).astype(out_refs[j].dtype)
-                sums.append(dphi[j] + _product(x, dproducts, (0, 0)))
+                out_refs[j][at, here] = (own + product(dproducts, phi[j], (1, 1))).astype(out_refs[j].dtype)
+                sums.append(dphi[j] + product(x, dproducts, (0, 0)))
             return tuple(sums)
 
-        nothing = jnp.zeros((chunk, _MATRIX_COLUMNS), _wide(dread.dtype))
+        nothing = jnp.zeros((chunk, _MATRIX_COLUMNS), wide_dtype(dread.dtype))
         for r, total in enumerate(lax.fori_loop(0, block // tiles.rows, body, (nothing,) * R)):
             dphi_ref[pl.program_id(0), r, here, :] = total
 
     blocks = tokens // block
-    sums = jax.ShapeDtypeStruct((blocks, R, width, _MATRIX_COLUMNS), _wide(dread.dtype))
+    sums = jax.ShapeDtypeStruct((blocks, R, width, _MATRIX_COLUMNS), wide_dtype(dread.dtype))
     *dxs, dphi = pl.pallas_call(
         kernel, out_shape=[*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], sums], grid=(blocks, width // chunk),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages), name="streams_gradient",
@@ -234,7 +221,7 @@ def read_and_norm(
         def body(n: Array, nothing: Array) -> Array:
             at = pl.ds(first + n * tiles.rows, tiles.rows)
             x = [_read(x_refs, maps_ref, at, here)[0] for here in chunks]
-            inverse = lax.rsqrt(_sum([jnp.sum(a * a, axis=1) for a in x]) / width + eps)
+            inverse = lax.rsqrt(add_up([jnp.sum(a * a, axis=1) for a in x]) / width + eps)
             inverse_ref[at, 0] = inverse
             for here, a in zip(chunks, x, strict=True):
                 out_ref[at, here] = (a * inverse[:, None] * scale_ref[here][None, :]).astype(out_ref.dtype)
@@ -242,7 +229,7 @@ def read_and_norm(
 
         lax.fori_loop(0, tiles.block // tiles.rows, body, jnp.int32(0))
 
-    outs = [jax.ShapeDtypeStruct(xs[0].shape, xs[0].dtype), jax.ShapeDtypeStruct((tokens, 1), _wide(xs[0].dtype))]
+    outs = [jax.ShapeDtypeStruct(xs[0].shape, xs[0].dtype), jax.ShapeDtypeStruct((tokens, 1), wide_dtype(xs[0].dtype))]
     normed, inverse = pl.pallas_call(
         kernel, out_shape=outs, grid=(tokens // tiles.block,), name="streams_read_and_norm", interpret=interpret,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
@@ -252,8 +239,8 @@ def read_and_norm(
 
 def _read(x_refs: Sequence[Any], maps_ref: Any, at: Any, here: Any) -> tuple[Array, list[Array]]:
     """(sum_r pre[r] stream r, the streams) of some tokens and columns."""
-    x = [ref[at, here].astype(_wide(ref.dtype)) for ref in x_refs]
-    return _sum([maps_ref[at, r][:, None] * a for r, a in enumerate(x)]), x
+    x = [ref[at, here].astype(wide_dtype(ref.dtype)) for ref in x_refs]
+    return add_up([maps_ref[at, r][:, None] * a for r, a in enumerate(x)]), x
 
 
 def read_and_norm_backward(
@@ -271,7 +258,7 @@ def read_and_norm_backward(
     def kernel(*refs: Any) -> None:
         x_refs, (maps_ref, scale_ref, inverse_ref, dnormed_ref, dx_ref, dpre_ref, dscale_ref) = refs[:R], refs[R:]
         first = pl.program_id(0) * tiles.block
-        nothing = jnp.zeros((tiles.rows, width // len(chunks)), _wide(dnormed.dtype))
+        nothing = jnp.zeros((tiles.rows, width // len(chunks)), wide_dtype(dnormed.dtype))
 
         def body(n: Array, dscale: tuple[Array, ...]) -> tuple[Array, ...]:
             at = pl.ds(first + n * tiles.rows, tiles.rows)
@@ -297,7 +284,7 @@ def read_and_norm_backward(
         for here, total in zip(chunks, sums, strict=True):
             dscale_ref[pl.program_id(0), here] = jnp.sum(total, axis=0)
 
-    wide, blocks = _wide(dnormed.dtype), tokens // tiles.block
+    wide, blocks = wide_dtype(dnormed.dtype), tokens // tiles.block
     outs = [(dnormed.shape, dnormed.dtype), ((tokens, R), wide), ((blocks, width), wide)]
     dx, dpre, dscale = pl.pallas_call(
         kernel, out_shape=[jax.ShapeDtypeStruct(*out) for out in outs], grid=(blocks,), interpret=interpret,

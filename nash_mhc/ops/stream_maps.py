@@ -16,13 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nash_mhc.ops import sinkhorn_gpu
+from nash_mhc.ops.arithmetic import add_up
 from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.sinkhorn import Matrix, Vector, balance, sinkhorn, sinkhorn_reference, sum_over
 from nash_mhc.ops.sinkhorn_gpu import balanced, iterate, reverse
-
-
-def _sum(terms: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.add, terms)
 
 
 def coefficients(maps_BTM: Float[Array, "B T M"]) -> tuple[Vector, Vector, Matrix]:
@@ -69,7 +66,7 @@ def _maps_in_numbers(iterations: int, each: Sequence[Array]) -> list[Array]:
     """The same of M numbers a token, for a kernel: the coefficients, and how far from balanced."""
     pre, post, res = _split(each)
     mixing = iterate(res, iterations)
-    sums = [_sum(column) for column in zip(*mixing, strict=True)]
+    sums = [add_up(column) for column in zip(*mixing, strict=True)]
     unbalanced = functools.reduce(jnp.maximum, [jnp.abs(s - 1.0) for s in sums])
     halves = [jax.nn.sigmoid(x) for x in pre], [2.0 * jax.nn.sigmoid(x) for x in post]
     return [*halves[0], *halves[1], *(x for row in balanced(mixing) for x in row), unbalanced]
