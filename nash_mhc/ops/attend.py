@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nash_mhc.ops.attend_cudnn import attend_cudnn, found_by_cudnn
 from nash_mhc.ops.attend_rows import Documents, Found, Rows, by_block, by_token
 from nash_mhc.ops.attend_splash import attend_splash, found_by_splash
-from nash_mhc.ops.attend_summaries import find_in_summaries, fits_summaries
+from nash_mhc.ops.attend_triton import fits_triton, found_by_triton
 
 PLAIN_KERNELS = ("reference", "xla")  # array code, which any partitioner can split; the others are opaque to it
 EVIDENT_KERNELS = (*PLAIN_KERNELS, "cudnn", "splash")  # that tell the log of the softmax's sum
@@ -25,6 +25,7 @@ KERNELS = (*EVIDENT_KERNELS, "pallas")
 
 _BLOCK = 64  # queries of one block of the xla kernel ...
 _MOST_BLOCKS = 8  # ... and how many blocks it unrolls at most
+_NARROW = 1024  # keys that a query sees: with more of them, cuDNN is faster than kernels of our own (docs/log.md)
 
 
 def why_not(kernel: str, platform: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str | None:
@@ -94,11 +95,14 @@ def attend_with_evidence(
     """`attend` for several resolutions of the same documents, with the evidence, through which gradients flow as well.
 
     For `EVIDENT_KERNELS`, to all of which the tokens of a block are heads of one row. Where cuDNN is asked for,
-    summaries have a kernel of their own, which moves no query and takes the gradient of the evidence by the way.
+    summaries and narrow windows have kernels of our own, which move no query, take the gradient of the evidence by the
+    way and need not be told how many documents there are.
     """
     forms = {"reference": _found_by_reference, "xla": _found_by_blocks, "splash": found_by_splash}
     on_gpu = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
-    done = {i: find_in_summaries(each[i]) for i in on_gpu if each[i].stride > 1 and fits_summaries(each[i])}
+    narrow = lambda i: each[i].stride > 1 or (windows[i] or each[i].k_BIKH.shape[1]) <= _NARROW
+    ours = [i for i in on_gpu if narrow(i) and fits_triton(each[i])]
+    done = {i: found_by_triton(each[i], windows[i]) for i in ours}
     with_cudnn = [i for i in on_gpu if i not in done]
     by_blocks = lambda rows, window: _found_by_blocks(rows.q_BTNH, rows.k_BIKH, rows.v_BIKH, rows.segments_BI, window)
     found = found_by_cudnn([_in_blocks(each[i]) for i in with_cudnn], [windows[i] for i in with_cudnn], by_blocks)

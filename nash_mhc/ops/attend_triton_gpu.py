@@ -1,8 +1,8 @@
-"""Attention of every token over summaries of blocks, as GPU kernels (Pallas, Triton).
+"""Attention with evidence where few keys are seen, as GPU kernels (Pallas, Triton).
 
-There are few summaries: what takes time are queries and results, so each is read and written once and never moved. The
-gradient of the evidence costs nothing here. `attend_summaries.py` has the same functions in plain arrays, and says what
-the arguments are.
+With few keys, queries and results are much of what takes time, so each is read and written once and never moved. The
+gradient of the evidence costs nothing here. `attend_triton.py` has the same functions in plain arrays, and says what
+the arguments are; `most` is how many keys a query may see at most.
 """
 
 from __future__ import annotations
@@ -33,15 +33,27 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# The best of what was tried on an H200, in rows of 2,048 to 32,768 tokens (docs/log.md).
-_FORWARD, _QUERIES, _KEYS = Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 3)
+# The best of what was tried on an H200, in rows of 2,048 to 32,768 tokens (docs/log.md), by how many keys are seen at
+# most.
+_FORWARD = {1024: Tiles(128, 64, 4, 2), 512: Tiles(64, 64, 4, 3), 0: Tiles(64, 32, 4, 2)}
+_QUERIES = {512: Tiles(64, 64, 4, 2), 0: Tiles(64, 32, 4, 2)}
+_KEYS = Tiles(64, 64, 4, 2)
+_WIDE_HEADS = 128  # whose tiles leave no room for a third stage
+# The first keys of a long document are seen by all of it. So that no block of threads works while all others are done,
+# several share the queries of a tile of keys, each at least so many tiles of them.
+_LEAST_SHARE, _MOST_SHARES = 128, 4
 _FEWEST = 16  # of anything in a matrix product
+_UNSEEN = -1e30  # a score. Whatever it adds is multiplied by 0 once something is seen, and all queries see their own row
 
 
 def fits(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether queries and keys can be cut into whole tiles, for whose products a GPU has units."""
     (_, T, _, H), count = q_shape, k_shape[1]
     return H in (16, 32, 64, 128) and min(T & -T, count & -count) >= _FEWEST and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def _chosen(choices: dict[int, Tiles], most: int) -> Tiles:
+    return choices[max(least for least in choices if most >= least)]
 
 
 def _fitted(tiles: Tiles, T: int, count: int) -> Tiles:
@@ -57,31 +69,56 @@ def _call(
     )  # fmt: skip
 
 
+class _Tiles(NamedTuple):
+    """Tiles low to high, of which those from begin to end are seen as a whole."""
+
+    low: Array
+    high: Array
+    begin: Array
+    end: Array
+
+    @staticmethod
+    def of(low: Array, high: Array, begin: Array, end: Array) -> _Tiles:
+        begin = jnp.clip(begin, low, high)
+        return _Tiles(low, high, begin, jnp.clip(end, begin, high))
+
+
 class _Queries(NamedTuple):
-    """Some queries of a row: where they lie, the first and last summary that each may see, and the tiles of these."""
+    """Some queries of a row: where they lie, the first and last row that each may see, and the tiles of these."""
 
     at: Any
     first: Array
     last: Array
-    tiles: tuple[Array, Array]
+    tiles: _Tiles
 
     @staticmethod
     def of(number: Array, first_ref: Any, b: Array, stride: int, tiles: Tiles) -> _Queries:
         begin = number * tiles.queries
         last = (begin + jnp.arange(tiles.queries, dtype=jnp.int32)) // stride
-        low = first_ref[b, begin // stride] // tiles.keys
-        high = (begin + tiles.queries - 1) // stride // tiles.keys + 1
-        return _Queries(pl.ds(begin, tiles.queries), first_ref[b, last], last, (low, high))
+        newest = (begin + tiles.queries - 1) // stride
+        seen = _Tiles.of(
+            first_ref[b, begin // stride] // tiles.keys, newest // tiles.keys + 1,
+            pl.cdiv(first_ref[b, newest], tiles.keys), (begin // stride + 1) // tiles.keys,
+        )  # fmt: skip
+        return _Queries(pl.ds(begin, tiles.queries), first_ref[b, last], last, seen)
 
     def see(self, key: Array) -> Array:
         """[queries, keys]"""
         return (key[None, :] <= self.last[:, None]) & (key[None, :] >= self.first[:, None])
 
 
-def forward(q: Array, k: Array, v: Array, first: Array, *, interpret: bool = False) -> tuple[Array, Array]:
+def _over(tiles: _Tiles, body: Callable[..., Any], carry: Any) -> Any:
+    """`body(tile, whether all of it is seen, carry)`, first for the tiles that need no mask, then for the rest."""
+    carry = lax.fori_loop(tiles.begin, tiles.end, lambda j, c: body(j, True, c), carry)
+    before = tiles.begin - tiles.low
+    place = lambda i: tiles.low + i + jnp.where(i < before, 0, tiles.end - tiles.begin)
+    return lax.fori_loop(0, before + tiles.high - tiles.end, lambda i, c: body(place(i), False, c), carry)
+
+
+def forward(q: Array, k: Array, v: Array, first: Array, *, most: int, interpret: bool = False) -> tuple[Array, Array]:
     """(what was found, [B, T, N, H]; the evidence, [B, T, N])."""
     (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
-    tiles = _fitted(_FORWARD, T, count)
+    tiles = _fitted(_chosen(_FORWARD, most), T, count)
     to_power = H**-0.5 * _LOG2_E
 
     def kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: Any, evidence_ref: Any) -> None:
@@ -89,44 +126,44 @@ def forward(q: Array, k: Array, v: Array, first: Array, *, interpret: bool = Fal
         queries = _Queries.of(pl.program_id(0), first_ref, b, T // count, tiles)
         q = q_ref[b, queries.at, n, :]
 
-        def body(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def body(j: Array, all_seen: bool, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             mixed, top, total = carry
             keys, key = pl.ds(j * tiles.keys, tiles.keys), j * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
-            seen, scores = queries.see(key), product(q, k_ref[b, keys, n // (N // K), :], (1, 1)) * to_power
-            higher = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -1e30), axis=1))
-            # Of a document that begins after these keys nothing is seen, and all that it has so far is nothing.
-            weights = jnp.where(seen, jnp.exp2(scores - higher[:, None]), 0.0)
+            scores = product(q, k_ref[b, keys, n // (N // K), :], (1, 1))
+            scores = scores if all_seen else jnp.where(queries.see(key), scores, _UNSEEN)
+            higher = jnp.maximum(top, jnp.max(scores, axis=1) * to_power)
+            weights = jnp.exp2(scores * to_power - higher[:, None])
             shrunk = jnp.exp2(top - higher)
             found = product(weights.astype(v_ref.dtype), v_ref[b, keys, n // (N // K), :], (1, 0))
             return mixed * shrunk[:, None] + found, higher, total * shrunk + jnp.sum(weights, axis=1)
 
         rows = tiles.queries
-        nothing = jnp.zeros((rows, H), jnp.float32), jnp.full(rows, -1e30, jnp.float32), jnp.zeros(rows, jnp.float32)
-        mixed, top, total = lax.fori_loop(*queries.tiles, body, nothing)
+        nothing = jnp.zeros((rows, H), jnp.float32), jnp.full(rows, _UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32)
+        mixed, top, total = _over(queries.tiles, body, nothing)
         out_ref[b, queries.at, n, :] = (mixed / total[:, None]).astype(out_ref.dtype)
         evidence_ref[b, queries.at, n] = (top + jnp.log2(total)) / _LOG2_E
 
     outs = [(q.shape, q.dtype), ((B, T, N), jnp.float32)]
-    out, evidence = _call(kernel, (T // tiles.queries, N, B), outs, tiles, "summaries_forward", interpret)(q, k, v, first)
+    out, evidence = _call(kernel, (T // tiles.queries, N, B), outs, tiles, "attend_forward", interpret)(q, k, v, first)
     return out, evidence
 
 
 def backward(
-    q: Array, k: Array, v: Array, first: Array, out: Array, evidence: Array, dout: Array, devidence: Array, *,
-    interpret: bool = False,
+    q: Array, k: Array, v: Array, first: Array, end: Array, out: Array, evidence: Array, dout: Array, devidence: Array, *,
+    most: int, interpret: bool = False,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Gradients (of queries, of keys, of values)."""
-    dq, less = _queries_backward(q, k, v, first, out, evidence, dout, devidence, interpret)
-    return dq, *_keys_backward(q, k, v, first, evidence, dout, less, interpret)
+    dq, less = _queries_backward(q, k, v, first, out, evidence, dout, devidence, most, interpret)
+    return dq, *_keys_backward(q, k, v, first, end, evidence, dout, less, most, interpret)
 
 
 def _queries_backward(
     q: Array, k: Array, v: Array, first: Array, out: Array, evidence: Array, dout: Array, devidence: Array,
-    interpret: bool,
+    most: int, interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(gradient of the queries; what is taken from the gradient of each weight of a query, [B, T, N])."""
     (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
-    tiles = _fitted(_QUERIES, T, count)
+    tiles = _fitted(_chosen(_QUERIES, most), T, count)
     scale = H**-0.5
 
     def kernel(*refs: Any) -> None:
@@ -140,64 +177,79 @@ def _queries_backward(
         less_ref[b, queries.at, n] = less
         power = evidence_ref[b, queries.at, n] * _LOG2_E
 
-        def body(j: Array, dq: Array) -> Array:
+        def body(j: Array, all_seen: bool, dq: Array) -> Array:
             keys, key = pl.ds(j * tiles.keys, tiles.keys), j * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
             k = k_ref[b, keys, n // (N // K), :]
             scores = product(q, k, (1, 1)) * (scale * _LOG2_E)
-            weights = jnp.where(queries.see(key), jnp.exp2(scores - power[:, None]), 0.0)
+            weights = jnp.exp2(scores - power[:, None])
+            weights = weights if all_seen else jnp.where(queries.see(key), weights, 0.0)
             dscores = weights * (product(dout, v_ref[b, keys, n // (N // K), :], (1, 1)) - less[:, None])
             return dq + product(dscores.astype(k.dtype), k, (1, 0))
 
-        dq = lax.fori_loop(*queries.tiles, body, jnp.zeros((tiles.queries, H), jnp.float32))
+        dq = _over(queries.tiles, body, jnp.zeros((tiles.queries, H), jnp.float32))
         dq_ref[b, queries.at, n, :] = (dq * scale).astype(dq_ref.dtype)
 
     run = _call(
         kernel, (T // tiles.queries, N, B), [(q.shape, q.dtype), ((B, T, N), jnp.float32)], tiles,
-        "summaries_backward_queries", interpret,
+        "attend_backward_queries", interpret,
     )  # fmt: skip
     dq, less = run(q, k, v, first, out, evidence, dout, devidence)
     return dq, less
 
 
 def _keys_backward(
-    q: Array, k: Array, v: Array, first: Array, evidence: Array, dout: Array, less: Array, interpret: bool
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    end: Array,
+    evidence: Array,
+    dout: Array,
+    less: Array,
+    most: int,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     """A block of threads has some keys, and walks along the queries that may see them: up to the end of the document
     which the last of these keys is in."""
     (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
-    tiles = _fitted(_KEYS, T, count)
+    tiles = _fitted(_KEYS if H >= _WIDE_HEADS else _KEYS._replace(stages=3), T, count)
     scale, stride, group = H**-0.5, T // count, N // K
-    row = jnp.arange(count, dtype=jnp.int32)
-    # One past the last row of each row's document.
-    last = jnp.concatenate([first[:, 1:] != first[:, :-1], jnp.ones((B, 1), bool)], axis=1)
-    end = lax.cummin(jnp.where(last, row[None] + 1, count), axis=1, reverse=True)
+    shares = max(1, min(_MOST_SHARES, most * stride // tiles.queries // _LEAST_SHARE))
 
     def kernel(*refs: Any) -> None:
         q_ref, k_ref, v_ref, first_ref, end_ref, evidence_ref, dout_ref, less_ref, dk_ref, dv_ref = refs
-        number, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        number, head, b = pl.program_id(0) // shares, pl.program_id(1), pl.program_id(2)
+        share = pl.program_id(0) % shares
         keys, key = pl.ds(number * tiles.keys, tiles.keys), number * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
         k, v = k_ref[b, keys, head, :], v_ref[b, keys, head, :]
         low = number * tiles.keys * stride // tiles.queries
-        high = (end_ref[b, (number + 1) * tiles.keys - 1] * stride + tiles.queries - 1) // tiles.queries
+        high = pl.cdiv(end_ref[b, (number + 1) * tiles.keys - 1] * stride, tiles.queries)
+        own = pl.cdiv(high - low, shares)
+        seeing = _Tiles.of(
+            low + share * own, jnp.minimum(low + (share + 1) * own, high),
+            pl.cdiv(((number + 1) * tiles.keys - 1) * stride, tiles.queries),
+            end_ref[b, number * tiles.keys] * stride // tiles.queries,
+        )  # fmt: skip
 
-        def body(n: Array, i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def body(n: Array, i: Array, all_see: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             queries = _Queries.of(i, first_ref, b, stride, tiles)
             q, dout = q_ref[b, queries.at, n, :], dout_ref[b, queries.at, n, :]
             power = evidence_ref[b, queries.at, n] * _LOG2_E
             scores = product(k, q, (1, 1)) * (scale * _LOG2_E)
+            weights = jnp.exp2(scores - power[None, :])
             seen = (key[:, None] <= queries.last[None, :]) & (key[:, None] >= queries.first[None, :])
-            weights = jnp.where(seen, jnp.exp2(scores - power[None, :]), 0.0)
+            weights = weights if all_see else jnp.where(seen, weights, 0.0)
             dscores = weights * (product(v, dout, (1, 1)) - less_ref[b, queries.at, n][None, :])
             dk, dv = carry
             return dk + product(dscores.astype(q.dtype), q, (1, 0)), dv + product(weights.astype(q.dtype), dout, (1, 0))
 
         sums = (jnp.zeros((tiles.keys, H), jnp.float32),) * 2
         for n in range(group):
-            sums = lax.fori_loop(low, high, functools.partial(body, head * group + n), sums)
-        dk_ref[b, keys, head, :] = (sums[0] * scale).astype(dk_ref.dtype)
-        dv_ref[b, keys, head, :] = sums[1].astype(dv_ref.dtype)
+            sums = _over(seeing, functools.partial(body, head * group + n), sums)
+        dk_ref[share, b, keys, head, :] = (sums[0] * scale).astype(dk_ref.dtype)
+        dv_ref[share, b, keys, head, :] = sums[1].astype(dv_ref.dtype)
 
-    outs = [(k.shape, k.dtype), (v.shape, v.dtype)]
-    run = _call(kernel, (count // tiles.keys, K, B), outs, tiles, "summaries_backward_keys", interpret)
-    dk, dv = run(q, k, v, first, end, evidence, dout, less)
+    partial = ((shares, *k.shape), jnp.float32 if shares > 1 else k.dtype)
+    run = _call(kernel, (count // tiles.keys * shares, K, B), [partial] * 2, tiles, "attend_backward_keys", interpret)
+    dk, dv = (jnp.sum(parts, axis=0).astype(k.dtype) for parts in run(q, k, v, first, end, evidence, dout, less))
     return dk, dv

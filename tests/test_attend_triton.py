@@ -1,0 +1,90 @@
+"""Attention over summaries and windows: the plain form against ordinary attention, and the GPU's kernels against it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nash_mhc.ops import attend_triton, attend_triton_gpu
+from nash_mhc.ops.attend import attend_with_evidence
+from nash_mhc.ops.attend_rows import Found, Rows
+from nash_mhc.ops.attend_triton import find_reference, fits_triton, found_by_triton, sight
+
+B, T, N, H, STRIDE = 2, 512, 4, 16, 4
+# Documents end within a tile of keys, within one of queries, and with the row.
+SEGMENTS = jnp.array([[1] * 37 + [2] * 70 + [3] * 21, [1] * 128])
+
+
+def inputs(dtype, kv_heads=2, stride=STRIDE):
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, dout = (jax.random.normal(k, (B, T, N, H), dtype) for k in keys[:2])
+    k, v = (jax.random.normal(key, (B, T // stride, kv_heads, H), dtype) for key in keys[2:4])
+    return Rows(q, k, v, jnp.repeat(SEGMENTS, STRIDE, axis=1)[:, ::stride]), dout, jax.random.normal(keys[4], (B, T, N))
+
+
+def with_gradients(find, rows, dout, devidence):
+    """(found, gradients of queries, keys and values)."""
+    run = jax.jit(lambda q, k, v: find(rows._replace(q_BTNH=q, k_BIKH=k, v_BIKH=v)))
+    found, back = jax.vjp(run, *rows[:3])
+    return *found, *back(type(found)(dout, devidence))
+
+
+@pytest.mark.parametrize(
+    "documents, stride, window", [(True, STRIDE, None), (False, STRIDE, None), (True, 1, 100)],
+    ids=["documents", "whole rows", "a window"],
+)  # fmt: skip
+def test_the_plain_form_is_ordinary_attention(documents, stride, window):
+    rows, *cotangents = inputs(jnp.float32, stride=stride)
+    rows = rows if documents else rows._replace(segments_BI=None)
+    ordinary = lambda rows: attend_with_evidence((rows,), windows=(window,), kernels=("xla",))[0]
+    ours = functools.partial(found_by_triton, window=window)
+    got, want = (with_gradients(find, rows, *cotangents) for find in (ours, ordinary))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "kv_heads, stride, window", [(2, 4, None), (4, 32, None), (4, 1, 100)], ids=["grouped", "few summaries", "a window"]
+)
+@pytest.mark.parametrize("shares", [1, 3])
+def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads, stride, window, shares):
+    """In Pallas's interpreter: the same kernels that a GPU compiles. What they get is rounded, so is what they give;
+    the plain form works on the same numbers in float32."""
+    monkeypatch.setattr(attend_triton_gpu, "_LEAST_SHARE", 1 if shares > 1 else T)
+    monkeypatch.setattr(attend_triton_gpu, "_MOST_SHARES", shares)
+    rows, dout, devidence = inputs(jnp.bfloat16, kv_heads, stride)
+    assert fits_triton(rows)
+    wide = lambda *arrays: [a.astype(jnp.float32) for a in arrays]
+    seen, how = sight(rows.segments_BI, window), {"most": window or T // stride, "interpret": True}
+    found = jax.jit(functools.partial(attend_triton._find_in_kernel, **how))(*rows[:3], *seen)
+    want, back = jax.vjp(lambda *qkv: find_reference(*qkv, *seen), *wide(*rows[:3]))
+    backward = jax.jit(functools.partial(attend_triton._backward_in_kernel, **how))
+    got = *found, *backward(*rows[:3], *seen, *found, dout, devidence)
+    assert [a.dtype for a in got] == [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3]
+    for a, b in zip(got, [*want, *back((*wide(dout), devidence))], strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), b, atol=2**-7 * float(jnp.abs(b).max()), rtol=2**-7)
+    np.testing.assert_allclose(found[1], want[1], atol=1e-5)  # the evidence is not rounded
+
+
+def test_where_cudnn_is_asked_for_summaries_and_narrow_windows_go_their_own_way(monkeypatch):
+    monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)
+    asked = []
+    plain = lambda rows: Found(rows.q_BTNH, rows.q_BTNH[..., 0])
+    monkeypatch.setattr(
+        "nash_mhc.ops.attend.found_by_cudnn", lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
+    )
+    summaries, tokens = inputs(jnp.bfloat16)[0], inputs(jnp.bfloat16, stride=1)[0]
+    each, windows = (summaries, tokens, tokens, tokens), (None, 100, 101, None)
+    found = attend_with_evidence(each, windows=windows, kernels=("cudnn",) * 4)
+    assert asked == [101, None] and all(f.out_BTNH.shape == tokens.q_BTNH.shape for f in found)
+
+
+def test_rows_see_their_document_up_to_themselves_and_no_farther_than_the_window():
+    segments = jnp.array([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3]])
+    for window, first, end in (
+        (None, [[0, 0, 2, 2, 2, 5], [0] * 6], [[2, 2, 5, 5, 5, 6], [6] * 6]),
+        (2, [[0, 0, 2, 2, 3, 5], [0, 0, 1, 2, 3, 4]], [[2, 2, 4, 5, 5, 6], [2, 3, 4, 5, 6, 6]]),
+    ):
+        np.testing.assert_array_equal(sight(segments, window), (first, end))
