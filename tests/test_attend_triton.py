@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from nash_mhc.ops import attend_triton, attend_triton_gpu
-from nash_mhc.ops.attend import attend_with_evidence
+from nash_mhc.ops.attend import attend, attend_with_evidence
+from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Found, Rows
 from nash_mhc.ops.attend_triton import find_reference, fits_triton, found_by_triton, sight
 
@@ -68,17 +69,43 @@ def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads,
     np.testing.assert_allclose(found[1], want[1], atol=1e-5)  # the evidence is not rounded
 
 
-def test_where_cudnn_is_asked_for_summaries_and_narrow_windows_go_their_own_way(monkeypatch):
-    monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)
+@pytest.fixture
+def asked_of_cudnn(monkeypatch):
+    """Windows that cuDNN was asked for, on a GPU that it walks documents on."""
     asked = []
     plain = lambda rows: Found(rows.q_BTNH, rows.q_BTNH[..., 0])
-    monkeypatch.setattr(
-        "nash_mhc.ops.attend.found_by_cudnn", lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
-    )
-    summaries, tokens = inputs(jnp.bfloat16)[0], inputs(jnp.bfloat16, stride=1)[0]
+    with_evidence = lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
+    monkeypatch.setattr("nash_mhc.ops.attend.found_by_cudnn", with_evidence)
+    monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn", lambda rows, window: asked.append(window) or rows.q_BTNH)
+    monkeypatch.setattr("nash_mhc.ops.attend.walks_documents", lambda: True)
+    monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)
+    return asked
+
+
+def test_where_cudnn_is_asked_for_summaries_and_narrow_windows_go_their_own_way(asked_of_cudnn):
+    known = lambda rows: rows._replace(documents=documents_of(rows.segments_BI, most=3))
+    summaries, tokens = known(inputs(jnp.bfloat16)[0]), known(inputs(jnp.bfloat16, stride=1)[0])
     each, windows = (summaries, tokens, tokens, tokens), (None, 100, 101, None)
     found = attend_with_evidence(each, windows=windows, kernels=("cudnn",) * 4)
-    assert asked == [101, None] and all(f.out_BTNH.shape == tokens.q_BTNH.shape for f in found)
+    assert asked_of_cudnn == [101, None] and all(f.out_BTNH.shape == tokens.q_BTNH.shape for f in found)
+
+
+def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, monkeypatch):
+    """To know how many documents there are."""
+    rows, *_ = inputs(jnp.bfloat16, stride=1)
+    known, counted = (documents_of(rows.segments_BI, most) for most in (3, None))
+
+    def run(segments, documents):
+        attend(*rows[:3], segments, documents, kernel="cudnn")
+        attend_with_evidence((rows._replace(segments_BI=segments, documents=documents),), windows=(None,), kernels=("cudnn",))
+        given = len(asked_of_cudnn)
+        asked_of_cudnn.clear()
+        return given
+
+    assert [run(None, None), run(rows.segments_BI, known)] == [2, 2]
+    assert [run(rows.segments_BI, counted), run(rows.segments_BI, None)] == [0, 0]
+    monkeypatch.setattr("nash_mhc.ops.attend.walks_documents", lambda: False)
+    assert run(rows.segments_BI, known) == 0
 
 
 def test_rows_see_their_document_up_to_themselves_and_no_farther_than_the_window():

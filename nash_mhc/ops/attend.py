@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops.attend_cudnn import attend_cudnn, found_by_cudnn
+from nash_mhc.ops.attend_cudnn import attend_cudnn, found_by_cudnn, walks_documents
 from nash_mhc.ops.attend_rows import Documents, Found, Rows, by_block, by_token
 from nash_mhc.ops.attend_splash import attend_splash, found_by_splash
 from nash_mhc.ops.attend_triton import fits_triton, found_by_triton
@@ -80,7 +80,9 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v, causal, within a document, over the last `window` tokens. N is a multiple of K."""
     if kernel == "cudnn":
-        return attend_cudnn(Rows(q_BTNH, k_BTKH, v_BTKH, segments_BT, documents), window)
+        rows = Rows(q_BTNH, k_BTKH, v_BTKH, segments_BT, documents)
+        ours = _are_unknown(rows) and fits_triton(rows)
+        return found_by_triton(rows, window).out_BTNH if ours else attend_cudnn(rows, window)
     plain = {"reference": _found_by_reference, "xla": _found_by_blocks}
     if kernel in plain:
         return plain[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window).out_BTNH
@@ -96,12 +98,12 @@ def attend_with_evidence(
 
     For `EVIDENT_KERNELS`, to all of which the tokens of a block are heads of one row. Where cuDNN is asked for,
     summaries and narrow windows have kernels of our own, which move no query, take the gradient of the evidence by the
-    way and need not be told how many documents there are.
+    way and need not know how many documents there are.
     """
     forms = {"reference": _found_by_reference, "xla": _found_by_blocks, "splash": found_by_splash}
     on_gpu = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
     narrow = lambda i: each[i].stride > 1 or (windows[i] or each[i].k_BIKH.shape[1]) <= _NARROW
-    ours = [i for i in on_gpu if narrow(i) and fits_triton(each[i])]
+    ours = [i for i in on_gpu if (narrow(i) or _are_unknown(each[i])) and fits_triton(each[i])]
     done = {i: found_by_triton(each[i], windows[i]) for i in ours}
     with_cudnn = [i for i in on_gpu if i not in done]
     by_blocks = lambda rows, window: _found_by_blocks(rows.q_BTNH, rows.k_BIKH, rows.v_BIKH, rows.segments_BI, window)
@@ -110,6 +112,14 @@ def attend_with_evidence(
     for i in set(range(len(each))) - set(on_gpu):
         done[i] = _of_tokens(each[i], forms[kernels[i]](*_in_blocks(each[i])[:4], windows[i]))
     return tuple(done[i] for i in range(len(each)))
+
+
+def _are_unknown(rows: Rows) -> bool:
+    """Whether nobody knows how many documents there are, or cuDNN cannot walk them: it would wait for the host to
+    choose a program, or look at whole rows."""
+    if rows.segments_BI is None:
+        return False
+    return not walks_documents() or rows.documents is None or rows.documents.count_B is not None
 
 
 def _in_blocks(rows: Rows) -> Rows:

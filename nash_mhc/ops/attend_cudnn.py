@@ -25,6 +25,7 @@ from nash_mhc.ops.attend_rows import FOUND, Documents, Found, Rows, with_gradien
 
 # Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so where
 # their number is not known ahead there are two sizes; rows of more documents take another way. Figures in docs/log.md.
+# All of that is for heads of unusual sizes: others take kernels of our own where the number is not known.
 _ROOMS = (4, 32)
 _KEYS_AT_ONCE = 4096  # of the backward pass
 
