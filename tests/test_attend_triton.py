@@ -10,8 +10,8 @@ import pytest
 from nash_mhc.ops import attend_triton, attend_triton_gpu
 from nash_mhc.ops.attend import attend, attend_with_evidence
 from nash_mhc.ops.attend_cudnn import documents_of
-from nash_mhc.ops.attend_rows import Found, Rows
-from nash_mhc.ops.attend_triton import find_reference, fits_triton, found_by_triton, sight
+from nash_mhc.ops.attend_rows import Found, Rows, bounds_of
+from nash_mhc.ops.attend_triton import find_reference, fits_triton, found_by_triton
 
 B, T, N, H, STRIDE = 2, 512, 4, 16, 4
 # Documents end within a tile of keys, within one of queries, and with the row.
@@ -58,11 +58,11 @@ def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads,
     rows, dout, devidence = inputs(jnp.bfloat16, kv_heads, stride)
     assert fits_triton(rows)
     wide = lambda *arrays: [a.astype(jnp.float32) for a in arrays]
-    seen, how = sight(rows.segments_BI, window), {"most": window or T // stride, "interpret": True}
-    found = jax.jit(functools.partial(attend_triton._find_in_kernel, **how))(*rows[:3], *seen)
-    want, back = jax.vjp(lambda *qkv: find_reference(*qkv, *seen), *wide(*rows[:3]))
-    backward = jax.jit(functools.partial(attend_triton._backward_in_kernel, **how))
-    got = *found, *backward(*rows[:3], *seen, *found, dout, devidence)
+    bounds, how = bounds_of(rows.segments_BI), {"window": window or T // stride}
+    found = jax.jit(functools.partial(attend_triton._find_in_kernel, **how, interpret=True))(*rows[:3], *bounds)
+    want, back = jax.vjp(lambda *qkv: find_reference(*qkv, *bounds, **how), *wide(*rows[:3]))
+    backward = jax.jit(functools.partial(attend_triton._backward_in_kernel, **how, interpret=True))
+    got = *found, *backward(*rows[:3], *bounds, *found, dout, devidence)
     assert [a.dtype for a in got] == [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3]
     for a, b in zip(got, [*want, *back((*wide(dout), devidence))], strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, atol=2**-7 * float(jnp.abs(b).max()), rtol=2**-7)
@@ -108,10 +108,7 @@ def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, mon
     assert run(rows.segments_BI, known) == 0
 
 
-def test_rows_see_their_document_up_to_themselves_and_no_farther_than_the_window():
-    segments = jnp.array([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3]])
-    for window, first, end in (
-        (None, [[0, 0, 2, 2, 2, 5], [0] * 6], [[2, 2, 5, 5, 5, 6], [6] * 6]),
-        (2, [[0, 0, 2, 2, 3, 5], [0, 0, 1, 2, 3, 4]], [[2, 2, 4, 5, 5, 6], [2, 3, 4, 5, 6, 6]]),
-    ):
-        np.testing.assert_array_equal(sight(segments, window), (first, end))
+def test_documents_begin_and_end_where_segments_change():
+    first, end = bounds_of(jnp.array([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3]]))
+    np.testing.assert_array_equal(first, [[0, 0, 2, 2, 2, 5], [0] * 6])
+    np.testing.assert_array_equal(end, [[2, 2, 5, 5, 5, 6], [6] * 6])

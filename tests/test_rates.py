@@ -11,7 +11,6 @@ import pytest
 
 from nash_mhc.config.schema import ModelConfig, OptimConfig, RunConfig
 from nash_mhc.model.attention import lay_out
-from nash_mhc.model.health import unmixed
 from nash_mhc.model.lm import LM
 from nash_mhc.model.residual import residual_class
 from nash_mhc.optim.optimizers import make_optimizer
@@ -39,7 +38,7 @@ def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
 
     def body(state: Any, layer: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         maps_BTM = jnp.log(layer.attention_residual.read(state, layer.attention_norm)[1].all_BTM)
-        state, _, _ = layer(state, unmixed(cfg, tokens_BT.shape), layout, window=cfg.window, kernel="xla")
+        state, _ = layer(state, layout, window=cfg.window, kernel="xla")
         return state, (maps_BTM, residual.leave(state))
 
     state, (maps_LBTM, streams_LBTD) = jax.lax.scan(body, state, model.layers)  # a layer is compiled once

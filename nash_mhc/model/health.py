@@ -1,7 +1,8 @@
 """How the architecture is doing, measured inside the step:
 mixing of the streams, and the game of the scales, layer by layer.
 
-Inside the scan over layers everything stays where it is on the mesh (tokens, heads); `summary` brings it together once.
+A layer hands out what it has at hand, where it lies on the mesh (tokens, heads). `summary` makes figures of it, once
+for all layers: in each of them, that would be a dozen small operations for a compiler to look at.
 """
 
 from __future__ import annotations
@@ -15,24 +16,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.multiscale import GameReport
 from nash_mhc.model.residual import Maps, State
 from nash_mhc.ops.sinkhorn import Matrix
 
-_STRETCHES = 16  # of a row, at most: sums over them stay on the device that holds the tokens
 UNUSED = 1e-3  # mean weight of a scale in a head, below which the head does without it
 
 
 class StreamReport(NamedTuple):
     """The residual streams of one layer, for each token."""
 
-    deviation_BT: Float[Array, "*L B T"]  # of H_res from doubly stochastic, the largest of the layer's
-    unbalanced_BT: Float[Array, "*L B T"]  # the same before `balance`: how far Sinkhorn's iteration got
-    forward_gain_BT: Float[Array, "*L B T"]  # largest absolute row sum of the product of all H_res so far
-    backward_gain_BT: Float[Array, "*L B T"]  # and column sum
+    mixing_PMBT: Float[Array, "*L P M B T"]  # its H_res (P), row by row
+    unbalanced_BT: Float[Array, "*L B T"]  # how far the worst of them was from doubly stochastic before `balance`
     rms_BTR: Float[Array, "*L B T R"]  # of each stream as it enters the layer
-    mixing_BSPM: Float[Array, "*L B S P M"]  # its H_res (P), row by row, added up over stretches of the row (S)
 
 
 class LayerReport(NamedTuple):
@@ -41,46 +37,43 @@ class LayerReport(NamedTuple):
     left_BTD: Array | None = None  # the stream after it, where the execution asks for it
 
 
-def unmixed(cfg: ModelConfig, shape: tuple[int, ...]) -> Matrix | None:
-    """The product of no H_res at all, for each token: what `watch_streams` starts from."""
-    if not cfg.mixings:
-        return None
-    one, zero, R = jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32), range(cfg.streams)
-    return tuple(tuple(one if i == j else zero for j in R) for i in R)
-
-
-def watch_streams(entered: State, composite: Matrix, maps: Sequence[Maps]) -> tuple[Matrix, StreamReport]:
-    """The product including this layer's H_res, and its report. None of it carries a gradient."""
-    entered, composite, maps = jax.lax.stop_gradient((entered, composite, maps))
-    total = functools.partial(functools.reduce, jnp.add)
-    largest = functools.partial(functools.reduce, jnp.maximum)
-    rows_and_columns = lambda m: [total(line) for line in (*m, *zip(*m, strict=True))]
-    deviations = [jnp.abs(s - 1.0) for m in maps for s in rows_and_columns(m.res)]
-    for m in maps:
-        columns = tuple(zip(*composite, strict=True))
-        composite = tuple(
-            tuple(total([a * b for a, b in zip(row, column, strict=True)]) for column in columns) for row in m.res
-        )
-    sums = rows_and_columns(composite)  # of what cannot be negative
-    report = StreamReport(
-        deviation_BT=largest(deviations),
-        unbalanced_BT=largest([m.unbalanced_BT for m in maps]),
-        forward_gain_BT=largest(sums[: len(composite)]),
-        backward_gain_BT=largest(sums[len(composite) :]),
+def watch_streams(entered: State, maps: Sequence[Maps]) -> StreamReport:
+    """None of it carries a gradient."""
+    entered, maps = jax.lax.stop_gradient((entered, maps))
+    numbers = len(entered.xs) ** 2
+    return StreamReport(
+        mixing_PMBT=jnp.stack([jnp.moveaxis(m.all_BTM[..., -numbers:], -1, 0) for m in maps]),
+        unbalanced_BT=_largest([m.unbalanced_BT for m in maps]),
         rms_BTR=jnp.sqrt(entered.squares_BTR / entered.xs[0].shape[-1]),
-        mixing_BSPM=jnp.stack([_sums(m.all_BTM[..., -(len(entered.xs) ** 2) :]) for m in maps], axis=2),
     )
-    return composite, report
 
 
-def _sums(x_BTM: Float[Array, "B T M"]) -> Float[Array, "B S M"]:
-    """Over stretches of the row. The row may be split over devices: one sum over all of it would cross them, in every
-    layer, only to be watched."""
-    B, T, M = x_BTM.shape
-    S = math.gcd(T, _STRETCHES)
-    return jnp.sum(x_BTM.reshape(B, S, T // S, M), axis=2)
+_total = functools.partial(functools.reduce, jnp.add)
+_largest = functools.partial(functools.reduce, jnp.maximum)
 
 
+def _product(a: Matrix, b: Matrix) -> Matrix:
+    columns = tuple(zip(*b, strict=True))
+    along = lambda row, column: _total([x * y for x, y in zip(row, column, strict=True)])
+    return tuple(tuple(along(row, column) for column in columns) for row in a)
+
+
+def _gains(mixing_LPMBT: Float[Array, "L P M B T"]) -> tuple[Float[Array, "L B T"], Float[Array, "L B T"]]:
+    """(largest absolute row sum, column sum) of the product of all H_res up to each layer, for each token."""
+    R, (B, T) = math.isqrt(mixing_LPMBT.shape[2]), mixing_LPMBT.shape[-2:]
+    one, zero = jnp.ones((B, T), jnp.float32), jnp.zeros((B, T), jnp.float32)
+    nothing = tuple(tuple(one if i == j else zero for j in range(R)) for i in range(R))
+
+    def after(composite: Matrix, mixing_PMBT: Array) -> tuple[Matrix, tuple[Array, Array]]:
+        for m in mixing_PMBT:
+            composite = _product(tuple(tuple(m[R * i : R * (i + 1)]) for i in range(R)), composite)
+        largest = lambda lines: _largest([_total(line) for line in lines])  # of what cannot be negative
+        return composite, (largest(composite), largest(zip(*composite, strict=True)))
+
+    return jax.lax.scan(after, nothing, mixing_LPMBT)[1]
+
+
+@jax.named_scope("health")
 def summary(reports: LayerReport) -> dict[str, Array]:
     """One value or one short vector a layer, by name, and its matrices (`res`); reports of all layers stacked."""
     out: dict[str, Array] = {}
@@ -95,13 +88,14 @@ def summary(reports: LayerReport) -> dict[str, Array]:
         out["nash_residual"] = mean(jnp.sum(game.residual_BN, axis=(1, 2)))
     if reports.streams is not None:
         streams = reports.streams
-        largest = lambda x_LBT: jnp.max(x_LBT, axis=(1, 2))
-        out["res_deviation"] = largest(streams.deviation_BT)
+        L, P, M, B, T = streams.mixing_PMBT.shape
+        R = math.isqrt(M)
+        mixing_LPRRBT = streams.mixing_PMBT.reshape(L, P, R, R, B, T)
+        largest = lambda x_LBT: jnp.max(x_LBT, axis=tuple(range(1, x_LBT.ndim)))
+        deviation = lambda axis: largest(jnp.abs(jnp.sum(mixing_LPRRBT, axis=axis) - 1.0))
+        out["res_deviation"] = jnp.maximum(deviation(2), deviation(3))
         out["sinkhorn_deviation"] = largest(streams.unbalanced_BT)
-        out["gain_forward"] = largest(streams.forward_gain_BT)
-        out["gain_backward"] = largest(streams.backward_gain_BT)
+        out["gain_forward"], out["gain_backward"] = map(largest, _gains(streams.mixing_PMBT))
         out["stream_rms"] = jnp.mean(streams.rms_BTR, axis=(1, 2))
-        R, (B, T) = streams.rms_BTR.shape[-1], streams.deviation_BT.shape[1:]
-        mixing_LPM = jnp.sum(streams.mixing_BSPM, axis=(1, 2)) / (B * T)
-        out["res"] = mixing_LPM.reshape(*mixing_LPM.shape[:2], R, R)
+        out["res"] = jnp.mean(mixing_LPRRBT, axis=(4, 5))
     return out

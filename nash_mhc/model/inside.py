@@ -139,12 +139,10 @@ class _NotedMixer(Multiscale):
 class _NotedLayer(Layer):
     notes: _Notes = eqx.field(static=True)
 
-    def __call__(
-        self, state: State, composite: Any, layout: Layout, *, window: int | None, kernel: str
-    ) -> tuple[State, Any, LayerReport]:
+    def __call__(self, state: State, layout: Layout, *, window: int | None, kernel: str) -> tuple[State, LayerReport]:
         self.notes.page = {}
-        state, composite, report = super().__call__(state, composite, layout, window=window, kernel=kernel)
-        return state, composite, report._replace(game=self.notes.page)  # type: ignore[arg-type]  # what a scan stacks
+        state, report = super().__call__(state, layout, window=window, kernel=kernel)
+        return state, report._replace(game=self.notes.page)  # type: ignore[arg-type]  # what a scan stacks
 
 
 def _noted(kind: type[eqx.Module], module: eqx.Module, **more: Any) -> Any:

@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention, Layout, lay_out
 from nash_mhc.model.float8 import in_float8
-from nash_mhc.model.health import LayerReport, summary, unmixed, watch_streams
+from nash_mhc.model.health import LayerReport, summary, watch_streams
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import remat_policy
-from nash_mhc.model.residual import HyperConnection, PlainResidual, State, residual_class
+from nash_mhc.model.residual import HyperConnection, PlainResidual, State, StreamState, residual_class
 from nash_mhc.model.weights import array_of
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.parallel.params import TABLE, param, stacked
@@ -61,10 +61,8 @@ class Layer(eqx.Module):
             inner.init(cfg, key=second), norm(), SwiGLU.init(cfg, key=ffn),
         )  # fmt: skip
 
-    def __call__(
-        self, state: State, composite: Any, layout: Layout, *, window: int | None, kernel: str
-    ) -> tuple[State, Any, LayerReport]:
-        """(residual state, product of the H_res so far, what happened): the product is followed only to be watched."""
+    def __call__(self, state: State, layout: Layout, *, window: int | None, kernel: str) -> tuple[State, LayerReport]:
+        """(residual state, what happened)."""
 
         def mixed(x_BTD: Array) -> tuple[Array, Any]:
             if self.attention_conv is not None:
@@ -74,11 +72,9 @@ class Layer(eqx.Module):
 
         entered = state
         state, game, maps = self.through(state, mixed)
-        if composite is None:
-            return state, None, LayerReport(game, None)
         with jax.named_scope("health"):
-            composite, watched = watch_streams(entered, composite, maps)
-        return state, composite, LayerReport(game, watched)
+            watched = watch_streams(entered, maps) if isinstance(entered, StreamState) else None
+        return state, LayerReport(game, watched)
 
     def through(self, state: State, mixed: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
         """(residual state, what else `mixed` has to say, the maps of the streams): both sub-layers, where `mixed` is
@@ -164,26 +160,25 @@ class LM(eqx.Module):
         kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
         layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)
         residual = residual_class(self.cfg)
-        composite = unmixed(self.cfg, tokens_BT.shape)
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat, float8=execution.float8), static_argnums=0)
-        def one(window: int | None, carry: tuple[State, Any], layer: Layer) -> tuple[tuple[State, Any], LayerReport]:
+        def one(window: int | None, state: State, layer: Layer) -> tuple[State, LayerReport]:
             layer = for_compute(layer, x_BTD.dtype)
             layer = in_float8(layer) if execution.float8 else layer
-            state, composite, report = layer(*carry, layout, window=window, kernel=kernel)
+            state, report = layer(state, layout, window=window, kernel=kernel)
             if execution.shows_layers:
                 report = report._replace(left_BTD=residual.leave(state)[:, :T])
-            return (state, composite), report
+            return state, report
 
-        def body(carry: tuple[State, Any], group: tuple[Layer, ...]) -> tuple[tuple[State, Any], LayerReport]:
+        def body(state: State, group: tuple[Layer, ...]) -> tuple[State, LayerReport]:
             reports = []
             for window, layer in zip(self.cfg.windows, group, strict=True):
-                carry, report = one(window, carry, layer)
+                state, report = one(window, state, layer)
                 reports.append(report)
-            return carry, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+            return state, jax.tree.map(lambda *each: jnp.stack(each), *reports)
 
-        start, groups = (residual.enter(self.cfg, x_BTD), composite), by_place(self.layers, len(self.cfg.windows))
-        (state, _), reports = jax.lax.scan(body, start, groups, unroll=execution.unroll)
+        start, groups = residual.enter(self.cfg, x_BTD), by_place(self.layers, len(self.cfg.windows))
+        state, reports = jax.lax.scan(body, start, groups, unroll=execution.unroll)
         in_a_row = lambda x_GL: x_GL.reshape(self.cfg.layers, *x_GL.shape[2:])
         return self.norm(residual.leave(state))[:, :T], jax.tree.map(in_a_row, reports)
 

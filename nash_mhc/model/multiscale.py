@@ -182,10 +182,9 @@ def report(
     # w ln w goes to 0 with w; the inner max keeps the gradient there finite.
     entropy_BTN = -sum(w * jnp.log(jnp.maximum(w, 1e-30)) for w in weights) / math.log(max(len(weights), 2))
     # As products with a row of ones: a reduction over T with so short an axis after it would be slow on a GPU.
-    over_time = lambda x_BTN: jnp.einsum("bt,btn->bn", real_BT, x_BTN, precision=jax.lax.Precision.HIGHEST)
+    each_BTXN = jnp.stack([*map(jax.lax.stop_gradient, (*weights, residual_BTN)), entropy_BTN], axis=2)
+    sums_BXN = jnp.einsum("bt,btxn->bxn", real_BT, each_BTXN, precision=jax.lax.Precision.HIGHEST)
     return GameReport(
-        weight_BCN=jnp.stack([over_time(jax.lax.stop_gradient(w)) for w in weights], axis=1),
-        entropy_BN=over_time(entropy_BTN),
-        residual_BN=over_time(jax.lax.stop_gradient(residual_BTN)),
+        weight_BCN=sums_BXN[:, :-2], entropy_BN=sums_BXN[:, -1], residual_BN=sums_BXN[:, -2],
         tokens_B=jnp.sum(real_BT, axis=1),
-    )
+    )  # fmt: skip

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 FOUND = "attention_found"  # checkpoint name of what a kernel finds, and of its softmax's sums
+
+
+class Bounds(NamedTuple):
+    """Where the document of each row of keys begins, and where it has ended."""
+
+    first_BI: Int[Array, "B I"]
+    end_BI: Int[Array, "B I"]
 
 
 class Documents(NamedTuple):
@@ -18,6 +26,16 @@ class Documents(NamedTuple):
     starts_BM: Int[Array, "B M"]
     number_BT: Int[Array, "B T"]  # of the document that a token is in, counted in its row
     count_B: Int[Array, "B"] | None  # None: there is room for all, whatever the rows hold
+    bounds: Bounds  # for kernels that need no list
+
+
+def bounds_of(segments_BI: Int[Array, "B I"]) -> Bounds:
+    count = segments_BI.shape[1]
+    row = jnp.arange(count, dtype=jnp.int32)[None]
+    changes = segments_BI[:, 1:] != segments_BI[:, :-1]
+    first = lax.cummax(jnp.where(jnp.pad(changes, ((0, 0), (1, 0))), row, 0), axis=1)
+    end = lax.cummin(jnp.where(jnp.pad(changes, ((0, 0), (0, 1))), row + 1, count), axis=1, reverse=True)
+    return Bounds(first, end)
 
 
 class Rows(NamedTuple):

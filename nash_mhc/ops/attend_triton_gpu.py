@@ -2,7 +2,7 @@
 
 With few keys, queries and results are much of what takes time, so each is read and written once and never moved. The
 gradient of the evidence costs nothing here. `attend_triton.py` has the same functions in plain arrays, and says what
-the arguments are; `most` is how many keys a query may see at most.
+the arguments are.
 """
 
 from __future__ import annotations
@@ -92,15 +92,16 @@ class _Queries(NamedTuple):
     tiles: _Tiles
 
     @staticmethod
-    def of(number: Array, first_ref: Any, b: Array, stride: int, tiles: Tiles) -> _Queries:
+    def of(number: Array, first_ref: Any, b: Array, stride: int, window: int, tiles: Tiles) -> _Queries:
         begin = number * tiles.queries
+        first_of = lambda row: jnp.maximum(first_ref[b, row], row - window + 1)
         last = (begin + jnp.arange(tiles.queries, dtype=jnp.int32)) // stride
         newest = (begin + tiles.queries - 1) // stride
         seen = _Tiles.of(
-            first_ref[b, begin // stride] // tiles.keys, newest // tiles.keys + 1,
-            pl.cdiv(first_ref[b, newest], tiles.keys), (begin // stride + 1) // tiles.keys,
+            first_of(begin // stride) // tiles.keys, newest // tiles.keys + 1,
+            pl.cdiv(first_of(newest), tiles.keys), (begin // stride + 1) // tiles.keys,
         )  # fmt: skip
-        return _Queries(pl.ds(begin, tiles.queries), first_ref[b, last], last, seen)
+        return _Queries(pl.ds(begin, tiles.queries), first_of(last), last, seen)
 
     def see(self, key: Array) -> Array:
         """[queries, keys]"""
@@ -115,15 +116,15 @@ def _over(tiles: _Tiles, body: Callable[..., Any], carry: Any) -> Any:
     return lax.fori_loop(0, before + tiles.high - tiles.end, lambda i, c: body(place(i), False, c), carry)
 
 
-def forward(q: Array, k: Array, v: Array, first: Array, *, most: int, interpret: bool = False) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, first: Array, *, window: int, interpret: bool = False) -> tuple[Array, Array]:
     """(what was found, [B, T, N, H]; the evidence, [B, T, N])."""
     (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
-    tiles = _fitted(_chosen(_FORWARD, most), T, count)
+    tiles = _fitted(_chosen(_FORWARD, min(window, count)), T, count)
     to_power = H**-0.5 * _LOG2_E
 
     def kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: Any, evidence_ref: Any) -> None:
         n, b = pl.program_id(1), pl.program_id(2)
-        queries = _Queries.of(pl.program_id(0), first_ref, b, T // count, tiles)
+        queries = _Queries.of(pl.program_id(0), first_ref, b, T // count, window, tiles)
         q = q_ref[b, queries.at, n, :]
 
         def body(j: Array, all_seen: bool, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -150,26 +151,26 @@ def forward(q: Array, k: Array, v: Array, first: Array, *, most: int, interpret:
 
 def backward(
     q: Array, k: Array, v: Array, first: Array, end: Array, out: Array, evidence: Array, dout: Array, devidence: Array, *,
-    most: int, interpret: bool = False,
+    window: int, interpret: bool = False,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Gradients (of queries, of keys, of values)."""
-    dq, less = _queries_backward(q, k, v, first, out, evidence, dout, devidence, most, interpret)
-    return dq, *_keys_backward(q, k, v, first, end, evidence, dout, less, most, interpret)
+    dq, less = _queries_backward(q, k, v, first, out, evidence, dout, devidence, window, interpret)
+    return dq, *_keys_backward(q, k, v, first, end, evidence, dout, less, window, interpret)
 
 
 def _queries_backward(
     q: Array, k: Array, v: Array, first: Array, out: Array, evidence: Array, dout: Array, devidence: Array,
-    most: int, interpret: bool,
+    window: int, interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(gradient of the queries; what is taken from the gradient of each weight of a query, [B, T, N])."""
     (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
-    tiles = _fitted(_chosen(_QUERIES, most), T, count)
+    tiles = _fitted(_chosen(_QUERIES, min(window, count)), T, count)
     scale = H**-0.5
 
     def kernel(*refs: Any) -> None:
         q_ref, k_ref, v_ref, first_ref, out_ref, evidence_ref, dout_ref, devidence_ref, dq_ref, less_ref = refs
         n, b = pl.program_id(1), pl.program_id(2)
-        queries = _Queries.of(pl.program_id(0), first_ref, b, T // count, tiles)
+        queries = _Queries.of(pl.program_id(0), first_ref, b, T // count, window, tiles)
         q, dout = q_ref[b, queries.at, n, :], dout_ref[b, queries.at, n, :]
         along = jnp.sum(dout.astype(jnp.float32) * out_ref[b, queries.at, n, :].astype(jnp.float32), axis=1)
         # d score = weight * (dO . v - dO . O + dL): the sum's own gradient is spread by the same weights.
@@ -206,7 +207,7 @@ def _keys_backward(
     evidence: Array,
     dout: Array,
     less: Array,
-    most: int,
+    window: int,
     interpret: bool,
 ) -> tuple[Array, Array]:
     """A block of threads has some keys, and walks along the queries that may see them: up to the end of the document
@@ -214,7 +215,7 @@ def _keys_backward(
     (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
     tiles = _fitted(_KEYS if H >= _WIDE_HEADS else _KEYS._replace(stages=3), T, count)
     scale, stride, group = H**-0.5, T // count, N // K
-    shares = max(1, min(_MOST_SHARES, most * stride // tiles.queries // _LEAST_SHARE))
+    shares = max(1, min(_MOST_SHARES, min(window, count) * stride // tiles.queries // _LEAST_SHARE))
 
     def kernel(*refs: Any) -> None:
         q_ref, k_ref, v_ref, first_ref, end_ref, evidence_ref, dout_ref, less_ref, dk_ref, dv_ref = refs
@@ -223,16 +224,17 @@ def _keys_backward(
         keys, key = pl.ds(number * tiles.keys, tiles.keys), number * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
         k, v = k_ref[b, keys, head, :], v_ref[b, keys, head, :]
         low = number * tiles.keys * stride // tiles.queries
-        high = pl.cdiv(end_ref[b, (number + 1) * tiles.keys - 1] * stride, tiles.queries)
+        end_of = lambda row: jnp.minimum(end_ref[b, row], row + window)
+        high = pl.cdiv(end_of((number + 1) * tiles.keys - 1) * stride, tiles.queries)
         own = pl.cdiv(high - low, shares)
         seeing = _Tiles.of(
             low + share * own, jnp.minimum(low + (share + 1) * own, high),
             pl.cdiv(((number + 1) * tiles.keys - 1) * stride, tiles.queries),
-            end_ref[b, number * tiles.keys] * stride // tiles.queries,
+            end_of(number * tiles.keys) * stride // tiles.queries,
         )  # fmt: skip
 
         def body(n: Array, i: Array, all_see: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            queries = _Queries.of(i, first_ref, b, stride, tiles)
+            queries = _Queries.of(i, first_ref, b, stride, window, tiles)
             q, dout = q_ref[b, queries.at, n, :], dout_ref[b, queries.at, n, :]
             power = evidence_ref[b, queries.at, n] * _LOG2_E
             scores = product(k, q, (1, 1)) * (scale * _LOG2_E)
