@@ -1,5 +1,7 @@
 """Products in float8: of rounded values and gradients, with one scale an array; the same on every mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -41,6 +43,14 @@ def test_products_and_gradients_are_those_of_rounded_numbers(equation):
     assert 1e-4 < error < 2**-4
 
 
+def test_the_products_are_of_float8_numbers_themselves():
+    """A GPU has units for these alone."""
+    x, w = jnp.ones((2, 5, 8), jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+    both = lambda x, w: jax.vjp(lambda x, w: float8.einsum("btd,df->btf", x, w), x, w)[1](jnp.ones((2, 5, 4), jnp.bfloat16))
+    products = re.findall(r"dot_general.*: \(tensor<\S*x(\w+)>, tensor<\S*x(\w+)>\)", jax.jit(both).lower(x, w).as_text())
+    assert set(products) == {("f8E5M2", "f8E4M3FN"), ("f8E4M3FN", "f8E5M2")}
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_scales_are_powers_of_two_and_nothing_overflows(kind, dtype):
@@ -49,12 +59,12 @@ def test_scales_are_powers_of_two_and_nothing_overflows(kind, dtype):
         scale = float(float8.scale_of(x, kind))
         assert np.log2(scale) == round(np.log2(scale))
         assert float(jnp.finfo(kind).max) / 4 < float(x[0]) / scale <= float(jnp.finfo(kind).max)
-        np.testing.assert_allclose(np.asarray(float8.rounded(x, kind), np.float64), np.asarray(x, np.float64), rtol=2**-3)
+        np.testing.assert_allclose(np.asarray(float8.rounded(x, kind).array, np.float64), np.asarray(x, np.float64), rtol=2**-3)
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_seen():
     zeros = jnp.zeros((2, 3))
-    assert (float8.rounded(zeros, jnp.float8_e4m3fn) == 0).all()
+    assert (float8.rounded(zeros, jnp.float8_e4m3fn).array == 0).all()
     for bad in (jnp.inf, jnp.nan):
         assert not np.isfinite(float8.einsum("ij,jk->ik", zeros.at[0, 0].set(bad), jnp.ones((3, 2)))[0]).any()
 
