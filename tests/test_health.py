@@ -22,7 +22,7 @@ L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams
 SHAPES = {
     "scale_weight": (L, C), "scale_entropy": (L,), "nash_residual": (L,), "res_deviation": (L,), "sinkhorn_deviation": (L,),
     "gain_forward": (L,), "gain_backward": (L,), "stream_rms": (L, R), "scales_unused": (L,),
-    "res": (L, 2, R, R),
+    "res": (L, CFG.model.mixings, R, R),
 }  # fmt: skip
 
 

@@ -68,11 +68,12 @@ def test_two_real_runs(tab: browser.Tab, two: list[Path], tmp_path: Path, width:
     colors = tab.run("getComputedStyle(document.body).backgroundColor"), tab.run("getComputedStyle(document.body).color")
     brightness = [sum(map(int, color[4:-1].split(",")[:3])) for color in colors]
     assert (brightness[0] < brightness[1]) == dark
-    # Heat maps: both runs' scales, entropy and streams, and two matrices a layer; none of one colour only.
+    # Heat maps: both runs' scales, entropy and streams, and all mixing matrices; none of one colour only.
     painted = "c => { const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; return new Set(d).size > 2; }"
     maps = tab.run(f"[...document.querySelectorAll('canvas.heat')].map({painted})")
-    assert len(maps) == 2 * (2 + 1 + 1 + 2 * CFG.model.layers)
-    assert sum(maps) >= 2 * (2 + 2 * CFG.model.layers)
+    matrices = CFG.model.mixings * CFG.model.layers
+    assert len(maps) == 2 * (2 + 1 + 1 + matrices)
+    assert sum(maps) >= 2 * (2 + matrices)
     samples = tab.run("[...document.querySelectorAll('blockquote')].map(q => q.textContent)")
     assert samples == [json.loads((f / "eval.jsonl").read_text().splitlines()[-1])["sample"] or "(nothing)" for f in two]
     differing = tab.run("[...document.querySelectorAll('details tr.differs td:first-child')].map(c => c.textContent)")
