@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.bench.parts import one_group
-from nash_mhc.bench.step import DOCUMENTS, random_rows
+from nash_mhc.bench.step import random_rows
 from nash_mhc.config.schema import ModelConfig, RunConfig
+from nash_mhc.data.pack import Rows
 from nash_mhc.ops.platform import compared
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
@@ -36,6 +38,7 @@ from nash_mhc.train.step import make_train_step
 _ALLOWED = {"bfloat16": 2.0**-7, "float32": 1e-5}
 _TIMES, _LITTLE = 4.0, 1e-6
 _NOISE = 0.1
+_DOCUMENTS = 7  # in a row, at most
 
 
 def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
@@ -44,8 +47,8 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     cfg, mesh = resolve(cfg)
     state = create_state(cfg, mesh)
     state = dataclasses.replace(state, model=jax.jit(_with_noise)(state.model))
-    batch = to_device(random_rows(cfg, 0), mesh)
-    step = make_train_step(make_objective(cfg, most_documents=DOCUMENTS), Training.of(cfg))
+    batch = to_device(_rows(cfg), mesh)
+    step = make_train_step(make_objective(cfg, most_documents=_DOCUMENTS), Training.of(cfg))
     errors: dict[str, list[_Error]] = {}
     # Otherwise a compiler hands on what was to be rounded as it was before, to the plain forms alone.
     options = {"xla_allow_excess_precision": False}
@@ -62,6 +65,14 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
         "kernels": kernels,
         "wrong": [row["kernel"] for row in kernels if not row["equal"]],
     }
+
+
+def _rows(cfg: RunConfig) -> Rows:
+    """Random tokens, in documents of all lengths: they begin anywhere in a kernel's tiles."""
+    rows, unit = random_rows(cfg, 0), cfg.model.alignment
+    A, B, T = rows.segments.shape
+    blocks = np.random.default_rng(0).integers(1, _DOCUMENTS + 1, (A, B, -(-T // unit)), np.int32)
+    return rows._replace(segments=np.repeat(np.sort(blocks, axis=-1), unit, axis=-1)[..., :T])
 
 
 def _with_noise(model: Any) -> Any:

@@ -43,7 +43,10 @@ _WIDE_HEADS = 128  # whose tiles leave no room for a third stage
 # several share the queries of a tile of keys, each at least so many tiles of them.
 _LEAST_SHARE, _MOST_SHARES = 128, 4
 _FEWEST = 16  # of anything in a matrix product
-_UNSEEN = -1e30  # a score. Whatever it adds is multiplied by 0 once something is seen, and all queries see their own row
+# Scores of what is not seen, far below the highest score of nothing at all, so that their weights are 0 even then. Not
+# the same number: a GPU does not round a product from which something is taken away, and the rounding error of 1e30 is
+# far more than what a power of two can stand.
+_UNSEEN, _NOTHING = -1e30, -1e20
 
 
 def fits(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any) -> bool:
@@ -139,7 +142,7 @@ def forward(q: Array, k: Array, v: Array, first: Array, *, window: int, interpre
             return mixed * shrunk[:, None] + found, higher, total * shrunk + jnp.sum(weights, axis=1)
 
         rows = tiles.queries
-        nothing = jnp.zeros((rows, H), jnp.float32), jnp.full(rows, _UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32)
+        nothing = jnp.zeros((rows, H), jnp.float32), jnp.full(rows, _NOTHING, jnp.float32), jnp.zeros(rows, jnp.float32)
         mixed, top, total = _over(queries.tiles, body, nothing)
         out_ref[b, queries.at, n, :] = (mixed / total[:, None]).astype(out_ref.dtype)
         evidence_ref[b, queries.at, n] = (top + jnp.log2(total)) / _LOG2_E
