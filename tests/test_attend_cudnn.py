@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from nash_mhc.config.schema import MeshConfig
 from nash_mhc.ops import attend_cudnn
 from nash_mhc.ops.attend import attend, attend_with_evidence
 from nash_mhc.ops.attend_rows import Rows
+from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.runtime.compiled import CompiledStep
 
 T = 24
 # More documents in one row than in another, and a row that is one.
@@ -147,6 +150,29 @@ def test_no_two_backward_passes_of_a_program_are_alike(monkeypatch):
     after = _seeds_by_call(module)
     assert len(after) == len(set(after)) == 4
     assert module.operation.verify()
+
+
+def test_long_rows_go_backwards_in_parts_only_where_sums_have_an_order(monkeypatch):
+    monkeypatch.setattr(attend_cudnn, "_fused", lambda: fused)
+    monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", 128)
+    x = jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)
+
+    def passes(any_order):
+        loss = lambda x: jnp.sum(attend(x, x, x, kernel="cudnn").astype(jnp.float32))
+        with attend_cudnn.in_any_order(any_order):
+            lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
+        return len(_seeds_by_call(lowered.compiler_ir("stablehlo")))
+
+    assert [passes(any_order) for any_order in (False, True)] == [4, 1]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_adds_up_in_any_order_unless_it_is_deterministic(deterministic):
+    asked = []
+    step = CompiledStep(lambda x, y: asked.append(attend_cudnn._ANY_ORDER.get()) or x, make_mesh(MeshConfig()))
+    step._deterministic_gpu = deterministic  # as it would be on a GPU
+    step(jnp.zeros(()), jnp.zeros(()))
+    assert asked == [not deterministic]
 
 
 def _seeds_by_call(module):

@@ -9,10 +9,12 @@ kernel.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +30,17 @@ from nash_mhc.ops.attend_rows import FOUND, Bounds, Documents, Found, Rows, boun
 # All of that is for heads of unusual sizes: others take kernels of our own where the number is not known.
 _ROOMS = (4, 32)
 _KEYS_AT_ONCE = 4096  # of the backward pass
+_ANY_ORDER: contextvars.ContextVar[bool] = contextvars.ContextVar("any_order", default=False)
+
+
+@contextlib.contextmanager
+def in_any_order(yes: bool) -> Iterator[None]:
+    """Programs that are traced meanwhile may add up in any order: long rows then go backwards as a whole."""
+    before = _ANY_ORDER.set(yes)
+    try:
+        yield
+    finally:
+        _ANY_ORDER.reset(before)
 
 
 def documents_of(segments_BT: Int[Array, "B T"], most: int | None = None) -> Documents:
@@ -165,7 +178,7 @@ def _attend_bwd(form, saved, cotangents):  # type: ignore[no-untyped-def]
     dout, devidence_BTN = cotangents
     if form.evident:
         out = with_gradient_of_evidence(out, dout, devidence_BTN).astype(out.dtype)
-    parts = _parts(q.shape[1], form.window)
+    parts = [_Part(0, q.shape[1], q.shape[1])] if _ANY_ORDER.get() else _parts(q.shape[1], form.window)
     if documents is None and form.window is not None and len(parts) > 1:
         # A part has more queries than keys, and with a window cuDNN takes that of documents only: each row is one.
         B, T = q.shape[:2]

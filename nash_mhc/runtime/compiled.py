@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from nash_mhc.ops.attend_cudnn import tell_apart
+from nash_mhc.ops.attend_cudnn import in_any_order, tell_apart
 from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.runtime.program_cache import found_in_cache
@@ -77,7 +77,7 @@ class CompiledStep:
             start, found = time.perf_counter(), found_in_cache()
             scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named(self._mesh))
             constants = jax.tree.map(scalar, self._constants)
-            with jax.set_mesh(self._mesh):
+            with jax.set_mesh(self._mesh), in_any_order(not self._deterministic_gpu):
                 lowered = self._jit.lower(state, batch, *constants)
                 if self._deterministic_gpu:
                     tell_apart(lowered.compiler_ir("stablehlo"))
