@@ -202,19 +202,11 @@ def _queries_backward(
 
 
 def _keys_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    first: Array,
-    end: Array,
-    evidence: Array,
-    dout: Array,
-    less: Array,
-    window: int,
-    interpret: bool,
-) -> tuple[Array, Array]:
-    """A block of threads has some keys, and walks along the queries that may see them: up to the end of the document
-    which the last of these keys is in."""
+    q: Array, k: Array, v: Array, first: Array, end: Array, evidence: Array, dout: Array, less: Array,
+    window: int, interpret: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """A block of threads has some keys, and walks along the queries that may see them, or its share of these: up to the
+    end of the last key's window or document."""
     (B, T, N, H), (count, K) = q.shape, k.shape[1:3]
     tiles = _fitted(_KEYS if H >= _WIDE_HEADS else _KEYS._replace(stages=3), T, count)
     scale, stride, group = H**-0.5, T // count, N // K
