@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.mlir import ir
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops.attend_rows import FOUND, Bounds, Documents, Found, Rows, bounds_of, with_gradient_of_evidence
+from nash_mhc.ops.attend_rows import FOUND, Documents, Found, Rows, bounds_of, with_gradient_of_evidence
 
 # Room for documents in a row when cuDNN walks them one by one. It pays for the room, not for the documents, so where
 # their number is not known ahead there are two sizes; rows of more documents take another way. Figures in docs/log.md.
@@ -181,10 +181,7 @@ def _attend_bwd(form, saved, cotangents):  # type: ignore[no-untyped-def]
     parts = [_Part(0, q.shape[1], q.shape[1])] if _ANY_ORDER.get() else _parts(q.shape[1], form.window)
     if documents is None and form.window is not None and len(parts) > 1:
         # A part has more queries than keys, and with a window cuDNN takes that of documents only: each row is one.
-        B, T = q.shape[:2]
-        nothing_B1 = jnp.zeros((B, 1), jnp.int32)
-        nothing_BT = jnp.zeros((B, T), jnp.int32)
-        documents = Documents(nothing_B1 + T, nothing_B1, nothing_BT, None, Bounds(nothing_BT, nothing_BT + T))
+        documents = documents_of(jnp.zeros(q.shape[:2], jnp.int32), most=1)
     dq, dks, dvs = jnp.zeros(q.shape, jnp.float32) if len(parts) > 1 else None, [], []
     for part in parts:
         walk = None if documents is None else _walk(documents, part)

@@ -26,10 +26,8 @@ def fits_triton(rows: Rows) -> bool:
 
 def found_by_triton(rows: Rows, window: int | None = None) -> Found:
     B, count = rows.k_BIKH.shape[:2]
-    if rows.segments_BI is None:
-        bounds = Bounds(jnp.zeros((B, count), jnp.int32), jnp.full((B, count), count, jnp.int32))
-    else:
-        bounds = bounds_of(rows.segments_BI) if rows.documents is None else rows.documents.bounds
+    segments_BI = jnp.zeros((B, count), jnp.int32) if rows.segments_BI is None else rows.segments_BI
+    bounds = bounds_of(segments_BI) if rows.documents is None else rows.documents.bounds
     return Found(*_find(window or count, rows.q_BTNH, rows.k_BIKH, rows.v_BIKH, bounds))
 
 

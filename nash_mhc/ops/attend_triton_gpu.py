@@ -72,8 +72,8 @@ def _call(
     )  # fmt: skip
 
 
-class _Tiles(NamedTuple):
-    """Tiles low to high, of which those from begin to end are seen as a whole."""
+class _Range(NamedTuple):
+    """Tiles by number, from low to high, of which those from begin to end are seen as a whole."""
 
     low: Array
     high: Array
@@ -81,9 +81,9 @@ class _Tiles(NamedTuple):
     end: Array
 
     @staticmethod
-    def of(low: Array, high: Array, begin: Array, end: Array) -> _Tiles:
+    def of(low: Array, high: Array, begin: Array, end: Array) -> _Range:
         begin = jnp.clip(begin, low, high)
-        return _Tiles(low, high, begin, jnp.clip(end, begin, high))
+        return _Range(low, high, begin, jnp.clip(end, begin, high))
 
 
 class _Queries(NamedTuple):
@@ -92,7 +92,7 @@ class _Queries(NamedTuple):
     at: Any
     first: Array
     last: Array
-    tiles: _Tiles
+    tiles: _Range
 
     @staticmethod
     def of(number: Array, first_ref: Any, b: Array, stride: int, window: int, tiles: Tiles) -> _Queries:
@@ -100,7 +100,7 @@ class _Queries(NamedTuple):
         first_of = lambda row: jnp.maximum(first_ref[b, row], row - window + 1)
         last = (begin + jnp.arange(tiles.queries, dtype=jnp.int32)) // stride
         newest = (begin + tiles.queries - 1) // stride
-        seen = _Tiles.of(
+        seen = _Range.of(
             first_of(begin // stride) // tiles.keys, newest // tiles.keys + 1,
             pl.cdiv(first_of(newest), tiles.keys), (begin // stride + 1) // tiles.keys,
         )  # fmt: skip
@@ -111,12 +111,12 @@ class _Queries(NamedTuple):
         return (key[None, :] <= self.last[:, None]) & (key[None, :] >= self.first[:, None])
 
 
-def _over(tiles: _Tiles, body: Callable[..., Any], carry: Any) -> Any:
+def _over(numbers: _Range, body: Callable[..., Any], carry: Any) -> Any:
     """`body(tile, whether all of it is seen, carry)`, first for the tiles that need no mask, then for the rest."""
-    carry = lax.fori_loop(tiles.begin, tiles.end, lambda j, c: body(j, True, c), carry)
-    before = tiles.begin - tiles.low
-    place = lambda i: tiles.low + i + jnp.where(i < before, 0, tiles.end - tiles.begin)
-    return lax.fori_loop(0, before + tiles.high - tiles.end, lambda i, c: body(place(i), False, c), carry)
+    carry = lax.fori_loop(numbers.begin, numbers.end, lambda j, c: body(j, True, c), carry)
+    before = numbers.begin - numbers.low
+    place = lambda i: numbers.low + i + jnp.where(i < before, 0, numbers.end - numbers.begin)
+    return lax.fori_loop(0, before + numbers.high - numbers.end, lambda i, c: body(place(i), False, c), carry)
 
 
 def forward(q: Array, k: Array, v: Array, first: Array, *, window: int, interpret: bool = False) -> tuple[Array, Array]:
@@ -222,7 +222,7 @@ def _keys_backward(
         end_of = lambda row: jnp.minimum(end_ref[b, row], row + window)
         high = pl.cdiv(end_of((number + 1) * tiles.keys - 1) * stride, tiles.queries)
         own = pl.cdiv(high - low, shares)
-        seeing = _Tiles.of(
+        seeing = _Range.of(
             low + share * own, jnp.minimum(low + (share + 1) * own, high),
             pl.cdiv(((number + 1) * tiles.keys - 1) * stride, tiles.queries),
             end_of(number * tiles.keys) * stride // tiles.queries,
