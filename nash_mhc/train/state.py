@@ -25,6 +25,7 @@ from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Role, map_declared
 from nash_mhc.parallel.sharding import named, shardings
+from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.train.spikes import Recent
 
 _KEPT = 16  # shapes and programs, for later runs of the same process
@@ -160,7 +161,10 @@ def _makers(
         return initial_state(cfg, _as_trained(cfg, model, jax.random.wrap_key_data(key)))
 
     fresh = lambda key: given(init(cfg.model, key=jax.random.wrap_key_data(key)), key)
-    return jax.jit(fresh, out_shardings=out), jax.jit(given, out_shardings=out, donate_argnums=0)
+    # As the step is compiled: of these draws, a CPU's compiler at its own level gives the same bits a fifth later.
+    options = compiler_options(mesh.devices.flat[0].platform, deterministic=False)
+    jit = functools.partial(jax.jit, out_shardings=out, compiler_options=options)
+    return jit(fresh), jit(given, donate_argnums=0)
 
 
 def flops_per_token(cfg: RunConfig) -> float:
