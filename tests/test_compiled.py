@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax._src import lru_cache
 
+import small
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import compiler_options
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
 from nash_mhc.runtime.program_cache import write_programs_whole
+from nash_mhc.train.programs import compile_evaluation, compile_train_step
 
 
 def test_what_was_compiled_in_the_background_is_what_runs():
@@ -83,6 +85,17 @@ def test_every_option_is_one_that_the_compiler_knows():
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     for options in OPTIONS.values():
         lowered.compile(compiler_options={option.name: option.value for option in options})
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_all_that_a_run_keeps_is_as_deterministic_as_it_is_asked_to_be(monkeypatch, deterministic):
+    monkeypatch.setitem(OPTIONS, "cpu", (Option("xla_same_bits", True, "because", deterministic=True),))  # as a GPU has one
+    # Another width than any other test's: programs of the same shapes are shared.
+    cfg = small.config(model__ffn=40, train__deterministic=deterministic)
+    mesh = make_mesh(cfg.mesh)
+    for program in compile_train_step(cfg, mesh), compile_evaluation(cfg, mesh):
+        assert program._compiler_options == ({"xla_same_bits": True} if deterministic else {})
+    assert CompiledStep(jnp.add, mesh)._compiler_options == {"xla_same_bits": True}  # whoever does not say
 
 
 def test_a_row_of_the_table_reaches_the_compiler_and_is_shown(monkeypatch):

@@ -38,7 +38,7 @@ class CompiledStep:
         *,
         donate: bool = False,
         out_shardings: Any = None,
-        deterministic: bool = False,
+        deterministic: bool = True,
         constants: Sequence[Any] = (),
         warn: Callable[[str], None] = print,
     ) -> None:
