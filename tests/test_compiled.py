@@ -5,9 +5,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+import small
 from jax._src import lru_cache
 
-import small
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import compiler_options
