@@ -37,7 +37,7 @@ MODEL = ModelConfig(
 )  # dense: what is tested with it does not depend on the architecture
 # The whole architecture, small: a convolution, three scales, a window, four streams;
 # as wide as the invariants of the design are stated for.
-NASH = ModelConfig(**_SIZES | {"width": 64, "head_dim": 8}, scales=3, ratio=2, window=8, conv_taps=3)
+NASH = ModelConfig(**_SIZES | {"width": 64, "head_dim": 8}, scales=3, ratio=2, window=8, conv_taps=3, residual="mhc")
 
 
 def config(**changes: Any) -> RunConfig:

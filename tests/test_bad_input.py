@@ -141,7 +141,7 @@ def test_prepared_rows_must_suit_the_run(tmp_path: Path) -> None:
     assert "has 271 tokens, the model only 257; set --model-vocab-size 271" in refused(own, vocab_size=257)
     assert f"was not prepared with --tokenizer bytes; use --tokenizer {own}" in refused("bytes")
     assert "its rows have 64 tokens, the run's 128; use --seq-len 64, or prepare it again" in refused(own, seq_len=128)
-    aligned = refused(own, ratio=8, window=None)
+    aligned = refused(own, ratio=64, window=None)
     assert (
         "its documents start at multiples of 16, this model needs 64; prepare it again with the run's --model-size" in aligned
     )

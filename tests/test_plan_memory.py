@@ -32,7 +32,7 @@ _SIZES = {"vocab_size": 1000, "width": 128, "layers": 16, "heads": 8, "kv_heads"
 MODELS = {
     "dense": ModelConfig(**_SIZES, scales=1, conv_taps=0, residual="plain"),
     "nash": ModelConfig(
-        **_SIZES, scales=2, ratio=4, window=32, conv_taps=2, streams=2, nash_iterations=1, sinkhorn_iterations=1
+        **_SIZES, scales=2, ratio=4, window=32, conv_taps=2, residual="mhc", streams=2, nash_iterations=1, sinkhorn_iterations=1
     ),
 }
 MODELS["once"] = dataclasses.replace(MODELS["nash"], residual="mhc-layer")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from nash_mhc.config.schema import (
     ConfigError,
@@ -24,13 +23,10 @@ _OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1)
 # On an H200, `small` takes 8 ms for a token: so many, at every evaluation, are less than a hundredth of its time.
 _TELEMETRY = TelemetryConfig(sample_tokens=32)
 _NO_SAMPLES, _PUZZLE = TelemetryConfig(sample_tokens=0), ObjectiveConfig(name="puzzle")
-# Streams mixed once a layer and two scales cost half of what `mhc` and three scales do beside dense. With the latter,
-# `small` learned less than dense in the same seconds; now it does not (docs/log.md).
-_LEAN: dict[str, Any] = {"residual": "mhc-layer", "scales": 2, "ratio": 16}
 _TRAIN = TrainConfig(total_steps=10_000, remat="dots", log_interval=10, eval_interval=500, checkpoint_interval=500)
 
 _NASH_MHC: dict[str, RunConfig] = {
-    # Learns the built-in stories on a laptop in three minutes; what it does not say here are the defaults of schema.py.
+    # Learns the built-in stories on a laptop in three minutes; what it does not say here are the defaults of model.py.
     "tiny": RunConfig(
         model_size="tiny",
         model=ModelConfig(
@@ -42,7 +38,7 @@ _NASH_MHC: dict[str, RunConfig] = {
         model_size="small",
         model=ModelConfig(
             vocab_size=65_536, width=640, layers=12, heads=10, kv_heads=10, head_dim=64, ffn=1792, window=512,
-            rope_theta=500_000.0, **_LEAN,
+            rope_theta=500_000.0,
         ),
         data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
     ),
@@ -50,7 +46,7 @@ _NASH_MHC: dict[str, RunConfig] = {
         model_size="medium",
         model=ModelConfig(
             vocab_size=65_536, width=1024, layers=14, heads=16, kv_heads=8, head_dim=64, ffn=2816, window=512,
-            rope_theta=500_000.0, **_LEAN,
+            rope_theta=500_000.0,
         ),
         data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
     ),
@@ -58,7 +54,7 @@ _NASH_MHC: dict[str, RunConfig] = {
         model_size="big",
         model=ModelConfig(
             vocab_size=65_536, width=1536, layers=16, heads=12, kv_heads=12, head_dim=128, ffn=4096, window=512,
-            rope_theta=500_000.0, **_LEAN,
+            rope_theta=500_000.0,
         ),
         data=DataConfig(batch_size=8, seq_len=2048), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
     ),
@@ -66,7 +62,7 @@ _NASH_MHC: dict[str, RunConfig] = {
         model_size="max",
         model=ModelConfig(
             vocab_size=65_536, width=1792, layers=18, heads=14, kv_heads=14, head_dim=128, ffn=4608, window=512,
-            rope_theta=500_000.0, **_LEAN,
+            rope_theta=500_000.0,
         ),
         data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
     ),
@@ -74,7 +70,7 @@ _NASH_MHC: dict[str, RunConfig] = {
         model_size="1b",
         model=ModelConfig(
             vocab_size=32_768, width=2048, layers=16, heads=16, kv_heads=16, head_dim=128, ffn=5504, window=512,
-            rope_theta=500_000.0, tied_embeddings=False, **_LEAN,
+            rope_theta=500_000.0, tied_embeddings=False,
         ),
         data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, telemetry=_TELEMETRY,
         # On an H200, 7% (dense) and 5% off the step, for 1.3 GiB a row.
@@ -84,7 +80,7 @@ _NASH_MHC: dict[str, RunConfig] = {
         model_size="3b",
         model=ModelConfig(
             vocab_size=65_536, width=2816, layers=28, heads=22, kv_heads=22, head_dim=128, ffn=7680, window=512,
-            rope_theta=500_000.0, tied_embeddings=False, **_LEAN,
+            rope_theta=500_000.0, tied_embeddings=False,
         ),
         data=DataConfig(batch_size=8, seq_len=4096), optim=_OPTIM, train=_TRAIN, telemetry=_TELEMETRY,
     ),
