@@ -200,10 +200,10 @@ def test_variants_differ_in_architecture_and_hardly_in_parameters(compared):
     base, mesh = resolve(minute())
     found = {name: dataclasses.asdict(variants.relative(name, minute(), base, mesh).model) for name in NAMED}
     assert {name: tuple(v[part] for part in parts) for name, v in found.items()} == {
-        "nash-mhc": (2, 8, 2, "mhc"),
+        "nash-mhc": (2, 8, 2, "mhc-layer"),
         "dense": (1, None, 0, "plain"),
-        "dense-mhc": (1, None, 0, "mhc"),
-        "dense-conv-mhc": (1, None, 2, "mhc"),
+        "dense-mhc": (1, None, 0, "mhc-layer"),
+        "dense-conv-mhc": (1, None, 2, "mhc-layer"),
     }
     assert found["nash-mhc"]["ffn"] == MINUTE.ffn
     for name, v in found.items():
