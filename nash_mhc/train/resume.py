@@ -93,7 +93,9 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     if rows is not None:
         kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
-        raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; give the same, or choose another --checkpoint-dir")
+        raise ConfigError(
+            f"{folder} holds another run: {', '.join(changed)}; give the same, or choose another --checkpoint-dir"
+        )
     check_drawn(cfg.model, described.drawn, str(folder))
     if rows is not None and described.rows != rows:
         teacher = f" or the model in --distill-teacher {cfg.distill.teacher}" if cfg.distill.teacher else ""
