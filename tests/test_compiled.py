@@ -88,14 +88,15 @@ def test_every_option_is_one_that_the_compiler_knows():
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_all_that_a_run_keeps_is_as_deterministic_as_it_is_asked_to_be(monkeypatch, deterministic):
+def test_all_is_deterministic_but_a_step_that_need_not_be(monkeypatch, deterministic):
+    """Evaluations and a teacher's words are kept with the run as its losses are."""
     monkeypatch.setitem(OPTIONS, "cpu", (Option("xla_same_bits", True, "because", deterministic=True),))  # as a GPU has one
     # Another width than any other test's: programs of the same shapes are shared.
     cfg = small.config(model__ffn=40, train__deterministic=deterministic)
     mesh = make_mesh(cfg.mesh)
-    for program in compile_train_step(cfg, mesh), compile_evaluation(cfg, mesh):
-        assert program._compiler_options == ({"xla_same_bits": True} if deterministic else {})
-    assert CompiledStep(jnp.add, mesh)._compiler_options == {"xla_same_bits": True}  # whoever does not say
+    assert compile_train_step(cfg, mesh)._compiler_options == ({"xla_same_bits": True} if deterministic else {})
+    for program in compile_evaluation(cfg, mesh), CompiledStep(jnp.add, mesh):
+        assert program._compiler_options == {"xla_same_bits": True}
 
 
 def test_a_row_of_the_table_reaches_the_compiler_and_is_shown(monkeypatch):

@@ -40,14 +40,14 @@ class NashMhcConfig(PretrainedConfig):
         self,
         vocab_size: int = 257, width: int = 128, layers: int = 2, ffn: int = 384,
         heads: int = 8, kv_heads: int = 8, head_dim: int = 16,
-        scales: int = 3,  # resolutions that attention looks at; 1 is plain attention
-        ratio: int = 4,  # how much coarser each is than the one before
+        scales: int = 2,  # resolutions that attention looks at; 1 is plain attention
+        ratio: int = 16,  # how much coarser each is than the one before
         window: int | None = None,  # tokens that the finest one looks back, itself included; None: all
         full_every: int = 0,  # one layer in so many has no window; 0: none of them
         conv_taps: int = 4,  # tokens that the convolution mixes, itself included; 0: no convolution
         aggregation: str = "nash",  # how the scales find their weights: nash, convex or mean
         nash_iterations: int = 3,
-        residual: str = "mhc",  # streams that each sub-layer mixes; "mhc-layer": each layer; "plain": one that is added to
+        residual: str = "mhc-layer",  # streams that each layer mixes; "mhc": each sub-layer; "plain": one that is added to
         streams: int = 4, sinkhorn_iterations: int = 20,
         rope_theta: float = 10_000.0,
         rope_multipliers: list[float] | None = None,  # of the head_dim / 2 rotary frequencies

@@ -91,6 +91,4 @@ def _evaluation(cfg: RunConfig, mesh: Mesh, room: int | None, _: tuple[Any, ...]
     def sums(model: LanguageModel, batch: Batch) -> Sums:
         return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
 
-    out = named(mesh)  # every process reads them
-    # What it finds decides which checkpoint is the best, and is kept with the state.
-    return CompiledStep(sums, mesh, out_shardings=out, deterministic=cfg.train.deterministic)
+    return CompiledStep(sums, mesh, out_shardings=named(mesh))  # every process reads them

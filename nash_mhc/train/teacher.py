@@ -133,7 +133,7 @@ class OnlineTeacher:
                 f"--distill-random {cfg.distill.random}: --distill-top-k {cfg.distill.top_k} names all {tokenizer.vocab_size} "
                 "tokens; there are no others"
             )
-        self._mesh, self._layers, self._deterministic = mesh, layers, cfg.train.deterministic
+        self._mesh, self._layers = mesh, layers
         self._asked: dict[str, Any] = {
             "seq_len": cfg.data.seq_len, "vocabulary": tokenizer.vocab_size, "temperatures": (temperature,),
             "top_k": min(cfg.distill.top_k, tokenizer.vocab_size), "layers": layers,
@@ -166,8 +166,7 @@ class OnlineTeacher:
         return jax.tree.map(place, shapes, self._places)
 
     def reader(self, source: RowSource) -> Callable[[Batch], Teacher]:
-        how: dict[str, Any] = {"out_shardings": self._places, "deterministic": self._deterministic, "warn": lambda text: None}
-        program = CompiledStep(self._program(source), self._mesh, **how)
+        program = CompiledStep(self._program(source), self._mesh, out_shardings=self._places, warn=lambda text: None)
         return lambda batch: program(self._loaded.model, batch)
 
 
