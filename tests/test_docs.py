@@ -112,6 +112,13 @@ def test_no_link_beside_the_site_leads_nowhere(page: Path) -> None:
         assert link.startswith("https://") or (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_lines_of_prose_are_as_wide_as_those_of_the_code(page: Path) -> None:
+    """Tables, pictures and code are as wide as they have to be."""
+    outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in outside.splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "!["))] == []
+
+
 def test_the_page_of_all_keys_is_the_one_that_the_declarations_make() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == reference.page(), f"a key has changed; run: {reference.COMMAND}"

@@ -109,7 +109,7 @@ def _other_sizes() -> str:
 def _other_kinds() -> list[str]:
     """The keys of a model that are not those of our own, kind by kind."""
     kinds = [kind for kind in ARCHITECTURES if kind != OURS]
-    about = "Keys under `model` where `--model-kind {0}` is given, instead of those above. Sizes: {1}.\n\n"
+    about = "Keys under `model` where `--model-kind {0}` is given, instead of those above.\nSizes: {1}.\n\n"
     return [
         _section(
             "model", f"Model kind {kind}", about.format(kind, ", ".join(f"`{size}`" for size in presets.sizes(kind))), kind
