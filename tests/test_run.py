@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import threading
 import time
 
 import jax
@@ -14,7 +15,8 @@ from nash_mhc.checkpoint.run_folder import make_run_folder
 from nash_mhc.config import ConfigError, presets
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.train import run
+from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.train import programs, run
 from nash_mhc.train.evaluate import Evaluator
 
 ROW = {
@@ -47,6 +49,22 @@ def test_the_loss_is_evaluated_on_the_held_out_split(unbroken):
     assert unbroken.evaluation["eval/loss"] == last["eval/loss"]
     assert unbroken.floor is not None
     assert last["eval/loss"] > unbroken.floor[0]
+
+
+def test_the_first_steps_do_not_wait_for_the_program_of_the_evaluation(unbroken, tmp_path, monkeypatch):
+    """It is compiled behind the step's, while steps run; the evaluation waits for it, and finds what it always does."""
+    programs._evaluation.cache_clear()  # one that no run has compiled yet; the step's is there
+    begin, two_steps_done, waited = CompiledStep.begin, threading.Event(), []
+
+    def held_up(step, state, batch, after=None):
+        if after is None:
+            return begin(step, state, batch)
+        return begin(step, state, batch, after=lambda: (after(), waited.append(two_steps_done.wait(60.0))))
+
+    monkeypatch.setattr(CompiledStep, "begin", held_up)
+    result = at(tmp_path / "run", each_step=lambda step: two_steps_done.set() if step == 2 else None)
+    assert waited == [True]
+    assert result.evaluation == unbroken.evaluation
 
 
 def test_run_json_tells_what_ran(unbroken):

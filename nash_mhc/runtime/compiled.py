@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ class CompiledStep:
         self._mesh, self._warn = mesh, warn
         self._constants = constants
         self._placed: list[Any] | None = None  # on the mesh
-        self._compiled: dict[tuple[str, ...], Any] = {}  # shared as well
+        self._programs: dict[tuple[str, ...], Future[Any]] = {}  # by the batch's shape; shared as well
         self._latest: tuple[str, ...] | None = None  # shape of this one's last batch
         # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is asked
         # otherwise. Everywhere else the same program gives the same bits.
@@ -68,54 +69,69 @@ class CompiledStep:
         return self._traces[0] - self._before
 
     def compile(self, state: Any, batch: Any) -> Any:
-        """The executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings)."""
+        """The executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings), once it is there."""
         key = signature(batch)
-        if key not in self._compiled:
-            if self._latest is not None:
-                changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
-                self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
-            start, found = time.perf_counter(), found_in_cache()
-            scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named(self._mesh))
-            constants = jax.tree.map(scalar, self._constants)
-            with jax.set_mesh(self._mesh), in_any_order(not self._deterministic_gpu):
-                lowered = self._jit.lower(state, batch, *constants)
-                if self._deterministic_gpu:
-                    tell_apart(lowered.compiler_ir("stablehlo"))
-                self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
-            self.seconds += time.perf_counter() - start
-            self.from_cache = found_in_cache() > found
+        if (program := self._programs.get(key)) is None:
+            program, finish = self._trace(key, state, batch)
+            finish(lambda: None)
         self._latest = key
-        return self._compiled[key]
+        return program.result()
 
-    def begin(self, state: Any, batch: Any) -> Callable[[], None]:
-        """Starts to compile in a thread of its own; the function that is returned waits for the end of it.
+    def begin(self, state: Any, batch: Any, *, after: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        """Traces at once, and starts to compile in a thread of its own, `after` having returned there; the function
+        that is returned waits for the end of it, as the first call does.
 
-        Other things can be compiled meanwhile, and an interrupt gets through,
-        which a compiler in the main thread holds up.
+        Other things can be compiled meanwhile, and an interrupt gets through, which a compiler in the main thread holds
+        up. What is traced by the same thread is traced in the same order at every start, so that the same functions
+        become the same programs: small ones of JAX's own remember who has called them first.
         """
-        failure: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self.compile(state, batch)
-            except BaseException as error:  # whatever it is, the one who waits shall have it
-                failure.append(error)
-
-        # No daemon: a thread that comes back from the compiler while the interpreter ends would tear the process down.
-        thread = threading.Thread(target=work, name="compile")
-        thread.start()
+        key = signature(batch)
+        if (program := self._programs.get(key)) is None:
+            program, finish = self._trace(key, state, batch)
+            # No daemon: a thread that comes back from the compiler while the interpreter ends would tear the process
+            # down.
+            threading.Thread(target=finish, args=(after,), name="compile").start()
+        self._latest = key
 
         def wait() -> None:
-            thread.join()
-            if failure:
-                raise failure[0]
+            program.result()
 
         return wait
+
+    def _trace(self, key: tuple[str, ...], state: Any, batch: Any) -> tuple[Future[Any], Callable[[Callable[[], None]], None]]:
+        """A program that is to come, and what makes it come, another function having returned: the compiler's part."""
+        if self._latest is not None:
+            changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
+            self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
+        start = time.perf_counter()
+        scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named(self._mesh))
+        constants = jax.tree.map(scalar, self._constants)
+        with jax.set_mesh(self._mesh), in_any_order(not self._deterministic_gpu):
+            lowered = self._jit.lower(state, batch, *constants)
+        if self._deterministic_gpu:
+            tell_apart(lowered.compiler_ir("stablehlo"))
+        self.seconds += time.perf_counter() - start
+        program = self._programs[key] = Future()
+
+        def finish(after: Callable[[], None]) -> None:
+            try:
+                after()
+                start, found = time.perf_counter(), found_in_cache()
+                compiled = lowered.compile(compiler_options=self._compiler_options)
+            except BaseException as error:  # whatever it is, whoever waits shall have it
+                del self._programs[key]
+                program.set_exception(error)
+                return
+            self.seconds += time.perf_counter() - start
+            self.from_cache = found_in_cache() > found
+            program.set_result(compiled)
+
+        return program, finish
 
     def text(self) -> str:
         """Of the program that ran last: every instruction with the names of what it is part of."""
         assert self._latest is not None
-        return str(self._compiled[self._latest].as_text())
+        return str(self._programs[self._latest].result().as_text())
 
     def again(self, constants: Sequence[Any] = (), warn: Callable[[str], None] = print) -> CompiledStep:
         """The same programs, those that are compiled already among them, with other numbers, for another run."""

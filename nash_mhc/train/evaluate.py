@@ -55,6 +55,7 @@ class Evaluator:
         all_rows: bool = False,
     ) -> None:
         """`teach` is done to every batch first; `all_rows`: not a sample, of what has an end."""
+        self.held_out = held_out
         self._mesh, self._teach = mesh, teach
         B = cfg.data.batch_size
         count = len(held_out) if all_rows and not held_out.endless else cfg.train.eval_batches * B
@@ -69,10 +70,6 @@ class Evaluator:
     @property
     def batches(self) -> int:
         return len(self._rows)
-
-    def compile(self, model: LanguageModel) -> None:
-        """Ahead of the first evaluation."""
-        self.step.compile(model, self._batch(self._rows[0]))
 
     def _batch(self, rows: AnyRows) -> Batch:
         return self._teach(to_device(own_rows(rows, self._mesh), self._mesh))

@@ -20,12 +20,14 @@ from nash_mhc.data.mixture import RowSource
 from nash_mhc.data.puzzles.rows import GridRows
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
+from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.registry import OURS
 from nash_mhc.parallel.processes import from_leader, leader_first
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import one_line
 from nash_mhc.storage.files import exists
 from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.resume import check_resume
 from nash_mhc.train.teacher import Teachers, check_drawn
@@ -53,6 +55,11 @@ class Inputs:
     @property
     def rows_a_step(self) -> int:
         return self.cfg.data.batch_size * self.cfg.train.grad_accum
+
+    def abstract_batch(self, source: RowSource, parts: int, mesh: Mesh) -> Batch:
+        """Shapes of what is read from a source, with what teachers know of it: programs are made for it beforehand."""
+        batch = abstract_batch(self.cfg.data, parts, mesh, getattr(source, "top_k", None))
+        return self.teachers.abstract(source, batch)
 
 
 def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack, say: Say) -> Inputs:

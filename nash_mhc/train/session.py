@@ -34,7 +34,6 @@ from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train import changed_settings
 from nash_mhc.train.best import Best
-from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import BrokenOff
 from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.meter import Meter
@@ -180,10 +179,8 @@ def begin(
     reporter.wait_for("compiling the step ...")
     watch.doing("compiling")
     step_fn = compile_train_step(cfg, mesh, source, warn=reporter.say)
-    compiled = step_fn.begin(
-        sharded_abstract_state(cfg, mesh),
-        inputs.teachers.abstract(source, abstract_batch(cfg.data, cfg.train.grad_accum, mesh, getattr(source, "top_k", None))),
-    )
+    shapes = sharded_abstract_state(cfg, mesh)
+    compiled = step_fn.begin(shapes, inputs.abstract_batch(source, cfg.train.grad_accum, mesh))
     start = starting_state(cfg, mesh, store, reporter.say, lambda: warm_model(cfg, source, mesh, reporter.say))
     store.warm_up(saved_part(cfg, start.state))
     if start.own and "clock" in start.values:
@@ -204,8 +201,8 @@ def begin(
         telemetry = _open_files(inputs, texts, evaluated, start.step, reporter, others)
     saver = Saver(store, texts, say=reporter.say, owner=inputs.owner, last=start.step if start.own else None)
     with clock.during("compile"):
-        if inputs.evaluator is not None:
-            inputs.evaluator.compile(start.state.model)
+        if (evaluator := inputs.evaluator) is not None:  # not needed before some steps are done: compiled behind the first ones
+            evaluator.step.begin(shapes.model, inputs.abstract_batch(evaluator.held_out, 1, mesh), after=compiled)
         compiled()
     where = " (an earlier start had compiled it)" if step_fn.from_cache else ""
     reporter.say(f"compiled in {step_fn.seconds:.1f} s{where}; starting from {start.origin}")
