@@ -12,7 +12,7 @@ from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import parts as bench
 from nash_mhc.bench.parts import bench_parts, least, one_group, parts_and_arrays, step_ms
 from nash_mhc.config import ConfigError
-from nash_mhc.config.cli import parse
+from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import LoraConfig, ObjectiveConfig, ReservoirConfig
 from nash_mhc.model.attention import lay_out
 from nash_mhc.parallel.mesh import make_mesh

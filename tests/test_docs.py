@@ -15,7 +15,7 @@ from site_pages import PAGES, ROOT, Command
 from nash_mhc.bench import __main__ as bench
 from nash_mhc.bench import corpus
 from nash_mhc.checkpoint import __main__ as checkpoint
-from nash_mhc.config import cli, reference
+from nash_mhc.config import parsing, reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data import __main__ as data
 from nash_mhc.distill import __main__ as distill
@@ -133,7 +133,7 @@ def table(page: str, first: str) -> list[list[str]]:
 
 
 def test_the_tables_of_the_page_about_sharding_are_what_the_code_does() -> None:
-    config, mesh = resolve(cli.parse("--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()).config)
+    config, mesh = resolve(parsing.parse("--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()).config)
     model = sharded_abstract_state(config, mesh).model
     x = lambda shape: " x ".join(map(str, shape))
     written = {row[0]: (row[1], row[4]) for row in table("sharding.md", "parameter")}
@@ -189,7 +189,7 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if command.kind == "make train":
         words = [word for given in words if given.startswith("ARGS=") for word in given[5:].split()]
     if module == "train" or command.kind == "make train":
-        parsed = cli.parse(words, own=train._own_flags, folder="train.checkpoint_dir")
+        parsed = parsing.parse(words, own=train._own_flags, folder="train.checkpoint_dir")
         config, given = parsed.config, parsed.given
         if -1 not in config.mesh.axes.values():
             check_fit(config, config.mesh.axes)
@@ -207,7 +207,7 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "bench quality",
     ):
         monkeypatch.setattr(sys, "argv", [module, *words, "--print-config"])
-        monkeypatch.setattr(bench, "_found", cli._nothing)
+        monkeypatch.setattr(bench, "_found", parsing._nothing)
         {"data": data, "bench": bench}[module].main()
     elif command.kind == "data questions":
         monkeypatch.setattr(sys, "argv", [module, *words])
@@ -219,9 +219,9 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     elif module == "doctor":
         doctor.parse(words)
     elif module == "plan":
-        cli.parse(words, own=plan.own_flags)
+        parsing.parse(words, own=plan.own_flags)
     elif command.kind == "distill cache":
-        cli.parse(words[1:], own=distill._flags)
+        parsing.parse(words[1:], own=distill._flags)
     elif command.kind == "distill chain":
         read_chain(Path(words[1]), tmp_path)
     elif command.kind == "bench corpus":
@@ -254,7 +254,7 @@ def test_the_line_of_a_typical_guide_is_understood(tmp_path: Path, monkeypatch: 
         "--dataset OWNER/NAME --dataset-name VARIANT --tokenizer OWNER/NAME --batch-size 32 "
         "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2 --checkpoint-dir ./checkpoints"
     )
-    config = cli.parse(line.split(), own=train._own_flags, folder="train.checkpoint_dir").config
+    config = parsing.parse(line.split(), own=train._own_flags, folder="train.checkpoint_dir").config
     assert (config.data.dataset, config.data.dataset_name, config.data.tokenizer) == ("OWNER/NAME", "VARIANT", "OWNER/NAME")
     assert (config.data.batch_size, config.train.checkpoint_dir) == (32, "./checkpoints")
     check_fit(config, config.mesh.axes)

@@ -20,7 +20,7 @@ from training_process import MODEL
 
 from nash_mhc import __main__ as commands
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config import cli
+from nash_mhc.config import parsing
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.humanize import duration, short
 from nash_mhc.config.schema import ConfigError, DataConfig, TrainConfig
@@ -97,7 +97,7 @@ def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
     tokenizer = load_tokenizer("tok")
     prepared(Path("data"), "a.jsonl", tokenizer, align=16, seq_len=512, validation_fraction=0.2)
     prepared(Path("other"), "a.jsonl", tokenizer, align=16, seq_len=512, max_documents=9)
-    parse = lambda *argv: cli.parse(argv, found=found_settings)
+    parse = lambda *argv: parsing.parse(argv, found=found_settings)
     parsed = parse("--dataset", "data")
     assert (parsed.config.data.seq_len, parsed.config.data.validation_fraction) == (512, 0.2)
     assert (parsed.config.data.tokenizer, parsed.config.model.vocab_size) == ("data/tokenizer", 271)
@@ -139,9 +139,9 @@ def test_home_is_expanded_wherever_a_path_is_written(tmp_path, monkeypatch, caps
     assert (train.checkpoint_dir, train.resume_from) == (f"{tmp_path}/runs/a", f"{tmp_path}/b")
     assert TrainConfig(init_from="~/b").init_from == f"{tmp_path}/b"
     (tmp_path / "run.yaml").write_text("train:\n  checkpoint_dir: ~/runs/b\n")
-    assert cli.parse(["--config=~/run.yaml"]).config.train.checkpoint_dir == f"{tmp_path}/runs/b"
-    assert cli.parse(["--dataset=~/x"]).config.data.dataset == f"{tmp_path}/x"
-    parsed = cli.parse(["--dataset=~/x:0.5", "--dataset=y:0.5"])
+    assert parsing.parse(["--config=~/run.yaml"]).config.train.checkpoint_dir == f"{tmp_path}/runs/b"
+    assert parsing.parse(["--dataset=~/x"]).config.data.dataset == f"{tmp_path}/x"
+    parsed = parsing.parse(["--dataset=~/x:0.5", "--dataset=y:0.5"])
     assert parsed.given["data.dataset"] == f"{tmp_path}/x:0.5,y:0.5"
     assert str(place("~/runs")) == f"{tmp_path}/runs"
     monkeypatch.chdir(tmp_path)
@@ -155,18 +155,18 @@ def test_home_is_expanded_wherever_a_path_is_written(tmp_path, monkeypatch, caps
 
 
 def test_flags_may_be_written_with_underscores():
-    assert cli.parse(["--learning_rate", "0.5", "--mesh_data=2", "--no-model_qk_norm"]).config.optim.learning_rate == 0.5
-    parsed = cli.parse(["--verify_resume"], own=train._own_flags)
+    assert parsing.parse(["--learning_rate", "0.5", "--mesh_data=2", "--no-model_qk_norm"]).config.optim.learning_rate == 0.5
+    parsed = parsing.parse(["--verify_resume"], own=train._own_flags)
     assert parsed.own.verify_resume
     with pytest.raises(ConfigError, match="unknown flag --learning_rat; did you mean --learning-rate"):
-        cli.parse(["--learning_rat", "1"])
+        parsing.parse(["--learning_rat", "1"])
 
 
 def test_settings_as_a_command_line_come_back():
     argv = ["--dataset", "a b:0.5", "--dataset", "c:0.5", "--no-deterministic", "--model-window", "none", "--seed", "3"]
-    given = cli.parse(argv).given
-    assert cli.as_flags(given) == argv
-    assert cli.parse(cli.as_flags(given)).config == cli.parse(argv).config
+    given = parsing.parse(argv).given
+    assert parsing.as_flags(given) == argv
+    assert parsing.parse(parsing.as_flags(given)).config == parsing.parse(argv).config
 
 
 def test_the_package_itself_says_what_there_is_and_its_version(monkeypatch, capsys):

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import pytest
 
-from nash_mhc.config.cli import parse
 from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nash_mhc.config import cli, presets
+from nash_mhc.config import parsing, presets
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.help import as_flags
 from nash_mhc.config.schema import ConfigError
@@ -92,7 +92,7 @@ def test_where_no_remat_was_chosen_what_is_kept_by_name_is_tried_as_well():
     assert found.keys() == {"none", "dots+ffn-up", "dots", "full"}
     for kept, c in found.items():
         words = ["--model-size", "1b", *as_flags(c.settings)]
-        assert cli.parse(words).config.train.kept == kept
+        assert parsing.parse(words).config.train.kept == kept
     assert found["dots"].memory.total < found["dots+ffn-up"].memory.total < found["none"].memory.total
     assert found["dots"].speed.tokens_a_second < found["dots+ffn-up"].speed.tokens_a_second
 
@@ -120,7 +120,7 @@ def test_the_command_of_the_winner_is_one_that_train_takes(monkeypatch, capsys, 
     code, out, _ = planned(monkeypatch, capsys, *words)
     figures = json.loads(file.read_text())
     assert code == 0 and figures["command"] in out
-    parsed = cli.parse(figures["command"].split()[3:]).config
+    parsed = parsing.parse(figures["command"].split()[3:]).config
     best = figures["candidates"][0]
     assert (parsed.model_size, parsed.data.seq_len, parsed.train.kept) == ("3b", 2048, best["remat"])
     assert parsed.mesh.axes == {axis: best[axis] for axis in ("data", "fsdp", "tp")}
@@ -227,7 +227,7 @@ def test_the_compiler_is_asked_for_the_same_settings_and_its_answer_is_marked(mo
         told = verify.verify(best, {"model_size": "3b"}, at)
         words = asked[-1][asked[-1].index("compile") + 1 :]
         assert words[words.index("--topology") + 1] == topology == told["compiled_for"]
-        cfg = cli.parse(words[: words.index("--topology")]).config
+        cfg = parsing.parse(words[: words.index("--topology")]).config
         assert cfg.mesh.axes == best.mesh and cfg.train.kept == best.cfg.train.kept and cfg.model_size == "3b"
         assert told["figures"] == "compiled" and bool(told["left_out"]) == (topology == "cpu")
         assert told["compiled_gib"] == (20.0 if topology == "cpu" else 16.0)

@@ -10,7 +10,7 @@ import pytest
 import small
 from runs import RUN, at
 
-from nash_mhc.config import ConfigError, cli
+from nash_mhc.config import ConfigError, parsing
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import __main__ as command
 from nash_mhc.train.fit import preflight
@@ -28,7 +28,7 @@ def sizes_of(cfg):
 def with_flags(cfg, flags):
     """As a user would type them after the others."""
     words = shlex.split(flags)
-    given = cli.parse(words).given
+    given = parsing.parse(words).given
     sections = {
         name: {k.partition(".")[2]: v for k, v in given.items() if k.startswith(f"{name}.")}
         for name in ("data", "train", "mesh")

@@ -10,7 +10,7 @@ import pytest
 from runs import assert_equal_states, at
 
 from nash_mhc.config import presets
-from nash_mhc.config.cli import parse
+from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.data.puzzles.rows import PuzzleRows
 from nash_mhc.evaluate import __main__ as evaluate

@@ -15,7 +15,7 @@ import pytest
 import small
 
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config import cli
+from nash_mhc.config import parsing
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.train import __main__ as command
 from nash_mhc.train.resume import checkpoint_values
@@ -62,7 +62,7 @@ def test_a_mistake_is_told_once_by_the_run_itself(tmp_path, monkeypatch, capfd):
 def test_when_the_command_dies_its_runs_end_and_leave_nothing(tmp_path):
     folder = tmp_path / "verify-resume-x"
     folder.mkdir()
-    (folder / "unbroken.json").write_text(json.dumps(short_run(cli.parse(FLAGS).config, folder / "unbroken").to_dict()))
+    (folder / "unbroken.json").write_text(json.dumps(short_run(parsing.parse(FLAGS).config, folder / "unbroken").to_dict()))
     argv = [sys.executable, "-m", "nash_mhc.train.verify_resume", str(folder / "unbroken.json")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         while not (folder / "unbroken").exists() and child.poll() is None:

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.cli import Settings, parse, shown
 from nash_mhc.config.commands import chosen_command, file_to_write, one_line_errors
+from nash_mhc.config.parsing import Settings, parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {

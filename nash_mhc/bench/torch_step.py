@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
-from nash_mhc.hub.families import family_of, written_config
+from nash_mhc.hub.config_json import family_of, written_config
 
 _PROJECTIONS = {
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],

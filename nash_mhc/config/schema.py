@@ -10,6 +10,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from nash_mhc.config.capabilities import (
+    DistillConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    PrecisionConfig,
+    QuantizeConfig,
+    TelemetryConfig,
+)
 from nash_mhc.config.data import TEMPLATE, DataConfig
 from nash_mhc.config.fields import (
     ConfigError,
@@ -21,7 +29,6 @@ from nash_mhc.config.fields import (
     nearest_multiple,
     weighted_parts,
 )
-from nash_mhc.config.further import DistillConfig, LoraConfig, ObjectiveConfig, PrecisionConfig, QuantizeConfig, TelemetryConfig
 from nash_mhc.config.mesh import PLATFORMS, MeshConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 from nash_mhc.config.recursive import RecursiveConfig

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RUN, RunFolder
-from nash_mhc.config.cli import as_flags, parse, shown
 from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
+from nash_mhc.config.parsing import as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.cli import parse, shown
 from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
+from nash_mhc.config.parsing import parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {

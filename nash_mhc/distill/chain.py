@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
-from nash_mhc.config.cli import parse
 from nash_mhc.config.commands import what_there_is
 from nash_mhc.config.key_names import find, keys
+from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.prepared.taught import FILE
 

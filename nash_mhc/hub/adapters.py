@@ -15,10 +15,10 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig
 from nash_mhc.hub import nash_tensors, stored
-from nash_mhc.hub.families import family_of
+from nash_mhc.hub.config_json import family_of
 from nash_mhc.hub.importing import texts_beside, write_model
-from nash_mhc.hub.layout import tensors
 from nash_mhc.hub.load import Loaded, config_of
+from nash_mhc.hub.tensors import tensors
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lora import adapters_of, alpha_of
 from nash_mhc.parallel.params import named_leaves

@@ -14,8 +14,8 @@ import numpy as np
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.hub.families import Imported, read_config
-from nash_mhc.hub.layout import Reader, shapes
+from nash_mhc.hub.config_json import Imported, read_config
+from nash_mhc.hub.tensors import Reader, shapes
 from nash_mhc.storage.errors import reason
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from nash_mhc.hub.folder import HubFolder
-from nash_mhc.hub.layout import tensors
+from nash_mhc.hub.tensors import tensors
 from nash_mhc.parallel.params import named_leaves
 
 _PATIENCE = 2.0  # seconds between two words about the progress

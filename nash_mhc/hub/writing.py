@@ -16,10 +16,10 @@ from nash_mhc import __version__
 from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
 from nash_mhc.hub import byte_tokenizer, nash_tensors
-from nash_mhc.hub.families import family_of, read_config, written_config
+from nash_mhc.hub.config_json import family_of, read_config, written_config
 from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
-from nash_mhc.hub.layout import tensors
 from nash_mhc.hub.load import Loaded
+from nash_mhc.hub.tensors import tensors
 from nash_mhc.model.quantized import baked, has_few_bits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.new_folder import new_folder

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nash_mhc.config.cli import Parsed, as_flags, parse, shown
 from nash_mhc.config.commands import file_to_write, one_line_errors
+from nash_mhc.config.parsing import Parsed, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -42,7 +42,7 @@ def number_of_tokens(text: str) -> float:
 def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, str | None]:
     """(the machine, a remark): a mesh that needs more chips than were named is answered with as many as it needs."""
     from nash_mhc.runtime.chips import chips, machine, next_larger
-    from nash_mhc.train.fit.here import this_cpu
+    from nash_mhc.train.fit.this_cpu import this_cpu
 
     known = chips(own.chips)
     if own.chip is None:

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.cli import as_flags
 from nash_mhc.config.humanize import duration, short
+from nash_mhc.config.parsing import as_flags
 from nash_mhc.runtime.chips import Machine
 from nash_mhc.train.fit.candidates import Candidate
 from nash_mhc.train.fit.roofline import ERROR

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nash_mhc.config.cli import as_flags
+from nash_mhc.config.parsing import as_flags
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.runtime.chips import Machine
 from nash_mhc.train.fit.candidates import Candidate

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from nash_mhc.config.cli import as_flags, parse, render
 from nash_mhc.config.commands import one_line_errors, this_python
+from nash_mhc.config.parsing import as_flags, parse, render
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.runtime.compiler_options import as_comments

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config.cli import Settings
 from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.key_names import OURS
+from nash_mhc.config.parsing import Settings
 from nash_mhc.config.schema import ConfigError, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.puzzles.csv_file import is_puzzle_file, kind_of_file

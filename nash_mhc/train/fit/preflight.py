@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from nash_mhc.config.cli import as_flags
+from nash_mhc.config.parsing import as_flags
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.mesh import make_mesh
@@ -27,9 +27,9 @@ from nash_mhc.train.fit.candidates import (
     smaller_remats,
     ways,
 )
-from nash_mhc.train.fit.here import this_cpu
 from nash_mhc.train.fit.memory import Memory, estimate
 from nash_mhc.train.fit.roofline import ERROR, speed
+from nash_mhc.train.fit.this_cpu import this_cpu
 
 _GIB = 2**30
 # The compiler may need that much less than the estimate says, by the tests: only what is too large even so is refused.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.hub.families import is_tied
+from nash_mhc.hub.config_json import is_tied
 
 Slices = tuple[slice, ...]
 Reader = Callable[[Slices], np.ndarray]  # a part of a tensor, as it stands in the file

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nash_mhc.config import cli, commands, presets
+from nash_mhc.config import commands, parsing, presets
 from nash_mhc.config.key_names import FURTHER
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.train.inferred_settings import found_settings
@@ -40,7 +40,7 @@ def leaf(config: RunConfig, path: str) -> object:
 
 def error(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        cli.parse(argv)
+        parsing.parse(argv)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -60,7 +60,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 # --- every key, three ways ----------------------------------------------------------------------------------------
 
 
-def a_value(key: cli.Key) -> tuple[str, object]:
+def a_value(key: parsing.Key) -> tuple[str, object]:
     """Some valid value of that key which no preset holds, as text and as the config should hold it."""
     current = leaf(presets.run(), key.path)
     if key.metadata["choices"]:
@@ -84,9 +84,9 @@ def a_value(key: cli.Key) -> tuple[str, object]:
     return text, text
 
 
-@pytest.mark.parametrize("path", list(cli.keys()))
+@pytest.mark.parametrize("path", list(parsing.keys()))
 def test_every_key_by_flag_path_short_form_and_yaml(path, write):
-    key = cli.keys()[path]
+    key = parsing.keys()[path]
     text, expected = a_value(key)
     section, _, name = path.rpartition(".")
     file = write(f"{section}:\n  {name}: {text}\n" if section else f"{name}: {text}\n")
@@ -95,21 +95,21 @@ def test_every_key_by_flag_path_short_form_and_yaml(path, write):
     needed = {"train.init_step": ["--init-from", "runs/base"], "train.remat_keep": ["--remat", "dots"]}
     needed |= {"data.prompt_template": both, "data.response_template": both}
     for argv in ways:
-        parsed = cli.parse([*needed.get(path, []), *argv])
+        parsed = parsing.parse([*needed.get(path, []), *argv])
         assert leaf(parsed.config, path) == expected, argv
         assert type(leaf(parsed.config, path)) is type(expected)
 
 
 @pytest.mark.parametrize("flag", list(REQUIRED))
 def test_required_flags(flag):
-    parsed = cli.parse([flag, REQUIRED[flag]])
-    path = next(k.path for k in cli.keys().values() if k.flag == flag)
+    parsed = parsing.parse([flag, REQUIRED[flag]])
+    path = next(k.path for k in parsing.keys().values() if k.flag == flag)
     assert str(leaf(parsed.config, path)) == REQUIRED[flag]
     assert parsed.origins[path] == f"flag {flag}"
 
 
 def test_names_are_unambiguous_and_few():
-    keys = list(cli.keys().values())
+    keys = list(parsing.keys().values())
     assert len([key for key in keys if key.section not in FURTHER]) < 90  # what pretraining has
     for attribute in ("flag", "short", "path"):
         assert len({getattr(k, attribute) for k in keys}) == len(keys)
@@ -117,8 +117,8 @@ def test_names_are_unambiguous_and_few():
 
 
 def test_no_jax_is_imported():
-    code = "import sys, nash_mhc.config.cli as c; c.parse([]); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(cli.__file__).parents[2]).returncode == 0
+    code = "import sys, nash_mhc.config.parsing as c; c.parse([]); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(parsing.__file__).parents[2]).returncode == 0
 
 
 # --- values -------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_no_jax_is_imported():
     ],
 )
 def test_values(argv, path, value):
-    got = leaf(cli.parse(argv).config, path)
+    got = leaf(parsing.parse(argv).config, path)
     assert got == value and type(got) is type(value)
 
 
@@ -177,23 +177,23 @@ def test_values(argv, path, value):
     ],
 )
 def test_yaml_values(text, path, value, write):
-    got = leaf(cli.parse(["--config", write(text)]).config, path)
+    got = leaf(parsing.parse(["--config", write(text)]).config, path)
     assert got == value and type(got) is type(value)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "data:\n", "data:\n  # batch_size: 3\ntrain: {}\n"])
 def test_yaml_that_sets_nothing(text, write):
-    assert cli.parse(["--config", write(text)]).config == presets.run()
+    assert parsing.parse(["--config", write(text)]).config == presets.run()
 
 
 # --- precedence and origins ---------------------------------------------------------------------------------------
 
 
 def test_nothing_given_is_the_default_preset():
-    parsed = cli.parse([])
+    parsed = parsing.parse([])
     assert parsed.config == presets.run()
     assert not parsed.print_config
-    assert set(parsed.origins) == set(cli.keys())
+    assert set(parsed.origins) == set(parsing.keys())
     assert parsed.origins["model_size"] == "default"
     assert parsed.origins["data.batch_size"] == f"preset {parsed.config.model_size}"
 
@@ -208,7 +208,7 @@ def test_the_last_setting_wins_in_every_order(order, write):
         (["--config", file], 30, "run.yaml:5"),
         ([f"--config={other}"], 40, "other.yaml:1"),
     ]
-    parsed = cli.parse([token for i in order for token in ways[i][0]])
+    parsed = parsing.parse([token for i in order for token in ways[i][0]])
     _, value, origin = ways[order[-1]]
     assert parsed.config.data.batch_size == value
     assert parsed.origins["data.batch_size"] == origin
@@ -221,7 +221,7 @@ def test_the_preset_lies_below_everything(size, way, write):
     given = {"flag": ["--model-size", size], "override": [f"model_size={size}"], "yaml": ["--config", "run.yaml"]}[way]
     write(f"model_size: {size}\n")
     # The size is named last, yet what stands before it still holds.
-    parsed = cli.parse(["--batch-size", "3", "--model-size", presets.sizes()[-1], *given])
+    parsed = parsing.parse(["--batch-size", "3", "--model-size", presets.sizes()[-1], *given])
     base = presets.run(size)
     assert parsed.config == dataclasses.replace(base, data=dataclasses.replace(base.data, batch_size=3))
     assert parsed.origins["model.width"] == f"preset {size}"
@@ -232,19 +232,19 @@ def test_the_preset_lies_below_everything(size, way, write):
 
 def test_use_small_model_takes_its_turn():
     other = next(size for size in presets.sizes() if size != "small")
-    assert cli.parse(["--model-size", other, "--use-small-model"]).config == presets.run("small")
-    assert cli.parse(["--use-small-model", "--model-size", other]).config == presets.run(other)
-    assert cli.parse(["--use-small-model"]).origins["model_size"] == "flag --use-small-model"
+    assert parsing.parse(["--model-size", other, "--use-small-model"]).config == presets.run("small")
+    assert parsing.parse(["--use-small-model", "--model-size", other]).config == presets.run(other)
+    assert parsing.parse(["--use-small-model"]).origins["model_size"] == "flag --use-small-model"
 
 
 @pytest.mark.parametrize("size", presets.sizes())
 def test_a_preset_warm_up_shrinks_to_fit_a_short_run(size):
     warmup = presets.run(size).optim.warmup_steps
     assert warmup > 1, "the presets have a warm-up to shrink"
-    parsed = cli.parse(["--model-size", size, "--total-steps", str(warmup - 1)])
+    parsed = parsing.parse(["--model-size", size, "--total-steps", str(warmup - 1)])
     assert parsed.config.optim.warmup_steps <= (warmup - 1) / 10
     assert parsed.origins["optim.warmup_steps"] == f"preset {size}, fitted to total_steps"
-    long = cli.parse(["--model-size", size, "--total-steps", str(10 * warmup)])
+    long = parsing.parse(["--model-size", size, "--total-steps", str(10 * warmup)])
     assert long.config.optim.warmup_steps == warmup
     assert long.origins["optim.warmup_steps"] == f"preset {size}"
 
@@ -254,7 +254,7 @@ def test_a_warm_up_of_the_user_is_never_changed():
     assert "optim.warmup_steps 6 is more than train.total_steps 5" in message
     assert "optim.warmup_steps from override warmup_steps=6" in message
     assert "train.total_steps from flag --total-steps" in message
-    parsed = cli.parse(["--total-steps", "5", "--warmup-steps", "5"])
+    parsed = parsing.parse(["--total-steps", "5", "--warmup-steps", "5"])
     assert (parsed.config.optim.warmup_steps, parsed.origins["optim.warmup_steps"]) == (5, "flag --warmup-steps")
 
 
@@ -266,9 +266,9 @@ ODD_TEXT += ["a\nb", "\x07", "x" * 300 + " y" * 100]
 
 @pytest.mark.parametrize("size", presets.sizes())
 def test_round_trip_of_presets(size, write):
-    parsed = cli.parse(["--model-size", size, "--mesh-fsdp", "-1", "ema_decay=1e-7", "--print-config"])
+    parsed = parsing.parse(["--model-size", size, "--mesh-fsdp", "-1", "ema_decay=1e-7", "--print-config"])
     assert parsed.print_config
-    again = cli.parse(["--config", write(cli.render(parsed.config, parsed.origins))])
+    again = parsing.parse(["--config", write(parsing.render(parsed.config, parsed.origins))])
     assert again.config == parsed.config
     assert again.origins["model_size"] == "run.yaml:1"
 
@@ -276,10 +276,10 @@ def test_round_trip_of_presets(size, write):
 @pytest.mark.parametrize("way", [["--model-kind", "reservoir"], ["--model_kind=reservoir"], ["model_kind=reservoir"], None])
 def test_a_kind_of_model_brings_its_own_keys_and_sizes(way, write):
     of_kind = way or ["--config", write("model_kind: reservoir\nmodel:\n  units: 99")]
-    parsed = cli.parse([*of_kind, "--model-size", "1b", "--model-units", "64", "--model-width", "32"])
+    parsed = parsing.parse([*of_kind, "--model-size", "1b", "--model-units", "64", "--model-width", "32"])
     assert parsed.config.model == dataclasses.replace(presets.run("1b", "reservoir").model, units=64, width=32)
     assert parsed.config.model_kind == "reservoir"
-    again = cli.parse(["--config", write(cli.render(parsed.config, parsed.origins))])
+    again = parsing.parse(["--config", write(parsing.render(parsed.config, parsed.origins))])
     assert again.config == parsed.config
     assert RunConfig.from_dict(json.loads(json.dumps(parsed.config.to_dict()))) == parsed.config
 
@@ -298,13 +298,13 @@ def test_a_key_of_another_kind_says_whose_it_is(argv, message, write):
 
 
 def test_a_profile_of_a_device_lies_above_the_preset_and_below_the_user(write):
-    parse = lambda *argv: cli.parse(["--profile-for", "tpu", *argv], found=found_settings)
+    parse = lambda *argv: parsing.parse(["--profile-for", "tpu", *argv], found=found_settings)
     parsed = parse("--model-size", "small")
     assert (parsed.config.data.batch_size, parsed.config.optim.learning_rate) == (64, 8.49e-3)
     assert parsed.origins["data.batch_size"] == "--profile-for tpu"
     assert parse("--batch-size", "3").config.data.batch_size == 3
     assert parse("learning_rate=1e-3").config.optim.learning_rate == 1e-3
-    again = cli.parse(["--config", write(cli.render(presets.run(), {}))])
+    again = parsing.parse(["--config", write(parsing.render(presets.run(), {}))])
     assert again.config.mesh.profile_for is None
 
 
@@ -336,18 +336,18 @@ def test_round_trip_of_odd_text(text, write):
     base = presets.run()
     data = dataclasses.replace(base.data, dataset_name=text, dataset=text)
     config = dataclasses.replace(base, data=data)
-    rendered = cli.render(config, {"data.dataset": f"override dataset={text}"})
-    assert cli.parse(["--config", write(rendered)]).config == config
-    assert len(rendered.splitlines()) == len(cli.render(base, {}).splitlines())
+    rendered = parsing.render(config, {"data.dataset": f"override dataset={text}"})
+    assert parsing.parse(["--config", write(rendered)]).config == config
+    assert len(rendered.splitlines()) == len(parsing.render(base, {}).splitlines())
 
 
 def test_render_is_plain_yaml_with_aligned_origins():
-    parsed = cli.parse(["--batch-size", "9", "optim.eps=1e-9"])
-    rendered = cli.render(parsed.config, parsed.origins)
+    parsed = parsing.parse(["--batch-size", "9", "optim.eps=1e-9"])
+    rendered = parsing.render(parsed.config, parsed.origins)
     assert yaml.safe_load(rendered) == parsed.config.to_dict()
     lines = rendered.splitlines()
     origins = [line.split(" # ")[1] for line in lines if not line.endswith(":")]
-    assert origins == [parsed.origins[key.path] for key in cli.keys().values()]
+    assert origins == [parsed.origins[key.path] for key in parsing.keys().values()]
     assert len({line.index(" # ") for line in lines if not line.endswith(":")}) == 1
     assert next(line for line in lines if "batch_size:" in line).endswith("# flag --batch-size")
 
@@ -454,13 +454,13 @@ def test_keys_that_do_not_fit_together_name_both_origins(write):
     ("flag", "value", "nearest"), [("--model-window", 100, 96), ("--seq-len", 61, 64), ("--model-window", 3, 8)]
 )
 def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(flag, value, nearest):
-    path = next(k.path for k in cli.keys().values() if k.flag == flag)
+    path = next(k.path for k in parsing.keys().values() if k.flag == flag)
     shape = ["model.ratio=2", "--model-scales", "4"]
     message = error(*shape, flag, str(value))
     assert message.startswith(f"{path} {value} must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); ")
     assert f"the nearest is {nearest} (" in message
     assert "model.scales from flag --model-scales" in message and f"{path} from flag {flag}" in message
-    assert leaf(cli.parse([*shape, flag, str(nearest)]).config, path) == nearest
+    assert leaf(parsing.parse([*shape, flag, str(nearest)]).config, path) == nearest
 
 
 # --- mistakes in a file -------------------------------------------------------------------------------------------
@@ -523,40 +523,40 @@ def test_a_folder_is_no_config_file(tmp_path):
 def test_help(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as caught:
-        cli.parse(["--batchsize", "-h"])
+        parsing.parse(["--batchsize", "-h"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m nash_mhc.train ")
     assert out.count("\n  python -m nash_mhc.train ") == 3, "three examples"
     assert max(map(len, out.splitlines())) <= (100 if columns == "200" else 80)
     words = set(out.replace(",", " ").split())
-    shown = [k for k in cli.keys().values() if k.section not in FURTHER]
+    shown = [k for k in parsing.keys().values() if k.section not in FURTHER]
     flags = {k.flag for k in shown} | set(REQUIRED)
     assert flags | {"--config", "--print-config", "--help", "-h", "--use-small-model"} <= words
     flat = " ".join(out.split())
     for key in shown:
         assert key.metadata["help"] in flat
         assert all(choice in flat for choice in key.metadata["choices"] or ())
-    assert f"{cli.keys()['data.batch_size'].metadata['help']} [{presets.run().data.batch_size}]" in flat
+    assert f"{parsing.keys()['data.batch_size'].metadata['help']} [{presets.run().data.batch_size}]" in flat
     for section in ("data", "train", "optim", "mesh", "model"):
         assert f" ({section}.*):\n" in out
 
 
 def test_help_of_a_section(capsys):
     with pytest.raises(SystemExit):
-        cli.parse(["--help"])
+        parsing.parse(["--help"])
     whole = capsys.readouterr().out
-    for section in {*cli.sections(), *FURTHER}:
+    for section in {*parsing.sections(), *FURTHER}:
         with pytest.raises(SystemExit) as caught:
-            cli.parse(["--help", section])
+            parsing.parse(["--help", section])
         assert caught.value.code == 0
         out = capsys.readouterr().out
-        mine = [key for key in cli.keys().values() if key.section == section]
+        mine = [key for key in parsing.keys().values() if key.section == section]
         assert mine and all(f"  {key.flag} " in out for key in mine)
         assert out.count("\n  --") == len(mine)
         assert (f"--help {section} " in whole) == (section in FURTHER) == (f" ({section}.*):" not in whole)
     with pytest.raises(ConfigError, match=r"^--help optm: no such section; did you mean optim\?$"):
-        cli.parse(["--help", "optm"])
+        parsing.parse(["--help", "optm"])
 
 
 def own(group: argparse._ArgumentGroup) -> None:
@@ -566,11 +566,11 @@ def own(group: argparse._ArgumentGroup) -> None:
 
 def test_own_flags_of_a_command(capsys):
     argv = ["--mesh-data", "-1", "--iters", "5", "dataset=a b", "--seed=2", "--quick", "--seed", "4"]
-    parsed = cli.parse(argv, own=own)
+    parsed = parsing.parse(argv, own=own)
     assert vars(parsed.own) == {"iters": 5, "quick": True}
     config = parsed.config
     assert (config.mesh.data, config.data.dataset, config.train.seed) == (-1, "a b", 4)
-    assert cli.parse([], own=own).own.iters == 3
+    assert parsing.parse([], own=own).own.iters == 3
     for argv, message in [
         (["--iters", "x"], "--iters: invalid int value: 'x'"),
         (["--iters"], "--iters: expected one argument"),
@@ -578,10 +578,10 @@ def test_own_flags_of_a_command(capsys):
         (["--batchsize", "3"], "unknown flag --batchsize; did you mean --batch-size?"),
     ]:
         with pytest.raises(ConfigError) as caught:
-            cli.parse(argv, own=own)
+            parsing.parse(argv, own=own)
         assert str(caught.value) == message
     with pytest.raises(SystemExit):
-        cli.parse(["--help"], own=own)
+        parsing.parse(["--help"], own=own)
     out = capsys.readouterr().out
     assert "timed steps" in out and "--batch-size" in out and out.count("usage:") == 1
 
@@ -609,9 +609,9 @@ def test_one_line_errors(capsys):
 def test_the_folder_of_a_run_needs_no_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
-    parse = lambda *argv: cli.parse(argv, folder="train.checkpoint_dir")
+    parse = lambda *argv: parsing.parse(argv, folder="train.checkpoint_dir")
     for name in ("runs/notes", "./notes", "gs://bucket/run", "there"):
-        assert parse("--seed", "1", name).config == cli.parse(["--checkpoint-dir", name, "--seed", "1"]).config
+        assert parse("--seed", "1", name).config == parsing.parse(["--checkpoint-dir", name, "--seed", "1"]).config
     assert parse("runs/notes").origins["train.checkpoint_dir"] == "argument runs/notes"
     for two in (["runs/a", "runs/b"], ["--checkpoint-dir", "runs/a", "runs/b"], ["runs/b", "--checkpoint-dir", "runs/a"]):
         with pytest.raises(ConfigError, match="two folders are given, runs/a and runs/b; name one"):
@@ -629,7 +629,7 @@ def test_the_folder_of_a_run_needs_no_flag(tmp_path: Path, monkeypatch: pytest.M
     ):
         parse("smal")  # a typo begins no run
     with pytest.raises(ConfigError, match=r"unexpected argument 'runs/notes'; write --flag value or section.key=value$"):
-        cli.parse(["runs/notes"])  # of a command that has no run's folder
+        parsing.parse(["runs/notes"])  # of a command that has no run's folder
 
 
 @pytest.mark.parametrize("command", ["bench step", "bench quality", "data prepare", "data train-bpe"])
@@ -648,18 +648,18 @@ def test_every_command_with_keys_shows_its_configuration_and_stops(
 def test_steps_that_are_typed_go_before_epochs_in_a_file(tmp_path):
     (tmp_path / "recipe.yaml").write_text("train:\n  epochs: 3\noptim:\n  warmup_steps: 2\n")
     recipe = ["--config", str(tmp_path / "recipe.yaml")]
-    parsed = cli.parse([*recipe, "--total-steps", "40"])
+    parsed = parsing.parse([*recipe, "--total-steps", "40"])
     assert (parsed.config.train.epochs, parsed.config.train.total_steps) == (None, 40)
     assert parsed.given["train.epochs"] is None
-    assert cli.parse(recipe).config.train.epochs == 3
+    assert parsing.parse(recipe).config.train.epochs == 3
     (tmp_path / "steps.yaml").write_text("train:\n  total_steps: 40\n")
-    assert cli.parse(["--config", str(tmp_path / "steps.yaml"), "--epochs", "2"]).config.train.epochs == 2
+    assert parsing.parse(["--config", str(tmp_path / "steps.yaml"), "--epochs", "2"]).config.train.epochs == 2
     with pytest.raises(ConfigError, match=r"^--epochs 2 and --total-steps 40 both say how long the run is; leave one out$"):
-        cli.parse(["--epochs", "2", "--total-steps", "40"])
+        parsing.parse(["--epochs", "2", "--total-steps", "40"])
 
 
 def test_a_model_to_start_from_that_is_not_there_is_said_before_anything_else(tmp_path):
     with pytest.raises(
         ConfigError, match=r"--init-from \S+Qwen: no such folder; give that of a run, or of a Hugging Face model"
     ):
-        cli.parse(["--init-from", str(tmp_path / "Qwen")], found=found_settings)
+        parsing.parse(["--init-from", str(tmp_path / "Qwen")], found=found_settings)
