@@ -11,7 +11,7 @@ from jax._src import lru_cache
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import compiler_options
-from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.runtime.compiled import CompiledStep, Program, compiles_still
 from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
 from nash_mhc.runtime.program_cache import write_programs_whole
 from nash_mhc.train.programs import compile_evaluation, compile_train_step
@@ -25,7 +25,7 @@ def test_what_was_compiled_in_the_background_is_what_runs():
         return state + batch
 
     step = CompiledStep(add, make_mesh(MeshConfig(1, 1, 1)))
-    step.begin(jnp.ones(3), jnp.ones(3))()
+    step.begin(jnp.ones(3), jnp.ones(3)).result()
     assert step(jnp.ones(3), jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert (step.traces, seen) == (1, [True])  # traced at once: in the same order at every start
     assert step.seconds > 0
@@ -40,15 +40,14 @@ def test_what_goes_wrong_reaches_the_one_who_waits():
 
 
 def test_one_program_is_compiled_behind_another():
-    mesh, may_go_on, seen = make_mesh(MeshConfig(1, 1, 1)), threading.Event(), []
+    mesh, first, seen = make_mesh(MeshConfig(1, 1, 1)), Program(), []
     second = CompiledStep(jnp.add, mesh)
-    waited = second.begin(jnp.ones(3), jnp.ones(3), after=may_go_on.wait)
-    (program,) = second._programs.values()
-    assert not program.done()
+    program = second.begin(jnp.ones(3), jnp.ones(3), after=first)
+    assert (program.done(), compiles_still()) == (False, True)
     asks = threading.Thread(target=lambda: seen.append(second(jnp.ones(3), jnp.ones(3)).tolist()))
     asks.start()  # who needs it waits for it, and has nothing compiled for a second time
-    may_go_on.set()
-    waited()
+    first.set_result(None)
+    program.result()
     asks.join()
     assert seen == [[2.0, 2.0, 2.0]]
     assert list(second._programs.values()) == [program]
@@ -62,9 +61,9 @@ def test_what_is_behind_a_program_that_fails_fails_with_it_and_may_be_tried_agai
     second = CompiledStep(jnp.add, mesh)
     compiled = first.begin(jnp.ones(3), jnp.ones(3))
     behind = second.begin(jnp.ones(3), jnp.ones(3), after=compiled)
-    for wait in compiled, behind:
+    for program in compiled, behind:
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-            wait()
+            program.result()
     assert second(jnp.ones(3), jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 

@@ -15,7 +15,7 @@ from nash_mhc.checkpoint.run_folder import make_run_folder
 from nash_mhc.config import ConfigError, presets
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.train import programs, run
 from nash_mhc.train.evaluate import Evaluator
 
@@ -57,9 +57,16 @@ def test_the_first_steps_do_not_wait_for_the_program_of_the_evaluation(unbroken,
     begin, two_steps_done, waited = CompiledStep.begin, threading.Event(), []
 
     def held_up(step, state, batch, after=None):
+        def open_the_gate():
+            after.result()
+            waited.append(two_steps_done.wait(60.0))
+            gate.set_result(None)
+
         if after is None:
             return begin(step, state, batch)
-        return begin(step, state, batch, after=lambda: (after(), waited.append(two_steps_done.wait(60.0))))
+        gate = Program()
+        threading.Thread(target=open_the_gate).start()
+        return begin(step, state, batch, after=gate)
 
     monkeypatch.setattr(CompiledStep, "begin", held_up)
     result = at(tmp_path / "run", each_step=lambda step: two_steps_done.set() if step == 2 else None)

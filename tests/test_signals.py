@@ -68,6 +68,17 @@ def test_during_compilation(tmp_path):
     assert checkpoints(tmp_path / "run") == []
 
 
+def test_while_the_evaluation_is_still_being_compiled(tmp_path):
+    """Nobody waits for its compiler: neither the step that is to be saved, nor the end of the process."""
+    flags = "--total-steps 4 --eval-interval 2 --log-interval 1".split()
+    life = TrainingProcess(tmp_path / "run", *flags, NO_PROGRAM_OF_THE_EVALUATION="1")
+    assert life.until("step 2/4").send().end() == TRY_AGAIN
+    assert "the evaluation at step 2 is broken off" in life.said
+    assert checkpoints(tmp_path / "run") == [2]
+    assert TrainingProcess(tmp_path / "run", *flags).end() == 0
+    assert [row["step"] for row in rows(tmp_path / "run", "eval.jsonl")] == [2, 4]
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     return at(tmp_path_factory.mktemp("signals") / "run", grad_accum=2)

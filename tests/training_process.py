@@ -26,6 +26,7 @@ import small
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import arrays_of
 from nash_mhc.data.pack import Rows
+from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.watchdog import Watch
 
 # Small and dense: what is tested with it does not depend on the architecture.
@@ -65,6 +66,8 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
         sys.modules["nash_mhc.train.inputs"].open_held_out = lambda *_, **__: None  # type: ignore[attr-defined]
     if "TELL_OF_THE_COMPILER" in env:
         _tell_of_the_compiler()
+    if "NO_PROGRAM_OF_THE_EVALUATION" in env:
+        _hold_up_the_evaluation()
     if "NEVER_LEAVES" in env:
         atexit.register(lambda: (print("on its way out", flush=True), time.sleep(1e6)))  # before JAX takes leave of the others
     gc.freeze()
@@ -125,6 +128,16 @@ def _tell_of_the_compiler() -> None:
         return compiled
 
     jax.stages.Lowered.compile = told  # type: ignore[method-assign]
+
+
+def _hold_up_the_evaluation() -> None:
+    """What is compiled behind another program never is."""
+    begin = CompiledStep.begin
+
+    def held_up(step: CompiledStep, state: Any, batch: Any, *, after: Program | None = None) -> Program:
+        return begin(step, state, batch, after=None if after is None else Program())
+
+    CompiledStep.begin = held_up  # type: ignore[method-assign]
 
 
 class TrainingProcess:

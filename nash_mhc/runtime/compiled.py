@@ -18,6 +18,14 @@ from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.runtime.program_cache import found_in_cache
 
+Program = Future[Any]  # one that is to come: `result()` waits for it
+_THREAD = "compile"
+
+
+def compiles_still() -> bool:
+    """Whether something is being compiled that nobody may be waiting for any more."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())
+
 
 def signature(tree: Any) -> tuple[str, ...]:
     """`inputs: int32[1,8,256]` for each leaf: what a compiled step is specific to."""
@@ -56,7 +64,7 @@ class CompiledStep:
         self._mesh, self._warn = mesh, warn
         self._constants = constants
         self._placed: list[Any] | None = None  # on the mesh
-        self._programs: dict[tuple[str, ...], Future[Any]] = {}  # by the batch's shape; shared as well
+        self._programs: dict[tuple[str, ...], Program] = {}  # by the batch's shape; shared as well
         self._latest: tuple[str, ...] | None = None  # shape of this one's last batch
         # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is asked
         # otherwise. Everywhere else the same program gives the same bits.
@@ -73,13 +81,12 @@ class CompiledStep:
         key = signature(batch)
         if (program := self._programs.get(key)) is None:
             program, finish = self._trace(key, state, batch)
-            finish(lambda: None)
+            finish(None)
         self._latest = key
         return program.result()
 
-    def begin(self, state: Any, batch: Any, *, after: Callable[[], None] = lambda: None) -> Callable[[], None]:
-        """Traces at once, and starts to compile in a thread of its own, `after` having returned there; the function
-        that is returned waits for the end of it, as the first call does.
+    def begin(self, state: Any, batch: Any, *, after: Program | None = None) -> Program:
+        """Traces at once, and starts to compile in a thread of its own, once another program is there.
 
         Other things can be compiled meanwhile, and an interrupt gets through, which a compiler in the main thread holds
         up. What is traced by the same thread is traced in the same order at every start, so that the same functions
@@ -90,16 +97,12 @@ class CompiledStep:
             program, finish = self._trace(key, state, batch)
             # No daemon: a thread that comes back from the compiler while the interpreter ends would tear the process
             # down.
-            threading.Thread(target=finish, args=(after,), name="compile").start()
+            threading.Thread(target=finish, args=(after,), name=_THREAD).start()
         self._latest = key
+        return program
 
-        def wait() -> None:
-            program.result()
-
-        return wait
-
-    def _trace(self, key: tuple[str, ...], state: Any, batch: Any) -> tuple[Future[Any], Callable[[Callable[[], None]], None]]:
-        """A program that is to come, and what makes it come, another function having returned: the compiler's part."""
+    def _trace(self, key: tuple[str, ...], state: Any, batch: Any) -> tuple[Program, Callable[[Program | None], None]]:
+        """A program that is to come, and what makes it come, once another one is there: the compiler's part."""
         if self._latest is not None:
             changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
             self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
@@ -111,14 +114,15 @@ class CompiledStep:
         if self._deterministic_gpu:
             tell_apart(lowered.compiler_ir("stablehlo"))
         self.seconds += time.perf_counter() - start
-        program = self._programs[key] = Future()
+        program = self._programs[key] = Program()
 
-        def finish(after: Callable[[], None]) -> None:
+        def finish(after: Program | None) -> None:
             try:
-                after()
+                if after is not None:
+                    after.result()
                 start, found = time.perf_counter(), found_in_cache()
                 compiled = lowered.compile(compiler_options=self._compiler_options)
-            except BaseException as error:  # whatever it is, whoever waits shall have it
+            except BaseException as error:  # whatever it is, whoever waits shall have it; the next one may try again
                 del self._programs[key]
                 program.set_exception(error)
                 return

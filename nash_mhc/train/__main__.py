@@ -19,6 +19,7 @@ from nash_mhc.config.commands import one_line_errors, this_python
 from nash_mhc.config.parsing import as_flags, parse, render
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
+from nash_mhc.runtime.compiled import compiles_still
 from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
@@ -142,7 +143,7 @@ def command() -> int:
     except Exception:
         traceback.print_exc()
         code = 1
-    if code not in (0, TRY_AGAIN):
+    if code not in (0, TRY_AGAIN) or (compiles_still() and jax.process_count() == 1):
         leave(code)  # an ordinary end would wait for what still compiles, and JAX for the other processes
     SIGNALS.ending = code
     return code

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.hub.importing import texts_beside
 from nash_mhc.parallel.processes import from_leader
-from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.hardware import peak_flops, peak_memory
 from nash_mhc.runtime.profile import Profile
 from nash_mhc.runtime.watchdog import Watch
@@ -67,6 +68,7 @@ class Session:
     watch: Watch
     clock: WallClock
     samples: Samples
+    evaluation_program: Program | None = None  # where text is held out
     profile: Profile | None = None
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)  # the last one
     evaluated_at: int | None = None  # its step
@@ -103,6 +105,8 @@ class Session:
             return self.watch.should_stop()
 
         try:
+            with self.clock.during("compile"):
+                self._wait_for_evaluation()
             with self.clock.during("evaluation"):
                 found = evaluator.evaluate(state.model, should_stop)
                 if state.ema is not None:
@@ -118,6 +122,14 @@ class Session:
             written = {} if self.sample is None else {"sample": self.sample}
             self.telemetry.write(step, self.evaluation | self.meter.inside | written, file=EVALUATIONS)
         self.reporter.evaluation(step, self.evaluation, self.inputs.floor, self.sample)
+
+    def _wait_for_evaluation(self) -> None:
+        """Until its program is compiled; BrokenOff where a signal comes first."""
+        while self.evaluation_program is not None and not self.evaluation_program.done():
+            self.watch.doing("compiling the evaluation")
+            if self.watch.should_stop():
+                raise BrokenOff
+            futures.wait([self.evaluation_program], timeout=0.1)
 
     def save(self, state: TrainState, step: int, *, wait: bool = False) -> None:
         """Starts to save; with `wait`, returns when the checkpoint is whole."""
@@ -201,9 +213,8 @@ def begin(
         telemetry = _open_files(inputs, texts, evaluated, start.step, reporter, others)
     saver = Saver(store, texts, say=reporter.say, owner=inputs.owner, last=start.step if start.own else None)
     with clock.during("compile"):
-        if (evaluator := inputs.evaluator) is not None:  # not needed before some steps are done: compiled behind the first ones
-            evaluator.step.begin(shapes.model, inputs.abstract_batch(evaluator.held_out, 1, mesh), after=compiled)
-        compiled()
+        evaluation = _begin_evaluation(inputs, mesh, shapes.model, compiled)
+        compiled.result()
     where = " (an earlier start had compiled it)" if step_fn.from_cache else ""
     reporter.say(f"compiled in {step_fn.seconds:.1f} s{where}; starting from {start.origin}")
     for line in changed_settings.about(changed, cfg, int(start.state.step)):
@@ -218,9 +229,26 @@ def begin(
     )
     samples = Samples(cfg, mesh, inputs.tokenizer, reporter.say)
     profile = _profile(inputs, start, step_fn, reporter)
-    session = Session(inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, samples, profile)
+    session = Session(
+        inputs, mesh, start, step_fn, store, saver, telemetry, meter, reporter, watch, clock, samples, evaluation, profile
+    )
     session.best = Best.of(start.values.get("best")) if start.own else Best()
     return session
+
+
+def _begin_evaluation(inputs: Inputs, mesh: Mesh, model: Any, step: Program) -> Program | None:
+    """Its program is not needed before some steps are done, and is compiled behind the first of them.
+
+    But where several processes stop at the same point of their work, none may wait for its compiler in between.
+    """
+    if (evaluator := inputs.evaluator) is None:
+        return None
+    alone = jax.process_count() == 1
+    batch = inputs.abstract_batch(evaluator.held_out, 1, mesh)
+    program = evaluator.step.begin(model, batch, after=step if alone else None)
+    if not alone:
+        program.result()
+    return program
 
 
 def _beside(start: Start) -> dict[str, str]:
