@@ -31,10 +31,13 @@ class _Weights(eqx.Module):
     model: Any
 
 
-def untrained_run(folder, cfg):
-    """A folder like that of a run, whose one checkpoint holds fresh weights and nothing else: no step is compiled."""
+def untrained_run(folder, cfg, model=None):
+    """A folder like that of a run, whose one checkpoint holds fresh weights, or the model's, and nothing else:
+    no step is compiled."""
+    if model is None:
+        model = jax.jit(lambda: architecture_of(cfg.model).init(cfg.model, key=jax.random.key(0)))()
     with Store(folder) as store:
-        store.save(0, _Weights(jax.jit(lambda: architecture_of(cfg.model).init(cfg.model, key=jax.random.key(0)))()), {})
+        store.save(0, _Weights(model), {})
     RunFolder(folder).write({"run.json": json.dumps({"config": cfg.to_dict(), "rows": "none", "parameters": 0})})
     return folder
 

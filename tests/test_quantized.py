@@ -1,7 +1,9 @@
 """Training with weights of few bits: on any mesh, resumed, and with the very numbers that are used afterwards."""
 
 import dataclasses
+import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,32 +18,41 @@ from nash_mhc.hub import stored
 from nash_mhc.hub.load import Loaded, load, load_few_bits
 from nash_mhc.hub.packed import is_packed, write_packed
 from nash_mhc.model import quantized as quantizing
-from nash_mhc.model.lm import LM
-from nash_mhc.model.lora import adapted, adapters_of
+from nash_mhc.model.lora import adapted
 from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import for_compute, placed
-from nash_mhc.train.state import abstract_state
+from nash_mhc.train.device_batches import to_device
+from nash_mhc.train.programs import compile_train_step
+from nash_mhc.train.state import abstract_state, initial_state, state_shardings
 
-# A program grows with the levels, and so four bits, 16 of them, are in one of these only.
+# Each has groups in one part and narrow matrices in the other, since these compile for seconds. A program grows with
+# the levels, too, and so the one that is trained has as few as there can be.
 FORMS = {
-    "groups": QuantizeConfig(weights="2/0,4/0", group=8),
-    "rank": QuantizeConfig(weights="2/4,3/2", group=8),
-    "magnitudes, table": QuantizeConfig(weights="2/4,3/2", group=8, magnitudes=True, levels="table", rest=0.05),
+    "uniform": QuantizeConfig(weights="3/4,4/0", group=8),
+    "magnitudes, table": QuantizeConfig(weights="2/0,2/4", group=8, magnitudes=True, levels="table", rest=0.05),
 }
+# The one that is trained; unrolled or not as a run resolves it, so that its step is theirs.
+TRAINED = "magnitudes, table"
+CONFIG = dataclasses.replace(small.config(train__unroll="no"), quantize=FORMS[TRAINED])
 
 
 @pytest.fixture(scope="module")
 def plain():
-    cfg = small.config().model
-    return jax.jit(lambda: LM.init(cfg, key=jax.random.key(0)))()
+    return small.generic_model(CONFIG.model)
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def few(request, plain):
-    return jax.jit(lambda model: quantized(model, FORMS[request.param]))(plain)
+@pytest.fixture(scope="module")
+def fitted(plain):
+    """A form -> the model in it: fitted once, for all tests and what is trained in them."""
+    return functools.cache(lambda form: jax.jit(lambda model: quantized(model, FORMS[form]))(plain))
+
+
+@pytest.fixture(params=FORMS)
+def few(request, fitted):
+    return fitted(request.param)
 
 
 forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))
@@ -81,11 +92,18 @@ def test_the_baked_model_and_the_snapped_one_compute_the_same_bit_for_bit(few):
         np.testing.assert_array_equal(a, b)
 
 
-def test_every_part_of_every_layer_has_a_gradient(few):
+def gradients(fitted, form, one_device):
+    if form == TRAINED:
+        return one_device[0].opt_state[1].mu  # made of those of three steps, which are compiled anyway
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
-    # Fresh models of several streams mix them alike, so that some gradients are zero: these are not the weights'.
-    grads = jax.jit(jax.grad(lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)))(few)
-    for weight in weights_of(grads):
+    return jax.jit(jax.grad(lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)))(fitted(form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_part_of_every_layer_has_a_gradient(fitted, form, one_device):
+    grads = weights_of(gradients(fitted, form, one_device))
+    assert len(grads) == 7
+    for weight in grads:
         for name, leaf in named_leaves(weight).items():
             if name in ("seen_R", "rests_R"):  # looked at, not trained
                 continue
@@ -105,74 +123,100 @@ def test_presets_and_pairs_say_the_same():
     assert QuantizeConfig(weights="none,4/0").mlp is None
 
 
-CONFIG = dataclasses.replace(small.config(), quantize=QuantizeConfig(weights="2/4,2/0", group=4, levels="table"))
+def begun(cfg, model, mesh):
+    """The state before the first step of a model that has its few bits already: to fit them again is seconds."""
+    state = jax.jit(lambda model: initial_state(cfg, model))(model)
+    return jax.tree.map(lambda a, s: jax.device_put(np.asarray(a), s), state, state_shardings(cfg, mesh))
 
 
-def steps(cfg, count=3):
-    return [small.random_rows(cfg, seed) for seed in range(count)]
+def trained_model(cfg, model, count=3):
+    """(the last state, the losses)"""
+    mesh = make_mesh(cfg.mesh)
+    state, step, losses = begun(cfg, model, mesh), compile_train_step(cfg, mesh), []
+    for seed in range(count):
+        state, metrics = step(state, to_device(small.random_rows(cfg, seed), mesh))
+        losses.append(float(metrics["loss"]))
+    return jax.device_get(state), losses
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    return small.train(CONFIG, steps(CONFIG))
+def one_device(fitted):
+    return trained_model(CONFIG, fitted(TRAINED))
 
 
-def test_a_mesh_trains_them_as_one_device_does(one_device):
-    state, history, _ = one_device
-    sharded, on_mesh, _ = small.train(small.mesh_config(CONFIG, 2, 2, 2), steps(CONFIG))
-    np.testing.assert_allclose([m["loss"] for m in on_mesh], [m["loss"] for m in history], rtol=2e-5)
-    moved = 0
+def test_a_mesh_trains_them_as_one_device_does(fitted, one_device):
+    """Groups and narrow matrices with magnitudes, of levels that are trained as well."""
+    (state, losses), model = one_device, fitted(TRAINED)
+    sharded, on_mesh = trained_model(small.mesh_config(CONFIG, 2, 2, 2), model)
+    np.testing.assert_allclose(on_mesh, losses, rtol=2e-5)
+    moved, before = set(), named_leaves(model)
     for (name, a), b in zip(named_leaves(state.model).items(), jax.tree.leaves(sharded.model), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-4, err_msg=name)
-        moved += "scale" in name
-    assert moved
+        moved |= {name.rpartition(".")[2]} if (a != np.asarray(before[name])).any() else set()
+    assert moved >= {"base", *SCALES}
+
+
+SCALES = ("scale", "scale_a", "scale_b", "magnitude_R", "steps_K")
+
+
+def is_watched(name):
+    return name.rpartition(".")[2] in ("seen_R", "rests_R")
 
 
 def is_scale(name):
-    return name.rpartition(".")[2] in ("scale", "scale_a", "scale_b", "steps_K")
+    return name.rpartition(".")[2] in SCALES
 
 
 # One with pairs of narrow matrices, the other with groups: which leaves are whose is asked of both together.
-@pytest.mark.parametrize(("trains", "weights"), [("weights", "2/4,none"), ("scales", "none,2/0")])
-def test_only_what_is_named_is_trained(trains, weights):
+@pytest.mark.parametrize(("trains", "weights"), [("weights", "none,2/4"), ("scales", "2/0,none")])
+def test_only_what_is_named_is_trained(fitted, trains, weights):
     cfg = dataclasses.replace(CONFIG, quantize=dataclasses.replace(CONFIG.quantize, trains=trains))
     names = named_leaves(Training.of(cfg).split(abstract_state(cfg).model)[0])
-    assert set(names) == {name for name in named_leaves(abstract_state(cfg).model) if is_scale(name) == (trains == "scales")}
+    asked = lambda names: {name for name in names if is_scale(name) == (trains == "scales") and not is_watched(name)}
+    assert set(names) == asked(named_leaves(abstract_state(cfg).model))
     cfg = dataclasses.replace(cfg, quantize=dataclasses.replace(cfg.quantize, weights=weights))
-    before = small.start(cfg, small.make_mesh(cfg.mesh))
-    before = {name: np.asarray(leaf) for name, leaf in named_leaves(before.model).items()}
-    state, _, _ = small.train(cfg, steps(cfg, 2))
+    if trains == "weights":  # the fitted model, with few bits in attention alone
+        of_ffn = lambda path: ".ffn." in jax.tree_util.keystr(path)
+        given = jax.tree_util.tree_map_with_path(
+            lambda path, x: x.base if is_quantized(x) and of_ffn(path) else x, fitted(TRAINED), is_leaf=is_quantized
+        )
+    else:  # as a fresh run fits them; of groups, that is quick
+        given = small.start(cfg, make_mesh(cfg.mesh)).model
+    before = {name: np.asarray(leaf) for name, leaf in named_leaves(given).items()}
+    state, _ = trained_model(cfg, given, 2)
     changed = {name for name, leaf in named_leaves(state.model).items() if (leaf != before[name]).any()}
-    assert changed == {name for name in before if is_scale(name) == (trains == "scales")}
+    assert changed == asked(before)
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if np.ndim(leaf) > 0]
     assert len(moments) == 2 * len(changed)
 
 
 def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
-    cfg = dataclasses.replace(small.config(), quantize=FORMS["groups"])
-    loaded = Loaded(cfg, ByteTokenizer(), few, 7, "float32", ())
+    loaded = Loaded(CONFIG, ByteTokenizer(), few, 7, "float32", ())
     sizes = {size.name: size for size in write_packed(loaded, tmp_path / "packed")}
     assert is_packed(str(tmp_path / "packed"))
     read = load(tmp_path / "packed")
     for (name, a), b in zip(named_leaves(jax.jit(baked)(few)).items(), jax.tree.leaves(read.model), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
-    two = sizes["2 bits"]
+    bits, size = min((int(name.split()[0]), size) for name, size in sizes.items() if name.endswith(" bits"))
     codes = sum(
         array.nbytes for name, array in load_file(tmp_path / "packed" / "packed.safetensors").items() if "codes" in name
     )
-    assert two.numbers // 4 <= two.bytes and codes < sum(size.numbers for size in sizes.values()) / 2
+    assert size.numbers * bits // 8 <= size.bytes and codes < sum(size.numbers for size in sizes.values()) / 2
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     np.testing.assert_array_equal(forward(read.model, tokens_BT), forward(few, tokens_BT))
 
 
 @pytest.fixture(scope="module")
-def quantized_run(tmp_path_factory):
-    return at(tmp_path_factory.mktemp("quantized") / "few", with_bits("2/4,2/0"), evaluated=False)
+def quantized_run(fitted, tmp_path_factory):
+    """Begun with the model that is fitted already; its step is that of the tests above."""
+    folder, cfg = tmp_path_factory.mktemp("quantized"), with_bits(CONFIG.quantize.weights)
+    untrained_run(folder / "fitted", cfg, fitted(TRAINED))
+    return at(folder / "few", cfg, evaluated=False, init_from=str(folder / "fitted"))
 
 
-def test_what_corrects_a_quantized_run_is_packed_with_its_codes(quantized_run, tmp_path):
+def test_what_corrects_a_quantized_run_is_packed_with_its_codes(quantized_run, plain, tmp_path):
     train = dataclasses.replace(RUN.train, init_from=str(quantized_run.folder), total_steps=2)
-    cfg = dataclasses.replace(RUN, lora=LoraConfig(rank=2, targets="mlp,q_proj"), train=train)
+    cfg = dataclasses.replace(RUN, lora=LoraConfig(rank=2, targets="down_proj,q_proj"), train=train)
     run = at(tmp_path / "corrected", cfg, evaluated=False)
     sizes = {size.name: size for size in write_packed(load_few_bits(str(run.folder)), tmp_path / "packed")}
     assert sizes["2 bits"].bytes < sizes["2 bits"].numbers and sizes["adapters"].numbers > 0
@@ -182,14 +226,13 @@ def test_what_corrects_a_quantized_run_is_packed_with_its_codes(quantized_run, t
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     np.testing.assert_array_equal(forward(read.model, tokens_BT), forward(run.state.model, tokens_BT))
     with pytest.raises(ConfigError, match="was not trained with --quantize"):
-        load_few_bits(str(untrained_run(tmp_path / "plain", with_bits(None))))
+        load_few_bits(str(untrained_run(tmp_path / "plain", with_bits(None), plain)))
 
 
-def test_magnitudes_that_have_come_to_rest_stay(plain, monkeypatch):
+def test_magnitudes_that_have_come_to_rest_stay(fitted, monkeypatch):
     monkeypatch.setattr(quantizing, "_LOOK_EVERY", 2)
-    form = QuantizeConfig(weights="2/4,none", group=8, magnitudes=True, rest=0.05)
-    model = jax.jit(lambda model: quantized(model, form))(plain)
-    (weight, *_) = weights_of(model)
+    model = fitted(TRAINED)
+    weight = model.layers.attention.q_DNH
     grow = jnp.asarray([1.0, 1.01, 1.2, 1.0])  # a step: the third does not rest
     looked, look = [], jax.jit(quantizing.look_at_magnitudes)
     for step in range(1, 7):
@@ -205,13 +248,12 @@ def test_magnitudes_that_have_come_to_rest_stay(plain, monkeypatch):
     assert (np.asarray(grads.magnitude_R)[:, [0, 1, 3]] == 0).all() and (np.asarray(grads.magnitude_R)[:, 2] != 0).all()
     skipped = look(weight, jnp.asarray(8), jnp.asarray(False))  # a step that changed nothing
     assert_equal_states(skipped, weight)
-    (trained, *_) = weights_of(Training().split(model)[0])
-    assert trained.seen_R is None and trained.rests_R is None and trained.magnitude_R is not None
+    split = Training().split(model)[0].layers.attention.q_DNH
+    assert split.seen_R is None and split.rests_R is None and split.magnitude_R is not None
 
 
-def test_a_damaged_packed_folder_is_one_line(few, tmp_path):
-    cfg = dataclasses.replace(small.config(), quantize=FORMS["groups"])
-    write_packed(Loaded(cfg, ByteTokenizer(), few, 7, "float32", ()), tmp_path / "packed")
+def test_a_damaged_packed_folder_is_one_line(fitted, tmp_path):
+    write_packed(Loaded(CONFIG, ByteTokenizer(), fitted(TRAINED), 7, "float32", ()), tmp_path / "packed")
     weights = tmp_path / "packed" / "packed.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64])
     with pytest.raises(ConfigError, match=r"packed\.safetensors: cannot be read"):
@@ -221,16 +263,18 @@ def test_a_damaged_packed_folder_is_one_line(few, tmp_path):
         load(tmp_path / "packed")
 
 
-@pytest.mark.parametrize("few", ["rank"], indirect=True)  # baked, they are all the same kind of arrays
+@pytest.mark.parametrize("few", ["uniform"], indirect=True)  # baked, they are all the same kind of arrays
 def test_a_recovering_adapter_learns_through_the_quantized_base_from_the_first_layer_on(few):
     """The base is frozen, and what comes back through it reaches the adapters of layer 0."""
     model = jax.jit(lambda few: adapted(baked(few), LoraConfig(rank=2), jax.random.key(1)))(few)
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     loss = lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)
-    grads = jax.jit(jax.grad(loss))(model)
-    for name, leaf in named_leaves(adapters_of(grads)).items():
-        if name.endswith("lora_b"):  # A has none while B is zero
-            assert float(jnp.abs(leaf[0]).max()) > 0, name
+    trained, base = Training(adapters=True).split(model)
+    grads = named_leaves(jax.jit(jax.grad(lambda trained: loss(eqx.combine(trained, base))))(trained))
+    of_b = {name: leaf for name, leaf in grads.items() if name.endswith("lora_b")}  # A has none while B is zero
+    assert len(of_b) == 7
+    for name, leaf in of_b.items():
+        assert np.abs(np.asarray(leaf)[0]).max() > 0, name
 
 
 def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(quantized_run):
@@ -239,10 +283,11 @@ def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(quant
     cfg = dataclasses.replace(RUN.train, init_from=str(first.folder), total_steps=1)
     kept = stored.read(
         stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
-        abstract_state(dataclasses.replace(with_bits("2/4,2/0"), train=cfg)).model, lambda x: placed(x, MESH), print,
+        abstract_state(dataclasses.replace(with_bits(CONFIG.quantize.weights), train=cfg)).model,
+        lambda x: placed(x, MESH), print,
     )  # fmt: skip
     assert_equal_states(kept, first.state.model)
-    for other in ("2/8,2/0", "2/4,3/0", None):
+    for other in ("2/0,2/8", "3/0,2/4", None):
         plain = stored.read(
             stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
             abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: placed(x, MESH), print,
@@ -252,7 +297,7 @@ def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(quant
 
 def with_bits(weights):
     return dataclasses.replace(
-        RUN, quantize=QuantizeConfig(weights=weights, group=4), train=dataclasses.replace(RUN.train, total_steps=2)
+        RUN, quantize=dataclasses.replace(CONFIG.quantize, weights=weights), train=dataclasses.replace(RUN.train, total_steps=2)
     )
 
 
