@@ -15,21 +15,25 @@ from nash_mhc.ops.attend_triton import find_reference, fits_triton, found_by_tri
 
 B, T, N, H, STRIDE = 2, 512, 4, 16, 4
 # Documents end within a tile of keys, within one of queries, and with the row.
-SEGMENTS = jnp.array([[1] * 37 + [2] * 70 + [3] * 21, [1] * 128])
+SEGMENTS = np.array([[1] * 37 + [2] * 70 + [3] * 21, [1] * 128], np.int32)
 
 
 def inputs(dtype, kv_heads=2, stride=STRIDE):
-    keys = jax.random.split(jax.random.key(0), 5)
-    q, dout = (jax.random.normal(k, (B, T, N, H), dtype) for k in keys[:2])
-    k, v = (jax.random.normal(key, (B, T // stride, kv_heads, H), dtype) for key in keys[2:4])
-    return Rows(q, k, v, jnp.repeat(SEGMENTS, STRIDE, axis=1)[:, ::stride]), dout, jax.random.normal(keys[4], (B, T, N))
+    rng = np.random.default_rng(0)
+    drawn = lambda *shape: rng.normal(size=shape).astype(dtype)
+    q, dout, k, v = (drawn(B, T // s, heads, H) for s, heads in ((1, N), (1, N), (stride, kv_heads), (stride, kv_heads)))
+    return Rows(q, k, v, np.repeat(SEGMENTS, STRIDE, axis=1)[:, ::stride]), dout, drawn(B, T, N).astype(np.float32)
 
 
 def with_gradients(find, rows, dout, devidence):
-    """(found, gradients of queries, keys and values)."""
-    run = jax.jit(lambda q, k, v: find(rows._replace(q_BTNH=q, k_BIKH=k, v_BIKH=v)))
-    found, back = jax.vjp(run, *rows[:3])
-    return *found, *back(type(found)(dout, devidence))
+    """(found, gradients of queries, keys and values), all in one program."""
+
+    @jax.jit
+    def both(rows, *cotangents):
+        found, back = jax.vjp(lambda q, k, v: find(rows._replace(q_BTNH=q, k_BIKH=k, v_BIKH=v)), *rows[:3])
+        return *found, *back(type(found)(*cotangents))
+
+    return both(rows, dout, devidence)
 
 
 @pytest.mark.parametrize(
@@ -49,24 +53,30 @@ def test_the_plain_form_is_ordinary_attention(documents, stride, window):
 @pytest.mark.parametrize(
     "kv_heads, stride, window", [(2, 4, None), (4, 32, None), (4, 1, 100)], ids=["grouped", "few summaries", "a window"]
 )
-@pytest.mark.parametrize("shares", [1, 3])
-def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads, stride, window, shares):
+def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads, stride, window):
     """In Pallas's interpreter: the same kernels that a GPU compiles. What they get is rounded, so is what they give;
-    the plain form works on the same numbers in float32."""
-    monkeypatch.setattr(attend_triton_gpu, "_LEAST_SHARE", 1 if shares > 1 else T)
-    monkeypatch.setattr(attend_triton_gpu, "_MOST_SHARES", shares)
+    the plain form works on the same numbers in float32. On the way back one block of threads walks along all queries of
+    a tile of keys, or three share them."""
     rows, dout, devidence = inputs(jnp.bfloat16, kv_heads, stride)
     assert fits_triton(rows)
-    wide = lambda *arrays: [a.astype(jnp.float32) for a in arrays]
-    bounds, how = bounds_of(rows.segments_BI), {"window": window or T // stride}
+    bounds, how = jax.jit(bounds_of)(rows.segments_BI), {"window": window or T // stride}
+
+    @jax.jit
+    def plain(*arrays):
+        found, back = jax.vjp(lambda *qkv: find_reference(*qkv, *bounds, **how), *arrays[:3])
+        return *found, *back(arrays[3:])
+
+    want = plain(*(a.astype(np.float32) for a in (*rows[:3], dout, devidence)))
     found = jax.jit(functools.partial(attend_triton._find_in_kernel, **how, interpret=True))(*rows[:3], *bounds)
-    want, back = jax.vjp(lambda *qkv: find_reference(*qkv, *bounds, **how), *wide(*rows[:3]))
-    backward = jax.jit(functools.partial(attend_triton._backward_in_kernel, **how, interpret=True))
-    got = *found, *backward(*rows[:3], *bounds, *found, dout, devidence)
-    assert [a.dtype for a in got] == [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3]
-    for a, b in zip(got, [*want, *back((*wide(dout), devidence))], strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float32), b, atol=2**-7 * float(jnp.abs(b).max()), rtol=2**-7)
     np.testing.assert_allclose(found[1], want[1], atol=1e-5)  # the evidence is not rounded
+    for shares in (1, 3):
+        monkeypatch.setattr(attend_triton_gpu, "_LEAST_SHARE", 1 if shares > 1 else T)
+        monkeypatch.setattr(attend_triton_gpu, "_MOST_SHARES", shares)
+        backward = jax.jit(functools.partial(attend_triton._backward_in_kernel, **how, interpret=True))
+        got = *found, *backward(*rows[:3], *bounds, *found, dout, devidence)
+        assert [a.dtype for a in got] == [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3]
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float32), b, atol=2**-7 * np.abs(b).max(), rtol=2**-7)
 
 
 @pytest.fixture
@@ -83,32 +93,39 @@ def asked_of_cudnn(monkeypatch):
 
 
 def test_where_cudnn_is_asked_for_summaries_and_narrow_windows_go_their_own_way(asked_of_cudnn):
-    known = lambda rows: rows._replace(documents=documents_of(rows.segments_BI, most=3))
-    summaries, tokens = known(inputs(jnp.bfloat16)[0]), known(inputs(jnp.bfloat16, stride=1)[0])
-    each, windows = (summaries, tokens, tokens, tokens), (None, 100, 101, None)
-    found = attend_with_evidence(each, windows=windows, kernels=("cudnn",) * 4)
+    def find(*each):
+        each = [rows._replace(documents=documents_of(rows.segments_BI, most=3)) for rows in each]
+        return attend_with_evidence(tuple(each), windows=(None, 100, 101, None), kernels=("cudnn",) * 4)
+
+    summaries, tokens = inputs(jnp.bfloat16)[0], inputs(jnp.bfloat16, stride=1)[0]
+    found = jax.eval_shape(find, summaries, tokens, tokens, tokens)
     assert asked_of_cudnn == [101, None] and all(f.out_BTNH.shape == tokens.q_BTNH.shape for f in found)
 
 
 def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, monkeypatch):
     """To know how many documents there are."""
     rows, *_ = inputs(jnp.bfloat16, stride=1)
-    known, counted = (documents_of(rows.segments_BI, most) for most in (3, None))
+    segments, nothing = rows.segments_BI, lambda segments: None
+    known, counted = (functools.partial(documents_of, most=most) for most in (3, None))
 
-    def run(segments, documents):
-        attend(*rows[:3], segments, documents, kernel="cudnn")
-        attend_with_evidence((rows._replace(segments_BI=segments, documents=documents),), windows=(None,), kernels=("cudnn",))
+    def find(rows, found):
+        rows = rows._replace(documents=found(rows.segments_BI))
+        attend(*rows[:3], rows.segments_BI, rows.documents, kernel="cudnn")
+        attend_with_evidence((rows,), windows=(None,), kernels=("cudnn",))
+
+    def run(segments, found):
+        jax.eval_shape(functools.partial(find, found=found), rows._replace(segments_BI=segments))
         given = len(asked_of_cudnn)
         asked_of_cudnn.clear()
         return given
 
-    assert [run(None, None), run(rows.segments_BI, known)] == [2, 2]
-    assert [run(rows.segments_BI, counted), run(rows.segments_BI, None)] == [0, 0]
+    assert [run(None, nothing), run(segments, known)] == [2, 2]
+    assert [run(segments, counted), run(segments, nothing)] == [0, 0]
     monkeypatch.setattr("nash_mhc.ops.attend.walks_documents", lambda: False)
-    assert run(rows.segments_BI, known) == 0
+    assert run(segments, known) == 0
 
 
 def test_documents_begin_and_end_where_segments_change():
-    first, end = bounds_of(jnp.array([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3]]))
+    first, end = jax.jit(bounds_of)(np.array([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3]], np.int32))
     np.testing.assert_array_equal(first, [[0, 0, 2, 2, 2, 5], [0] * 6])
     np.testing.assert_array_equal(end, [[2, 2, 5, 5, 5, 6], [6] * 6])

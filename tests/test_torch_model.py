@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -27,10 +28,14 @@ from nash_mhc.parallel.params import named_leaves
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_imported():
     """By the one worker that runs these tests, not by all that look for some: it takes seconds."""
-    torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
-    # Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
-    import transformers.generation
-    import transformers.modeling_utils  # noqa: F401
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing of ours is imported meanwhile: what Python compiles here is for the processes after this one, too. It
+        # is thousands of modules, and ten seconds for each of them.
+        patch.setattr(sys, "dont_write_bytecode", False)
+        torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
+        # Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
+        import transformers.generation
+        import transformers.modeling_utils  # noqa: F401
 
     from nash_mhc.hub import modeling_nash_mhc  # needs torch
 
@@ -134,7 +139,7 @@ def test_a_cache_takes_any_number_of_tokens_at_a_time(name: str) -> None:
     ids, mask = padded(name, lengths, lefts)
     model, cache, logits, cfg = torch_model(name), None, [], config(name)
     with torch.no_grad():
-        for start, end in [(0, 11), (11, 12), (12, 19), *((t, t + 1) for t in range(19, T))]:
+        for start, end in itertools.pairwise([0, 11, 12, *range(19, 31), *range(40, T + 1)]):
             out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
             cache, _ = out.past_key_values, logits.append(out.logits)
             assert cache.get_seq_length() == end
@@ -150,7 +155,7 @@ def test_a_cache_takes_any_number_of_tokens_at_a_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_with_a_cache_is_the_one_without(name: str) -> None:
-    model, new = torch_model(name), 30
+    model, new = torch_model(name), 20
     ids, mask = padded(name, (9, 4, 1), (0, 5, 8))
     # Weights that were drawn like to say one word for ever; no pair may come twice.
     settings = {"max_new_tokens": new, "min_new_tokens": new, "no_repeat_ngram_size": 2, "pad_token_id": 0}
