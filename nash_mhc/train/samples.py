@@ -85,9 +85,9 @@ class Samples:
             return None
 
     def _on_one_device(self, model: LanguageModel) -> LanguageModel:
-        if self._mesh.size == 1:
-            return model
-        everywhere = _copied(model, self._mesh, self._dtype)
+        everywhere = model if self._mesh.size == 1 else _copied(model, self._mesh, self._dtype)
+        # Of a mesh of one, too: beside a cache that lies on a device and not on a mesh, the program would be compiled
+        # once for that cache and again for the one that it returns.
         return jax.tree.map(lambda a: a.addressable_data(0), everywhere)
 
 
