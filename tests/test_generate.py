@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
@@ -22,7 +23,7 @@ from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.__main__ import main
 from nash_mhc.generate.decode import Loaded, generate_tokens, keep_likely, load, sample, stream_text
 from nash_mhc.model.sampling import context_start
-from nash_mhc.train.run import Result, run
+from nash_mhc.train.run import Result
 from nash_mhc.train.state import abstract_state, state_shardings
 
 T = 32
@@ -45,8 +46,9 @@ def tiny_config(folder: Path) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    cfg = tiny_config(tmp_path_factory.mktemp("runs") / "tiny")
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        result = run(tiny_config(tmp_path_factory.mktemp("runs") / "tiny"), quiet=True)
+        result = runs.at(cfg.train.checkpoint_dir, cfg, evaluated=False)
     assert shown.getvalue() == ""  # a sample belongs to the command
     return result
 
@@ -65,8 +67,9 @@ def loaded(folder: Path) -> Loaded:
 def lively(loaded: Loaded) -> Loaded:
     """Two steps of training leave a model to which what came before hardly matters; to this one it does."""
     rng = np.random.default_rng(3)
-    noisy = jax.tree.map(lambda a: jnp.asarray(a + 0.25 * rng.standard_normal(a.shape), a.dtype), jax.device_get(loaded.model))
-    return dataclasses.replace(loaded, model=noisy)
+    noisy = jax.tree.map(lambda a: (a + 0.25 * rng.standard_normal(a.shape)).astype(a.dtype), jax.device_get(loaded.model))
+    # To where the other lies: what is compiled for that one serves this one, too.
+    return dataclasses.replace(loaded, model=jax.device_put(noisy, jax.tree.leaves(loaded.model)[0].sharding))
 
 
 def tokens_of(loaded: Loaded, prompt: list[int], **options: object) -> list[int]:
@@ -161,11 +164,14 @@ def test_no_prompt_token_is_a_mistake_of_the_caller(loaded: Loaded) -> None:
         tokens_of(loaded, [])
 
 
+likely = jax.jit(keep_likely, static_argnums=(1, 2))
+
+
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.75, 0.999])
 def test_top_p_keeps_the_fewest_tokens_that_have_the_mass(top_p: float) -> None:
-    logits_V = 2.0 * jax.random.normal(jax.random.key(5), (50,))
-    mass_V = np.asarray(jax.nn.softmax(logits_V), np.float64)
-    kept = np.isfinite(np.asarray(keep_likely(logits_V, 0, top_p)))
+    logits_V = (2.0 * np.random.default_rng(5).normal(size=50)).astype(np.float32)
+    mass_V = np.exp(logits_V, dtype=np.float64) / np.exp(logits_V, dtype=np.float64).sum()
+    kept = np.isfinite(np.asarray(likely(logits_V, 0, top_p)))
     assert mass_V[kept].sum() >= top_p - 1e-6
     assert mass_V[kept].sum() - mass_V[kept].min() < top_p
     assert not kept.all()
@@ -173,16 +179,17 @@ def test_top_p_keeps_the_fewest_tokens_that_have_the_mass(top_p: float) -> None:
 
 
 def test_cuts_combine_and_leave_the_rest_alone() -> None:
-    logits_V = jnp.log(jnp.array([0.1, 0.4, 0.3, 0.2]))
-    assert np.allclose(keep_likely(logits_V, 0, 1.0), logits_V)
-    assert np.isfinite(keep_likely(logits_V, 3, 1.0)).tolist() == [False, True, True, True]
+    logits_V = np.log(np.array([0.1, 0.4, 0.3, 0.2], np.float32))
+    assert np.allclose(likely(logits_V, 0, 1.0), logits_V)
+    assert np.isfinite(likely(logits_V, 3, 1.0)).tolist() == [False, True, True, True]
     # Of the two best, 4/7 and 3/7: the first alone has the mass.
-    assert np.isfinite(keep_likely(logits_V, 2, 0.55)).tolist() == [False, True, False, False]
+    assert np.isfinite(likely(logits_V, 2, 0.55)).tolist() == [False, True, False, False]
 
 
 def test_temperature_sharpens() -> None:
-    logits_V = jnp.array([0.0, 1.0])
-    share = {t: np.mean([int(sample(logits_V, jax.random.key(i), t)) for i in range(200)]) for t in (1e-30, 1.0, 100.0)}
+    logits_V, keys = np.array([0.0, 1.0], np.float32), jax.random.split(jax.random.key(0), 200)
+    drawn = jax.jit(jax.vmap(sample, in_axes=(None, 0, None)), static_argnums=2)
+    share = {t: float(np.mean(drawn(logits_V, keys, t))) for t in (1e-30, 1.0, 100.0)}
     assert share[1e-30] == 1.0
     assert 0.62 < share[1.0] < 0.84  # 0.731 expected, deviation 0.031
     assert 0.38 < share[100.0] < 0.62

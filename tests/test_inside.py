@@ -21,16 +21,9 @@ PLAIN = Execution(attention="xla")
 T = 32
 
 
-def with_noise(cfg):
-    """On every parameter: where streams are still alike and taps still even, mistakes would not show."""
-    leaves, tree = jax.tree.flatten(LM.init(cfg, key=jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return jax.tree.unflatten(tree, [a + 0.3 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
-
-
 @pytest.fixture(scope="module")
 def model():
-    return jax.jit(lambda: with_noise(CFG))()
+    return small.generic_model(CFG)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +82,8 @@ def test_every_mixing_matrix_is_doubly_stochastic_and_they_act_one_after_the_oth
 
 
 def test_streams_that_are_mixed_once_a_layer_have_one_matrix_there(tokens):
-    model = jax.jit(lambda: with_noise(dataclasses.replace(CFG, residual="mhc-layer")))()
+    cfg = dataclasses.replace(CFG, residual="mhc-layer", scales=2, full_every=0)
+    model = small.generic_model(cfg)
     inside = look(model, tokens)
     assert inside.mixing_LSTRR.shape[:2] == (CFG.layers, 1)
     health = jax.jit(lambda model, tokens_BT: model.health(model.hidden(tokens_BT, execution=PLAIN)[1]))(
@@ -130,7 +124,7 @@ def test_nothing_changes_before_a_token_that_changes(model, tokens, inside):
 
 
 def test_a_text_may_have_any_length_and_a_model_one_stream(tokens):
-    model = jax.jit(lambda: with_noise(dataclasses.replace(CFG, residual="plain", layers=1, full_every=0)))()
+    model = small.generic_model(dataclasses.replace(CFG, residual="plain", layers=1, full_every=0))
     short = look(model, tokens[:13])
     assert short.weights_LCTN.shape[2] == len(short.gaze(0, 0)[1].weights_TS) == 13
     assert short.mixing_LSTRR is None
