@@ -12,7 +12,8 @@ from nash_mhc.ops import conv_gpu
 # A plain decoder with a convolution: few kernels, which the interpreter compiles in seconds.
 FLAGS = (
     "--model-scales 1 --model-window none --model-residual plain --model-width 32 --model-heads 2 --model-kv-heads 2 "
-    "--model-head-dim 16 --model-ffn 32 --model-vocab-size 300 --batch-size 8 --seq-len 128 --dtype bfloat16 --remat full"
+    "--model-head-dim 16 --model-ffn 32 --model-vocab-size 300 --batch-size 8 --seq-len 128 --dtype bfloat16 --remat full "
+    "--model-layers 1"
 ).split()
 
 

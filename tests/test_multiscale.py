@@ -20,13 +20,9 @@ T = 32
 
 def mixer_of(cfg):
     """With noise on every parameter: what starts at 0 or 1 would not be missed if it were left out."""
-
-    def made():
-        leaves, tree = jax.tree.flatten(Multiscale.init(cfg, key=jax.random.key(0)))
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        return jax.tree.unflatten(tree, [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
-
-    return jax.jit(made)()
+    mixer = jax.tree.map(lambda a: a[0], small.generic_model(cfg).layers.attention)
+    assert isinstance(mixer, Multiscale)
+    return mixer
 
 
 def pooled_by_hand(z_BTKH, taps_JKH, segments_BT):
@@ -55,7 +51,7 @@ def one_softmax(mixer, x_BTD, segments_BT, window):
     turned, keys = base.placed(q, k, positions_BT)
     wide = lambda z: jnp.repeat(z, group, axis=2)
     t = jnp.arange(T)
-    near = (t[None] <= t[:, None]) & (t[:, None] - t[None] < (window or T))
+    near = (t[None] <= t[:, None]) & (t[:, None] - t[None] < window)
     mask = [near[None] & (segments_BT[:, :, None] == segments_BT[:, None])]
     scores = [jnp.einsum("btnh,bsnh->bnts", turned, wide(keys)) / H**0.5]
     values = [wide(v)]
@@ -77,23 +73,31 @@ def one_softmax(mixer, x_BTD, segments_BT, window):
     return base.output(jnp.einsum("bnts,bsnh->btnh", weights, jnp.concatenate(values, axis=1)))
 
 
+@jax.jit
+@functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+def plain_gradient(mixer, x_BTD, segments_BT, probe_BTD, window):
+    out_BTD = one_softmax(mixer, x_BTD, segments_BT, window)
+    return jnp.sum(out_BTD * probe_BTD), out_BTD
+
+
 @functools.cache
 def gradients(kernel, window):
-    """((of the parameters, of x), what came out), of a mixer that is there once for all kernels, and of None:
-    of the one softmax."""
-    mixer = mixer_of(dataclasses.replace(CFG, window=window))
-    x_BTD, probe_BTD = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, T, CFG.width)), jnp.float32)
-    segments_BT = jnp.asarray(np.repeat([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8], 4, axis=1), jnp.int32)
+    """((of the parameters, of x), what came out), of a mixer that is the same for all kernels, and of None:
+    of the one softmax, to which the window is a number, so that all windows share its program."""
+    mixer = mixer_of(CFG)
+    x_BTD, probe_BTD = np.random.default_rng(2).normal(size=(2, 2, T, CFG.width)).astype(np.float32)
+    segments_BT = np.repeat([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8], 4, axis=1).astype(np.int32)
 
-    def loss(mixer, x_BTD):
+    given = mixer, x_BTD, segments_BT, probe_BTD
+    if kernel is None:
+        return plain_gradient(*given, np.int32(window or T))
+
+    def loss(mixer, x_BTD, segments_BT, probe_BTD):
         layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
-        if kernel is None:
-            out_BTD = one_softmax(mixer, x_BTD, segments_BT, window)
-        else:
-            out_BTD, _ = mixer(x_BTD, layout, window=window, kernel=kernel)
+        out_BTD, _ = mixer(x_BTD, layout, window=window, kernel=kernel)
         return jnp.sum(out_BTD * probe_BTD), out_BTD
 
-    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(mixer, x_BTD)
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*given)
 
 
 # That the plain kernel takes any window is in test_attend.
@@ -105,14 +109,14 @@ def test_without_the_game_it_is_one_softmax_over_all_keys_of_all_scales(kernel, 
     np.testing.assert_allclose(got_x, want_x, atol=1e-4)
     for a, b in zip(jax.tree.leaves(got_mixer), jax.tree.leaves(want_mixer), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-3)
-    assert float(jnp.abs(want_mixer.offset_CN).min()) > 0
+    assert np.abs(want_mixer.offset_CN).min() > 0
 
 
 def test_queries_of_a_block_share_a_row_and_come_back():
-    q = jax.random.normal(jax.random.key(0), (2, 12, 6, 4))
-    rows = by_block(q, 4, 3)
+    q = np.random.default_rng(0).normal(size=(2, 12, 6, 4)).astype(np.float32)
+    rows = np.asarray(jax.jit(by_block, static_argnums=(1, 2))(q, 4, 3))
     assert rows.shape == (2, 3, 24, 4)
-    np.testing.assert_array_equal(by_token(rows, 4, 3), q)
+    np.testing.assert_array_equal(jax.jit(by_token, static_argnums=(1, 2))(rows, 4, 3), q)
     # Key head 1 serves query heads 2 and 3 of all four tokens of the block.
     np.testing.assert_array_equal(rows[0, 1, 8:16].reshape(4, 2, 4), q[0, 4:8, 2:4])
 
@@ -152,7 +156,7 @@ def test_a_token_in_the_first_block_of_its_document_finds_only_what_is_near():
     mixer = mixer_of(cfg)
     x_BTD = jnp.asarray(np.random.default_rng(5).normal(size=(1, 16, cfg.width)), jnp.float32)
     placed = lambda: lay_out((1, 16), 1 + jnp.arange(16)[None] // 4, cfg.strides)
-    _, game = jax.jit(lambda x: mixer(x, placed(), window=cfg.window, kernel="xla"))(x_BTD)
+    _, game = jax.jit(lambda mixer, x: mixer(x, placed(), window=cfg.window, kernel="xla"))(mixer, x_BTD)
     weights = np.asarray(game.weight_BCN)[0] / 16  # documents of 4 tokens: two of each see one block of 2, none a block of 4
     np.testing.assert_allclose(weights.sum(axis=0), 1.0, rtol=1e-6)
     assert (weights[2] == 0.0).all()

@@ -12,16 +12,16 @@ from jax import export
 from nash_mhc.ops import nash
 from nash_mhc.ops.nash import Rules, aggregate, aggregate_reference
 
-B, T, N, H, C = 2, 16, 2, 64, 4
+B, T, N, H, C = 2, 16, 2, 64, 3  # every scale more is written out against all others
 
 
 def inputs(dtype=jnp.float32, size=1.0):
     """Scale c is there from token 2^c - 1 on."""
     rng, wide = np.random.default_rng(0), jnp.promote_types(dtype, jnp.float32)
-    outs = tuple(jnp.asarray(size * rng.normal(size=(B, T, N, H)), dtype) for _ in range(C))
+    outs = tuple(jnp.asarray((size * rng.normal(size=(B, T, N, H))).astype(dtype)) for _ in range(C))
     there = [(np.arange(T) + 1 >= 2**c)[None, :, None] for c in range(C)]
-    bids = tuple(jnp.asarray(np.where(there[c], rng.normal(size=(B, T, N)), -np.inf), wide) for c in range(C))
-    return outs, bids, jnp.asarray(np.abs(rng.normal(size=N)) + 0.5, wide)
+    bids = tuple(jnp.asarray(np.where(there[c], rng.normal(size=(B, T, N)), -np.inf).astype(wide)) for c in range(C))
+    return outs, bids, jnp.asarray((np.abs(rng.normal(size=N)) + 0.5).astype(wide))
 
 
 aggregated = jax.jit(aggregate, static_argnums=3)
@@ -50,14 +50,15 @@ def test_the_gradient_is_that_of_finite_differences():
     with jax.enable_x64(True):
         outs, bids, tau = inputs(jnp.float64)
         probe = np.random.default_rng(5).normal(size=(B, T, N, H))
-        loss = jax.jit(lambda outs, bids, tau: jnp.sum(probe * aggregate(outs, bids, tau, Rules())[0]))
-        grads = jax.jit(jax.grad(loss, (0, 1, 2)))(outs, bids, tau)
+        loss = lambda outs, bids, tau: jnp.sum(probe * aggregate(outs, bids, tau, Rules())[0])
+        both = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))  # one program for values and gradients
+        _, grads = both(outs, bids, tau)
         for seed in range(4):
             rng = np.random.default_rng(seed)
             here = jax.tree.map(np.asarray, (outs, bids, tau))
             way = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape), here)
             ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, here, way) for h in (1e-6, -1e-6))
-            measured = (loss(*ahead) - loss(*behind)) / 2e-6
+            measured = (float(both(*ahead)[0]) - float(both(*behind)[0])) / 2e-6
             predicted = sum(np.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(way), strict=True))
             np.testing.assert_allclose(predicted, measured, rtol=1e-6)
 
@@ -119,15 +120,20 @@ def test_the_weights_are_a_fixed_point_up_to_the_residual_reported():
 
 
 def test_a_scale_that_disagrees_loses_weight():
-    same = jnp.ones((1, 8, 1, 4))
-    _, w, _ = aggregated((same, same, same, -same), (jnp.zeros((1, 8, 1)),) * 4, jnp.ones(1), Rules())
+    same, none = np.ones((1, 8, 1, 4), np.float32), np.zeros((1, 8, 1), np.float32)
+    _, w, _ = aggregated((same, same, same, -same), (none,) * 4, np.ones(1, np.float32), Rules())
     assert float(w[3][0, 7, 0]) < float(w[0][0, 7, 0]) < 0.5
+
+
+@jax.jit
+@functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+def loss_of(outs, bids, tau, size):
+    return jnp.sum(aggregate(outs, bids, tau, Rules())[0] / size)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e4, 1e15])
 def test_no_size_of_the_outputs_gives_a_nan(size):
     outs, bids, tau = inputs(size=size)
-    loss = lambda outs, bids, tau: jnp.sum(aggregate(outs, bids, tau, Rules())[0] / max(size, 1.0))
-    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(outs, bids, tau)
+    value, grads = loss_of(outs, bids, tau, np.float32(max(size, 1.0)))
     assert np.isfinite(value)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))

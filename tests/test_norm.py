@@ -15,11 +15,18 @@ B, T, N, H = 2, 5, 3, 16
 TURN = Rotation(100.0, tuple(1 / (1 + i) for i in range(H // 2)), 1.25)
 
 
+def drawn(seed, *shapes, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in shapes]
+
+
+inverse_rms = jax.jit(lambda x: norm._inverse_rms(x, 1e-6))
+
+
 def inputs(dtype):
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, weight = (jax.random.normal(k, (B, T, N, H), dtype) for k in keys[:2])
-    scale = jax.random.normal(keys[2], (H,), jnp.promote_types(dtype, jnp.float32))
-    positions = jnp.array([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
+    x, weight = drawn(0, *[(B, T, N, H)] * 2, dtype=dtype)
+    (scale,) = drawn(1, (H,), dtype=np.promote_types(dtype, np.float32))
+    positions = jnp.asarray(np.array([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]], np.int32))
     return x, scale, positions, weight
 
 
@@ -52,13 +59,13 @@ def test_values_and_gradients_are_those_of_the_plain_form(name):
 def test_bfloat16_is_rounded_once_at_the_end(name):
     x, scale, positions, _ = inputs(jnp.bfloat16)
     fast, plain = pairs(positions)[name]
-    want = plain(x.astype(jnp.float32), scale)
-    np.testing.assert_allclose(np.asarray(fast(x, scale), np.float32), want, rtol=2**-8, atol=1e-6)
+    want = jax.jit(plain)(np.asarray(x, np.float32), scale)
+    np.testing.assert_allclose(np.asarray(jax.jit(fast)(x, scale), np.float32), want, rtol=2**-8, atol=1e-6)
 
 
 def test_zeros_have_a_finite_gradient():
     x, scale, positions, _ = inputs(jnp.float32)
-    grad = jax.grad(lambda x: jnp.sum(norm_and_rope(x, scale, positions, 1e-6, TURN)))(jnp.zeros_like(x))
+    grad = jax.jit(jax.grad(lambda x: jnp.sum(norm_and_rope(x, scale, positions, 1e-6, TURN))))(np.zeros(x.shape, np.float32))
     assert np.isfinite(grad).all()
 
 
@@ -66,12 +73,11 @@ def test_zeros_have_a_finite_gradient():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernels_equal_the_plain_form(heads, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. Some heads of a token are in another tile."""
-    keys = jax.random.split(jax.random.key(1), 5)
-    x, *douts = (jax.random.normal(k, (2, 1024, heads, H), dtype) for k in keys[:3])
-    scale, positions = jax.random.normal(keys[3], (H,)), jax.random.randint(keys[4], (2, 1024), 0, 100)
+    x, *douts = drawn(1, *[(2, 1024, heads, H)] * 3, dtype=dtype)
+    (scale,), positions = drawn(2, (H,)), jnp.asarray(np.random.default_rng(3).integers(0, 100, (2, 1024), np.int32))
     assert norm.norm_gpu.fits(x.shape)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
-    given = x, scale, positions, norm._inverse_rms(x, 1e-6)
+    given = x, scale, positions, inverse_rms(x)
     for in_xla, in_kernel, args in [
         (norm._turned_in_xla, norm._turned_in_kernel, given),
         (norm._turned_back_in_xla, norm._turned_back_in_kernel, (*given, *douts)),
@@ -88,9 +94,8 @@ def test_the_kernels_equal_the_plain_form(heads, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernels_of_the_norm_alone_equal_the_plain_form(width, dtype):
     """In Pallas's interpreter, a token whole and in chunks."""
-    keys = jax.random.split(jax.random.key(2), 3)
-    x, dout = (jax.random.normal(k, (2, 32, width), dtype) for k in keys[:2])
-    given = x, jax.random.normal(keys[2], (width,)), norm._inverse_rms(x, 1e-6)
+    x, dout = drawn(4, *[(2, 32, width)] * 2, dtype=dtype)
+    given = x, *drawn(5, (width,)), inverse_rms(x)
     assert norm._fits(x)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     for in_xla, in_kernel, args in [

@@ -14,11 +14,17 @@ from nash_mhc.ops.pyramid import continues, pool, pool_reference
 B, T, N, H = 2, 24, 2, 4
 
 
+continued = jax.jit(continues)
+
+
+def drawn(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+
+
 def inputs(r, dtype=jnp.float32):
-    z = jax.random.normal(jax.random.key(0), (B, T, N, H), dtype)
-    kernel = jax.random.normal(jax.random.key(1), (2 * r, N, H), jnp.promote_types(dtype, jnp.float32))
-    segments = jnp.repeat(jnp.array([[1, 1, 2, 2], [1, 2, 2, 3]]), 6, axis=1)
-    return z, kernel, continues(segments[:, ::r])
+    kernel = drawn(1, (2 * r, N, H), np.promote_types(dtype, np.float32))
+    segments = np.repeat(np.array([[1, 1, 2, 2], [1, 2, 2, 3]], np.int32), 6, axis=1)
+    return drawn(0, (B, T, N, H), dtype), kernel, continued(segments[:, ::r])
 
 
 def definition(z, kernel, continues_BI, r):
@@ -36,8 +42,8 @@ def definition(z, kernel, continues_BI, r):
 def test_both_forms_are_the_definition(r):
     z, kernel, goes_on = inputs(r)
     want = definition(np.asarray(z), np.asarray(kernel), np.asarray(goes_on), r)
-    np.testing.assert_allclose(pool_reference(z, kernel, goes_on), want, atol=1e-5)
-    same, pooled = pool(z, kernel, goes_on)
+    np.testing.assert_allclose(jax.jit(pool_reference)(z, kernel, goes_on), want, atol=1e-5)
+    same, pooled = jax.jit(pool)(z, kernel, goes_on)
     np.testing.assert_allclose(pooled, want, atol=1e-5)
     np.testing.assert_array_equal(same, z)
 
@@ -46,8 +52,7 @@ def test_both_forms_are_the_definition(r):
 def test_gradients_are_those_of_the_plain_form(r):
     with jax.enable_x64(True):
         z, kernel, goes_on = inputs(r, jnp.float64)
-        probe = lambda key, rows: jax.random.normal(jax.random.key(key), (B, rows, N, H), jnp.float64)
-        on_z, on_rows = probe(2, T), probe(3, T // r)
+        on_z, on_rows = drawn(2, (B, T, N, H), np.float64), drawn(3, (B, T // r, N, H), np.float64)
         plain = lambda z, kernel, goes_on: (z, pool_reference(z, kernel, goes_on))
 
         def gradients(f):
@@ -55,7 +60,7 @@ def test_gradients_are_those_of_the_plain_form(r):
                 same, pooled = f(z, kernel, goes_on)
                 return jnp.sum(on_z * same) + jnp.sum(on_rows * pooled)
 
-            return jax.grad(loss, (0, 1))(z, kernel)
+            return jax.jit(jax.grad(loss, (0, 1)))(z, kernel)
 
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), gradients(pool), gradients(plain))
 
@@ -65,10 +70,9 @@ def test_gradients_are_those_of_the_plain_form(r):
 def test_the_gpu_kernels_compute_what_xla_does(r, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. A document ends within a piece."""
     shape, rows = (2, 40 * r, 2, 64), 40
-    z, dz = (jax.random.normal(jax.random.key(i), shape, dtype) for i in (0, 1))
-    dout = jax.random.normal(jax.random.key(2), (2, rows, *shape[2:]), dtype)
-    kernel = jax.random.normal(jax.random.key(3), (2 * r, *shape[2:]))
-    goes_on = continues(jnp.array([[1] * 19 + [2] * 21, [1] * 8 + [2] * 32]))
+    z, dz, dout = drawn(0, shape, dtype), drawn(1, shape, dtype), drawn(2, (2, rows, *shape[2:]), dtype)
+    kernel = drawn(3, (2 * r, *shape[2:]))
+    goes_on = continued(np.array([[1] * 19 + [2] * 21, [1] * 8 + [2] * 32], np.int32))
     assert pyramid.pyramid_gpu.fits(z, r)
     pairs = [
         (pyramid._pool_in_xla, pyramid._pool_in_kernel, (z, kernel, goes_on)),
@@ -84,9 +88,9 @@ def test_the_gpu_kernels_compute_what_xla_does(r, dtype):
 
 def test_bfloat16_is_summed_in_float32():
     z, kernel, goes_on = inputs(2, jnp.bfloat16)
-    want = pool_reference(z.astype(jnp.float32), kernel, goes_on)
-    np.testing.assert_allclose(np.asarray(pool(z, kernel, goes_on)[1], np.float32), want, rtol=2**-8, atol=1e-6)
+    want = jax.jit(pool_reference)(np.asarray(z, np.float32), kernel, goes_on)
+    np.testing.assert_allclose(np.asarray(jax.jit(pool)(z, kernel, goes_on)[1], np.float32), want, rtol=2**-8, atol=1e-6)
 
 
 def test_a_row_continues_only_its_own_document():
-    assert continues(jnp.array([[1, 1, 2, 2, 2, 3]])).tolist() == [[False, True, False, True, True, False]]
+    assert continued(np.array([[1, 1, 2, 2, 2, 3]], np.int32)).tolist() == [[False, True, False, True, True, False]]

@@ -2,6 +2,7 @@
 and plain addition as a special case."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -22,14 +23,22 @@ R, B, T, D = CFG.streams, 2, 32, CFG.width
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
+started = jax.jit(lambda: HyperConnection.init(CFG, key=jax.random.key(0)))
+
+
+def normal(shape, count, dtype=np.float32):
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=shape).astype(dtype)) for _ in range(count)]
+
+
 def connection(kind):
     """As it starts, or with parameters that no training would reach."""
-    fresh = jax.jit(lambda: HyperConnection.init(CFG, key=jax.random.key(0)))()
+    fresh = started()
     if kind == "fresh":
         return fresh
     rng = np.random.default_rng(0)
-    draw = lambda a, size: jnp.asarray(size * rng.normal(size=a.shape), jnp.float32)
-    alpha = jnp.asarray([1.0, -2.0, 3.0])
+    draw = lambda a, size: jnp.asarray((size * rng.normal(size=a.shape)).astype(np.float32))
+    alpha = jnp.asarray(np.array([1.0, -2.0, 3.0], np.float32))
     return dataclasses.replace(fresh, phi_RDM=draw(fresh.phi_RDM, 0.5), bias_M=draw(fresh.bias_M, 3.0), alpha_3=alpha)
 
 
@@ -46,10 +55,11 @@ def pass_through(connection, state, y_BTD):
     return (maps.pre, maps.post, maps.res), x_BTD, connection.write(state, y_BTD, maps).xs
 
 
+@functools.cache
 def passed(kind, dtype):
-    *state, y_BTD = (jax.random.normal(k, (B, T, D), jnp.dtype(dtype)) for k in jax.random.split(jax.random.key(1), R + 1))
+    *state, y_BTD = normal((B, T, D), R + 1, jnp.dtype(dtype))
     ready = for_compute(connection(kind), jnp.dtype(dtype))
-    maps, x_BTD, after = pass_through(ready, tuple(state), 0 * y_BTD)
+    maps, x_BTD, after = pass_through(ready, tuple(state), jnp.asarray(np.zeros(y_BTD.shape, jnp.dtype(dtype))))
     _, _, written = pass_through(ready, tuple(state), y_BTD)
     wide = lambda tree: np.array(jax.tree.map(lambda a: np.asarray(a, np.float64), tree))
     return tuple(wide(a) for a in (*maps, state, y_BTD, x_BTD, after, written))
@@ -89,7 +99,7 @@ def test_maps_that_do_not_look_at_the_token_are_plain_addition():
     mixed = eqx.tree_at(phis, model, replace_fn=jnp.zeros_like)
     layers = dataclasses.replace(model.layers, attention_residual=PlainResidual(), ffn_residual=PlainResidual())
     plain = dataclasses.replace(model, layers=layers, cfg=dataclasses.replace(cfg, residual="plain"))
-    tokens_BT = jax.random.randint(jax.random.key(3), (B, T), 0, cfg.vocab_size)
+    tokens_BT = np.random.default_rng(3).integers(0, cfg.vocab_size, (B, T), np.int32)
     forward = jax.jit(lambda model, tokens: model(tokens))
     want = forward(plain, tokens_BT)
     np.testing.assert_allclose(forward(mixed, tokens_BT), want, atol=1e-4)
@@ -100,23 +110,34 @@ def test_a_layer_that_mixes_once_adds_attention_and_feed_forward_to_what_it_has_
     cfg = dataclasses.replace(CFG, residual="mhc-layer")
     layer = jax.jit(lambda: Layer.init(cfg, key=jax.random.key(0)))()
     layer = dataclasses.replace(layer, attention_residual=connection("wild"))
-    *xs, found_BTD = (jax.random.normal(k, (B, T, D)) for k in jax.random.split(jax.random.key(1), R + 1))
-    state = StreamState(tuple(xs), residual_streams.squares(tuple(xs)))
-    seen = []
+    *xs, found_BTD = normal((B, T, D), R + 1)
+    heard = []
 
-    def mixed(x_BTD):
-        seen.append(x_BTD)
-        return found_BTD, "said"
+    @jax.jit
+    def through(layer, xs, found_BTD):
+        seen = []
 
-    after, said, (maps,) = layer.through(state, mixed)
-    pre, post, res = (np.asarray(part) for part in (maps.pre, maps.post, maps.res))
+        def mixed(x_BTD):
+            seen.append(x_BTD)
+            return found_BTD, "said"
+
+        after, said, (maps,) = layer.through(StreamState(xs, residual_streams.squares(xs)), mixed)
+        heard.append(said)
+        return after, (maps.pre, maps.post, maps.res), seen
+
+    @jax.jit
+    def by_hand(layer, read_BTD, found_BTD):
+        normed_BTD = layer.attention_norm(read_BTD)
+        return normed_BTD, found_BTD + layer.ffn(layer.ffn_norm(normed_BTD + found_BTD))
+
+    after, maps, (seen_BTD,) = through(layer, tuple(xs), found_BTD)
+    pre, post, res = (np.asarray(part) for part in maps)
     read_BTD = np.einsum("rbt,rbtd->btd", pre, xs)
-    normed_BTD = np.asarray(layer.attention_norm(jnp.asarray(read_BTD)))
-    np.testing.assert_allclose(seen[0], normed_BTD, atol=1e-5)
-    added_BTD = found_BTD + layer.ffn(layer.ffn_norm(normed_BTD + found_BTD))
+    normed_BTD, added_BTD = by_hand(layer, jnp.asarray(read_BTD), found_BTD)
+    np.testing.assert_allclose(seen_BTD, normed_BTD, atol=1e-5)
     want = np.einsum("ijbt,jbtd->ibtd", res, xs) + post[..., None] * np.asarray(added_BTD)[None]
     np.testing.assert_allclose(np.array(after.xs), want, atol=1e-4)
-    assert said == "said"
+    assert heard == ["said"]
     # Half of the maps, and nothing else less.
     twice = jax.eval_shape(lambda: Layer.init(CFG, key=jax.random.key(0)))
     numbers = lambda tree: sum(a.size for a in jax.tree.leaves(tree))
