@@ -61,7 +61,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # for something (two of three workers are left for what computes, on two cores), those that need torch.
 _TOGETHER = {
     "steps": "invariants health hlo step bad_steps spikes mesh_axes precision".split(),
-    "waiting": "processes kills run_lock start_signals signals doctor watchdog moved".split(),
+    "waiting": "processes kills run_lock run_owner start_signals signals doctor watchdog moved".split(),
     "torch": "torch_model hub_import evaluate adapters generate_prompts torch_step".split(),
 }
 # They begin first, then the files that take longest, so that at the end there are many short ones for whoever is free.
@@ -96,6 +96,18 @@ def _nothing_outlives_its_test():
     yield
     if "training_process" in sys.modules:
         sys.modules["training_process"].TrainingProcess.kill_those_left()
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes run.yaml into the current folder, so that messages begin with a plain `run.yaml:`."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_(text: str | bytes, name: str = "run.yaml") -> str:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return name
+
+    return write_
 
 
 def pytest_sessionstart():

@@ -87,3 +87,7 @@ def take(source: RowSource, count: int, **options: Any) -> list[Rows]:
         return list(itertools.islice(reader, count))
     finally:
         reader.close()  # type: ignore[attr-defined]
+
+
+def every_byte(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

@@ -1,5 +1,7 @@
 """Small trees to save, savers that do not wait long, and damage."""
 
+import contextlib
+import resource
 import time
 
 import jax
@@ -38,3 +40,17 @@ def until_due(saver):
     """As the loop asks, after each step."""
     while not saver.due():
         time.sleep(0.01)
+
+
+LIMIT = 40_000  # bytes a file may have while a fault lasts: less than the arrays, more than what a test prints
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow: EFBIG, from the operating system, for whoever writes, in any thread."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,156 @@
+"""Runs on a storage that fails, really: training goes on meanwhile, a clean stop where it lasts, no row is lost."""
+
+import contextlib
+import functools
+import shutil
+import sys
+import time
+
+import pytest
+from runs import assert_equal_states, at, config, rows
+from saves import full_disk
+
+from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.saving import Saver
+from nash_mhc.config import ConfigError
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.telemetry.fan_out import Telemetry
+from nash_mhc.train import run as train
+
+session_module = sys.modules["nash_mhc.train.session"]
+
+
+@pytest.fixture
+def heard():
+    return []
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return at(tmp_path_factory.mktemp("unbroken") / "run")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(session_module, "Saver", functools.partial(Saver, first_pause=0.01, longest_pause=0.01))
+
+
+def during(step, fault):
+    """A telemetry that, once it has written the row of `step`, lets the fault happen."""
+
+    class Faulty(Telemetry):
+        def write(self, at_step, row, *, file="metrics.jsonl"):
+            super().write(at_step, row, file=file)
+            if at_step == step and file == "metrics.jsonl":
+                fault()
+
+    return Faulty
+
+
+def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path, monkeypatch, capsys):
+    folder, moments = tmp_path / "run", []
+
+    def vanish():
+        shutil.rmtree(folder)
+        folder.write_text("")  # and cannot be made again at first
+
+    class MendedAfterOneFailure(Saver):
+        def save(self, *args, **options):
+            moments.append(time.monotonic())
+            super().save(*args, **options)
+            moments.append(time.monotonic())
+
+        def _note(self, *args, **options):
+            super()._note(*args, **options)
+            folder.unlink()
+
+    monkeypatch.setattr(session_module, "Telemetry", during(2, vanish))
+    monkeypatch.setattr(session_module, "Saver", functools.partial(MendedAfterOneFailure, first_pause=0.0))
+    result = train(config(folder, checkpoint_interval=4, eval_interval=0))
+    assert_equal_states(result.state, unbroken.state, rtol=0, atol=0)
+    out = capsys.readouterr().out
+    assert "metrics.jsonl could not be written (the folder has vanished" in out
+    assert (
+        f"checkpoint 4 could not be written (Not a directory, {folder / 'checkpoints'}); training goes on, it is tried" in out
+    )
+    assert f"{folder}: checkpoints, run.json, parameters.txt had vanished and is made again, without those it held" in out
+    assert f"metrics are written to {folder} again, with the rows that had waited" in out
+    assert "checkpoint 5 is written, after 1 failed attempt" in out  # after the next step, not at the next interval
+    assert manifest.numbered(folder / "checkpoints") == [5, 6]
+    written = rows(folder)
+    assert [row["step"] for row in written] == [4, 6]
+    assert written[0]["save_ms"] == 0
+    (first, last), calls = (moments[0], moments[3]), (moments[1] - moments[0]) + (moments[3] - moments[2])
+    assert calls * 500 <= written[1]["save_ms"] <= (last - first) * 1000  # two calls in two steps
+    assert {"run.json", "parameters.txt"} <= {path.name for path in folder.iterdir()}
+    # What is there is a run like any other.
+    again = at(folder, resume="must")
+    assert_equal_states(again.state, unbroken.state, rtol=0, atol=0)
+
+
+def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, monkeypatch, capsys):
+    first = tmp_path / "run" / "checkpoints" / "2"
+
+    def fill():
+        while not (first / manifest.FILE).exists():
+            time.sleep(0.01)
+        faults.enter_context(full_disk())
+
+    with contextlib.ExitStack() as faults:
+        monkeypatch.setattr(session_module, "Telemetry", during(4, fill))
+        monkeypatch.setattr(session_module, "Saver", functools.partial(session_module.Saver, attempts=3))
+        cfg = config(tmp_path / "run", checkpoint_interval=2, eval_interval=0)
+        assert one_line_errors(lambda: train(cfg, quiet=True) and 0) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "3 attempts in a row have failed; the run stops here; the last whole checkpoint is step 2" in err
+    assert [row["step"] for row in rows(tmp_path / "run")] == [2, 4, 6]  # it has trained on, and these files had room
+    assert manifest.problem(first) is None
+    assert manifest.numbered(first.parent) == [2]
+
+
+def test_a_folder_that_cannot_be_written_at_the_start_is_refused(tmp_path):
+    (tmp_path / "run" / "run.json").mkdir(parents=True)  # no file can take its place
+    with pytest.raises(ConfigError, match=r"--checkpoint-dir \S+run: cannot be written \(Is a directory\); make room"):
+        at(tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.part")) + list((tmp_path / "run").glob("metrics.jsonl"))
+
+
+def test_rows_wait_for_a_full_disk_and_none_is_lost_or_cut(tmp_path, heard):
+    telemetry = Telemetry(tmp_path, say=heard.append)
+    telemetry.write(1, {"loss": 1.0})
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "kept")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # every write: no space left on device
+    for step in (2, 3):
+        telemetry.write(step, {"loss": 1.0})
+    telemetry.write(3, {"eval/loss": 1.0}, file="eval.jsonl")
+    assert heard == [
+        f"metrics.jsonl could not be written (No space left on device, {tmp_path}); its rows wait, training goes on"
+    ]
+    (tmp_path / "kept").replace(tmp_path / "metrics.jsonl")
+    telemetry.write(4, {"loss": 1.0})
+    assert heard[1:] == [f"metrics are written to {tmp_path} again, with the rows that had waited"]
+    telemetry.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    assert len(heard) == 2
+
+
+def test_a_row_that_found_half_its_room_is_not_left_cut(tmp_path, heard):
+    telemetry = Telemetry(tmp_path, say=heard.append)
+    with full_disk():
+        for step in range(1, 4):
+            telemetry.write(step, {"losses": [1.5] * 5000})  # 25,000 bytes: the second finds room for a part
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    telemetry.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert sum("could not be written (File too large" in line for line in heard) == 1
+
+
+def test_rows_that_are_lost_in_the_end_are_told(tmp_path, heard):
+    (tmp_path / "run").mkdir()
+    telemetry = Telemetry(tmp_path / "run", say=heard.append)
+    shutil.rmtree(tmp_path / "run")
+    telemetry.write(1, {"loss": 1.0})
+    telemetry.close()
+    assert heard[-1] == f"1 row of metrics could not be written to {tmp_path / 'run'}"

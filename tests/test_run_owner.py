@@ -1,0 +1,157 @@
+"""A run's folder where there are no locks, in a bucket for instance: an owner object with a sign of life."""
+
+import errno
+import fcntl
+import json
+import subprocess
+import threading
+import time
+
+import pytest
+from fake_gcs import serve
+
+from nash_mhc.checkpoint import manifest, run_lock
+from nash_mhc.checkpoint.run_lock import OBJECT, OTHERS, accompany, hold
+from nash_mhc.config import ConfigError
+from nash_mhc.storage.paths import place
+
+
+@pytest.fixture(scope="module")
+def served():
+    return serve()
+
+
+@pytest.fixture(params=["bucket", "disk without locks"])
+def beating(request, tmp_path, monkeypatch, served):
+    """A folder without locks, where life is quicker than elsewhere."""
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(run_lock, "_machine", lambda machine=iter(range(99)): [f"host-{next(machine)}"])
+    if request.param == "bucket":
+        served.objects.clear()
+        return place("gs://bucket/run")
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    return tmp_path
+
+
+def owner_of(folder):
+    return json.loads((folder / OBJECT).read_text())
+
+
+def test_a_living_owner_is_named_and_keeps_the_folder(beating):
+    heard = []
+    owner = hold(beating)
+    with pytest.raises(ConfigError, match=r"another run holds it \(process \d+ on host-0, since"):
+        hold(beating, say=heard.append)
+    assert "seeing whether that is still there" in heard[0]
+    with pytest.raises(ConfigError, match=r"\(waited for \d+ s\)"):
+        hold(beating, wait=0.6, say=heard.append)
+    owner.check()
+    assert owner_of(beating)["machine"] == ["host-0"]
+    owner.release()
+    assert not (beating / OBJECT).exists()
+    hold(beating).release()
+
+
+def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(beating, monkeypatch):
+    monkeypatch.setattr(run_lock, "DEAD_S", 1.0)
+    heard = []
+    frozen = hold(beating)
+    frozen._ended.set()  # a machine that was put to sleep
+    frozen._thread.join()
+    owner = hold(beating, say=heard.append)
+    assert heard[-1].endswith("has given no sign of life for 1 s; this run takes it over")
+    frozen._give_sign()  # it wakes up, and finds another one
+    with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) has taken it over"):
+        frozen.check()
+    owner.check()
+    frozen.release()
+    assert owner_of(beating)["machine"] == ["host-1"]
+    owner.release()
+
+
+def test_what_another_owner_has_half_written_is_not_written_over(beating, monkeypatch):
+    """It has come while this one was asleep: the first sign of life must not take the folder away from it again."""
+    frozen = hold(beating)
+    frozen._ended.set()
+    frozen._thread.join()
+    (beating / OBJECT).write_text('{"id": "anoth')
+    frozen._give_sign()
+    assert (beating / OBJECT).read_text() == '{"id": "anoth'
+    (beating / OBJECT).write_text('{"id": "another"}')
+    frozen._give_sign()
+    with pytest.raises(ConfigError, match="has taken it over"):
+        frozen.check()
+
+
+@pytest.mark.parametrize("beating", ["disk without locks"], indirect=True)  # a bucket's client asks for the size first
+def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.0005)
+    owner = hold(beating)
+    began, read = owner_of(beating)["beat"], 0
+    while owner_of(beating)["beat"] < began + 50 or read < 200:
+        read += 1
+    owner.release()
+
+
+def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monkeypatch):
+    monkeypatch.setattr(run_lock, "DEAD_S", 0.3)
+    owner = hold(beating)
+    owner._ended.set()  # no beat arrives any more
+    owner._thread.join()
+    time.sleep(0.4)
+    owner.check()  # nobody has come
+    about = owner_of(beating)
+    (beating / OBJECT).write_text(json.dumps(about | {"id": "another"}))
+    with pytest.raises(ConfigError, match="has taken it over"):
+        owner.check()
+
+
+def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):
+    monkeypatch.setattr(run_lock, "_machine", lambda: ["here"])
+    monkeypatch.setattr(run_lock, "DEAD_S", 1e6)
+    with pytest.raises(ConfigError, match="another run holds it"):
+        first = hold(beating)
+        hold(beating, say=lambda text: None)
+    first.release()
+    with subprocess.Popen(["true"]) as ended:
+        pid = ended.pid
+    (beating / OBJECT).write_text(json.dumps({"machine": ["here"], "pid": pid, "id": "x", "since": "", "beat": 3}))
+    hold(beating).release()
+
+
+def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
+    from runs import config
+
+    from nash_mhc.train import run
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
+    served.objects.clear()
+    name, other = ("bucket", f"run/{OBJECT}"), {"id": "other", "machine": ["far"], "pid": 1, "since": "now"}
+    seen = []
+    run(config("gs://bucket/run", eval_interval=0), quiet=True, each_step=lambda _: seen.append(name in served.objects))
+    assert seen == [True] * 6
+    assert name not in served.objects
+
+    def taken_over(step):
+        if step == 2:
+            while any(thread.name == "owner" for thread in threading.enumerate()):  # until it has seen that
+                served.put(*name, json.dumps(other).encode())  # again, for a beat that had just looked wrote over it
+                time.sleep(0.01)
+
+    longer = config("gs://bucket/run", eval_interval=0, log_interval=1, total_steps=12)
+    with pytest.raises(ConfigError, match=r"gs://bucket/run: another run \(process 1 on far, since now\) has taken it over"):
+        run(longer, quiet=True, each_step=lambda step: taken_over(step - 6))
+    assert json.loads(served.objects[name][0]) == other
+    assert manifest.numbered(place("gs://bucket/run") / "checkpoints") == [6]
+
+
+def test_accompanying_needs_no_lock_where_there_is_none(monkeypatch, tmp_path):
+    accompany(place("gs://bucket/x")).release()
+    owner = accompany(tmp_path)
+    assert (tmp_path / OTHERS).exists()
+    owner.release()
