@@ -116,6 +116,12 @@ def pytest_sessionstart():
     write_programs_whole()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    if hasattr(config, "workerinput"):  # a worker that has told everything: to take down what it holds takes seconds
+        os._exit(0)
+
+
 def pytest_collection_finish():
     # Tracing makes many small objects, most of them for good:
     # looking through them again and again is a tenth of the time.
