@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 import small
+from drawn_runs import drawn_run
 from hub_models import KINDS, save, tensors
-from runs import untrained_run
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.hub import __main__ as command
@@ -63,7 +63,7 @@ def models(request, tmp_path_factory):
     if request.param != "nash":
         base = save(folder / "base", KINDS[request.param])
         return base, base
-    run = untrained_run(folder / "base", small.nash_config())
+    run = drawn_run(folder / "base", small.nash_config())
     call("export", run, "--out", folder / "exported")
     return run, folder / "exported"
 

@@ -19,7 +19,7 @@ import small
 from jax.experimental import topologies
 
 from nash_mhc.bench import __main__ as command
-from nash_mhc.bench import findings, plot, quality, variants
+from nash_mhc.bench import findings, plot, quality, step, variants
 from nash_mhc.bench.aot import bench_compile
 from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_step
@@ -28,12 +28,15 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ModelConfig, TelemetryConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import flops_per_token
+from nash_mhc.runtime import hardware
 from nash_mhc.runtime.hardware import known_peak
 from nash_mhc.train import device_batches, evaluate
 from nash_mhc.train.resolve_devices import resolve
 
 
-def test_figures_follow_from_one_another():
+def test_figures_follow_from_one_another(monkeypatch):
+    # What the machine could do at best is asked for twice, for a second each: a glance will do.
+    monkeypatch.setattr(step, "matmul_rate", lambda dtype, device, seconds: hardware.matmul_rate(dtype, device, seconds=0.02))
     cfg = small.config(optim__z_loss=1.25e-4)  # a program that no other test has compiled in this process
     figures = bench_step(cfg, steps=2, warmup=1)
     seconds = figures["step_ms"] / 1e3
@@ -438,7 +441,8 @@ def test_rows_to_be_asked_are_not_those_to_learn_from():
 
 
 def test_recall_is_scored_by_distance(compared):
-    figures = quality.bench_quality(minute(data__seq_len=64), variants="dense", seeds=1, task="recall")
+    few = minute(data__seq_len=64, data__batch_size=8)
+    figures = quality.bench_quality(few, variants="dense", seeds=1, task="recall", eval_rows=8)
     found = figures["variants"]["dense"]["accuracy_by_distance"]
     assert list(found) == ["0 to 15", "16 to 31", "32 to 63"]
     assert all(0 <= value < 0.2 for value in found.values())  # three steps have taught it nothing

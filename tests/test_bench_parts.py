@@ -10,6 +10,7 @@ import small
 
 from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import parts as bench
+from nash_mhc.bench import step
 from nash_mhc.bench.parts import bench_parts, least, one_group, parts_and_arrays, step_ms
 from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
@@ -20,7 +21,7 @@ from nash_mhc.parallel.sharding import for_compute
 from nash_mhc.runtime.hardware import memory_rate
 from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.resolve_devices import for_platform
-from nash_mhc.train.state import abstract_state, create_state, flops_per_token
+from nash_mhc.train.state import abstract_state, flops_per_token
 
 NASH = dataclasses.replace(small.config(train__grad_accum=2), model=small.NASH)
 
@@ -83,7 +84,7 @@ def test_the_least_bytes_are_those_of_the_design():
 
 def test_they_come_to_what_the_layer_computes():
     cfg, mesh = dataclasses.replace(NASH, train=small.config().train), make_mesh(small.config().mesh)
-    state, batch = create_state(one_group(cfg), mesh), to_device(bench.random_rows(cfg, 0), mesh)
+    model, batch = small.generic_model(one_group(cfg).model), to_device(bench.random_rows(cfg, 0), mesh)
 
     def both(walk):
         def compared(model, batch):
@@ -94,7 +95,7 @@ def test_they_come_to_what_the_layer_computes():
             return (given["output"].out, given["ffn-down"].out), (mixed_BTD, layer.ffn(given["ffn-up"].arrays))
 
         with jax.set_mesh(mesh):
-            return jax.jit(compared)(state.model, batch)
+            return jax.jit(compared)(model, batch)
 
     _, (ours, theirs) = parts_and_arrays(cfg, both)
     for a, b in zip(ours, theirs, strict=True):
@@ -102,7 +103,12 @@ def test_they_come_to_what_the_layer_computes():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+SIZE = "--model-width 32 --model-ffn 64 --model-window none --model-scales 1 --model-conv-taps 0 --seq-len 32".split()
+
+
 def run(monkeypatch, *words):
+    rate = step.matmul_rate  # what it comes to is no matter, and for two seconds it is what this would wait for
+    monkeypatch.setattr(step, "matmul_rate", lambda dtype, device, seconds: rate(dtype, device, seconds=0.02))
     monkeypatch.setattr("sys.argv", ["bench", "parts", *words, "--seconds", "0.01"])
     assert command.main() == 0
 
@@ -110,9 +116,7 @@ def run(monkeypatch, *words):
 def test_figures_follow_from_one_another(monkeypatch, tmp_path, capsys):
     """The whole of it, of a dense model."""
     file = tmp_path / "parts.json"
-    size = ["--model-width", "32", "--model-ffn", "64", "--model-window", "none", "--batch-size", "2", "--seq-len", "32"]
-    dense = ["--model-scales", "1", "--model-residual", "plain", "--model-conv-taps", "0", "--unroll", "no"]
-    run(monkeypatch, *size, *dense, "--remat", "dots", "--json", str(file))
+    run(monkeypatch, *SIZE, *"--model-residual plain --batch-size 2 --unroll no --remat dots --json".split(), str(file))
     figures, shown = json.loads(file.read_text()), capsys.readouterr().out
     rows = figures["parts"]
     assert [row["lost_ms_a_step"] for row in rows] == sorted((row["lost_ms_a_step"] for row in rows), reverse=True)
@@ -132,9 +136,9 @@ def test_figures_follow_from_one_another(monkeypatch, tmp_path, capsys):
     assert figures["step_ms"] > 0
 
 
-def test_tiny_by_the_parts_that_are_asked_for(monkeypatch, tmp_path, capsys):
+def test_only_the_parts_that_are_asked_for(monkeypatch, tmp_path, capsys):
     file = tmp_path / "parts.json"
-    run(monkeypatch, "--batch-size", "1", "--parts", "mhc-write,update-layers", "--json", str(file))
+    run(monkeypatch, *SIZE, "--batch-size", "1", "--parts", "mhc-write,update-layers", "--json", str(file))
     figures = json.loads(file.read_text())
     rows = {row["part"]: row for row in figures["parts"]}
     assert rows.keys() == {"mhc-write", "update-layers"}

@@ -1,6 +1,7 @@
 """Evaluations: as lm-eval's own backend has them, on any mesh, in any company; and one line for what is wrong."""
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -24,7 +25,6 @@ from nash_mhc.evaluate.progress import Progress
 from nash_mhc.evaluate.scoring import Request, Scorer, windows
 from nash_mhc.hub.load import load
 from nash_mhc.hub.writing import export
-from nash_mhc.model.architectures import architecture_of
 from nash_mhc.objectives.vocabulary import sharded_log_probs
 from nash_mhc.ops.log_probs import log_probs_reference
 from nash_mhc.parallel.mesh import make_mesh
@@ -216,7 +216,7 @@ def test_stories_are_what_the_run_itself_has_reported(mesh, made):
 def test_a_model_of_blocks_is_scored_as_by_itself():
     """Rows are filled up to whole blocks, and shorter ones to longer ones: what is scored sees nothing of it."""
     cfg, mesh = dataclasses.replace(small.nash_config().model, layers=1, residual="plain"), make_mesh(MeshConfig())
-    model = jax.jit(lambda key: architecture_of(cfg).init(cfg, key=key))(jax.random.key(0))
+    model = jax.device_put(small.generic_model(cfg))
     scorer = Scorer(model, mesh, longest=21, batch_size=3, dtype="float32")
     rng = np.random.default_rng(0)
     lengths = [(1, 1), (3, 5), (30, 4), (9, 12), (1, 21), (20, 1), (2, 2)]
@@ -232,19 +232,20 @@ def test_a_model_of_blocks_is_scored_as_by_itself():
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tp=2)], ids=["one", "eight"])
 def test_log_probs_in_chunks_are_those_of_all_logits(mesh):
-    keys = jax.random.split(jax.random.key(1), 3)
-    x_BTD, w_VD = jax.random.normal(keys[0], (4, 12, 8)), jax.random.normal(keys[1], (40, 8))
-    w_VD = w_VD.at[33:].set(9 * w_VD[:7])  # padding, which would win
+    rng = np.random.default_rng(1)
+    x_BTD, w_VD = rng.normal(size=(4, 12, 8)).astype(np.float32), rng.normal(size=(40, 8)).astype(np.float32)
+    w_VD[33:] = 9 * w_VD[:7]  # padding, which would win
     likely_D = 9 * w_VD[3]
-    w_VD = w_VD.at[jnp.array([3, 7, 27])].set(likely_D)  # always alike, the last of them on another device
-    x_BTD = x_BTD.at[0].set(likely_D)
-    random_BT = jax.random.randint(keys[2], (4, 12), 0, 33)
-    best_BT = jnp.argmax(jnp.einsum("btd,vd->btv", x_BTD, w_VD[:33]), axis=-1)
+    w_VD[[3, 7, 27]] = likely_D  # always alike, the last of them on another device
+    x_BTD[0] = likely_D
+    random_BT = rng.integers(0, 33, (4, 12), np.int32)
+    best_BT = np.argmax(np.einsum("btd,vd->btv", x_BTD, w_VD[:33]), axis=-1).astype(np.int32)
     assert (best_BT[0] == 3).all()
     with jax.set_mesh(make_mesh(mesh)):
         found = jax.jit(sharded_log_probs, static_argnums=3)
-        for targets_BT in (random_BT, best_BT, jnp.full_like(best_BT, 7), jnp.full_like(best_BT, 27)):
-            got, wanted = found(x_BTD, w_VD, targets_BT, 33), log_probs_reference(x_BTD, w_VD, targets_BT, vocab_size=33)
+        plain = jax.jit(functools.partial(log_probs_reference, vocab_size=33))
+        for targets_BT in (random_BT, best_BT, np.full_like(best_BT, 7), np.full_like(best_BT, 27)):
+            got, wanted = found(x_BTD, w_VD, targets_BT, 33), plain(x_BTD, w_VD, targets_BT)
             np.testing.assert_allclose(got.log_prob_BT, wanted.log_prob_BT, rtol=1e-5, atol=1e-5)
             np.testing.assert_array_equal(got.is_best_BT, wanted.is_best_BT)
 

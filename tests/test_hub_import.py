@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from drawn_runs import drawn_run
 from hub_models import KINDS, by_torch, save, tensors, torch_logits
-from runs import at, untrained_run
+from runs import at
 from safetensors.numpy import save_file
 
 from nash_mhc.config import ConfigError, parsing
@@ -131,7 +132,7 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
     argv += ["--mesh-fsdp", "2", "--mesh-tp", "2", "--mesh-data", "2"]
     cfg = parsing.parse(argv, found=found_settings).config
     assert cfg.model == HubFolder(source).imported.model
-    result = at(tmp_path / "run", cfg)
+    result = at(tmp_path / "run", cfg, evaluated=False)
     assert call("export", result.folder, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
     before, after = tensors(source), tensors(tmp_path / "out")
     assert set(before) == set(after)
@@ -149,7 +150,7 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monkeypatch):
     """A table that enters times sqrt(width) and leaves as it is becomes two of theirs."""
-    run = untrained_run(tmp_path / "run", small.config(**{f"model__{k}": v for k, v in model.items()}))
+    run = drawn_run(tmp_path / "run", small.config(**{f"model__{k}": v for k, v in model.items()}))
     assert call("export", run, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
     assert by_torch(tmp_path / "out").config.model_type == family
     ours = logits_of(load(run).model)
@@ -164,7 +165,7 @@ def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monke
 def test_the_whole_architecture_is_a_folder_with_its_own_code(tmp_path, monkeypatch, capsys):
     """By our own commands; tests/test_torch_model.py has what is in the code."""
     changes = {"model__rope_scaling": "yarn,factor=4,original=16", "model__tied_embeddings": False}
-    run = untrained_run(tmp_path / "run", small.nash_config(**changes))
+    run = drawn_run(tmp_path / "run", small.nash_config(**changes))
     assert call("export", run, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
     with pytest.raises(ConfigError, match="allow it with --trust-remote-code"):
         call("check", run, tmp_path / "out", monkeypatch=monkeypatch)

@@ -42,9 +42,9 @@ from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.hardware import cores, matmul_rate, memory_rate
-from nash_mhc.train.device_batches import to_device
+from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.resolve_devices import resolve
-from nash_mhc.train.state import create_state
+from nash_mhc.train.state import abstract_state, create_state
 
 _ROUNDS = 5  # of many calls, of which the median counts
 _AHEAD = 8  # calls that wait for their turn on an accelerator; on a CPU they might run beside each other
@@ -199,10 +199,11 @@ def bench_parts(
     check(cfg, mesh.size)
     device, began = mesh.devices.flat[0], time.perf_counter()
     rates = lambda: Rates(matmul_rate(cfg.train.dtype, device, seconds), memory_rate(device, seconds))
+    with jax.set_mesh(mesh):  # a mistake is told at once, before anything is measured or made
+        like = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
+        names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *like))[0]), only)
     before = rates()
     state, batch = create_state(one_group(cfg), mesh), to_device(random_rows(cfg, 0), mesh)
-    with jax.set_mesh(mesh):
-        names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, state.model, batch))[0]), only)
     wanted = lambda walk: lambda model, batch: {name: g for name, g in walk(model, batch).items() if name in names}
     made = lambda walk: CompiledStep(wanted(walk), mesh, deterministic=cfg.train.deterministic)(state.model, batch)
     parts, given = parts_and_arrays(cfg, made)
