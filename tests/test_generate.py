@@ -21,9 +21,11 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import MeshConfig, ModelConfig, RunConfig
 from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.__main__ import main
-from nash_mhc.generate.decode import Loaded, generate_tokens, keep_likely, load, sample, stream_text
+from nash_mhc.generate.decode import MANY, Loaded, generate_tokens, keep_likely, load, sample, stream_text
 from nash_mhc.model.sampling import context_start
+from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.run import Result
+from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import abstract_state, state_shardings
 
 T = 32
@@ -84,6 +86,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return code, out, err
 
 
+def compiled(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The programs that write, of all that were compiled."""
+    said = [record.getMessage() for record in caplog.records]
+    return [text for text in said if text.startswith("Compiling") and "write_on" in text.split("with")[0]]
+
+
 def test_greedy_is_the_argmax_of_the_full_model_at_every_step(loaded: Loaded) -> None:
     prompt = [256, *b"Once"]
     made = tokens_of(loaded, prompt, max_tokens=20, temperature=0.0)
@@ -135,8 +143,16 @@ def test_a_long_prompt_is_read_with_progress_by_a_program_that_is_compiled_once(
         list(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, max_tokens=60, say=said.append))
     progress = [f"reading the prompt: {n} of 150 tokens ..." for n in (64, 128)]
     assert said == ["compiling ...", *progress]
-    compiled = [m for r in caplog.records if (m := r.getMessage()).startswith("Compiling") and "write_on" in m.split("with")[0]]
-    assert len(compiled) == 1  # for chunks of the prompt, single tokens and a fresh start alike
+    assert len(compiled(caplog)) == 1  # for chunks of the prompt, single tokens and a fresh start alike
+
+
+def test_a_run_on_one_device_writes_its_samples_with_one_program(trained: Result, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = tiny_config(trained.folder)
+    data, telemetry = dataclasses.replace(cfg.data, seq_len=24), dataclasses.replace(cfg.telemetry, sample_tokens=2 * MANY)
+    samples = Samples(dataclasses.replace(cfg, data=data, telemetry=telemetry), make_mesh(cfg.mesh), BYTES, print)
+    with jax.log_compiles():
+        assert samples.write(trained.state.model)
+    assert len(compiled(caplog)) == 1
 
 
 def test_the_end_token_ends_the_text(loaded: Loaded) -> None:
