@@ -28,15 +28,12 @@ def mixer_of(cfg):
 def pooled_by_hand(z_BTKH, taps_JKH, segments_BT):
     """Row i: its own block and the one before, where that is of the same document."""
     r = taps_JKH.shape[0] // 2
-    rows = []
-    for i in range(z_BTKH.shape[1] // r):
-        total = jnp.einsum("bjkh,jkh->bkh", z_BTKH[:, i * r : (i + 1) * r], taps_JKH[r:])
-        if i:
-            same_B = segments_BT[:, i * r] == segments_BT[:, i * r - 1]
-            before = jnp.einsum("bjkh,jkh->bkh", z_BTKH[:, (i - 1) * r : i * r], taps_JKH[:r])
-            total = total + jnp.where(same_B[:, None, None], before, 0.0)
-        rows.append(total)
-    return jnp.stack(rows, axis=1)
+    z_BIJKH = z_BTKH.reshape(z_BTKH.shape[0], -1, r, *z_BTKH.shape[2:])
+    both_BIJKH = jnp.concatenate([jnp.roll(z_BIJKH, 1, axis=1), z_BIJKH], axis=2)
+    same_BI = segments_BT[:, ::r] == jnp.roll(segments_BT, 1, axis=1)[:, ::r]
+    same_BI = same_BI & (jnp.arange(same_BI.shape[1]) > 0)[None]
+    read_BIJ = jnp.repeat(jnp.stack([same_BI, jnp.ones_like(same_BI)], axis=-1), r, axis=-1)
+    return jnp.einsum("bijkh,jkh->bikh", jnp.where(read_BIJ[..., None, None], both_BIJKH, 0.0), taps_JKH)
 
 
 def one_softmax(mixer, x_BTD, segments_BT, window):

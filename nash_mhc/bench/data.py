@@ -47,7 +47,9 @@ def make_texts(size: int, seed: int = 0) -> Iterator[str]:
     """Documents of so many bytes together."""
     rng = np.random.default_rng(seed)
     letters, odds = np.array(list("etaoinshrdlucmfwypvbgkjqxz")), np.arange(26, 0, -1.0) ** 1.2
-    words = np.array(["".join(rng.choice(letters, n, p=odds / odds.sum())) for n in rng.integers(2, 11, 40_000)], dtype=object)
+    lengths, below = rng.integers(2, 11, 40_000), np.cumsum(odds / odds.sum())
+    drawn = letters[np.searchsorted(below / below[-1], rng.random(lengths.sum()), side="right")]
+    words = np.array(["".join(word) for word in np.split(drawn, np.cumsum(lengths)[:-1])], dtype=object)
     zipf = np.cumsum(1 / np.arange(1, len(words) + 1))
     while size > 0:
         count = int(rng.lognormal(5.5, 1.0)) + 5
