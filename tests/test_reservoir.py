@@ -35,9 +35,26 @@ TANH = dataclasses.replace(CFG, unit="tanh", ring=6)
 ATTENDING = dataclasses.replace(CFG, layers=4, attention_every=2, heads=4, head_dim=8, window=7)
 
 
+def made(cfg):
+    """By numpy, which compiles nothing: about as large as they are drawn, and norms that are not all 1."""
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        mean, size = (1.0, 0.1) if "scale" in name else (0.0, 0.5 if "embed" in name else 0.15)
+        return jnp.asarray(mean + size * rng.normal(size=leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_model(cfg))
+
+
 @pytest.fixture(scope="module", params=[CFG, TANH, ATTENDING], ids=["linear", "tanh", "attention"])
 def model(request):
-    return jax.jit(lambda: reservoir.Reservoir.init(request.param, key=jax.random.key(1)))()
+    return made(request.param)
+
+
+# One shape of rows for all tests of a model, so that its whole pass is one program.
+TOKENS_BT = np.random.default_rng(4).integers(0, 257, (6, 33)).astype(np.int32)
+WHOLE_BT = np.ones((6, 32), np.int32)  # each row one document
 
 
 logits_of = jax.jit(lambda model, tokens_BT, segments_BT: model.hidden(tokens_BT, segments_BT)[0] @ model.unembed_VD[:257].T)
@@ -160,46 +177,44 @@ def test_it_is_a_language_model_whose_reservoirs_are_no_parameters(model):
 
 
 def test_each_token_sees_its_past_and_no_other_document(model):
-    """Gradients of a place towards what it must not know are exactly 0, and decoding step by step is the same."""
-    tokens_BT = jax.random.randint(jax.random.key(2), (1, 24), 0, 257)
-    segments_BT = jnp.asarray([[1] * 10 + [2] * 14])
-    x_BTD = jax.random.normal(jax.random.key(3), (1, 24, CFG.width))
+    """Gradients of a place towards what it must not know are exactly 0, and a document says the same anywhere."""
+    segments_BT = np.asarray([[1] * 10 + [2] * 14])
+    x_BTD = np.random.default_rng(3).normal(size=(1, 24, CFG.width)).astype(np.float32)
 
     def after(x_BTD):
         layer = jax.tree.map(lambda a: a[0], model.layers)
-        return layer(x_BTD, segments_BT, model.cfg, 0)
+        return layer(x_BTD, jnp.asarray(segments_BT), model.cfg, 0)
 
     jacobian = jax.jit(jax.jacrev(lambda x: after(x).sum(axis=(0, 2))))(x_BTD)[:, 0]  # [place, of which place, D]
     depends = np.abs(np.asarray(jacobian)).max(axis=-1) > 0
-    allowed = np.tril(np.ones((24, 24), bool)) & (np.asarray(segments_BT)[0][:, None] == np.asarray(segments_BT)[0][None])
+    allowed = np.tril(np.ones((24, 24), bool)) & (segments_BT[0][:, None] == segments_BT[0][None])
     np.testing.assert_array_equal(depends, allowed)
-    packed = logits_of(model, tokens_BT, segments_BT)
-    alone = logits_of(model, tokens_BT[:, 10:], jnp.ones((1, 14), jnp.int32))
-    np.testing.assert_allclose(packed[:, 10:], alone, rtol=1e-4, atol=1e-5)
+    packed = logits_of(model, TOKENS_BT[:, :-1], np.where(np.arange(32) < 10, 1, 2)[None] * WHOLE_BT)
+    other_text = TOKENS_BT[:, 9::-1]  # behind it, where it does not matter
+    alone = logits_of(model, np.concatenate([TOKENS_BT[:, 10:32], other_text], axis=1), WHOLE_BT)
+    np.testing.assert_allclose(packed[:, 10:], alone[:, :22], rtol=1e-4, atol=1e-5)
 
 
 def test_decoding_is_the_whole_pass_with_a_state_of_one_size(model):
     """Also with attention, within its window: that holds seven tokens of twenty."""
-    tokens_BT = jax.random.randint(jax.random.key(4), (3, 20), 0, 257)
-    want = logits_of(model, tokens_BT, None)
+    want = logits_of(model, TOKENS_BT[:, :-1], WHOLE_BT)
     step = jax.jit(reservoir.decode)
-    state = reservoir.empty_state(model.cfg, 3, 20, jnp.float32)
+    state = reservoir.empty_state(model.cfg, 6, 20, jnp.float32)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     for t in range(20):
-        logits_BV, state = step(model, state, tokens_BT[:, t])
+        logits_BV, state = step(model, state, TOKENS_BT[:, t])
         np.testing.assert_allclose(logits_BV, want[:, t], rtol=2e-4, atol=2e-5)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == size
-    assert state.h_L2BN.nbytes == model.cfg.layers * 3 * CFG.units * 8
+    assert state.h_L2BN.nbytes == model.cfg.layers * 6 * CFG.units * 8
     assert (state.rows is not None) == bool(model.cfg.attention_every)
     if state.rows is not None:
-        assert state.rows.k_LBKSH.shape == (2, 3, 4, 7, 8)
+        assert state.rows.k_LBKSH.shape == (2, 6, 4, 7, 8)
 
 
 @pytest.mark.parametrize("window", [None, 10])
 def test_attention_that_sees_more_than_it_has_room_for_says_so(window):
     cfg = dataclasses.replace(ATTENDING, window=window)
-    model = jax.jit(lambda: reservoir.Reservoir.init(cfg, key=jax.random.key(1)))()
-    tokens_BT = jax.random.randint(jax.random.key(4), (1, 10), 0, 257)
+    model, tokens_BT = made(cfg), TOKENS_BT[:1, :10]
     want, step = logits_of(model, tokens_BT, None), jax.jit(reservoir.decode)
     state = reservoir.empty_state(cfg, 1, 9, jnp.float32)
     for t in range(9):
@@ -244,9 +259,8 @@ def test_a_stopped_run_is_the_unbroken_one(learned, tmp_path):
 @pytest.mark.parametrize("model", [CFG, ATTENDING], indirect=True, ids=["linear", "attention"])
 def test_the_last_readout_is_the_one_nearest_to_the_next_tokens(model):
     """Against numpy's least squares over all tokens that count, with the ridge as more equations."""
-    tokens_BT = jax.random.randint(jax.random.key(4), (6, 33), 0, 257)
-    batch = tokens_BT[:, :-1], tokens_BT[:, 1:], jnp.ones((6, 32), jnp.int32)
-    weights_BT = (jax.random.uniform(jax.random.key(5), (6, 32)) < 0.9) * 1.0
+    batch = tuple(map(jnp.asarray, (TOKENS_BT[:, :-1], TOKENS_BT[:, 1:], WHOLE_BT)))
+    weights_BT = (np.random.default_rng(5).random((6, 32)) < 0.9).astype(np.float32)
     found = jax.jit(lambda m, *b: reservoir_ridge.sums(m, *b, Execution()))(model, *batch, weights_BT)
     read = jax.jit(lambda m: reservoir_ridge.features(m, batch[0], batch[2], Execution()))(model)
     counts = np.asarray(weights_BT) > 0
