@@ -12,6 +12,8 @@ from nash_mhc.model.parts import ShortConv
 from nash_mhc.ops import conv
 from nash_mhc.ops.conv import short_conv
 
+convolved = jax.jit(short_conv)
+
 
 def written_out(x_BTD, taps_JD, segments_BT):
     out = np.zeros_like(x_BTD)
@@ -31,8 +33,9 @@ def test_it_is_the_sum_over_the_last_tokens_of_the_document(J, T):
     segments_BT[1, T // 2 :] = 0
     for segments in (segments_BT, np.ones_like(segments_BT)):
         want = written_out(x_BTD, taps_JD, segments)
-        np.testing.assert_allclose(short_conv(*map(jnp.float32, (x_BTD, taps_JD)), jnp.asarray(segments)), want, atol=1e-5)
-    np.testing.assert_allclose(short_conv(*map(jnp.float32, (x_BTD, taps_JD))), want, atol=1e-5)
+        got = convolved(x_BTD.astype(np.float32), taps_JD.astype(np.float32), segments)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(convolved(x_BTD.astype(np.float32), taps_JD.astype(np.float32)), want, atol=1e-5)
 
 
 def test_gradients_are_those_of_the_sum():
@@ -51,24 +54,25 @@ def test_gradients_are_those_of_the_sum():
 
 
 def test_it_adds_up_in_float32_and_starts_as_nearly_nothing():
-    x_BTD = jax.random.normal(jax.random.key(0), (2, 16, 32), jnp.bfloat16)
-    conv = ShortConv.init(ModelConfig(width=32, conv_taps=4), key=jax.random.key(1))
-    exact = short_conv(x_BTD.astype(jnp.float32), conv.taps_JD)
-    rounded = short_conv(x_BTD, conv.taps_JD)
+    x_BTD = np.random.default_rng(0).normal(size=(2, 16, 32)).astype(jnp.bfloat16)
+    conv = jax.jit(lambda: ShortConv.init(ModelConfig(width=32, conv_taps=4), key=jax.random.key(1)))()
+    exact = np.asarray(convolved(x_BTD.astype(np.float32), conv.taps_JD))
+    rounded = convolved(x_BTD, conv.taps_JD)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
-    np.testing.assert_allclose(exact, x_BTD.astype(jnp.float32), atol=0.4)
-    assert float(jnp.std(exact - x_BTD.astype(jnp.float32))) < 0.06
+    np.testing.assert_allclose(exact, x_BTD.astype(np.float32), atol=0.4)
+    assert np.std(exact - x_BTD.astype(np.float32)) < 0.06
 
 
 @pytest.mark.parametrize("segmented", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernels_equal_the_plain_form(segmented, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. Rows and documents end within a tile's reach."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    x, dy = (jax.random.normal(key, (2, 64, 96), dtype) for key in keys[:2])
-    taps = jax.random.normal(keys[2], (4, 96))
-    segments = jnp.sort(jax.random.randint(keys[3], (2, 64), 1, 30), axis=1).at[1, 50:].set(0) if segmented else None
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=(2, 64, 96)).astype(dtype) for _ in range(2))
+    taps, segments = rng.normal(size=(4, 96)).astype(np.float32), np.sort(rng.integers(1, 30, (2, 64), np.int32), axis=1)
+    segments[1, 50:] = 0
+    segments = segments if segmented else None
     assert conv.conv_gpu.fits(x.shape)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     for in_xla, in_kernel, args in [
