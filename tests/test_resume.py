@@ -6,12 +6,14 @@ import re
 import shutil
 
 import jax
+import numpy as np
 import pytest
 import small
 from runs import RUN, assert_equal_states, at, rows
 from saves import data_file, flip
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import TrainConfig
@@ -188,7 +190,7 @@ def base(tmp_path_factory):
 def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, monkeypatch):
     copy = shutil.copytree(base.folder, tmp_path / "base")
     new = lambda **changes: changed(
-        tmp_path / "new", **{"train__init_from": str(copy), "train__seed": 5, "data__seq_len": 64} | changes
+        tmp_path / "new", **{"train__init_from": str(copy), "train__seed": 5, "data__max_documents": 50} | changes
     )
     cfg = new(train__total_steps=2)
     result = run(dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, warmup_steps=2, schedule="cosine")))
@@ -197,7 +199,7 @@ def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, mo
     assert f"starting from the weights of step 6 of {copy}; {fresh}" in out
     first = rows(tmp_path / "new")[0]
     assert first["step"] == 2
-    assert first["tokens_seen"] <= 2 * 8 * 64
+    assert first["tokens_seen"] <= 2 * 8 * 32
     assert first["loss"] < 0.9 * rows(base.folder)[0]["loss"]  # it has learned before
     assert int(result.state.step) == 2
     told = json.loads((tmp_path / "new" / "run.json").read_text())["init_from"]
@@ -237,14 +239,24 @@ def test_the_weights_are_the_saved_ones_bit_for_bit_and_the_rest_is_new(base, tm
         assert a.sharding == b.sharding
 
 
-def test_averaged_weights_are_what_another_run_starts_from(tmp_path, capsys):
-    averaging = changed(tmp_path / "base", optim__ema_decay=0.5, train__total_steps=3)
-    ema = run(averaging, quiet=True).state.ema
-    new = changed(tmp_path / "new", train__init_from=str(tmp_path / "base"))
+def test_averaged_weights_are_what_another_run_starts_from(tmp_path):
+    """Those of a state that a run with averages saves, here without the steps to it."""
+    averaging, new = (
+        changed(tmp_path / "base", optim__ema_decay=0.5),
+        changed(tmp_path / "new", train__init_from=str(tmp_path / "base")),
+    )
+    mesh = small.make_mesh(new.mesh)
+    state = small.start(averaging, mesh)
+    state = dataclasses.replace(state, ema=jax.tree.map(lambda a: np.asarray(a) + 0.5, state.ema))
+    with Store(tmp_path / "base") as store:
+        store.save(3, state, {})
+    RunFolder(tmp_path / "base").write(
+        {"run.json": json.dumps({"config": averaging.to_dict(), "rows": "none", "parameters": 0})}
+    )
     with Store(tmp_path / "new") as store:
-        start = starting_state(new, small.make_mesh(new.mesh), store, print)
+        start = starting_state(new, mesh, store, print)
     assert start.origin.startswith("the averaged weights of step 3 of ")
-    assert_equal_states(start.state.model, ema, rtol=0, atol=0)
+    assert_equal_states(start.state.model, state.ema, rtol=0, atol=0)
 
 
 def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
@@ -258,10 +270,15 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
         path.unlink()
     with pytest.raises(ConfigError, match=r"--init-from \S+damaged: its checkpoint 4 is damaged, .*; choose another"):
         run(changed(tmp_path / "new", train__init_from=str(damaged), train__init_step=4), quiet=True)
-    with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* wants \(2, 32, 32\)"):
-        run(new(model__ffn=32), quiet=True)
-    with pytest.raises(ConfigError, match=r"holds model\.layers\.attention\.k_norm\.scale_D, which this model has no place"):
-        run(new(model__qk_norm=False), quiet=True)
+    # Asked where runs begin: a run would have begun to compile the step of another model meanwhile.
+    mesh = small.make_mesh(RUN.mesh)
+    with Store(tmp_path / "new") as store:
+        with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* wants \(2, 32, 32\)"):
+            starting_state(new(model__ffn=32), mesh, store, print)
+        with pytest.raises(
+            ConfigError, match=r"holds model\.layers\.attention\.k_norm\.scale_D, which this model has no place"
+        ):
+            starting_state(new(model__qk_norm=False), mesh, store, print)
     with pytest.raises(ConfigError, match=r"--resume-from goes on with a run, --init-from starts another one"):
         new(train__resume_from=str(base.folder))
     with pytest.raises(ConfigError, match=r"--init-step names a checkpoint of --init-from"):
@@ -274,7 +291,8 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
 # --- settings that changed -------------------------------------------------------------------------------------------
 
 
-def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys):
+def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # no evaluation to compile
     at(tmp_path / "run", total_steps=2)
     run(changed(tmp_path / "run", train__total_steps=2))
     assert "settings changed" not in capsys.readouterr().out
