@@ -22,6 +22,7 @@ from nash_mhc.config.schema import (
     TrainConfig,
 )
 from nash_mhc.data.pack import Rows
+from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.lm import LM
 from nash_mhc.model.sampling import Drawn, Written, write_on
 from nash_mhc.parallel.mesh import make_mesh
@@ -29,7 +30,7 @@ from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.meter import Meter
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.state import TrainState, create_state, shaping, sharded_abstract_state, state_shardings
+from nash_mhc.train.state import TrainState, create_state, initial_state, shaping, sharded_abstract_state, state_shardings
 
 _SIZES = {"vocab_size": 257, "width": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn": 64}
 MODEL = ModelConfig(
@@ -47,7 +48,10 @@ def config(**changes: Any) -> RunConfig:
         model=MODEL,
         data=DataConfig(batch_size=8, seq_len=32),
         optim=OptimConfig(learning_rate=1.5e-4, warmup_steps=2),
-        train=TrainConfig(total_steps=10, dtype="float32", attention="xla", log_interval=2, eval_interval=0, eval_batches=2),
+        # Not unrolled, as a run resolves `auto` on a CPU: so its step is the one that `train` below has compiled.
+        train=TrainConfig(
+            total_steps=10, dtype="float32", attention="xla", unroll="no", log_interval=2, eval_interval=0, eval_batches=2
+        ),
         telemetry=TelemetryConfig(sample_tokens=0),
     )
     for name, value in changes.items():
@@ -62,9 +66,9 @@ def nash_config(**changes: Any) -> RunConfig:
     At the start all streams are alike, so nothing depends on how they are mixed: those gradients are rounding, which
     Adam would blow up to whole steps, other ones on every mesh. A larger epsilon leaves them as small as they are.
     """
-    # Two streams, mixed once a layer, and two scales compile in less than half the time;
-    # four of each are in test_invariants, and in those of the parts.
-    model = dataclasses.replace(NASH, streams=2, scales=2, residual="mhc-layer")
+    # Two streams, mixed once a layer, two scales that answer each other once and a window of half a row compile in less
+    # than half the time; four of each and three answers are in test_invariants, and in those of the parts.
+    model = dataclasses.replace(NASH, streams=2, scales=2, nash_iterations=1, window=16, residual="mhc-layer")
     return dataclasses.replace(config(**{"optim__eps": 1e-4} | changes), model=model)
 
 
@@ -104,17 +108,28 @@ def change_batches(change: Callable[[int, Rows], Rows], setattr: Callable[[Any, 
 
 
 @functools.cache
+def _fresh_model(cfg: ModelConfig, seed: int) -> Any:
+    """Drawn by one program, whatever is kept beside the weights."""
+    return jax.device_get(jax.jit(lambda key: architecture_of(cfg).init(cfg, key=key))(jax.random.key(seed)))
+
+
+@functools.cache
 def _start(cfg: RunConfig, seed: int) -> TrainState:
-    cfg = dataclasses.replace(cfg, train=TrainConfig(seed=seed))
-    return jax.device_get(create_state(cfg, make_mesh(cfg.mesh)))
+    if cfg.lora.rank or cfg.quantize.weights:  # which draw for themselves
+        return jax.device_get(create_state(dataclasses.replace(cfg, train=TrainConfig(seed=seed)), make_mesh(cfg.mesh)))
+    return jax.device_get(initial_state(cfg, _fresh_model(cfg.model, seed)))
 
 
 def start(cfg: RunConfig, mesh: Any) -> TrainState:
-    """`create_state`, drawn once for all meshes: that they draw the same values is a test of its own."""
+    """`create_state`, drawn once for all meshes and optimizers: that it draws the same values on every mesh, and those
+    of this function, is a test of its own (test_lm)."""
     shaped = shaping(cfg)  # whatever a mesh, a dtype or the rows have to do with it is left out
     drawn = RunConfig(model=cfg.model, optim=shaped.optim, lora=cfg.lora, quantize=cfg.quantize, precision=cfg.precision)
-    state = _start(drawn, cfg.train.seed)
-    # Copies: the step is given these buffers to overwrite.
+    return _placed(cfg, mesh, _start(drawn, cfg.train.seed))
+
+
+def _placed(cfg: RunConfig, mesh: Any, state: TrainState) -> TrainState:
+    """A copy: the step is given these buffers to overwrite."""
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
 
 
@@ -144,10 +159,11 @@ def lowered_text(cfg: RunConfig, mesh: Any) -> str:
         return step._jit.lower(*shapes, *step._constants).as_text()
 
 
-def train(cfg: RunConfig, batches: list[Rows]) -> tuple[TrainState, list[dict[str, Any]], Any]:
-    """Takes a step on each batch: (last state on the host, metrics of each step, the compiled step)."""
+def train(cfg: RunConfig, batches: list[Rows], begin: TrainState | None = None) -> tuple[TrainState, list[dict[str, Any]], Any]:
+    """Takes a step on each batch, from the start or from where another run was:
+    (last state on the host, metrics of each step, the compiled step)."""
     mesh, step = _compiled(cfg)
-    state, history = start(cfg, mesh), []
+    state, history = start(cfg, mesh) if begin is None else _placed(cfg, mesh, begin), []
     for rows in batches:
         state, metrics = step(state, to_device(rows, mesh))
         history.append({k: v.tolist() for k, v in jax.device_get(metrics).items()})

@@ -2,6 +2,7 @@
 they change nothing, are counted and told, and too many in a row stop the run."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +36,25 @@ def test_a_bad_batch_leaves_the_run_as_if_it_had_not_been(accumulated, value):
     assert_equal_states(state, small.train(cfg, good)[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-def test_bad_gradients_under_a_finite_loss_are_skipped(max_grad_norm):
-    cfg = small.config(optim__max_grad_norm=max_grad_norm)
-    mesh, objective = small.make_mesh(cfg.mesh), make_objective(cfg)
+@functools.cache
+def sharp_step():
+    objective = make_objective(small.config())
 
     def sharp(model, batch):
         loss, aux = objective(model, batch)
         return loss + jnp.sqrt(0.0 * model.embed_VD[0, 0]), aux  # its slope at zero is no number
 
+    return jax.jit(make_train_step(sharp))
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_bad_gradients_under_a_finite_loss_are_skipped(max_grad_norm):
+    cfg = small.config(optim__max_grad_norm=max_grad_norm)
+    mesh = small.make_mesh(cfg.mesh)
     state = small.start(cfg, mesh)
     with jax.set_mesh(mesh):
         batch = small.to_device(small.random_rows(cfg, 0), mesh)
-        after, metrics = jax.jit(make_train_step(sharp))(state, batch, Hyperparameters.of(cfg))
+        after, metrics = sharp_step()(state, batch, Hyperparameters.of(cfg))
     assert np.isfinite(metrics["loss"])
     assert metrics["skipped"] == 1
     assert_equal_states(after, state, rtol=0, atol=0)
@@ -59,6 +66,7 @@ def poison(monkeypatch):
     bad: set[int] = set()
     spoilt = lambda batch: batch._replace(weights=batch.weights * np.float32(np.nan))
     small.change_batches(lambda step, batch: spoilt(batch) if step in bad else batch, monkeypatch.setattr)
+    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # nobody looks at an evaluation
     return bad
 
 
@@ -86,7 +94,9 @@ def test_too_many_in_a_row_stop_the_run_and_name_checkpoint_and_step(poison, tmp
     )
     # The remedy is found: without the bad rows the same command goes on.
     poison.clear()
-    assert at(tmp_path / "run", checkpoint_interval=2).evaluation["eval/loss"] < 10
+    at(tmp_path / "run", checkpoint_interval=2)
+    assert [row["step"] for row in rows(tmp_path / "run")][-1] == RUN.train.total_steps
+    assert rows(tmp_path / "run")[-1]["loss"] < 10
 
 
 def test_without_a_checkpoint_before_them_that_is_said_and_zero_never_stops(poison, tmp_path):

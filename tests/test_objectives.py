@@ -4,6 +4,7 @@ evaluated and written down follows from the names that it gives its sums."""
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from runs import RUN, at, rows
 
 from nash_mhc.config.schema import ConfigError, ObjectiveConfig
 from nash_mhc.objectives import registry
-from nash_mhc.objectives.base import Aux, Sum
+from nash_mhc.objectives.base import Aux, Sum, means
+from nash_mhc.train.programs import make_objective
 from nash_mhc.train.resolve_devices import resolve
 
 
@@ -24,14 +26,21 @@ def test_the_parts_of_a_smoothed_loss_are_named_and_add_up():
     cfg = with_objective(small.nash_config(optim__z_loss=1e-3, optim__sparsity=1e-2), "smoothed", label_smoothing=0.2)
     # Scales, for the sparsity is theirs; streams and the convolution have no part in the loss.
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, residual="plain", conv_taps=0))
-    batches = [small.random_rows(cfg, seed) for seed in range(2)]
-    _, history, _ = small.train(small.mesh_config(cfg, 2, 2, 2), batches)
-    for row in history:
-        parts = [row[f"loss/{name}"] for name in ("ce", "z", "smoothing", "sparsity")]
-        assert all(abs(part) > 1e-6 for part in parts)
-        assert row["loss"] == pytest.approx(sum(parts), rel=1e-5)
+    cfg = small.mesh_config(cfg, 2, 2, 2)
+    mesh = small.make_mesh(cfg.mesh)
+    model, batch = small.start(cfg, mesh).model, small.to_device(small.random_rows(cfg, 0), mesh)
+    # By the form that a step uses, which makes gradients as well; what they go through on the way back adds nothing.
+    objective = make_objective(cfg)
+    of_norm = lambda norm, model, batch: objective(dataclasses.replace(model, norm=norm), batch)
+    with jax.set_mesh(mesh):
+        part = jax.tree.map(lambda a: a[0], batch)
+        _, aux = jax.jit(jax.grad(of_norm, has_aux=True))(model.norm, model, part)
+    row = {name: float(mean) for name, mean in means(aux.sums).items()}
+    parts = [row[f"loss/{name}"] for name in ("ce", "z", "smoothing", "sparsity")]
+    assert all(abs(part) > 1e-6 for part in parts)
+    assert row["loss"] == pytest.approx(sum(parts), rel=1e-5)
     # At the start all tokens are nearly as likely: neither target is harder than the other.
-    assert abs(history[0]["loss/smoothing"]) < 0.05 * history[0]["loss/ce"]
+    assert abs(row["loss/smoothing"]) < 0.05 * row["loss/ce"]
 
 
 def test_smoothing_keeps_a_model_from_being_sure(tmp_path):
@@ -44,8 +53,8 @@ def test_smoothing_keeps_a_model_from_being_sure(tmp_path):
 
 
 def every_second(cfg, execution):
-    """A loss of its own, with sums over other things than tokens:
-    distances to the next token at even places, and rows."""
+    """A loss of its own, with sums over other things than tokens: distances to the next token at even places, and rows;
+    and a report of the model's health, a mean over rows."""
 
     def objective(model, batch):
         x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
@@ -54,7 +63,8 @@ def every_second(cfg, execution):
         loss, weight = jnp.sum(counts_BT[..., None] * apart_BTD**2), jnp.sum(counts_BT)
         filled_B = jnp.sum(batch.weights, axis=1)
         sums = {"loss": Sum(loss, weight), "filled": Sum(jnp.sum(filled_B), jnp.float32(filled_B.size))}
-        return loss, Aux(sums, model.health(report))
+        rms_B = jnp.sqrt(jnp.mean(x_BTD**2, axis=(1, 2)))
+        return loss, Aux(sums, model.health(report) | {"rms": jnp.stack([rms_B.mean(), 1.0])})
 
     return objective
 
@@ -100,7 +110,9 @@ def test_accumulated_parts_of_a_registered_objective_add_up(another):
     split = dataclasses.replace(
         cfg, data=dataclasses.replace(cfg.data, batch_size=2), train=dataclasses.replace(cfg.train, grad_accum=4)
     )
-    small.assert_same_run(small.train(split, parts), small.train(cfg, whole), health=False)
+    in_parts, at_once = small.train(split, parts), small.train(cfg, whole)
+    small.assert_same_run(in_parts, at_once)
+    assert [row["health/rms"][1] for row in in_parts[1]] == [1.0, 1.0]  # not added up
 
 
 def test_another_objective_under_the_same_name_is_another_program(another):

@@ -65,6 +65,7 @@ def test_a_few_spikes_do_not_hide_the_next_and_a_new_level_becomes_usual():
 # Short rows: what counts here is how many batches there are.
 SKIP = small.config(train__on_spike="skip", train__total_steps=99, optim__ema_decay=0.5, optim__learning_rate=5e-6)
 AT = KEPT + 1  # batches before the spike
+EARLY = KEPT - 2  # of them, after which the ring is not full yet: one run has taken these steps for all
 
 
 def lone(batch):
@@ -80,40 +81,56 @@ def ordinary():
 
 @pytest.fixture(scope="module")
 def spiked(ordinary):
-    return [*ordinary[:AT], lone(small.random_rows(SKIP, 999)), *ordinary[AT:]]
+    """What comes after the first batches: the spike, and two ordinary ones."""
+    return [lone(small.random_rows(SKIP, 999)), *ordinary[AT:]]
 
 
 @pytest.fixture(scope="module")
-def skipping(spiked):
-    return small.train(SKIP, spiked)
+def early(ordinary):
+    """(state, metrics) before the ring is full."""
+    return small.train(SKIP, ordinary[:EARLY])[:2]
 
 
-def test_a_skipped_spike_leaves_the_run_as_if_it_had_not_been_but_in_the_ring(skipping, ordinary):
+@pytest.fixture(scope="module")
+def calm(early, ordinary):
+    """(state, metrics) before the spike."""
+    state, history, _ = small.train(SKIP, ordinary[EARLY:AT], early[0])
+    return state, early[1] + history
+
+
+@pytest.fixture(scope="module")
+def skipping(calm, spiked):
+    state, history, step = small.train(SKIP, spiked, calm[0])
+    return state, calm[1] + history, step
+
+
+def test_a_skipped_spike_leaves_the_run_as_if_it_had_not_been_but_in_the_ring(skipping, calm, ordinary):
     state, history, step = skipping
     assert [row["spike"] for row in history] == [row["skipped"] for row in history] == [0] * AT + [1, 0, 0]
     assert [row["spikes"] for row in history] == [0] * AT + [1, 1, 1]
     assert history[AT]["spike_score/grad_norm"] > 30
     assert all(row["spike_score/loss"] == 0 for row in history[:KEPT])
     assert step.traces <= 1
-    without, _, _ = small.train(SKIP, ordinary)
+    without, _, _ = small.train(SKIP, ordinary[AT:], calm[0])
     assert_equal_states(eqx.tree_at(lambda s: s.recent, state, without.recent), without, rtol=0, atol=0)
     assert int(state.step) == int(without.recent.count) == len(ordinary)
     assert int(state.recent.count) == len(ordinary) + 1
     assert np.float32(history[AT]["grad_norm"]) in state.recent.values_MN
 
 
-def test_a_spike_that_is_only_reported_is_a_step_like_others(spiked, skipping):
+def test_a_spike_that_is_only_reported_is_a_step_like_others(spiked, skipping, calm):
     cfg = dataclasses.replace(SKIP, train=dataclasses.replace(SKIP.train, on_spike="report"))
-    state, history, _ = small.train(cfg, spiked)
-    assert int(state.step) == len(spiked)
+    state, history, _ = small.train(cfg, spiked, calm[0])
+    assert int(state.step) == AT + len(spiked)
     assert sum(row["skipped"] for row in history) == 0
     assert int(state.recent.spikes) == sum(row["spike"] for row in history) == 1
-    assert history[AT]["spike_score/grad_norm"] == skipping[1][AT]["spike_score/grad_norm"]
+    assert history[0]["spike_score/grad_norm"] == skipping[1][AT]["spike_score/grad_norm"]
 
 
-def test_eight_devices_judge_as_one_does(spiked, skipping):
-    state, history, _ = small.train(small.mesh_config(SKIP, 2, 2, 2), spiked)
-    for a, b in zip(history, skipping[1], strict=True):
+def test_eight_devices_judge_as_one_does(ordinary, spiked, early, skipping):
+    """From before the ring is full: its last values are theirs."""
+    state, history, _ = small.train(small.mesh_config(SKIP, 2, 2, 2), [*ordinary[EARLY:AT], *spiked], early[0])
+    for a, b in zip(history, skipping[1][EARLY:], strict=True):
         assert (a["spike"], a["skipped"], a["spikes"]) == (b["spike"], b["skipped"], b["spikes"])
         for name in spikes.MEASURES:
             np.testing.assert_allclose(a[f"spike_score/{name}"], b[f"spike_score/{name}"], rtol=1e-3, atol=1e-3)
@@ -121,8 +138,7 @@ def test_eight_devices_judge_as_one_does(spiked, skipping):
     assert state.recent.values_MN.shape == (2, KEPT)
 
 
-# --- whole runs
-# --------------------------------------------------------------------------------------------------------
+# --- whole runs ------------------------------------------------------------------------------------------------------
 
 SLOW = small.config(
     optim__learning_rate=5e-7, optim__warmup_steps=0, optim__schedule="constant", train__log_interval=1,
@@ -135,6 +151,7 @@ def spiky(monkeypatch):
     """Makes the batches of the given steps of every run spikes."""
     steps: set[int] = set()
     small.change_batches(lambda step, batch: lone(batch) if step in steps else batch, monkeypatch.setattr)
+    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # nobody looks at an evaluation
     return steps
 
 

@@ -14,9 +14,10 @@ from small import small_meter
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.model.protocol import Execution
+from nash_mhc.objectives.base import Batch, means
 from nash_mhc.train import spikes
+from nash_mhc.train.programs import make_objective
 
-MODELS = {"dense": small.config, "nash": small.nash_config}
 MESHES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]  # another in test_meshes: 1x4x2, within a run
 
 
@@ -35,17 +36,15 @@ def test_every_mesh_gives_the_same_run(shape, batches, one_device):
     small.assert_same_run(small.train(small.mesh_config(small.config(), *shape), batches), one_device)
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_accumulation_4_of_batch_2_is_batch_8(config):
-    # Not the rows of 0 and 1: with those, a gradient of the residual maps is so near 0 that it is all rounding.
-    rows = [small.random_rows(config(), seed) for seed in (2, 3)]
+def test_accumulation_4_of_batch_2_is_batch_8():
+    """Gradients are added up whatever they are of; test_objectives has the same with reports of the model's health."""
+    rows = [small.random_rows(small.config(), seed) for seed in (2, 3)]
     # Uneven padding between the parts: a mean of means would differ from the mean over tokens.
     for r in rows:
         r.weights[:, :2, 5:] = 0.0
     split = [Rows(*(a.reshape(4, 2, -1) for a in r)) for r in rows]
-    # Health is averaged over the parts, and the largest value of a batch is no average.
-    parts = small.train(config(data__batch_size=2, train__grad_accum=4), split)
-    small.assert_same_run(parts, small.train(config(), rows), health=False)
+    parts = small.train(small.config(data__batch_size=2, train__grad_accum=4), split)
+    small.assert_same_run(parts, small.train(small.config(), rows))
 
 
 @pytest.mark.parametrize(
@@ -87,17 +86,16 @@ def test_unrolled_layers_of_the_whole_architecture_pass_on_and_report_the_same()
 
 def test_the_step_is_traced_once_and_a_new_shape_is_reported():
     heard: list[str] = []
-    cfg = small.config(data__seq_len=16)
-    mesh = small.make_mesh(cfg.mesh)
-    step = small.compile_train_step(cfg, mesh, warn=heard.append)
-    state = small.start(cfg, mesh)
-    for seed in range(3):
-        state, _ = step(state, small.to_device(small.random_rows(cfg, seed), mesh))
-    assert (step.traces, heard) == (1, [])
-    step(state, small.to_device(small.random_rows(dataclasses.replace(cfg, data=small.config(data__seq_len=8).data), 0), mesh))
-    assert step.traces == 2
+    mesh = small.make_mesh(small.config().mesh)
+    step = small.compile_train_step(small.config(), mesh, warn=heard.append)
+    state, traces = small.start(small.config(), mesh), []
+    for seq_len in (32, 32, 32, 16, 32, 16):  # rows of 32 may have been trained on in this process before
+        state, _ = step(state, small.to_device(small.random_rows(small.config(data__seq_len=seq_len), 0), mesh))
+        traces.append(step.traces)
+    assert traces[0] <= 1
+    assert [number - traces[0] for number in traces] == [0, 0, 0, 1, 1, 1]
     assert len(heard) == 1
-    assert "inputs:int32[1,8,8] (was inputs:int32[1,8,16])" in heard[0]
+    assert "inputs:int32[1,8,16] (was inputs:int32[1,8,32])" in heard[0]
 
 
 def test_the_state_is_donated():
@@ -121,19 +119,14 @@ def test_ema_follows_its_closed_form():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_bfloat16_compute_stays_near_float32_and_keeps_float32_state(batches, one_device):
-    state, history, _ = small.train(small.config(train__dtype="bfloat16"), batches)
-    for a, b in zip(history, one_device[1], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-2)
-    assert {x.dtype for x in jax.tree.leaves(state.model)} == {jnp.dtype("float32")}
-
-
 def test_z_loss_is_its_own_component(batches, one_device):
-    _, history, _ = small.train(small.config(optim__z_loss=1e-2), batches[:1])
-    plain = one_device[1][0]
-    assert history[0]["loss/ce"] == pytest.approx(plain["loss"], rel=1e-5)
-    assert history[0]["loss/z"] > 0
-    assert history[0]["loss"] == pytest.approx(history[0]["loss/ce"] + history[0]["loss/z"], rel=1e-6)
+    cfg = small.config(optim__z_loss=1e-2)
+    batch = Batch(*(jnp.asarray(a[0]) for a in batches[0]))
+    _, aux = jax.jit(make_objective(cfg))(small.start(cfg, small.make_mesh(cfg.mesh)).model, batch)
+    found = {name: float(value) for name, value in means(aux.sums).items()}
+    assert found["loss/ce"] == pytest.approx(one_device[1][0]["loss"], rel=1e-5)
+    assert found["loss/z"] > 0
+    assert found["loss"] == pytest.approx(found["loss/ce"] + found["loss/z"], rel=1e-6)
 
 
 def test_clipping_scales_what_the_optimizer_sees_and_reports_the_raw_norm(batches, one_device):
@@ -146,7 +139,7 @@ def test_clipping_scales_what_the_optimizer_sees_and_reports_the_raw_norm(batche
 def test_every_option_at_once_gives_the_same_run_on_a_mesh():
     """Grouped queries, biases, untied embeddings, a window, accumulation, averages, z-loss:
     2x2x2 against one device."""
-    model = dataclasses.replace(small.MODEL, kv_heads=4, qkv_bias=True, tied_embeddings=False, window=9)
+    model = dataclasses.replace(small.MODEL, kv_heads=4, qkv_bias=True, tied_embeddings=False, window=17)
     cfg = small.config(train__grad_accum=2, optim__ema_decay=0.5, optim__z_loss=1e-3, train__remat="dots")
     cfg = dataclasses.replace(cfg, model=model)
     rows = [small.random_rows(cfg, seed) for seed in range(2)]
