@@ -12,7 +12,15 @@ comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Python keeps what it has compiled of its modules: of those that are used, not of all that is installed.
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := -m pip install --quiet --no-cache-dir --no-compile -e
+# Where pip is told to look for packages, as uv wants to hear it.
+PLACES = $(shell $(BIN)/python -m pip config list 2>/dev/null | \
+	sed -nE "s/^[^=]*\.(index-url|extra-index-url|find-links)='(.*)'$$/\1 \2/p" | \
+	while read key all; do for one in $$all; do echo "--$$key $$one"; done; done)
+# uv installs in a third of pip's time; where there is none, or it does not find what pip would, pip does it.
+install = $(BIN)/python -m pip install --quiet uv 2>/dev/null && \
+	$(BIN)/uv pip install --quiet --cache-dir .cache/uv --python $(BIN)/python --index-strategy unsafe-best-match \
+	$(PLACES) -e '$(1)' 2>/dev/null; by_uv=$$?; rm -rf .cache/uv; \
+	[ $$by_uv = 0 ] || $(BIN)/python -m pip install --quiet --no-cache-dir --no-compile -e '$(1)'
 
 .PHONY: train test lint docs clean
 
@@ -38,22 +46,20 @@ docs: $(VENV)/.installed-docs
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nash_mhc needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	@# The pip that came with Python may be years old, and take twice as long; where there is no newer one, it will do.
-	@$(BIN)/python -m pip install --quiet --upgrade pip 2>/dev/null || true
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python $(INSTALL) '.$(if $(EXTRA),[$(EXTRA)])'
+	@echo "installing into $(VENV) (once, half a minute) ..."
+	@$(call install,.$(if $(EXTRA),[$(EXTRA)]))
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	@echo "installing into $(VENV) (once, about a minute) ..."
-	$(BIN)/python $(INSTALL) '.[dev$(addprefix $(comma),$(EXTRA))]'
+	@echo "installing into $(VENV) (once, half a minute) ..."
+	@$(call install,.[dev$(addprefix $(comma),$(EXTRA))])
 	touch $@ $(VENV)/.installed $(VENV)/.installed-docs
 
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) ..."
-	$(BIN)/python $(INSTALL) '.[docs$(addprefix $(comma),$(EXTRA))]'
+	@$(call install,.[docs$(addprefix $(comma),$(EXTRA))])
 	touch $@
 
 clean:
