@@ -79,7 +79,7 @@ def test_random_tokens_are_cached_beside_the_likeliest_and_learned_from(teacher,
     assert more.ids.shape[-1] == K + 5
     assert not (more.ids[..., None, K:] == more.ids[..., :K, None]).any()
     assert more.ids.max() < RUN.model.vocab_size
-    run = at(tmp_path / "run", student(out, total_steps=2, eval_interval=2))
+    run = at(tmp_path / "run", student(out, total_steps=2, eval_interval=2), evaluated=False)
     assert rows(run.folder)[-1]["kl"] > 0
     assert json.loads((run.folder / "run.json").read_text())["config"]["distill"]["random"] == 5
     other = dataclasses.replace(student(out), model=dataclasses.replace(STUDENT.model, vocab_size=300))
@@ -301,7 +301,7 @@ pack: few
 """
 
 
-def test_a_chain_makes_what_is_not_there_and_a_mistake_in_it_is_found_before_anything_begins(teacher, tmp_path):
+def test_a_chain_makes_what_is_missing_and_its_mistakes_are_found_before_anything_begins(teacher, tmp_path):
     """As after a stop: its teacher has taken all of its steps, its cache is there, made by the chain's very words. The
     other parts are processes, of which each takes seconds to begin."""
     file, out = tmp_path / "chain.yaml", tmp_path / "out"

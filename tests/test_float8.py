@@ -30,14 +30,20 @@ def test_products_and_gradients_are_those_of_rounded_numbers(equation):
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape) * size for shape, size in zip(EQUATIONS[equation], (3e-3, 40.0), strict=True))
     dy = rng.normal(size=np.einsum(equation, x, w).shape) * 1e-9
-    y, back = jax.vjp(lambda x, w: float8.einsum(equation, x, w), jnp.float32(x), jnp.float32(w))
+
+    @jax.jit
+    def both(x, w, dy, rounded_x, rounded_w, rounded_dy):
+        """(a product, its gradients, those of a product in float32 of what was rounded by hand)"""
+        y, back = jax.vjp(lambda x, w: float8.einsum(equation, x, w), x, w)
+        _, plain_back = jax.vjp(lambda x, w: jnp.einsum(equation, x, w), rounded_x, rounded_w)
+        return y, back(dy), plain_back(rounded_dy)
+
     rounded_x, rounded_w = (by_hand(a.astype(np.float32).astype(np.float64), ml_dtypes.float8_e4m3fn) for a in (x, w))
     rounded_dy = by_hand(dy.astype(np.float32).astype(np.float64), ml_dtypes.float8_e5m2)
     close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    y, gradients, plain = both(*(a.astype(np.float32) for a in (x, w, dy, rounded_x, rounded_w, rounded_dy)))
     close(y, np.einsum(equation, rounded_x, rounded_w))
-    plain = lambda x, w: jnp.einsum(equation, x, w)
-    _, plain_back = jax.vjp(plain, jnp.float32(rounded_x), jnp.float32(rounded_w))
-    jax.tree.map(close, back(jnp.float32(dy)), plain_back(jnp.float32(rounded_dy)))
+    jax.tree.map(close, gradients, plain)
     # Rounded indeed, and not by much: 3 bits after the leading one.
     error = np.abs(np.asarray(y) - np.einsum(equation, x, w)).max() / np.abs(y).max()
     assert 1e-4 < error < 2**-4
@@ -54,19 +60,23 @@ def test_the_products_are_of_float8_numbers_themselves():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_scales_are_powers_of_two_and_nothing_overflows(kind, dtype):
+    rounded = jax.jit(lambda x: (float8.scale_of(x, kind), float8.rounded(x, kind).array))
     for most in (1e-20, 1e-9, 0.3, 447.9, 448.0, 449.0, 3e4, 1e20):
-        x = jnp.array([most, -most / 3, 0.0], dtype)
-        scale = float(float8.scale_of(x, kind))
-        assert np.log2(scale) == round(np.log2(scale))
-        assert float(jnp.finfo(kind).max) / 4 < float(x[0]) / scale <= float(jnp.finfo(kind).max)
-        np.testing.assert_allclose(np.asarray(float8.rounded(x, kind).array, np.float64), np.asarray(x, np.float64), rtol=2**-3)
+        x = np.array([most, -most / 3, 0.0]).astype(dtype)
+        scale, near = rounded(x)
+        assert np.log2(float(scale)) == round(np.log2(float(scale)))
+        assert float(jnp.finfo(kind).max) / 4 < float(x[0]) / float(scale) <= float(jnp.finfo(kind).max)
+        np.testing.assert_allclose(np.asarray(near, np.float64), x.astype(np.float64), rtol=2**-3)
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_seen():
-    zeros = jnp.zeros((2, 3))
-    assert (float8.rounded(zeros, jnp.float8_e4m3fn).array == 0).all()
-    for bad in (jnp.inf, jnp.nan):
-        assert not np.isfinite(float8.einsum("ij,jk->ik", zeros.at[0, 0].set(bad), jnp.ones((3, 2)))[0]).any()
+    zeros, ones = np.zeros((2, 3), np.float32), np.ones((3, 2), np.float32)
+    product = jax.jit(lambda x: (float8.einsum("ij,jk->ik", x, ones), float8.rounded(x, jnp.float8_e4m3fn).array))
+    assert all((np.asarray(found, np.float32) == 0).all() for found in product(zeros))
+    for bad in (np.inf, np.nan):
+        spoilt = zeros.copy()
+        spoilt[0, 0] = bad
+        assert not np.isfinite(product(spoilt)[0][0]).any()
 
 
 def test_a_run_with_it_is_the_same_on_a_mesh_and_with_remat_and_not_that_without():

@@ -1,6 +1,7 @@
 """The model: causal, packed = alone, the public calls, counts."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -19,13 +20,16 @@ from nash_mhc.model.protocol import Execution
 CFG = dataclasses.replace(small.MODEL, kv_heads=4, qkv_bias=True, window=None)
 
 
-def made(cfg):
-    return jax.jit(lambda: LM.init(cfg, key=jax.random.key(0)))()
+@functools.cache
+def fresh(config, *shape):
+    """The state that a run begins with on a mesh."""
+    cfg = small.mesh_config(config(), *shape)
+    return small.create_state(cfg, small.make_mesh(cfg.mesh))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return made(CFG)
+    return small.generic_model(CFG)
 
 
 def tokens(B=2, T=24, seed=1):
@@ -48,11 +52,14 @@ def test_logits_do_not_depend_on_later_tokens(model):
 
 
 def test_a_packed_document_has_the_logits_it_has_alone(model):
-    row = tokens(B=1)
-    segments = jnp.array([[1] * 9 + [2] * 11 + [0] * 4])
-    packed = np.asarray(logits_of(model, row, segments))
-    np.testing.assert_allclose(packed[:, :9], logits_of(model, row[:, :9]), atol=2e-5)
-    np.testing.assert_allclose(packed[:, 9:20], logits_of(model, row[:, 9:20]), atol=2e-5)
+    rows, segments = tokens(B=3), np.zeros((3, 24), np.int32)
+    for row, documents in enumerate(([9, 11], [9], [11])):  # both, then each in a row of its own, with padding of other tokens
+        segments[row, : sum(documents)] = np.repeat(np.arange(1, len(documents) + 1), documents)
+    rows[1, :9], rows[2, :11] = rows[0, :9], rows[0, 9:20]
+    packed, first, second = np.asarray(logits_of(model, rows, segments))
+    np.testing.assert_allclose(packed[:9], first[:9], atol=2e-5)
+    np.testing.assert_allclose(packed[9:20], second[:11], atol=2e-5)
+    np.testing.assert_allclose(packed[:9], logits_of(model, rows[:1, :9])[0], atol=2e-5)  # without any padding or segments
 
 
 def test_logits_have_the_real_vocabulary_in_float32(model):
@@ -64,7 +71,7 @@ def test_logits_have_the_real_vocabulary_in_float32(model):
 
 def test_a_window_hides_what_is_farther_back_than_the_layers_reach():
     cfg = dataclasses.replace(CFG, layers=1, window=4)
-    model = made(cfg)
+    model = small.generic_model(cfg)
     row = tokens()
     moved = row.copy()
     moved[:, 2] = (row[:, 2] + 1) % CFG.vocab_size
@@ -80,11 +87,18 @@ def test_tied_embeddings_are_one_leaf_and_untied_two():
 
 @pytest.mark.parametrize("config", [small.config, small.nash_config])
 def test_parameters_start_at_the_same_values_on_every_mesh(config):
-    one = small.create_state(config(), small.make_mesh(config().mesh)).model
-    cfg = small.mesh_config(config(), 2, 2, 2)
-    eight = small.create_state(cfg, small.make_mesh(cfg.mesh)).model
+    one, eight = fresh(config).model, fresh(config, 2, 2, 2).model
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_the_state_that_other_tests_begin_with_is_the_one_that_a_run_begins_with():
+    cfg = small.config()
+    ours, theirs = small.start(cfg, small.make_mesh(cfg.mesh)), fresh(small.config)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype and a.sharding == b.sharding
+        np.testing.assert_array_equal(a, b)
 
 
 def test_flops_are_those_that_xla_counts_in_the_forward_pass():
@@ -124,14 +138,18 @@ def test_an_unknown_size_names_the_known_ones():
         presets.model("huge")
 
 
+def untied():
+    return small.config(model__tied_embeddings=False)
+
+
 # The layers and the table have no part in each other's start: Nash-MHC with one of the two.
-GUESSING = {"dense, tied": (small.MODEL, True), "dense, untied": (small.MODEL, False), "nash, tied": (small.NASH, True)}
+GUESSING = {"dense, tied": small.config, "dense, untied": untied, "nash, tied": small.nash_config}
 
 
-@pytest.mark.parametrize(("cfg", "tied"), GUESSING.values(), ids=GUESSING)
-def test_the_first_loss_is_that_of_guessing(cfg, tied):
+@pytest.mark.parametrize("config", GUESSING.values(), ids=GUESSING)
+def test_the_first_loss_is_that_of_guessing(config):
     """The first number that everyone checks: within 3% of ln V, and no token is predicted to come again."""
-    model, row = made(dataclasses.replace(cfg, tied_embeddings=tied)), tokens(8, 32)
+    cfg, model, row = config().model, fresh(config).model, tokens(8, 32)
     logits = np.asarray(logits_of(model, row), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     losses = -np.take_along_axis(log_probs[:, :-1], row[:, 1:, None], axis=-1)

@@ -210,7 +210,7 @@ def test_nothing_is_learned_from_random_tokens(learned, tmp_path):
     cfg = learned[0]
     data = dataclasses.replace(cfg.data, dataset=str(tmp_path / "random.txt"), validation_fraction=0.2)
     # Long and fast enough to find it: with every place seen, such a run ends at half of that.
-    seldom = dict.fromkeys(("total_steps", "eval_interval", "checkpoint_interval", "log_interval"), 450)
+    seldom = dict.fromkeys(("total_steps", "eval_interval", "checkpoint_interval", "log_interval"), 400)
     optim, train = dataclasses.replace(cfg.optim, learning_rate=1e-2), dataclasses.replace(cfg.train, **seldom)
     ended = at(tmp_path / "run", dataclasses.replace(cfg, data=data, optim=optim, train=train))
     assert ended.evaluation["eval/loss"] > math.log(16) - 0.05

@@ -20,6 +20,7 @@ from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
 from nash_mhc.ops.spread import gather, plan, spread
+from nash_mhc.parallel.sharding import shardings
 from nash_mhc.train import programs
 from nash_mhc.train.programs import make_objective
 
@@ -66,18 +67,20 @@ def test_gradients_are_those_of_the_lookups():
         np.testing.assert_allclose(pulled(move), pulled(move.__wrapped__), atol=1e-6)
 
 
-PLAIN = dataclasses.replace(small.NASH, residual="plain")  # streams do not care where documents begin, and compile for long
+# Streams do not care where documents begin, and compile for long, as do many windows a row.
+PLAIN = dataclasses.replace(small.NASH, residual="plain", window=16)
+
+
+logits = jax.jit(LM.__call__, static_argnums=3)  # of one row, with room for documents that begin anywhere or without
 
 
 @pytest.fixture(scope="module")
 def model():
-    # Away from the start, where all scales and streams are alike.
-    made, rng = jax.jit(lambda: LM.init(PLAIN, key=jax.random.key(0)))(), np.random.default_rng(1)
-    return jax.tree.map(lambda a: jnp.asarray(a + 0.1 * rng.normal(size=a.shape), jnp.float32), jax.device_get(made))
+    return jax.tree.map(jnp.asarray, small.generic_model(PLAIN))
 
 
 def test_packed_anywhere_is_alone(model):
-    logits, alone = jax.jit(LM.__call__, static_argnums=3), jax.jit(LM.__call__)
+    whole = jnp.ones((1, T), jnp.int32)
     for lengths in LENGTHS:
         _, row = rows_of(lengths)
         packed = np.asarray(logits(model, jnp.asarray(row.inputs), jnp.asarray(row.segments), Execution(room=ROOM)))
@@ -85,22 +88,23 @@ def test_packed_anywhere_is_alone(model):
             slots = np.flatnonzero(row.segments[0] == segment)
             padded = np.zeros((1, T), np.int32)
             padded[0, : len(slots)] = row.inputs[0, slots]
-            want = np.asarray(alone(model, jnp.asarray(padded)))[0, : len(slots)]  # what comes after has no say: it is causal
+            alone = np.asarray(logits(model, jnp.asarray(padded), whole, Execution()))
+            want = alone[0, : len(slots)]  # what comes after has no say: it is causal
             np.testing.assert_allclose(packed[0, slots], want, atol=3e-5, err_msg=f"{lengths}, {segment}")
 
 
 def test_aligned_rows_are_the_same_either_way(model):
-    row = small.random_rows(dataclasses.replace(small.nash_config(data__seq_len=T), model=PLAIN), 3)
-    args = jnp.asarray(row.inputs[0]), jnp.asarray(row.segments[0])
-    logits = jax.jit(LM.__call__, static_argnums=3)
-    real = row.segments[0] > 0
-    spread_out, as_they_are = (np.asarray(logits(model, *args, how)) for how in (Execution(room=ROOM), Execution()))
-    np.testing.assert_allclose(spread_out[real], as_they_are[real], atol=3e-5)
+    rows = small.random_rows(dataclasses.replace(small.nash_config(data__seq_len=T), model=PLAIN), 3)
+    for inputs_T, segments_T in zip(rows.inputs[0], rows.segments[0], strict=True):
+        args, real = (jnp.asarray(inputs_T[None]), jnp.asarray(segments_T[None])), segments_T > 0
+        spread_out, as_they_are = (np.asarray(logits(model, *args, how)) for how in (Execution(room=ROOM), Execution()))
+        np.testing.assert_allclose(spread_out[0, real], as_they_are[0, real], atol=3e-5)
 
 
-def test_a_step_on_such_rows_is_the_same_on_every_mesh(monkeypatch):
-    # Two scales with the blocks of three: a step less of the same.
-    cfg = dataclasses.replace(small.nash_config(data__seq_len=T), model=dataclasses.replace(PLAIN, scales=2, ratio=STRIDE))
+def test_loss_and_gradients_of_such_rows_are_the_same_on_every_mesh(monkeypatch):
+    # Two scales with the blocks of three, which answer each other once, and two windows a row: less of the same.
+    shape_of_it = dataclasses.replace(PLAIN, scales=2, ratio=STRIDE, nash_iterations=1, window=ROOM // 2)
+    cfg = dataclasses.replace(small.nash_config(data__seq_len=T), model=shape_of_it)
     rng = np.random.default_rng(0)
     rows = [rows_of(rng.permutation([7, 13, 5, 9]).tolist(), seed)[1] for seed in range(8)]
     batch = small.Rows(*(np.concatenate(a)[None] for a in zip(*rows, strict=True)))
@@ -110,12 +114,21 @@ def test_a_step_on_such_rows_is_the_same_on_every_mesh(monkeypatch):
     results = []
     for shape in ((1, 1, 1), (2, 2, 2)):
         run = small.mesh_config(cfg, *shape)
-        mesh = small.make_mesh(run.mesh)
-        step = small.compile_train_step(run, mesh, source)
-        state, metrics = step(small.start(run, mesh), small.to_device(batch, mesh))
-        results.append((jax.device_get(state), [{k: v.tolist() for k, v in jax.device_get(metrics).items()}], step))
-    small.assert_same_run(results[1], results[0])
-    assert results[0][1][0]["tokens"] == sum((row.weights > 0).sum() for row in rows)
+        mesh, made = small.make_mesh(run.mesh), small.generic_model(run.model)
+        objective = make_objective(run, source)
+        assert objective.keywords["execution"].room == ROOM
+        with jax.set_mesh(mesh):
+            part = jax.tree.map(lambda a: a[0], small.to_device(batch, mesh))
+            found = jax.jit(jax.value_and_grad(objective, has_aux=True))(jax.device_put(made, shardings(made, mesh)), part)
+        results.append(jax.device_get(found))
+    ((loss, aux), gradients), ((want_loss, want_aux), want) = results
+    assert loss == pytest.approx(want_loss, rel=1e-4)
+    for name, value in want_aux.health.items():
+        np.testing.assert_allclose(aux.health[name], value, rtol=1e-3, atol=3e-6, err_msg=name)
+    largest = max(np.linalg.norm(b) for b in jax.tree.leaves(want))
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6 * largest
+    assert aux.sums["loss"].weight == sum((row.weights > 0).sum() for row in rows)
 
 
 @pytest.mark.parametrize("seq_len", [256, 1024])
