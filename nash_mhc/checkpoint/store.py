@@ -45,6 +45,11 @@ class Store:
             self._manager = self._new_manager()
 
     def _new_manager(self) -> ocp.CheckpointManager:
+        # Where devices hold the same values, Orbax has each of them write a part, cut out by a program for every shape,
+        # place and device, which is compiled while the first save waits. It is of use to several processes, not to one.
+        if jax.process_count() == 1:
+            whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+            ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
         # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit,
         # for ten minutes.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
