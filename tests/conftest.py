@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import sys
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,9 +51,17 @@ import optax  # noqa: E402, F401
 import orbax.checkpoint  # noqa: E402, F401
 import pytest  # noqa: E402
 
-# What was imported so far is compiled once for all. Our own modules have type checks here that other processes do not
-# know: where two threads import at once, jaxtyping can write those under the name of the ordinary bytecode.
-sys.dont_write_bytecode = True
+# Our own modules have type checks here that other processes do not know: where two threads import at once, jaxtyping can
+# write those under the name of the ordinary bytecode. That of all others is kept, for workers and started processes.
+OURS, write_bytecode = str(Path(__file__).parent.parent / "nash_mhc"), SourceFileLoader.set_data
+
+
+def write_that_of_others(loader, path, data, **options):
+    if not path.startswith(OURS):
+        write_bytecode(loader, path, data, **options)
+
+
+SourceFileLoader.set_data = write_that_of_others
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -116,9 +125,10 @@ def pytest_sessionstart():
     write_programs_whole()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure(config):
-    if hasattr(config, "workerinput"):  # a worker that has told everything: to take down what it holds takes seconds
+    # A worker that has told everything: to look through all that it holds, and to take it down, takes seconds.
+    if hasattr(config, "workerinput"):
         os._exit(0)
 
 
