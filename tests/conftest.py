@@ -51,8 +51,8 @@ import optax  # noqa: E402, F401
 import orbax.checkpoint  # noqa: E402, F401
 import pytest  # noqa: E402
 
-# Our own modules have type checks here that other processes do not know: where two threads import at once, jaxtyping can
-# write those under the name of the ordinary bytecode. That of all others is kept, for workers and started processes.
+# Our own modules have type checks here that other processes do not know: where two threads import at once, jaxtyping
+# can write those under the name of the ordinary bytecode. That of all others is kept, for workers and processes.
 OURS, write_bytecode = str(Path(__file__).parent.parent / "nash_mhc"), SourceFileLoader.set_data
 
 

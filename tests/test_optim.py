@@ -153,10 +153,15 @@ def test_three_steps_equal_adamw_by_hand(scale: float, clip: float) -> None:
     net = make_net()
     expected = by_hand(net, gradients(scale), cfg)
     optimizer = make_optimizer(Hyperparameters.of(cfg), net)
-    state = optimizer.init(net)
-    for grad in gradients(scale):
+
+    @jax.jit
+    def step(net: Net, state: Any, grad: Net) -> tuple[Net, Any]:
         updates, state = optimizer.update(grad, state, net)
-        net = optax.apply_updates(net, updates)
+        return optax.apply_updates(net, updates), state
+
+    state = jax.jit(optimizer.init)(net)
+    for grad in gradients(scale):
+        net, state = step(net, state, grad)
     for name, value in expected.items():
         np.testing.assert_allclose(np.asarray(getattr(net, name)), value, rtol=2e-5, atol=1e-6, err_msg=name)
 

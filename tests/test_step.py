@@ -6,7 +6,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import small
 from small import small_meter
@@ -132,8 +131,9 @@ def test_z_loss_is_its_own_component(batches, one_device):
 def test_clipping_scales_what_the_optimizer_sees_and_reports_the_raw_norm(batches, one_device):
     state, history, _ = small.train(small.config(optim__max_grad_norm=1e-3), batches[:1])
     assert history[0]["grad_norm"] == pytest.approx(one_device[1][0]["grad_norm"], rel=1e-5)
-    first_moment = optax.tree.norm(state.opt_state[1].mu) / (1 - small.config().optim.b1)
-    assert float(first_moment) == pytest.approx(1e-3, rel=1e-4)
+    moments = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(state.opt_state[1].mu)]
+    first_moment = np.sqrt(sum(np.sum(leaf**2) for leaf in moments)) / (1 - small.config().optim.b1)
+    assert first_moment == pytest.approx(1e-3, rel=1e-4)
 
 
 def test_every_option_at_once_gives_the_same_run_on_a_mesh():
