@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conftest  # noqa: F401  (the environment of the tests: host devices, a compilation cache)
 import numpy as np
 from runs import rows
-from training_process import TrainingProcess, arrays, pair
+from training_process import DENSE, TrainingProcess, arrays, pair
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config.humanize import duration
@@ -42,7 +42,7 @@ class Soaked:
 
     def start(self) -> tuple[TrainingProcess, ...]:
         if self.processes == 1:
-            return (TrainingProcess(self.folder, *flags(self.steps)),)
+            return (TrainingProcess(self.folder, *flags(self.steps), model=DENSE),)
         return pair(self.folder, *flags(self.steps), *MESH)
 
     def disturb(self, chance: random.Random) -> str:

@@ -3,78 +3,22 @@ the package knows of it. It is a bigram model: what comes next depends on the la
 
 import dataclasses
 import json
-from dataclasses import dataclass
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from bigram import BIGRAM, Bigram, BigramConfig
 from runs import RUN, assert_equal_states, at
 
 from nash_mhc.bench.step import bench_step
-from nash_mhc.config.fields import key
-from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, Length, RunConfig
+from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig
 from nash_mhc.generate.decode import generate_tokens, load
 from nash_mhc.model import architectures
 from nash_mhc.model.architectures import count_parameters
-from nash_mhc.model.parts import init_matrix
-from nash_mhc.model.protocol import Architecture, Execution, LanguageModel
-from nash_mhc.parallel.params import TABLE, param
-from nash_mhc.parallel.sharding import constrain
+from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.train.resolve_devices import resolve
-
-
-@dataclass(frozen=True)
-class BigramConfig(ArchitectureConfig):
-    architecture = "bigram"
-
-    vocab_size: int = key(257, "tokens in the vocabulary", low=2)
-    width: int = key(32, "numbers that a token is remembered by", low=1)
-
-    def lengths(self):
-        return [*super().lengths(), Length("embed", self.width, "--model-width")]
-
-
-class Bigram(eqx.Module):
-    embed_VD: jax.Array = param("vocab", "embed", role=TABLE)
-    output_VD: jax.Array = param("vocab", "embed", role=TABLE)
-    cfg: BigramConfig = eqx.field(static=True)
-
-    @staticmethod
-    def init(cfg, *, key):
-        first, second = jax.random.split(key)
-        shape = (cfg.padded_vocab, cfg.width)
-        return Bigram(init_matrix(first, shape, cfg.width), init_matrix(second, shape, cfg.width), cfg)
-
-    @property
-    def unembed_VD(self):
-        return self.output_VD
-
-    def hidden(self, tokens_BT, segments_BT=None, execution=Execution()):
-        x_BTD = self.embed_VD.astype(execution.dtype)[tokens_BT]
-        return constrain(x_BTD, "batch", "time_split", "width"), x_BTD
-
-    def health(self, report):
-        return {"rms": jnp.sqrt(jnp.mean(jax.lax.stop_gradient(report) ** 2))}
-
-    def penalties(self, report):
-        return {}
-
-
-def decode(model, cache, tokens_B):
-    """It remembers nothing: its cache counts."""
-    x_BD = model.embed_VD[tokens_B]
-    return (x_BD @ model.output_VD.T)[:, : model.cfg.vocab_size].astype(jnp.float32), cache + 1
-
-
-BIGRAM = Architecture(
-    init=Bigram.init,
-    flops_per_token=lambda cfg, seq_len: 6.0 * cfg.vocab_size * cfg.width,
-    empty_cache=lambda cfg, batch, seq_len, dtype: jnp.zeros((), jnp.int32),
-    decode=decode,
-)
 
 
 @pytest.fixture(autouse=True)

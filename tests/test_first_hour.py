@@ -16,7 +16,7 @@ import pytest
 import small
 from corpora import prepared, save_tokenizer, stories, write_jsonl
 from runs import RUN, at, untrained_run
-from training_process import MODEL
+from training_process import DENSE
 
 from nash_mhc import __main__ as commands
 from nash_mhc.checkpoint.run_folder import RunFolder
@@ -33,7 +33,7 @@ from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import found_settings
 
 ROOT = Path(__file__).parent.parent
-SMALL = [*MODEL[: MODEL.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
+SMALL = [*DENSE[: DENSE.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
 # A program less to trace and compile: samples are written by the first run here.
 WITHOUT_SAMPLE = ["--seq-len", "64", "--sample-tokens", "0"]
 

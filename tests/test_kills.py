@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runs import losses
 from storms import times
-from training_process import TrainingProcess, arrays
+from training_process import DENSE, TrainingProcess, arrays
 
 from nash_mhc.checkpoint import manifest
 
@@ -34,7 +34,7 @@ class Killed:
     def __init__(self, folder, chance, kills):
         self.folder, self.kills, self.while_saving = folder, 0, 0
         while True:
-            self.last = life = TrainingProcess(folder, *FLAGS, NO_EVALUATION="1")
+            self.last = life = TrainingProcess(folder, *FLAGS, model=DENSE, NO_EVALUATION="1")
             if self.kills < kills:
                 if chance.random() < 0.25:
                     time.sleep(chance.uniform(0, 2))  # starting, restoring, setting aside
@@ -71,7 +71,7 @@ def storms(tmp_path_factory):
         thread.start()
     for thread in threads:
         thread.join()
-    unbroken = TrainingProcess(folder / "unbroken", *FLAGS, NO_EVALUATION="1")
+    unbroken = TrainingProcess(folder / "unbroken", *FLAGS, model=DENSE, NO_EVALUATION="1")
     assert unbroken.end() == 0, unbroken.said
     yield folder / "unbroken", found
     shutil.rmtree(folder)

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from runs import rows
-from training_process import TrainingProcess, arrays, pair, slurm_pair
+from training_process import DENSE, TrainingProcess, arrays, pair, slurm_pair
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
@@ -19,7 +19,7 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.processes import Place, find_place
 from nash_mhc.runtime.signals import TRY_AGAIN
 
-STEPS, HALF = 16, 8
+STEPS, HALF = 12, 8
 MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
 FLAGS = [*MESH, *f"--total-steps {STEPS} --checkpoint-interval 4 --log-interval 1 --schedule constant --warmup-steps 0".split()]
 
@@ -43,7 +43,7 @@ def until_whole(checkpoint, lives):
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes") / "run"
     # Several processes have the evaluation compiled before the first step: what comes behind the step's never would.
-    both = pair(folder, *FLAGS, "--keep-every", str(HALF), NO_PROGRAM_OF_THE_EVALUATION="1")
+    both = pair(folder, *FLAGS, "--keep-every", str(HALF), model=DENSE, NO_PROGRAM_OF_THE_EVALUATION="1")
     assert [life.end() for life in both] == [0, 0], both[0].said + both[1].said
     assert "8 x cpu in 2 processes, mesh 2x2x2" in both[0].said
     assert "step" not in both[1].said  # one of them speaks for all
@@ -58,10 +58,10 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
         if step > HALF:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
     flags = [flag for flag in FLAGS if flag not in MESH]
-    alone = TrainingProcess(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2")
+    alone = TrainingProcess(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2", model=DENSE)
     assert alone.end() == 0, alone.said
     assert f"starting from step {HALF} of this run" in alone.said
-    first = TrainingProcess(tmp_path / "first", *flags, "--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2")
+    first = TrainingProcess(tmp_path / "first", *flags, *MESH, model=DENSE)
     assert first.end() == 0, first.said
     for folder in (tmp_path / "run", tmp_path / "first"):
         for (step, loss, tokens), (wanted_step, wanted, wanted_tokens) in zip(losses(folder), losses(unbroken), strict=True):
@@ -70,14 +70,14 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
 
 
 def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on_bit_for_bit(unbroken, tmp_path):
-    both = pair(tmp_path / "run", *FLAGS)
+    both = pair(tmp_path / "run", *FLAGS, model=DENSE)
     both[0].until(f"step  3/{STEPS}")
     both[1].send()
     assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said
     saved = steps(tmp_path / "run")[-1]
     assert 3 <= saved < STEPS
     assert f"stopped: step {saved} is saved in {tmp_path / 'run'}" in both[0].said
-    both = pair(tmp_path / "run", *FLAGS)
+    both = pair(tmp_path / "run", *FLAGS, model=DENSE)
     assert [life.end() for life in both] == [0, 0], both[0].said + both[1].said
     assert f"starting from step {saved} of this run" in both[0].said
     assert losses(tmp_path / "run") == losses(unbroken)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from runs import assert_equal_states, at, rows
-from training_process import MODEL, TrainingProcess, catches
+from training_process import DENSE, TrainingProcess, catches
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
@@ -30,7 +30,7 @@ def checkpoints(folder):
 
 
 def test_during_import(tmp_path):
-    argv = [sys.executable, "-X", "importtime", "-m", "nash_mhc.train", *MODEL, "--checkpoint-dir", str(tmp_path / "run")]
+    argv = [sys.executable, "-X", "importtime", "-m", "nash_mhc.train", *DENSE, "--checkpoint-dir", str(tmp_path / "run")]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     while not catches(process.pid, signal.SIGTERM):
         assert process.poll() is None
@@ -202,7 +202,7 @@ def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
     assert "again" not in life.said
     assert f"stopped: step {saved} is saved in {tmp_path / 'run'}; the same command goes on from there" in life.said
     # Steps of many parts: the first signal waits for the end of one, the second does not.
-    slow = TrainingProcess(tmp_path / "slow", *flags, "--grad-accum", "200").until("step      1/").send()
+    slow = TrainingProcess(tmp_path / "slow", *flags, "--grad-accum", "200", model=DENSE).until("step      1/").send()
     slow.until("SIGTERM: the last finished step is saved")
     while slow.alive:  # the first of these may come so soon that it is the same request
         slow.send()

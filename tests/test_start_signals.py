@@ -64,7 +64,7 @@ def starts(tmp_path_factory):
         said[name] = started_and_signalled(folder / name, *args, **options)
 
     threads = [
-        threading.Thread(target=work, args=("plain", 1, PLAIN), kwargs={"longest": 1.0}),
+        threading.Thread(target=work, args=("plain", 1, PLAIN), kwargs={"longest": 0.7}),
         threading.Thread(target=work, args=("crowded", 2, CROWDED, *crowded), kwargs={"longest": 4.0}),
     ]
     for thread in threads:

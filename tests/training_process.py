@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+import bigram
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -29,18 +30,19 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.watchdog import Watch
 
-# Small and dense: what is tested with it does not depend on the architecture.
-MODEL = (
+# What is tested with a process does not depend on the model, and of a short life most goes into tracing the step.
+_SHORT = "--seq-len 32 --batch-size 8 --learning-rate 3e-4 --eval-batches 2 --eval-interval 0 --sample-tokens 0"
+BIGRAM = f"--model-kind bigram {_SHORT}".split()
+DENSE = (
     "--model-width 32 --model-layers 2 --model-heads 8 --model-kv-heads 8 --model-head-dim 4 --model-ffn 64 --model-scales 1 "
-    "--model-window none --model-conv-taps 0 --model-residual plain --seq-len 32 --batch-size 8 --learning-rate 3e-4 "
-    "--eval-batches 2 --eval-interval 0 --sample-tokens 0"
+    f"--model-window none --model-conv-taps 0 --model-residual plain {_SHORT}"
 ).split()
 
 _HANGS_S = 900.0  # on no machine, however busy, does anything here take so long: only what would never end
 
 _server = multiprocessing.get_context("forkserver")
-# The second is what every run imports last, for the table in run.json, and with it comes flax: a fifth of a short life.
-_server.set_forkserver_preload(["nash_mhc.train.__main__", "clu.parameter_overview"])
+# The second is what every run imports late, for the table in run.json, and with it comes flax: a fifth of a short life.
+_server.set_forkserver_preload(["nash_mhc.train.__main__", "clu.parameter_overview", "bigram"])
 # `multiprocessing` asks after all processes whenever one is started, and an exit code can be read once: of two threads
 # that ask at the same time, one would be told 255.
 _asking = threading.Lock()
@@ -51,6 +53,7 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
     from nash_mhc.runtime.signals import SIGNALS
     from nash_mhc.train.__main__ import command
 
+    bigram.register()
     log = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -145,7 +148,7 @@ class TrainingProcess:
 
     _left: ClassVar[list[TrainingProcess]] = []  # those that have not been waited for
 
-    def __init__(self, folder: Path, *flags: str, model: list[str] = MODEL, log: str = "log", **env: str) -> None:
+    def __init__(self, folder: Path, *flags: str, model: list[str] = BIGRAM, log: str = "log", **env: str) -> None:
         self.log = folder.with_name(f"{folder.name}.{log}")
         self.log.write_text("")
         argv = [*model, "--checkpoint-dir", str(folder), *flags]
@@ -232,7 +235,7 @@ def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def pair(
-    folder: Path, *flags: str, second: dict[str, str] | None = None, **env: str
+    folder: Path, *flags: str, model: list[str] = BIGRAM, second: dict[str, str] | None = None, **env: str
 ) -> tuple[TrainingProcess, TrainingProcess]:
     """A run in two processes, which share its devices; `second` is added to the environment of the second one."""
     with socket.socket() as free:
@@ -240,8 +243,8 @@ def pair(
         address = f"localhost:{free.getsockname()[1]}"
     where = ("--coordinator-address", address, "--num-processes", "2", "--process-id")
     return (
-        TrainingProcess(folder, *flags, *where, "0", log="log0", **env),
-        TrainingProcess(folder, *flags, *where, "1", log="log1", **env, **(second or {})),
+        TrainingProcess(folder, *flags, *where, "0", model=model, log="log0", **env),
+        TrainingProcess(folder, *flags, *where, "1", model=model, log="log1", **env, **(second or {})),
     )
 
 

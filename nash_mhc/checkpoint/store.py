@@ -19,6 +19,7 @@ from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line
 from nash_mhc.storage.paths import Folder, is_remote, place
 
+_LEAST_PART = 2**20  # bytes of an array that one of several processes writes, where all of them have it
 _BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
 
 
@@ -46,10 +47,12 @@ class Store:
 
     def _new_manager(self) -> ocp.CheckpointManager:
         # Where devices hold the same values, Orbax has each of them write a part, cut out by a program for every shape,
-        # place and device, which is compiled while the first save waits. It is of use to several processes, not to one.
-        if jax.process_count() == 1:
-            whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-            ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
+        # place and device, which is compiled while the first save waits: of no use to one process, nor in small parts.
+        several = jax.process_count() > 1
+        handler = ocp.type_handlers.ArrayHandler(
+            use_replica_parallel=several, min_slice_bytes_for_replica_parallel=_LEAST_PART if several else None
+        )
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
         # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit,
         # for ten minutes.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
