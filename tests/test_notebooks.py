@@ -37,7 +37,7 @@ TRAIN, INSIDE = ROOT / "notebooks" / "train_3b_tpu.ipynb", ROOT / "notebooks" / 
 STEPS, ROWS = 40, 3  # the whole run, and the rows after which it is stopped
 FLAGS = (
     "--model-width 16 --model-layers 2 --model-heads 2 --model-kv-heads 2 --model-head-dim 8 --model-ffn 32 --model-streams 2 "
-    "--model-scales 2 --model-ratio 2 --model-window 8 --seq-len 32 --batch-size 8 --log-interval 1 --eval-interval 0 "
+    "--model-scales 2 --model-ratio 2 --model-window 16 --seq-len 32 --batch-size 8 --log-interval 1 --eval-interval 0 "
     "--eval-batches 2 --model-nash-iterations 1 --model-conv-taps 0 --sample-tokens 0"
 )
 _HANGS_S = 900.0  # as in training_process.py
