@@ -22,7 +22,7 @@ from nash_mhc.config.schema import (
     TrainConfig,
 )
 from nash_mhc.data.pack import Rows
-from nash_mhc.model.architectures import architecture_of
+from nash_mhc.model.architectures import abstract_model, architecture_of
 from nash_mhc.model.lm import LM
 from nash_mhc.model.sampling import Drawn, Written, write_on
 from nash_mhc.parallel.mesh import make_mesh
@@ -131,6 +131,18 @@ def start(cfg: RunConfig, mesh: Any) -> TrainState:
 def _placed(cfg: RunConfig, mesh: Any, state: TrainState) -> TrainState:
     """A copy: the step is given these buffers to overwrite."""
     return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
+
+
+def drawn_model(cfg: Any) -> Any:
+    """Of any kind, by numpy, which compiles nothing: about as large as it is drawn, with norms that are not all 1."""
+    rng = np.random.default_rng(1)
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        mean, size = (1.0, 0.1) if "scale" in name else (0.0, 0.5 if "embed" in name else 0.15)
+        return jnp.asarray(mean + size * rng.normal(size=leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_model(cfg))
 
 
 def generic_model(cfg: ModelConfig) -> LM:

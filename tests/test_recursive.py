@@ -23,26 +23,14 @@ CFG = RecursiveConfig(width=32, heads=2, head_dim=16, ffn=48, inner_cycles=2, ou
 TWO_NETS = dataclasses.replace(CFG, nets=2, gradient_cycles=2)
 
 
-def made(cfg):
-    """By numpy, which compiles nothing: about as large as they are drawn, and norms that are not all 1."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        name = jax.tree_util.keystr(path)
-        mean, size = (1.0, 0.1) if "norm" in name else (0.0, 0.5 if "embed" in name else 0.15)
-        return jnp.asarray(mean + size * rng.normal(size=leaf.shape), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, abstract_model(cfg))
-
-
 @pytest.fixture(scope="module")
 def model():
-    return made(CFG)
+    return small.drawn_model(CFG)
 
 
 @pytest.fixture(scope="module")
 def two_nets():
-    return made(TWO_NETS)
+    return small.drawn_model(TWO_NETS)
 
 
 logits_of = jax.jit(lambda model, tokens_BT, segments_BT: model.hidden(tokens_BT, segments_BT)[0] @ model.unembed_VD[:257].T)
@@ -145,7 +133,7 @@ def test_decoding_is_the_whole_pass_with_a_cache_for_every_application(two_nets)
 
 
 def test_it_is_a_language_model_and_says_what_does_not_fit():
-    assert isinstance(made(CFG), LanguageModel)
+    assert isinstance(small.drawn_model(CFG), LanguageModel)
     with pytest.raises(ConfigError, match=r"model.gradient_cycles 4 is more than model.outer_cycles 3; lower it"):
         dataclasses.replace(CFG, gradient_cycles=4)
     with pytest.raises(ConfigError, match="set --no-model-causal for puzzles"):

@@ -35,21 +35,9 @@ TANH = dataclasses.replace(CFG, unit="tanh", ring=6)
 ATTENDING = dataclasses.replace(CFG, layers=4, attention_every=2, heads=4, head_dim=8, window=7)
 
 
-def made(cfg):
-    """By numpy, which compiles nothing: about as large as they are drawn, and norms that are not all 1."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        name = jax.tree_util.keystr(path)
-        mean, size = (1.0, 0.1) if "scale" in name else (0.0, 0.5 if "embed" in name else 0.15)
-        return jnp.asarray(mean + size * rng.normal(size=leaf.shape), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, abstract_model(cfg))
-
-
 @pytest.fixture(scope="module", params=[CFG, TANH, ATTENDING], ids=["linear", "tanh", "attention"])
 def model(request):
-    return made(request.param)
+    return small.drawn_model(request.param)
 
 
 # One shape of rows for all tests of a model, so that its whole pass is one program.
@@ -214,7 +202,7 @@ def test_decoding_is_the_whole_pass_with_a_state_of_one_size(model):
 @pytest.mark.parametrize("window", [None, 10])
 def test_attention_that_sees_more_than_it_has_room_for_says_so(window):
     cfg = dataclasses.replace(ATTENDING, window=window)
-    model, tokens_BT = made(cfg), TOKENS_BT[:1, :10]
+    model, tokens_BT = small.drawn_model(cfg), TOKENS_BT[:1, :10]
     want, step = logits_of(model, tokens_BT, None), jax.jit(reservoir.decode)
     state = reservoir.empty_state(cfg, 1, 9, jnp.float32)
     for t in range(9):
