@@ -42,6 +42,11 @@ def untrained_run(folder, cfg, model=None):
     return folder
 
 
+def drawn_run(folder, cfg):
+    """The same with weights that numpy has drawn: not even an initialisation is compiled."""
+    return untrained_run(folder, cfg, jax.device_put(small.generic_model(cfg.model)))
+
+
 def rows(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 import small
-from drawn_runs import drawn_run
 from hub_models import KINDS, save, tensors
+from runs import drawn_run
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.hub import __main__ as command

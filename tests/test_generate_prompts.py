@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 import small
-from drawn_runs import drawn_run
 from hub_models import KINDS, by_torch, save
+from runs import drawn_run
 
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors

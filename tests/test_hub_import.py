@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from drawn_runs import drawn_run
 from hub_models import KINDS, by_torch, save, tensors, torch_logits
-from runs import at
+from runs import at, drawn_run
 from safetensors.numpy import save_file
 
 from nash_mhc.config import ConfigError, parsing

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from runs import RUN, assert_equal_states, at, rows, untrained_run
+from runs import RUN, assert_equal_states, at, drawn_run, rows
 
 from nash_mhc.checkpoint.store import arrays_of
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
@@ -116,7 +116,7 @@ def test_what_contradicts_itself_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return untrained_run(tmp_path_factory.mktemp("lora") / "base", RUN, small.generic_model(RUN.model))
+    return drawn_run(tmp_path_factory.mktemp("lora") / "base", RUN)
 
 
 def tuned(base, **changes):
@@ -181,7 +181,7 @@ def test_the_base_may_move_and_must_be_the_same(base, unbroken, tmp_path):
     assert_equal_states(at(run, done).state, unbroken.state)
     assert_equal_states(load(run).model, unbroken.state.model)  # where it lies now is written down
     longer = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, seq_len=64))
-    other = untrained_run(tmp_path / "other", longer, small.generic_model(RUN.model))
+    other = drawn_run(tmp_path / "other", longer)
     values = other / "checkpoints" / "0" / "manifest.json"
     values.write_text(values.read_text().replace("\n", "\n "))
     with pytest.raises(ConfigError, match="it has another hash"):

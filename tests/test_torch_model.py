@@ -28,14 +28,10 @@ from nash_mhc.parallel.params import named_leaves
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_imported():
     """By the one worker that runs these tests, not by all that look for some: it takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Nothing of ours is imported meanwhile: what Python compiles here is for the processes after this one, too. It
-        # is thousands of modules, and ten seconds for each of them.
-        patch.setattr(sys, "dont_write_bytecode", False)
-        torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
-        # Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
-        import transformers.generation
-        import transformers.modeling_utils  # noqa: F401
+    torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
+    # Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
+    import transformers.generation
+    import transformers.modeling_utils  # noqa: F401
 
     from nash_mhc.hub import modeling_nash_mhc  # needs torch
 
