@@ -22,7 +22,7 @@ install = $(BIN)/python -m pip install --quiet uv 2>/dev/null && \
 	$(PLACES) -e '$(1)' 2>/dev/null; by_uv=$$?; rm -rf .cache/uv; \
 	[ $$by_uv = 0 ] || $(BIN)/python -m pip install --quiet --no-cache-dir --no-compile -e '$(1)'
 
-.PHONY: train test lint docs clean
+.PHONY: train test test-long lint docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m nash_mhc.train $(ARGS)
@@ -30,8 +30,12 @@ train: $(VENV)/.installed
 # The checkers have their say at the end, and run beside the tests.
 test: $(VENV)/.installed-dev
 	@mkdir -p .cache; $(MAKE) --no-print-directory lint >.cache/lint.log 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder $(ARGS); tested=$$?; \
+	$(BIN)/python -m pytest -m 'not long' --numprocesses 3 --no-loadscope-reorder $(ARGS); tested=$$?; \
 	wait $$lint; linted=$$?; cat .cache/lint.log; exit $$((tested ? tested : linted))
+
+# Fault matrices, many seeds: what is too long for every change. ARGS='-k faults' runs some of them.
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m long --numprocesses 2 --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
