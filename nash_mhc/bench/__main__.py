@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.commands import chosen_command, file_to_write, one_line_errors
+from nash_mhc.config.commands import chosen_command, file_to_write, local_path, one_line_errors
 from nash_mhc.config.parsing import Settings, parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
@@ -56,8 +56,12 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--learning-rates", metavar="A,B,...", help=rates)
         tasks = "what is learned: the run's dataset, or to recall what a row said before [text]"
         group.add_argument("--task", choices=["text", "recall"], default="text", help=tasks)
-        group.add_argument("--picture", metavar="FILE", help="draw loss against tokens and against seconds here, as SVG")
-    group.add_argument("--json", metavar="FILE", default=None, help="write the figures here, too ('-': only JSON, to stdout)")
+        group.add_argument(
+            "--picture", type=local_path, metavar="FILE", help="draw loss against tokens and against seconds here, as SVG"
+        )
+    group.add_argument(
+        "--json", type=local_path, metavar="FILE", default=None, help="write the figures here, too ('-': only JSON, to stdout)"
+    )
 
 
 def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.commands import OneLineParser
+from nash_mhc.config.commands import OneLineParser, local_path
 from nash_mhc.config.schema import ConfigError
 
 # Large manuals, and code by many hands. Versions are never changed: another list is another corpus.
@@ -194,7 +194,9 @@ def command(argv: Sequence[str]) -> int:
         description="Builds two kinds of real text from the source archives of known packages, the same for everyone.",
         formatter_class=argparse.HelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--out", metavar="DIR", help="folder to write code.jsonl and english.jsonl to (required)")
+    parser.add_argument(
+        "--out", type=local_path, metavar="DIR", help="folder to write code.jsonl and english.jsonl to (required)"
+    )
     args = parser.parse_strictly(argv, "name the folder with --out")
     if not args.out:
         raise ConfigError("--out is missing; name the folder to make, such as --out data/real")

@@ -14,7 +14,7 @@ from typing import Any
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
-from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
+from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import one_line
@@ -147,7 +147,7 @@ COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_c
 
 def parse(command: str, argv: Sequence[str]) -> tuple[Folder, int | None]:
     parser = OneLineParser(prog=f"python -m nash_mhc.checkpoint {command}", allow_abbrev=False, description=ABOUT[command])
-    parser.add_argument("folder", metavar="DIR", nargs="?", help="the folder of a run")
+    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="the folder of a run")
     last = "the last" if command in ("inspect", "restore-test") else "all"
     parser.add_argument("--step", type=int, metavar="K", help=f"only the checkpoint of step K [{last}]")
     args = parser.parse_strictly(argv, "name one folder")

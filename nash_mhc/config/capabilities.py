@@ -43,8 +43,9 @@ class DistillConfig(Section):
     text: float = key(0.0, "share of the loss that is the cross-entropy of the text itself", low=0, high=1)
     hard: float = key(0.0, "share of the loss that is the cross-entropy of the teacher's first choice", low=0, high=1)
     teacher: str | None = key(
-        None, "folder of a model that reads every batch on the same devices, instead of a cache; a run's, or Hugging Face's"
-    )
+        None, "folder of a model that reads every batch on the same devices, instead of a cache; a run's, or Hugging Face's",
+        path=True, remote=True,
+    )  # fmt: skip
     top_k: int = key(128, "tokens of each place that such a teacher names", low=1)
     random: int = key(0, "tokens drawn at random that it names besides; a cache says so itself (distill cache --random)", low=0)
     layers: float = key(

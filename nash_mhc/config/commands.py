@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nash_mhc import __version__
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.fields import ConfigError, check_scheme
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
@@ -28,6 +28,24 @@ def what_there_is(word: str, valid: Iterable[str]) -> str:
     """`; did you mean X?`, or where nothing comes near, `; there are X, Y`."""
     valid = list(valid)
     return did_you_mean(word, valid) or f"; there are {', '.join(valid)}"
+
+
+def local_path(text: str) -> str:
+    """The type of an argument that names a file or folder of this machine."""
+    return _path(text, remote=False)
+
+
+def run_path(text: str) -> str:
+    """The type of an argument that names the folder of a run, which may be gs://."""
+    return _path(text, remote=True)
+
+
+def _path(text: str, *, remote: bool) -> str:
+    try:
+        check_scheme("", text, remote=remote)
+    except ConfigError as error:  # argparse has the flag's name
+        raise argparse.ArgumentTypeError(str(error).lstrip()) from None
+    return text
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -33,17 +33,19 @@ def key(
     flag: str | None = None,
     weighted: bool = False,
     path: bool = False,
+    remote: bool = False,
     axis: bool = False,
     further: str | None = None,
 ) -> Any:
     """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
 
     The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path`
-    may begin with ~, wherever it is written. An `axis` is one of the mesh. `further`: the name of what a run may do
-    besides pretraining that this key belongs to; only `--help` of that name shows it.
+    may begin with ~, wherever it is written, and lies on this machine; a `remote` one may be gs:// instead. An `axis`
+    is one of the mesh. `further`: the name of what a run may do besides pretraining that this key belongs to; only
+    `--help` of that name shows it.
     """
     bounds = {"low": low, "above": above, "high": high}
-    kind = {"weighted": weighted, "path": path, "axis": axis, "further": further}
+    kind = {"weighted": weighted, "path": path, "remote": remote, "axis": axis, "further": further}
     return field(default=default, metadata=bounds | {"help": help, "choices": choices, "flag": flag} | kind)
 
 
@@ -77,6 +79,8 @@ def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
         raise ConfigError(f"{name} must not be empty")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, not {value}")
+    if metadata.get("path"):
+        check_scheme(name, value, remote=metadata["remote"])
     choices, low, above, high = (metadata.get(k) for k in ("choices", "low", "above", "high"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
@@ -123,6 +127,15 @@ def at_home(path: str) -> str:
     if parts := weighted_parts(path):
         return ",".join(f"{os.path.expanduser(name)}:{weight}" for name, weight in parts)
     return os.path.expanduser(path)
+
+
+def check_scheme(name: str, path: str, *, remote: bool = False) -> None:
+    """ConfigError for a path with a scheme that is not supported: s3://bucket/run would become a local folder `s3:`."""
+    for part in [part for part, _ in weighted_parts(path)] or [path]:
+        found = re.match(r"(?:hf:)?([A-Za-z][\w+.-]*)://", part)
+        if found and not (remote and part.startswith("gs://")):
+            also = " or in Google Cloud Storage (gs://bucket/folder)" if remote else ""
+            raise ConfigError(f"{name} {part}: {found[1]}:// is not supported; give a path on this machine{also}")
 
 
 def nearest_multiple(value: int, factor: int) -> int:

@@ -122,7 +122,7 @@ class TrainConfig(Section):
     eval_batches: int = key(16, "batches of one evaluation", low=1)
     checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
     checkpoint_dir: str | None = key(
-        None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)", path=True
+        None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)", path=True, remote=True
     )
     max_bad_steps: int = key(10, "stop after this many skipped steps in a row: no finite loss or gradients (0: never)", low=0)
     on_spike: str = key(
@@ -143,11 +143,13 @@ class TrainConfig(Section):
         None,
         "folder of a run to go on with in another one: its weights, optimizer, place in the schedule and step count",
         path=True,
+        remote=True,
     )
     init_from: str | None = key(
         None,
         "folder of a run whose weights to start from; optimizer, schedule, data and step count are fresh",
         path=True,
+        remote=True,
     )
     init_step: int | None = key(None, "checkpoint of --init-from to take (none: its last)", low=0)
     wait_for_lock: float = key(

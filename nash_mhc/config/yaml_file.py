@@ -7,12 +7,14 @@ from pathlib import Path
 import yaml
 
 from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.fields import check_scheme
 from nash_mhc.config.key_names import find, keys, of_another_kind, sections
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.config.values import Settings, at, convert
 
 
 def nodes_of(file: str) -> yaml.nodes.Node | None:
+    check_scheme("--config", file)
     try:
         return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RUN, RunFolder
-from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, one_line_errors, run_path, this_python
 from nash_mhc.config.parsing import as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
@@ -28,7 +28,7 @@ USAGE = f"python -m nash_mhc.data {' | '.join(ABOUT)} ..."
 
 
 def _prepare_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", metavar="DIR", help="folder to prepare into (required)")
+    group.add_argument("--out", type=local_path, metavar="DIR", help="folder to prepare into (required)")
     group.add_argument("--workers", type=int, metavar="N", default=0, help="processes (0: as many as there are cores)")
 
 
@@ -76,7 +76,7 @@ def inspect_command(argv: Sequence[str]) -> int:
         prog="python -m nash_mhc.data inspect", allow_abbrev=False,
         description="Shows what a prepared folder holds, or what a run has read in a step (as metrics.jsonl counts them).",
     )  # fmt: skip
-    parser.add_argument("folder", metavar="DIR", nargs="?", help="a prepared folder, or the folder of a run")
+    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="a prepared folder, or the folder of a run")
     parser.add_argument("--step", type=int, metavar="K", help="the documents of step K, counted from 1")
     parser.add_argument("--row", type=int, metavar="R", help="the documents of one row: of the split, or of the step")
     parser.add_argument("--split", help="split of a prepared folder [train]")
@@ -108,7 +108,7 @@ def inspect_command(argv: Sequence[str]) -> int:
 
 
 def _bpe_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", metavar="DIR", help="folder to write the tokenizer to (required)")
+    group.add_argument("--out", type=local_path, metavar="DIR", help="folder to write the tokenizer to (required)")
     group.add_argument("--vocab-size", type=int, metavar="N", default=8192, help="tokens of the vocabulary [8192]")
 
 
@@ -133,7 +133,7 @@ def questions_command(argv: Sequence[str]) -> int:
         prog="python -m nash_mhc.data questions", allow_abbrev=False,
         description="Writes questions about stories: question, answer, topic, difficulty, reasoning, case_citation.",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="FILE", help="file to write, a JSON object a line (required)")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write, a JSON object a line (required)")
     parser.add_argument("--count", type=int, metavar="N", default=4000, help="how many [4000]")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="others for every seed [0]")
     args = parser.parse_strictly(argv, "the file to write is --out {word}")

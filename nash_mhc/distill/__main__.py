@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, this_python
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, one_line_errors, run_path, this_python
 from nash_mhc.config.parsing import parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
@@ -25,9 +25,11 @@ USAGE = f"python -m nash_mhc.distill {' | '.join(ABOUT)} ..."
 
 
 def _flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--teacher", metavar="DIR", help="folder of a run, or of a Hugging Face model (required)")
+    group.add_argument("--teacher", type=run_path, metavar="DIR", help="folder of a run, or of a Hugging Face model (required)")
     group.add_argument("--teacher-step", type=int, metavar="INT", help="its checkpoint [the one that the run ends with]")
-    group.add_argument("--out", metavar="DIR", help="folder to make: the rows, and what the teacher knows of them (required)")
+    group.add_argument(
+        "--out", type=local_path, metavar="DIR", help="folder to make: the rows, and what the teacher knows of them (required)"
+    )
     group.add_argument("--top-k", type=int, default=128, metavar="K", help="tokens of each place that are kept [128]")
     group.add_argument("--random", type=int, default=0, metavar="R", help="and so many others, drawn at random [0]")
     group.add_argument("--temperatures", default="1", metavar="T,T", help="that students may be trained at [1]")
@@ -140,8 +142,10 @@ def _rows(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
 
 def chain_command(argv: Sequence[str]) -> int:
     parser = OneLineParser(prog="python -m nash_mhc.distill chain", allow_abbrev=False, description=ABOUT["chain"])
-    parser.add_argument("file", metavar="FILE", help="YAML: teacher, cache, student, stages, pack")
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder for all of it; given again, it goes on there")
+    parser.add_argument("file", type=local_path, metavar="FILE", help="YAML: teacher, cache, student, stages, pack")
+    parser.add_argument(
+        "--out", type=local_path, metavar="DIR", required=True, help="folder for all of it; given again, it goes on there"
+    )
     args = parser.parse_strictly(argv, "the folder is --out {word}")
     from nash_mhc.distill.chain import read_chain, results, run_chain, show
 

@@ -13,6 +13,7 @@ import yaml
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
 from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.fields import check_scheme
 from nash_mhc.config.key_names import find, keys
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError
@@ -69,6 +70,7 @@ def read_chain(file: Path, out: Path) -> list[Link]:
         raise ConfigError(f"{file}: unknown part {unknown[0]}{what_there_is(str(unknown[0]), _PARTS)}")
     links, folders = [], {}
     if isinstance(given := chain.get(TEACHER, {}), str):
+        check_scheme(f"{file}: teacher", given)
         folders[TEACHER] = Path(given).expanduser()
     else:
         folders[TEACHER] = out / TEACHER

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nash_mhc import __version__
-from nash_mhc.config.commands import OneLineParser, file_to_write, one_line_errors
+from nash_mhc.config.commands import OneLineParser, file_to_write, local_path, one_line_errors, run_path
 from nash_mhc.config.humanize import counted, duration
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, told
@@ -34,9 +34,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Looks at this machine and tries what a run needs. Exit code 1 where something would stop one.",
     )  # fmt: skip
     text = "where a run would write: its folder, here or gs://; it need not be there yet [the current folder]"
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", help=text)
+    parser.add_argument("folder", type=run_path, metavar="FOLDER", nargs="?", help=text)
     parser.add_argument("--quick", action="store_true", help="without the smoke test, which is most of the time")
-    parser.add_argument("--json", metavar="FILE", help="write what was found there as well")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="write what was found there as well")
     text = "how long a check may go without a sign of life; the smoke test, whose compiler is silent, five times as long [120]"
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
     args = parser.parse_strictly(argv, "name one folder")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nash_mhc.config.commands import OneLineParser, one_line_errors
+from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig, check_field
 from nash_mhc.evaluate import harness
 from nash_mhc.evaluate.table import Row, rows_of, table, write_json
@@ -41,12 +41,12 @@ by its own objective (of puzzles: how many are solved, after how many passes)"""
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """ConfigError on any mistake; --help prints and exits with 0."""
     parser = OneLineParser(prog="python -m nash_mhc.evaluate", allow_abbrev=False, description=_ABOUT)
-    parser.add_argument("folder", metavar="DIR", help="folder of a run, or of a Hugging Face model")
+    parser.add_argument("folder", type=run_path, metavar="DIR", help="folder of a run, or of a Hugging Face model")
     parser.add_argument("--tasks", metavar="A,B", help=_TASKS)
     for flag, (_, default, text) in _OPTIONS.items():
         note = "" if default is None else f" [{default}]"
         parser.add_argument(flag, type=int, default=default, metavar="INT", help=text + note)
-    parser.add_argument("--json", metavar="FILE", help="write what was found there, too")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="write what was found there, too")
     args = parser.parse_strictly(argv, "tasks are named after --tasks, with commas between them")
     for flag, (bounds, default, _) in _OPTIONS.items():
         check_field(flag, getattr(args, flag[2:].replace("-", "_")), int | None if default is None else int, bounds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.fields import ConfigError, check_scheme
 from nash_mhc.storage.errors import reason
 
 STORIES, BYTES = "stories", "bytes:"
@@ -13,6 +13,7 @@ HELD_OUT = "held_out"  # what the run itself holds out of its data, measured as 
 
 def read_text(name: str) -> str:
     """The file of `bytes:FILE`. ConfigError."""
+    check_scheme(BYTES, name.removeprefix(BYTES))
     path = Path(name.removeprefix(BYTES)).expanduser()
     try:
         text = path.read_bytes().decode("utf-8")

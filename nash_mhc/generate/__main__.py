@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nash_mhc.config.commands import OneLineParser, one_line_errors
+from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError, check_field
 from nash_mhc.storage.paths import is_remote, place
 
@@ -39,11 +39,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m nash_mhc.generate", allow_abbrev=False, description="Writes text with a trained model."
     )
-    parser.add_argument("folder", metavar="DIR", nargs="?", help="folder of the run, or of a Hugging Face model")
-    parser.add_argument("--checkpoint-dir", metavar="DIR", help="the same, by the name that train has for it")
+    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="folder of the run, or of a Hugging Face model")
+    parser.add_argument("--checkpoint-dir", type=run_path, metavar="DIR", help="the same, by the name that train has for it")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from (default: a new document)")
-    parser.add_argument("--prompts", metavar="FILE", help="many: one a line, or .jsonl with prompt or messages; JSON lines out")
-    parser.add_argument("--out", metavar="FILE", help="where the lines for --prompts go (default: the terminal)")
+    parser.add_argument(
+        "--prompts", type=local_path, metavar="FILE", help="many: one a line, or .jsonl with prompt or messages; JSON lines out"
+    )
+    parser.add_argument(
+        "--out", type=local_path, metavar="FILE", help="where the lines for --prompts go (default: the terminal)"
+    )
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message, put as the tokenizer's chat template says"
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
@@ -34,10 +34,15 @@ def _parser(command: str) -> OneLineParser:
 
 def _import(argv: Sequence[str]) -> int:
     parser = _parser("import")
-    parser.add_argument("folder", metavar="FOLDER", help="with config.json, safetensors and a tokenizer; or PEFT's adapters")
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
     parser.add_argument(
-        "--base", metavar="FOLDER", help="of adapters: the model that they belong to, a run's or a Hugging Face's"
+        "folder", type=local_path, metavar="FOLDER", help="with config.json, safetensors and a tokenizer; or PEFT's adapters"
+    )
+    parser.add_argument("--out", type=local_path, metavar="DIR", required=True, help="folder to make")
+    parser.add_argument(
+        "--base",
+        type=local_path,
+        metavar="FOLDER",
+        help="of adapters: the model that they belong to, a run's or a Hugging Face's",
     )
     args = parser.parse_strictly(argv, "the folder to make is --out {word}")
     folder = Path(args.folder).expanduser()
@@ -72,8 +77,8 @@ def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
 def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """What is asked for, and the run that it is asked of."""
     parser = _parser(command)
-    parser.add_argument("folder", metavar="DIR", help="folder of a run, or an imported model")
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
+    parser.add_argument("folder", type=run_path, metavar="DIR", help="folder of a run, or an imported model")
+    parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to make")
     parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
     kinds = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=kinds, default="auto", help="of the weights [auto: as imported, else float32]")
@@ -106,8 +111,10 @@ def _export(argv: Sequence[str]) -> int:
 
 def _pack(argv: Sequence[str]) -> int:
     parser = _parser("pack")
-    parser.add_argument("folder", metavar="DIR", help="folder of a run that was trained with --quantize, or that corrects one")
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
+    parser.add_argument(
+        "folder", type=run_path, metavar="DIR", help="folder of a run that was trained with --quantize, or that corrects one"
+    )
+    parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to make")
     parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
     about = "of all that is not quantized; float32 keeps what training computed, bit for bit [float32]"
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=about)
@@ -180,9 +187,9 @@ def _figures(folder: str, step: int) -> dict[str, Any]:
 
 def _check(argv: Sequence[str]) -> int:
     parser = _parser("check")
-    parser.add_argument("one", metavar="A", help="folder of a run, or a Hugging Face folder")
-    parser.add_argument("other", metavar="B", help="the other")
-    parser.add_argument("--text", metavar="FILE", help="text to read (default: a sentence, over and over)")
+    parser.add_argument("one", type=run_path, metavar="A", help="folder of a run, or a Hugging Face folder")
+    parser.add_argument("other", type=run_path, metavar="B", help="the other")
+    parser.add_argument("--text", type=local_path, metavar="FILE", help="text to read (default: a sentence, over and over)")
     parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="how much of it [256]")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that such a folder brings along")
     args = parser.parse_strictly(argv, "two folders are compared")

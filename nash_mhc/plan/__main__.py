@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nash_mhc.config.commands import file_to_write, one_line_errors
+from nash_mhc.config.commands import file_to_write, local_path, one_line_errors
 from nash_mhc.config.parsing import Parsed, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
@@ -19,12 +19,16 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 def own_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--chip", metavar="NAME", default=None, help="what to plan for: v6e-8, h100-16, cpu ... [needed]")
-    group.add_argument("--chips", metavar="FILE", default=None, help="YAML with other facts or prices of chips")
+    group.add_argument(
+        "--chips", type=local_path, metavar="FILE", default=None, help="YAML with other facts or prices of chips"
+    )
     group.add_argument("--tokens", metavar="N", default=None, help="tokens of the whole run, for hours and dollars: 100B")
     group.add_argument("--top", metavar="N", type=int, default=8, help="rows to show [8]")
     methods = "estimate: arithmetic, in seconds; compile: the compiler verifies the best three, in minutes [estimate]"
     group.add_argument("--method", choices=["estimate", "compile"], default="estimate", help=methods)
-    group.add_argument("--json", metavar="FILE", default=None, help="write all rows here, too ('-': only JSON, to stdout)")
+    group.add_argument(
+        "--json", type=local_path, metavar="FILE", default=None, help="write all rows here, too ('-': only JSON, to stdout)"
+    )
 
 
 def number_of_tokens(text: str) -> float:

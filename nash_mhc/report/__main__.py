@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.commands import OneLineParser, one_line_errors
+from nash_mhc.config.commands import OneLineParser, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.contents import Run, facts, in_words, open_run, remembered
 from nash_mhc.report.live import LiveServer
@@ -35,8 +35,12 @@ def main() -> int:
     parser = OneLineParser(
         prog="python -m nash_mhc.report", allow_abbrev=False, description="One HTML page about a run, or about several."
     )
-    parser.add_argument("folders", nargs="*", metavar="DIR", help="folder of a run; several are shown side by side")
-    parser.add_argument("--out", metavar="FILE", help="where to write the page (default: report.html in the first DIR)")
+    parser.add_argument(
+        "folders", nargs="*", type=run_path, metavar="DIR", help="folder of a run; several are shown side by side"
+    )
+    parser.add_argument(
+        "--out", type=run_path, metavar="FILE", help="where to write the page (default: report.html in the first DIR)"
+    )
     parser.add_argument(
         "--live", action="store_true", help="serve the page on this machine, with the newest rows, until Ctrl-C"
     )

@@ -8,7 +8,7 @@ import os
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.fields import ConfigError, check_scheme
 
 # The paths of an object store can do what a Path can, as far as a run needs it, but they are none.
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def is_remote(place: str | Folder) -> bool:
 
 def place(name: str | Folder) -> Folder:
     """The path of that name; ConfigError for a gs:// name without the package that reaches it."""
+    check_scheme("", str(name), remote=True)
     if not is_remote(name):
         return Path(os.fspath(name)).expanduser()
     if any(importlib.util.find_spec(package) is None for package in ("etils", "gcsfs")):
