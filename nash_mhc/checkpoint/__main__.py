@@ -38,9 +38,14 @@ def _folder(name: str) -> Folder:
         raise ConfigError(f"{folder}: no such folder; give the folder of a run, such as runs/tiny-20260101-120000")
     inside = RunFolder(folder).checkpoints
     folder = inside if files.exists(inside, kind="directory") else folder
-    if not any(name.partition(".")[0].isdecimal() for name in files.subfolders(folder)):
+    if not any(_is_step(name) for name in files.subfolders(folder)):
         raise ConfigError(f"{folder}: holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
     return folder
+
+
+def _is_step(name: str) -> bool:
+    """Whether a folder is a checkpoint, or one that was set aside or cut off."""
+    return manifest.step_of(name.partition(".")[0]) is not None
 
 
 def _steps(folder: Folder, wanted: int | None) -> list[int]:
@@ -68,7 +73,7 @@ def _state(folder: Folder, name: str) -> str:
 
 def list_command(folder: Folder, step: int | None) -> int:
     _steps(folder, step)
-    names = [name for name in files.subfolders(folder) if name.partition(".")[0].isdecimal()]
+    names = [name for name in files.subfolders(folder) if _is_step(name)]
     names = [n for n in names if step is None or n.partition(".")[0] == str(step)]
     best = min((int(n) for n in names if "." not in n), key=lambda n: manifest.held_out_loss(folder / str(n)), default=None)
     lines = [("step", "size", "tokens seen", "held-out loss", "saved", "state")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,15 +16,30 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.digests import digest_of_file, digests_of_files
 from nash_mhc.storage.errors import as_os_errors, reason
+from nash_mhc.storage.json_files import MALFORMED, number, parse_json
 from nash_mhc.storage.paths import Folder, is_remote
 
 FILE = "manifest.json"
 VERSION = 1  # of the file's form
+_STEP = re.compile(r"0|[1-9][0-9]{0,14}")
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a checkpoint's folder is named after; None for every other name.
+
+    A step has one spelling: `020` or other scripts' digits would stand for a folder that is not there.
+    """
+    return int(name) if _STEP.fullmatch(name) else None
 
 
 def numbered(folder: Folder) -> list[int]:
     """Steps that have a folder of their own, oldest first; what Orbax is still writing may have another name."""
-    return sorted(int(name) for name in files.subfolders(folder) if name.isdecimal())
+    return sorted(step for name in files.subfolders(folder) if (step := step_of(name)) is not None)
+
+
+def misnamed(folder: Folder) -> list[str]:
+    """Folders with digits for a name that are nevertheless no step's, such as `020`."""
+    return sorted(name for name in files.subfolders(folder) if name.isdecimal() and step_of(name) is None)
 
 
 def _files(checkpoint: Folder) -> dict[str, int]:
@@ -48,19 +64,25 @@ def _not_answered(checkpoint: Folder, error: OSError) -> None:
         raise ConfigError(f"{checkpoint}: cannot be reached ({reason(error)}); nothing was changed, try again") from error
 
 
+class _OtherForm(ValueError):
+    """Written by another version."""
+
+
 def read(checkpoint: Folder) -> dict[str, tuple[int, str]]:
     """Name -> (bytes, SHA-256); ValueError says what is wrong with the manifest itself."""
     try:
         with as_os_errors():
-            values = json.loads((checkpoint / FILE).read_text())
+            values = parse_json((checkpoint / FILE).read_bytes())
         if values["version"] != VERSION:
-            raise ValueError(f"its manifest has form {values['version']}, this version reads {VERSION}")
+            raise _OtherForm(f"its manifest has form {values['version']}, this version reads {VERSION}")
         return {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in values["files"].items()}
     except OSError as error:
         _not_answered(checkpoint, error)
         wrong = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
         raise ValueError(f"its manifest {wrong}") from None
-    except (json.JSONDecodeError, UnicodeError, KeyError, TypeError, AttributeError):
+    except _OtherForm:
+        raise
+    except MALFORMED:
         raise ValueError("its manifest is damaged") from None
 
 
@@ -92,6 +114,8 @@ def problem(checkpoint: Folder) -> str | None:
             for (name, (_, digest)), found_digest in zip(expected.items(), digests, strict=True):
                 if digest != found_digest:
                     return f"the content of {name} has changed"
+        if (step := values_of(checkpoint).get("step", checkpoint.name)) != step_of(checkpoint.name) and isinstance(step, int):
+            return f"it holds step {step} under another name"
     except OSError as error:
         _not_answered(checkpoint, error)
         return f"{error.filename or checkpoint} cannot be read ({reason(error)})"
@@ -105,7 +129,7 @@ def values_of(checkpoint: Folder, *, strict: bool = False) -> dict[str, Any]:
     """
     try:
         with as_os_errors():
-            values = json.loads((checkpoint / "values" / "metadata").read_text())
+            values = parse_json((checkpoint / "values" / "metadata").read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
     except OSError:
@@ -117,8 +141,9 @@ def values_of(checkpoint: Folder, *, strict: bool = False) -> dict[str, Any]:
 
 def held_out_loss(checkpoint: Folder, *, strict: bool = False) -> float:
     """Infinite for a checkpoint that was not evaluated."""
-    loss = (values_of(checkpoint, strict=strict).get("evaluation") or {}).get("eval/loss")
-    return loss if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
+    evaluation = values_of(checkpoint, strict=strict).get("evaluation")
+    loss = number(evaluation, "eval/loss") if isinstance(evaluation, dict) else None
+    return math.inf if loss is None else loss
 
 
 def kept(folder: Folder, *, last: int, every: int) -> set[int]:

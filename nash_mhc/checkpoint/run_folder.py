@@ -10,15 +10,15 @@ checkpoints/      one numbered folder a checkpoint (store.py)
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, numbered, values_of
+from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, numbered, step_of, values_of
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line, reason
+from nash_mhc.storage.json_files import MALFORMED, parse_json, read_json, reading
 from nash_mhc.storage.paths import Folder, is_remote, place
 
 RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
@@ -27,6 +27,15 @@ RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
 RESULT = "result.json"
 ROW_FILES = (METRICS, EVALUATIONS)
 Row = dict[str, Any]  # numbers, or lists of them (one entry a layer), by name
+
+
+def row_of(line: bytes) -> Row | None:
+    """The row in a line of one of ROW_FILES; None where the line is damaged."""
+    with contextlib.suppress(ValueError):
+        row = parse_json(line)
+        if isinstance(row, dict) and type(step := row.get("step")) is int and step_of(str(step)) is not None:
+            return row
+    return None
 
 
 class Description(NamedTuple):
@@ -63,58 +72,48 @@ class RunFolder:
         """run.json as it stands; ConfigError for a folder that is no run's."""
         if not self.exists():
             raise ConfigError(f"{self.path}: no such folder; give the folder of a run{hint}")
-        path = self.path / RUN
-        try:
-            info = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{self.path} has no {RUN}, so it is not the folder of a run (has the run started yet?)"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read ({error})") from None
-        if not isinstance(info, dict):
-            raise ConfigError(f"{path} holds no description of a run")
-        return info
+        with one_line(self.path):
+            found = files.exists(self.path / RUN)
+        if not found:
+            raise ConfigError(f"{self.path} has no {RUN}, so it is not the folder of a run (has the run started yet?)")
+        return read_json(self.path / RUN, "bring it back from a copy")
 
     def config(self, **hint: str) -> RunConfig:
         """The run's own configuration; ConfigError where there is none that this version can read."""
         info, path = self.info(**hint), self.path / RUN
-        try:
-            return RunConfig.from_dict(info["config"])
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} holds no configuration of a run ({type(error).__name__}: {error})") from error
+        with reading(path, "it holds no configuration of a run"):
+            try:
+                return RunConfig.from_dict(info["config"])
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
 
     def description(self) -> Description | None:
         """By run.json, or else by the newest checkpoint that can say it; None:
         there is no run, or nothing of it is usable."""
         try:
-            info = json.loads((self.path / RUN).read_text())
+            info = parse_json((self.path / RUN).read_bytes())
             config, history = _usable(flat(info["config"])), list(info.get("history", []))
             return Description(config, str(info["rows"]), history, info.get("init_from"), info.get("wandb"), info.get("drawn"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, *MALFORMED):
             pass  # lost or damaged: every checkpoint knows it as well
         for step in reversed(self.steps()):
             values = values_of(self.checkpoints / str(step))
             try:
                 return Description(_usable(flat(values["config"])), str(values["data"]["rows"]), [], values.get("base"))
-            except (KeyError, TypeError, AttributeError):
+            except MALFORMED:
                 continue
         return None
 
     def is_imported(self) -> bool:
         """Whether it holds a model that came from elsewhere, and no run."""
-        with contextlib.suppress(OSError, ValueError):
-            return "imported" in json.loads((self.path / RUN).read_text())
+        with contextlib.suppress(ConfigError):
+            return "imported" in read_json(self.path / RUN)
         return False
 
     def result(self) -> dict[str, Any]:
         """What result.json says; empty where there is none, or none that can be read."""
-        path = self.path / RESULT
-        with contextlib.suppress(OSError, ValueError), as_os_errors():
-            known = json.loads(path.read_text(encoding="utf-8")) if files.exists(path) else {}
-            return known if isinstance(known, dict) else {}
+        with contextlib.suppress(ConfigError):
+            return read_json(self.path / RESULT)
         return {}
 
     # --- rows and checkpoints ----------------------------------------------------------------------------------------
@@ -123,26 +122,21 @@ class RunFolder:
         """Every row of one of ROW_FILES; ConfigError for a line that is none.
         The last may be being written just now."""
         path = self.path / name
-        lines = path.read_text(encoding="utf-8").splitlines() if files.exists(path) else []
+        with one_line(path):
+            lines = path.read_bytes().splitlines() if files.exists(path) else []
         rows: list[Row] = []
         for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                float(row["step"])
+            if (row := row_of(line)) is not None:
                 rows.append(row)
-            except (ValueError, TypeError, KeyError):
-                if number < len(lines):
-                    raise ConfigError(f"{path}:{number}: not a row of JSON with a step; mend or remove the line") from None
+            elif number < len(lines):
+                raise ConfigError(f"{path}:{number}: not a row of JSON with a step; mend or remove the line")
         return rows
 
     def last_row(self) -> Row:
         """The last whole row of metrics; empty where there is none, or none that can be read."""
-        with contextlib.suppress(OSError):
-            for line in reversed((self.path / METRICS).read_text().splitlines()[-2:]):  # the very last may be cut
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    row: Row = json.loads(line)
-                    int(row["step"])
-                    return row
+        with contextlib.suppress(OSError), as_os_errors():
+            rows = map(row_of, reversed((self.path / METRICS).read_bytes().splitlines()))
+            return next((row for row in rows if row is not None), {})
         return {}
 
     def written(self, step: int) -> float | None:

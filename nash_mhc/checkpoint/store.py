@@ -218,6 +218,8 @@ class Store:
         ConfigError when all there were are damaged. A save that never ended was never a checkpoint.
         """
         damaged: set[str] = set()
+        for name in manifest.misnamed(self.folder):
+            say(f"{self.folder / name}: is not named after a step, and is ignored")
         for step in reversed(self.steps()):
             if (wrong := manifest.problem(self.folder / str(step))) is None:
                 self._verified.add(step)

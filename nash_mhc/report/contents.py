@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, Row, RunFolder
 from nash_mhc.config.humanize import duration
+from nash_mhc.storage.json_files import number
 from nash_mhc.storage.paths import Folder
 
 _STRETCHES = 500  # of a long run: each keeps its lowest and highest value of what is looked at for spikes
@@ -43,11 +44,6 @@ def open_run(name: str | Folder) -> Run:
     return Run(folder.path, folder.info(), folder.rows(METRICS), folder.rows(EVALUATIONS), folder.result())
 
 
-def _number(row: Row, name: str) -> float | None:
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 def _short(value: Any) -> Any:
     """Six digits are more than a screen shows, and half the size."""
     if isinstance(value, list):
@@ -61,11 +57,11 @@ def facts(run: Run) -> dict[str, str]:
     """The run in a few numbers, ready to show; what is not known is left out."""
     info, last, held_out = run.info, run.rows[-1] if run.rows else {}, run.evals[-1] if run.evals else {}
     config, devices, mesh, floor = (info.get(k) or {} for k in ("config", "devices", "mesh", "floor"))
-    loss, nats = _number(held_out, "eval/loss"), _number(floor, "nats_per_token")
+    loss, nats = number(held_out, "eval/loss"), number(floor, "nats_per_token")
     test, expected = run.result.get("test") or {}, info.get("expected") or {}
 
     def median(name: str) -> float | None:
-        known = [v for row in run.rows if (v := _number(row, name)) is not None]
+        known = [v for row in run.rows if (v := number(row, name)) is not None]
         return statistics.median(known) if known else None
 
     def show(value: float | None, form: str) -> str:
@@ -73,26 +69,26 @@ def facts(run: Run) -> dict[str, str]:
 
     total = config.get("train", {}).get("total_steps", "?")
     found = {
-        "parameters": show(_number(info, "parameters"), "{:,.0f}"),
+        "parameters": show(number(info, "parameters"), "{:,.0f}"),
         "device": f"{devices['count']} x {devices['kind']}" if devices else "",
         "mesh": f"{'x'.join(map(str, mesh.values()))} ({' x '.join(mesh)})" if mesh else "",
         "steps": f"{last.get('step', held_out.get('step', 0)):,} of {total:,}" if isinstance(total, int) else "",
-        "tokens seen": show(_number(last, "tokens_seen"), "{:,.0f}"),
-        "final loss, nats a token": show(_number(last, "loss"), "{:.4f}"),
+        "tokens seen": show(number(last, "tokens_seen"), "{:,.0f}"),
+        "final loss, nats a token": show(number(last, "loss"), "{:.4f}"),
         "held-out loss, nats a token": show(loss, "{:.4f}"),
-        "the same with averaged weights": show(_number(held_out, "eval/loss_ema"), "{:.4f}"),
-        "held-out bits a byte": show(_number(held_out, "eval/bits_per_byte"), "{:.4f}"),
-        "test loss, nats a token": show(_number(test, "test/loss"), "{:.4f}"),
-        "test accuracy": show(_number(test, "test/accuracy"), "{:.1%}"),
+        "the same with averaged weights": show(number(held_out, "eval/loss_ema"), "{:.4f}"),
+        "held-out bits a byte": show(number(held_out, "eval/bits_per_byte"), "{:.4f}"),
+        "test loss, nats a token": show(number(test, "test/loss"), "{:.4f}"),
+        "test accuracy": show(number(test, "test/accuracy"), "{:.1%}"),
         "floor, nats a token": show(nats, "{:.4f}"),
-        "floor, bits a byte": show(_number(floor, "bits_per_byte"), "{:.4f}"),
+        "floor, bits a byte": show(number(floor, "bits_per_byte"), "{:.4f}"),
         "held-out loss / floor": f"{loss / nats:.3f}x" if loss is not None and nats else "",
         "tokens a second (median)": show(median("tokens_per_s"), "{:,.0f}"),
-        "tokens a second, expected": show(_number(expected, "tokens_per_s"), "{:,.0f}"),
+        "tokens a second, expected": show(number(expected, "tokens_per_s"), "{:,.0f}"),
         "MFU (median)": show(median("mfu"), "{:.1%}"),
-        "goodput (share of time in steps)": show(_number(last, "goodput"), "{:.1%}"),
-        "peak memory of a device": show(_number(last, "memory_gib"), "{:.1f} GiB"),
-        "peak memory, expected": show(_number(expected, "gib"), "{:.2g} GiB"),
+        "goodput (share of time in steps)": show(number(last, "goodput"), "{:.1%}"),
+        "peak memory of a device": show(number(last, "memory_gib"), "{:.1f} GiB"),
+        "peak memory, expected": show(number(expected, "gib"), "{:.2g} GiB"),
     }
     return {name: text for name, text in found.items() if text}
 
@@ -102,10 +98,10 @@ def remembered(run: Run) -> dict[str, str]:
     known = run.info.get("remembers")
     if not isinstance(known, dict):
         return {}
-    capacity, radius = _number(known, "capacity"), _number(known, "radius")
-    forgets, watched = _number(known, "forgets"), _number(known, "watched")
+    capacity, radius = number(known, "capacity"), number(known, "radius")
+    forgets, watched = number(known, "forgets"), number(known, "watched")
     seen = "never" if watched is None else f"not in {watched:,.0f} tokens"
-    units = f"{_number(known, 'units') or 0:,.0f} real units"
+    units = f"{number(known, 'units') or 0:,.0f} real units"
     return {
         "memory capacity of a layer": f"none of {units}: states grow" if capacity is None else f"{capacity:.1f} of {units}",
         "effective spectral radius": "" if radius is None else f"{radius:.5f}",
@@ -121,31 +117,31 @@ def in_words(run: Run) -> str:
     step = int(last["step"])
     done = step == total
     told = [f"All {step:,} steps are done." if done else f"Step {step:,}{f' of {total:,}' if isinstance(total, int) else ''}."]
-    losses = [(int(row["step"]), loss) for row in run.evals if (loss := _number(row, "eval/loss")) is not None]
+    losses = [(int(row["step"]), loss) for row in run.evals if (loss := number(row, "eval/loss")) is not None]
     if losses:
         at, loss = losses[-1]
         text = f"The held-out loss is {loss:.4f} nats a token at step {at:,}"
-        if floor := _number(run.info.get("floor") or {}, "nats_per_token"):
+        if floor := number(run.info.get("floor") or {}, "nats_per_token"):
             text += f", {loss / floor:.2f} times the floor of this text"
         best_at, best = min(losses, key=lambda found: found[1])
         told.append(text + (f"; it was lowest at step {best_at:,} ({best:.4f})." if best_at != at else "."))
         if (ends := run.result.get("step")) is not None and ends != at:
             told.append(f"The run ends with the checkpoint of step {ends:,}.")
-    elif (loss := _number(last, "loss")) is not None:
+    elif (loss := number(last, "loss")) is not None:
         told.append(f"The training loss is {loss:.4f}; nothing was evaluated.")
     spent = _seconds(last)
     if spent and (whole := sum(spent.values())):
         text = f"It took {duration(whole)}, {spent.get('step', 0.0) / whole:.0%} of it in steps"
         lost = spent.get("lost", 0.0) + spent.get("down", 0.0)
         told.append(text + (f" and {lost / whole:.0%} lost to stops." if lost / whole >= 0.005 else "."))
-    if (skipped := _number(last, "skipped")) and skipped > 0:
+    if (skipped := number(last, "skipped")) and skipped > 0:
         told.append(f"{skipped:,.0f} update{'s were' if skipped > 1 else ' was'} skipped.")
     return " ".join(told)
 
 
 def _seconds(row: Row) -> dict[str, float]:
     """All time since the first start, by what it was spent on; empty where the run has not counted it."""
-    return {name.removeprefix("time/"): _number(row, name) or 0.0 for name in row if name.startswith("time/")}
+    return {name.removeprefix("time/"): number(row, name) or 0.0 for name in row if name.startswith("time/")}
 
 
 def _kept(rows: Sequence[Row]) -> list[Row]:
@@ -156,7 +152,7 @@ def _kept(rows: Sequence[Row]) -> list[Row]:
     size, kept = math.ceil(len(rows) / _STRETCHES), {0, len(rows) - 1}
     for at in range(0, len(rows), size):
         for name in _LOOKED_AT:
-            known = [(v, i) for i in range(at, min(at + size, len(rows))) if (v := _number(rows[i], name)) is not None]
+            known = [(v, i) for i in range(at, min(at + size, len(rows))) if (v := number(rows[i], name)) is not None]
             kept |= {min(known)[1], max(known)[1]} if known else {at}
     kept |= {i for i, row in enumerate(rows) if row.get("spike_steps") or row.get("skipped_steps")}
     return [rows[i] for i in sorted(kept)]
@@ -221,12 +217,12 @@ def contents(run: Run) -> dict[str, Any]:
     steps = [float(row["step"]) for row in rows]
     spent = [_seconds(row) for row in rows]
     seconds: list[float | None] = [sum(parts.values()) if parts else None for parts in spent]
-    tokens = [_number(row, "tokens_seen") for row in rows]
-    per_token = _number(info, "flops_per_token")
-    columns = {name: [_number(row, name) for row in rows] for name in _COLUMNS}
-    columns |= {name: [_number(row, name) for row in rows] for row in rows[-1:] for name in row if name.startswith("epochs/")}
+    tokens = [number(row, "tokens_seen") for row in rows]
+    per_token = number(info, "flops_per_token")
+    columns = {name: [number(row, name) for row in rows] for name in _COLUMNS}
+    columns |= {name: [number(row, name) for row in rows] for row in rows[-1:] for name in row if name.startswith("epochs/")}
     at = [float(row["step"]) for row in run.evals]
-    held_out = {name: [_number(row, name) for row in run.evals] for name in _HELD_OUT}
+    held_out = {name: [number(row, name) for row in run.evals] for name in _HELD_OUT}
     mixing = run.evals[-1].get("health/res") if run.evals else None
     devices = info.get("devices") or {}
     environment = {f"device {k}": str(v) for k, v in devices.items()} | {
@@ -240,7 +236,7 @@ def contents(run: Run) -> dict[str, Any]:
         "words": in_words(run),
         "facts": facts(run),
         "count": [len(run.rows), len(run.evals)],
-        "floor": _number(info.get("floor") or {}, "nats_per_token"),
+        "floor": number(info.get("floor") or {}, "nats_per_token"),
         "flopsPerToken": per_token,
         "rows": {"step": steps, "tokens": _short(tokens), "seconds": _short(seconds)} | known(columns),
         "evals": {

@@ -35,7 +35,7 @@ class Telemetry:
         self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
         with as_os_errors():
             until = {METRICS: start_step, EVALUATIONS: start_step if evaluated is None else evaluated}
-            rows = [JsonLines(folder, name, until[name]) for name in ROW_FILES]
+            rows = [JsonLines(folder, name, until[name], say) for name in ROW_FILES]
         self._sinks: list[Sink] = [*rows, EventFile(folder, start_step, texts), *others]
         self._flush()
 

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -19,7 +19,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from nash_mhc.checkpoint.run_folder import EVALUATIONS, Row
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, Row, row_of
 from nash_mhc.storage.append_log import growing
 from nash_mhc.storage.files import exists, write_whole
 from nash_mhc.storage.paths import Folder
@@ -74,13 +74,20 @@ def _entries(tag: str, value: Any) -> Iterator[tuple[str, float]]:
 class JsonLines:
     """One of ROW_FILES: a line of JSON a row. The rows after step `keep_until`, which are taken again, are dropped."""
 
-    def __init__(self, folder: Folder, name: str, keep_until: int) -> None:
+    def __init__(self, folder: Folder, name: str, keep_until: int, say: Callable[[str], None] = lambda text: None) -> None:
         self.name = name
         path = folder / name
         if exists(path):
-            # A crash may have cut the last line short: only a line with its end is a row.
-            rows = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-            write_whole(path, "".join(line for line in rows if json.loads(line)["step"] <= keep_until))
+            data = path.read_bytes()
+            lines = data.split(b"\n")[:-1]  # a crash may have cut the last one short: only a line with its end is a row
+            rows = [(line, row_of(line)) for line in lines]
+            if damaged := [number for number, (_, row) in enumerate(rows, start=1) if row is None]:
+                copy = path.with_name(f"{name}.damaged")
+                write_whole(copy, data)
+                others = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
+                say(f"{path}: line {damaged[0]}{others} cannot be read and is left out; {copy.name} keeps the file as it was")
+            kept = [line + b"\n" for line, row in rows if row is not None and row["step"] <= keep_until]
+            write_whole(path, b"".join(kept))
         self._file = growing(path)
 
     def add(self, step: int, row: Row, file: str) -> None:

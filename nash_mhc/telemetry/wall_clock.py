@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from nash_mhc.storage.json_files import number
+
 PARTS = ("start", "compile", "input", "step", "evaluation", "checkpoint", "lost", "down")
 
 
@@ -56,7 +58,7 @@ class WallClock:
         begun = max(at, self._started)  # another machine's calendar may be behind
         written = min(max(at, written or at), begun)
         # A row knows how much time had passed since the first start, and for how much of it no process was there.
-        since = {part: float(row.get(f"time/{part}") or 0.0) - saved["seconds"].get(part, 0.0) for part in PARTS}
+        since = {part: (number(row, f"time/{part}") or 0.0) - saved["seconds"].get(part, 0.0) for part in PARTS}
         alive = min(at + sum(since.values()), begun) if f"time/{PARTS[0]}" in row else at
         if alive > written:  # it was killed later than that
             down = max(0.0, since["down"])

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import io
 import itertools
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,6 +20,7 @@ from nash_mhc.data.documents.files import FORMATS, ending_of, find_files, kind_o
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.storage.digests import digest_of, digests_of_sources
+from nash_mhc.storage.json_files import parse_json
 
 BLOCK = 4 << 20  # bytes of a text file that are handled at once: a document may be larger than memory
 
@@ -152,7 +152,7 @@ def first_fields(path: Path) -> list[str] | None:
             if kind_of(path) == "registered":
                 record = next(iter(FORMATS[ending_of(path)].read(file)), None)
             else:
-                record = json.loads(next((line for line in file if line.strip()), b"null"))
+                record = parse_json(next((line for line in file if line.strip()), b"null"))
             return list(record) if isinstance(record, dict) else None
     return None
 

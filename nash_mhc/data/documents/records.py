@@ -8,7 +8,6 @@ special tokens; whatever a record spells is text.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from nash_mhc.data.documents.chat_templates import ANSWERS, Message, conversatio
 from nash_mhc.data.documents.field_templates import both
 from nash_mhc.data.documents.readers import Raw
 from nash_mhc.data.documents.spans import Part, Span, text_of
+from nash_mhc.storage.json_files import parse_json
 
 
 def check_template(template: str) -> str:
@@ -34,7 +34,10 @@ def check_template(template: str) -> str:
 
 
 def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
-    """ConfigError, with file and line, for what is no text, no JSON, or lacks what the format asks for."""
+    """ConfigError, with file and line, for what is no text, no JSON, or lacks what the format asks for.
+
+    No spans for a record with an answer that is empty or null: only the template would be learned from it.
+    """
     where = f"{file}:{raw.line}"
     if raw.kind == "text":
         if recipe["format"] == "fields":
@@ -71,6 +74,8 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
         raise ConfigError(
             f"{where}: no message of role {ANSWERS[0]}, so nothing would be learned; leave it out or use --loss-on all"
         )
+    if any(role in ANSWERS and not "".join(part.text for part in content).strip() for role, content in messages):
+        return []
     return [span for span in _written(messages, where, recipe) if span.text]
 
 
@@ -88,7 +93,7 @@ def _decoded(raw: Raw, file: str, content: bytes) -> str:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); a line must hold one whole object") from None
 

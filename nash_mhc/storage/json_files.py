@@ -1,0 +1,58 @@
+"""JSON files, and whatever is wrong with one as a one-line ConfigError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.storage.errors import as_os_errors, reason
+from nash_mhc.storage.paths import Folder
+
+# What Python raises where a file holds other values than the code that reads them expects.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return the value of JSON text, in UTF-8; ValueError for anything else."""
+    try:
+        return json.loads(data.decode("utf-8") if isinstance(data, bytes) else data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+@contextlib.contextmanager
+def reading(path: object, remedy: str = "", kind: type[ConfigError] = ConfigError) -> Iterator[None]:
+    """Turn what goes wrong while a file is read and interpreted into one ConfigError of that `kind`."""
+    remedy = f"; {remedy}" if remedy else ""
+    try:
+        with as_os_errors():
+            yield
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}){remedy}") from None
+    except MALFORMED as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)[:200] or type(error).__name__
+        raise kind(f"{path}: damaged ({what}){remedy}") from None
+
+
+def read_json(path: Folder, remedy: str = "", kind: type[ConfigError] = ConfigError) -> dict[str, Any]:
+    """Return the object in a JSON file; ConfigError where there is none."""
+    with reading(path, remedy, kind):
+        values = parse_json(path.read_bytes())
+        if not isinstance(values, dict):
+            raise TypeError(f"it holds {type(values).__name__} instead of an object with fields")
+        return values
+
+
+def number(values: Mapping[str, Any], name: str) -> float | None:
+    """Return the finite number of that name; None where there is none."""
+    value = values.get(name)
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
