@@ -305,9 +305,9 @@ def test_each_unusable_folder_is_one_line(
     at = (tmp_path,)
     assert error(*at) == "DIR has no run.json, so it is not the folder of a run (has the run started yet?)"
     (tmp_path / "run.json").write_text("{")
-    assert error(*at).startswith("DIR/run.json cannot be read (Expecting property name")
+    assert error(*at).startswith("DIR/run.json: cannot be read (")
     (tmp_path / "run.json").write_text("[]")
-    assert error(*at).startswith("DIR/run.json holds no description of a run")
+    assert error(*at).startswith("DIR/run.json: cannot be read (")
     (tmp_path / "run.json").write_text('{"config": {"model": {"colour": 3}}}')
     assert error(*at).startswith("DIR/run.json: unknown key model.colour; there are ")
     shutil.copy(folder / "run.json", tmp_path)

@@ -193,9 +193,9 @@ def test_each_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert error(tmp_path / "no").startswith("DIR/no: no such folder; give the folder of a run")
     assert error(tmp_path).startswith("DIR has no run.json, so it is not the folder of a run")
     (tmp_path / "run.json").write_text("{")
-    assert error(tmp_path).startswith("DIR/run.json cannot be read (")
+    assert error(tmp_path).startswith("DIR/run.json: cannot be read (")
     (tmp_path / "run.json").write_text("3")
-    assert error(tmp_path) == "DIR/run.json holds no description of a run"
+    assert error(tmp_path).startswith("DIR/run.json: cannot be read (")
     make_run(tmp_path, [row(1), row(2)])
     assert error(tmp_path, "--uot=x") == "unknown flag --uot; did you mean --out?"
     assert error(tmp_path, "--zzz") == "unknown flag --zzz; --help lists them all"

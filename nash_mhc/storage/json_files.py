@@ -37,7 +37,7 @@ def reading(path: object, remedy: str = "", kind: type[ConfigError] = ConfigErro
         raise ConfigError(f"{path}: cannot be read ({reason(error)}){remedy}") from None
     except MALFORMED as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)[:200] or type(error).__name__
-        raise kind(f"{path}: damaged ({what}){remedy}") from None
+        raise kind(f"{path}: cannot be read ({what}){remedy}") from None
 
 
 def read_json(path: Folder, remedy: str = "", kind: type[ConfigError] = ConfigError) -> dict[str, Any]:
