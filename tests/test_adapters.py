@@ -1,8 +1,10 @@
 """Adapters in PEFT's files, both ways, and merged: always the same model."""
 
+import dataclasses
 import json
 import shutil
 import sys
+import warnings
 
 import jax
 import numpy as np
@@ -13,7 +15,9 @@ from runs import drawn_run
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.hub import __main__ as command
+from nash_mhc.hub.adapter_config import HANDLED, IGNORED, REFUSED
 from nash_mhc.hub.load import load
+from nash_mhc.model.lora import merged
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
@@ -45,14 +49,15 @@ def logits(model, tokens):
 
 
 def their_adapters(base, folder, **settings):
-    """Made and taught by PEFT: B is drawn."""
+    """Made and taught by PEFT: B is drawn, and A where it begins as zeros."""
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, task_type="CAUSAL_LM", **settings)
-    model = peft.get_peft_model(read(base), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = 0.3 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
+    common = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about saving what these tests save
+        model = peft.get_peft_model(read(base), peft.LoraConfig(**common | settings))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or ("lora_A" in name and not parameter.any()):
+                parameter.data = 0.3 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
     return model.eval()
 
 
@@ -106,13 +111,122 @@ def change(folder, **settings):
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+def test_every_field_of_peft_is_handled_refused_or_ignored():
+    lists = [HANDLED, frozenset(REFUSED), IGNORED]
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == frozenset.union(*lists)
+    assert sum(map(len, lists)) == len(frozenset.union(*lists))  # no field is in two of them
+    plain = peft.LoraConfig(task_type="CAUSAL_LM", peft_type="LORA").to_dict()
+    assert [name for name, values in REFUSED.items() if plain[name] not in values] == []
+
+
+ACCEPTED = {
+    "peft_type": {},
+    "r": {"r": 7},
+    "lora_alpha": {"lora_alpha": 5},
+    "lora_dropout": {"lora_dropout": 0.5},
+    "use_rslora": {"use_rslora": True},
+    "rank_pattern": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 9}},
+    "alpha_pattern": {"alpha_pattern": {"v_proj": 1, "^model.layers.0.*o_proj": 17}, "use_rslora": True},
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+    "init_lora_weights, olora": {"init_lora_weights": "olora", "use_rslora": True, "rank_pattern": {"o_proj": 3}},
+    "init_lora_weights, gaussian": {"init_lora_weights": "gaussian"},
+    "init_lora_weights, orthogonal": {"init_lora_weights": "orthogonal"},
+    "init_lora_weights, mica": {"init_lora_weights": "mica"},
+    "target_modules": {"target_modules": r".*\.0\..*(q|up)_proj"},
+    "target_modules, all": {"target_modules": "all-linear"},
+    "exclude_modules": {"exclude_modules": ["layers.0.self_attn.v_proj"]},
+    "layers_to_transform": {"layers_to_transform": [1]},
+    "layers_pattern": {"layers_to_transform": 0, "layers_pattern": "layers", "init_lora_weights": "pissa"},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_field_that_is_handled_means_what_it_means_to_peft(base, tmp_path, name):
+    theirs = their_adapters(base, tmp_path / "theirs", **ACCEPTED[name])
+    call("import", tmp_path / "theirs", "--base", base, "--out", tmp_path / "ours")
+    tokens = np.random.default_rng(0).integers(0, 250, (2, 24)).astype(np.int32)
+    expected = logits(theirs.merge_and_unload(), tokens)
+    assert np.abs(expected - logits(read(base), tokens)).max() > 0.05
+    found = forward(merged(load(tmp_path / "ours").model), tokens)[..., : expected.shape[-1]]
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
+
+    call("export", tmp_path / "ours", "--out", tmp_path / "back")
+    again = peft.PeftModel.from_pretrained(read(base), tmp_path / "back").eval()
+    np.testing.assert_allclose(logits(again, tokens), expected, atol=2e-5, rtol=1e-5)
+
+
+@jax.jit
+def forward(model, tokens_BT):
+    return model(tokens_BT)
+
+
+def test_every_handled_field_is_compared_with_peft():
+    assert {name.partition(",")[0] for name in ACCEPTED} == HANDLED
+
+
+MORE = {
+    "task_type": "SEQ_CLS", "bias": "all", "fan_in_fan_out": True, "modules_to_save": ["lm_head"], "use_dora": True,
+    "use_qalora": True, "lora_bias": True, "layer_replication": [[0, 2], [1, 2]], "target_parameters": ["mlp.experts"],
+    "trainable_token_indices": [1, 2], "alora_invocation_tokens": [7], "megatron_config": {"hidden_size": 8},
+    "velora_config": {"scale": 1.0}, "monteclora_config": {"use_entropy": True}, "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 3}, "kasa_config": {"beta": 1e-4},
+}  # fmt: skip
+# Values that mean something else, or nothing.
+BAD = [
+    *MORE.items(),
+    *(("init_lora_weights", value) for value in ("pissa_niter_16", "loftq", "corda", "lora_ga", "unheard_of", 1)),
+    *(("r", value) for value in (0, -1, 1.5, True, None, "8", 10**30)),
+    *(("lora_alpha", value) for value in (0, None, float("nan"), 10**400, [])),
+    ("peft_type", "IA3"), ("lora_dropout", 2), ("use_rslora", "yes"), ("rank_pattern", {"q_proj": 0}),
+    ("rank_pattern", {"(": 2}), ("alpha_pattern", ["q_proj"]), ("alpha_pattern", {"q_proj": None}),
+    ("target_modules", 3), ("target_modules", "("), ("target_modules", ["q_proj"]), ("exclude_modules", ["v_proj"]),
+    ("layers_to_transform", [0]), ("layers_to_transform", [0.5]), ("layers_pattern", [3]), ("a_field_of_tomorrow", 1),
+]  # fmt: skip
+
+
+def test_every_refused_field_is_tried():
+    assert MORE.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize(("field", "value"), BAD, ids=lambda value: str(value)[:20])
+def test_what_is_more_than_plain_lora_is_refused_by_the_name_of_its_field(base, theirs, tmp_path, field, value):
+    changed = shutil.copytree(theirs, tmp_path / "theirs")
+    change(changed, **{field: value})
+    with pytest.raises(ConfigError, match=rf"\b{field}\b") as raised:
+        call("import", changed, "--base", base, "--out", tmp_path / "ours")
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"target_modules": ["q_proj", "lm_head"]}, r"lm_head; only adapters on .*q_proj"),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, r"embed_tokens; only adapters on .*q_proj"),
+])  # fmt: skip
+def test_an_adapter_outside_of_the_layers_is_refused_by_its_name(base, tmp_path, settings, said):
+    their_adapters(base, tmp_path / "theirs", **settings)
+    with pytest.raises(ConfigError, match=said):
+        call("import", tmp_path / "theirs", "--base", base, "--out", tmp_path / "ours")
+
+
+def test_each_tensor_comes_back_in_its_own_dtype(base, theirs, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    mixed = shutil.copytree(theirs, tmp_path / "theirs")
+    kinds = [torch.float32, torch.bfloat16, torch.float16]
+    held = load_file(mixed / "adapter_model.safetensors")
+    save_file({name: held[name].to(kinds[i % 3]) for i, name in enumerate(held)}, mixed / "adapter_model.safetensors")
+    call("import", mixed, "--base", base, "--out", tmp_path / "ours")
+    call("export", tmp_path / "ours", "--out", tmp_path / "back")
+    assert tensors(tmp_path / "back") == tensors(mixed)
+    call("export", tmp_path / "ours", "--out", tmp_path / "wide", "--dtype", "float32")
+    assert {kind for kind, *_ in tensors(tmp_path / "wide").values()} == {"F32"}
+
+
 WRONG = {
-    "use_dora": (lambda folder: change(folder, use_dora=True), "use_dora true is more than plain LoRA"),
-    "modules": (lambda folder: change(folder, modules_to_save=["lm_head"]), "modules_to_save"),
-    "rank": (lambda folder: change(folder, r=8), r"lora_A.weight is \[4, 32\], and .* asks for \[8, 32\]"),
+    "rank": (lambda folder: change(folder, r=8), r"lora_A.weight is \[4, 32\], .*need \[8, 32\]"),
     "no file": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
     "cut": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"cut"), "cannot be read"),
-    "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be understood"),
+    "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json"),
 }
 
 
@@ -134,10 +248,10 @@ def test_what_is_asked_of_the_wrong_folder_is_refused(base, theirs, tmp_path):
     with pytest.raises(ConfigError, match="has no adapters; python"):
         call("merge", base, "--out", tmp_path / "merged")
     wider = save(tmp_path / "wider", KINDS["llama"], hidden_size=64)
-    with pytest.raises(ConfigError, match="asks for"):
+    with pytest.raises(ConfigError, match=r"need \[4, 64\]"):
         call("import", theirs, "--base", wider, "--out", tmp_path / "ours")
     call("import", theirs, "--base", base, "--out", tmp_path / "ours")
-    with pytest.raises(ConfigError, match="adapters are float32"):
+    with pytest.raises(ConfigError, match="--dtype bfloat16"):
         call("export", tmp_path / "ours", "--out", tmp_path / "back", "--dtype", "bfloat16")
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))

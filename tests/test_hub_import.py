@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -111,6 +112,19 @@ def test_a_mesh_reads_its_own_parts(folders, monkeypatch):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     largest = max(part.size for shape, part in asked if shape == (48, 32))
     assert largest == 32 * 48 // 4  # a matrix that four devices share: each its quarter, nobody the whole
+
+
+def test_values_that_a_dtype_cannot_hold_are_refused_and_leave_nothing(folders, tmp_path, monkeypatch):
+    source = shutil.copytree(folders("llama"), tmp_path / "source")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    broken(source, lambda held, torch: held[name][0, :2].copy_(torch.tensor([1e5, -7e4])))
+    with pytest.raises(ConfigError, match=rf"--dtype float16: {name} .*100000.*65504"):
+        call("export", source, "--out", tmp_path / "out", "--dtype", "float16", monkeypatch=monkeypatch)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    call("export", source, "--out", tmp_path / "out", "--dtype", "bfloat16", monkeypatch=monkeypatch)
+    broken(source, lambda held, torch: held[name][0, :3].copy_(torch.tensor([65504.0, -65504.0, float("inf")])))
+    call("export", source, "--out", tmp_path / "half", "--dtype", "float16", monkeypatch=monkeypatch)
+    assert {kind for kind, *_ in tensors(tmp_path / "half").values()} == {"F16"}
 
 
 def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):

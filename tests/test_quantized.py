@@ -204,6 +204,10 @@ def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
     assert size.numbers * bits // 8 <= size.bytes and codes < sum(size.numbers for size in sizes.values()) / 2
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     np.testing.assert_array_equal(forward(read.model, tokens_BT), forward(few, tokens_BT))
+    large = eqx.tree_at(lambda model: model.embed_VD, few, replace_fn=lambda a: a.at[0, 0].set(-70000.0))
+    with pytest.raises(ConfigError, match=r"embed_VD.* 70000,.*float32"):
+        write_packed(dataclasses.replace(loaded, model=large), tmp_path / "narrow", "float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 
 @pytest.fixture(scope="module")

@@ -98,13 +98,17 @@ def _export(argv: Sequence[str]) -> int:
     if not loaded.config.lora.rank:
         return _write(args, loaded)
     from nash_mhc.checkpoint.run_folder import RunFolder
-    from nash_mhc.hub.adapters import export_adapters
+    from nash_mhc.hub.adapters import DTYPES, export_adapters
     from nash_mhc.hub.stored import base_record
 
     if args.dtype not in ("auto", "float32"):
-        raise ConfigError(f"--dtype {args.dtype}: adapters are float32; a merged model (hub merge) may be of any dtype")
-    base = base_record(RunFolder(args.folder), loaded.step)
-    _list(export_adapters(loaded, Path(args.out), base["folder"]))
+        raise ConfigError(
+            f"--dtype {args.dtype}: adapters are exported as they were imported (auto), or as float32; hub merge writes the "
+            "merged model in any dtype"
+        )
+    run = RunFolder(args.folder)
+    dtypes = run.info().get(DTYPES, {}) if args.dtype == "auto" else {}
+    _list(export_adapters(loaded, Path(args.out), base_record(run, loaded.step)["folder"], dtypes))
     print(f"{args.out}: adapters, as PEFT loads them on top of their base; for one whole model, use hub merge")
     return 0
 

@@ -3,52 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig
+from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
 from nash_mhc.hub import nash_tensors, stored
+from nash_mhc.hub.adapter_config import FILE, REMEDY, AdapterConfig, read_adapter_config
 from nash_mhc.hub.config_json import family_of
 from nash_mhc.hub.importing import texts_beside, write_model
 from nash_mhc.hub.load import Loaded, config_of
 from nash_mhc.hub.tensors import tensors
-from nash_mhc.model.architectures import count_parameters
-from nash_mhc.model.lora import adapters_of, alpha_of
+from nash_mhc.model.architectures import abstract_model, count_parameters
+from nash_mhc.model.lora import adapters_of, alpha_of, factor_of
+from nash_mhc.model.weights import PROJECTIONS
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.new_folder import check_free, new_folder
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What PEFT can do beside plain LoRA, and ours does not: settings that must have one of these values.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "fan_in_fan_out": (False, None), "modules_to_save": (None, []),
-    "use_dora": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "layers_to_transform": (None,),
-    "lora_bias": (False, None), "use_qalora": (False, None), "layer_replication": (None,), "target_parameters": (None, []),
-    "trainable_token_indices": (None,), "alora_invocation_tokens": (None,),
-}  # fmt: skip
+WEIGHTS = "adapter_model.safetensors"
+DTYPES = "adapter_dtypes"  # of run.json: tensor -> dtype, of those that did not come as float32
+_PREFIX = "base_model.model."
+_ADAPTED = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?[AB](?:\.weight)?")  # groups: the module
+_DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+class _Pair(NamedTuple):
+    """The adapter of one matrix, as PEFT has it: it adds scale B A."""
+
+    a_RI: np.ndarray
+    b_OR: np.ndarray
+    scale: float
 
 
 def _modules(cfg: ModelConfig) -> dict[str, str]:
-    """Our matrices that PEFT can correct: parameter -> the name of the module, with {i} for the layer's number."""
+    """Matrices that can have an adapter: parameter -> PEFT's name of the module, with {i} for the layer's number."""
     if family_of(cfg) is None:
-        return nash_tensors.projections()
+        has = named_leaves(abstract_model(cfg))
+        return {parameter: module for parameter, module in nash_tensors.projections().items() if parameter in has}
     found = [tensor for tensor in tensors(cfg) if "{i}" in tensor.name and tensor.inputs]
     return {tensor.parameter: tensor.name.removesuffix(".weight") for tensor in found}
 
 
-def _name(module: str, i: int, which: str) -> str:
-    return f"base_model.model.{module.format(i=i)}.lora_{which.upper()}.weight"
+def _name(module: str, which: str) -> str:
+    return f"{_PREFIX}{module}.lora_{which.upper()}.weight"
 
 
-def export_adapters(loaded: Loaded, out: Path, base: str) -> list[Path]:
-    """The files of the new folder. `base`: the model that they belong to, as PEFT is to look for it. ConfigError."""
+def export_adapters(loaded: Loaded, out: Path, base: str, dtypes: Mapping[str, str]) -> list[Path]:
+    """The files of the new folder. ConfigError.
+
+    `base`: the model that they belong to, for PEFT. `dtypes`: what tensors came in that were not float32.
+    """
     from safetensors.numpy import save_file
 
     cfg, lora = loaded.config.model, loaded.config.lora
@@ -58,14 +73,17 @@ def export_adapters(loaded: Loaded, out: Path, base: str) -> list[Path]:
     parameters = sorted({name.rpartition(".")[0] for name in leaves})
     if other := [name for name in parameters if name not in modules]:
         raise ConfigError(f"{other[0]} has an adapter that PEFT has no place for; make one model of both with hub merge")
-
-    def written() -> Iterator[tuple[str, np.ndarray]]:
-        for parameter in parameters:
-            a, b = (np.asarray(leaves[f"{parameter}.lora_{which}"], np.float32) for which in "ab")
-            for i in range(cfg.layers):
-                yield _name(modules[parameter], i, "a"), np.ascontiguousarray(a[i].reshape(-1, lora.rank).T)
-                yield _name(modules[parameter], i, "b"), np.ascontiguousarray(b[i].reshape(lora.rank, -1).T)
-
+    written: dict[str, np.ndarray] = {}
+    named: list[str] = []
+    for parameter in parameters:
+        a, b = (np.asarray(leaves[f"{parameter}.lora_{which}"], np.float32) for which in "ab")
+        for i in range(cfg.layers):
+            if not (a[i].any() or b[i].any()):  # imported, and of other layers only
+                continue
+            module = modules[parameter].format(i=i)
+            named.append(module)
+            written[_name(module, "a")] = a[i].reshape(-1, lora.rank).T
+            written[_name(module, "b")] = b[i].reshape(lora.rank, -1).T
     alpha = alpha_of(lora)
     config = {
         "peft_type": "LORA",
@@ -75,17 +93,29 @@ def export_adapters(loaded: Loaded, out: Path, base: str) -> list[Path]:
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": sorted({modules[parameter].rpartition(".")[2] for parameter in parameters}),
+        "target_modules": sorted(_ends(named) if len(named) == len(parameters) * cfg.layers else named),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
     }
     with new_folder(out) as part:
-        save_file(dict(written()), part / WEIGHTS, metadata={"format": "pt"})
+        as_they_came = {name: _in_dtype(array, dtypes.get(name)) for name, array in written.items()}
+        save_file(as_they_came, part / WEIGHTS, metadata={"format": "pt"})
         (part / WEIGHTS).chmod(0o644)  # the library lets nobody else read it
-        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (part / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sorted(out.iterdir())
+
+
+def _ends(modules: Iterable[str]) -> set[str]:
+    """q_proj of model.layers.0.self_attn.q_proj."""
+    return {module.rpartition(".")[2] for module in modules}
+
+
+def _in_dtype(array: np.ndarray, dtype: str | None) -> np.ndarray:
+    """In the dtype that it came in, unless import had to scale or extend it to other values."""
+    narrow = np.ascontiguousarray(array if dtype is None else array.astype(dtype))
+    return narrow if np.array_equal(narrow.astype(np.float32), array) else np.ascontiguousarray(array)
 
 
 def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], None]) -> int:
@@ -94,67 +124,130 @@ def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], Non
     run = config_of(base)
     if not isinstance(run.model, ModelConfig):
         raise ConfigError(f"--base {base}: a model of the kind {run.model.architecture!r} takes no adapters of PEFT's")
-    lora, found = _read(folder)
-    modules = _modules(run.model)
-    ours = {module.rpartition(".")[2] for module in modules.values()}
-    there = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in found})
-    if strange := [name for name in there if name not in ours]:
-        raise ConfigError(f"{folder}: corrects {strange[0]}, which {base} does not have")
-    config = dataclasses.replace(run, lora=dataclasses.replace(lora, targets=",".join(there)))
-    shapes = adapters_of(stored.adapted_shape(config))
-
-    def taken(name: str, shape: Any) -> jax.Array:
-        parameter, _, which = name.rpartition(".lora_")
-        rows = []
-        for i in range(run.model.layers):  # type: ignore[attr-defined]
-            theirs = _name(modules[parameter], i, which)
-            flat = (math.prod(shape.shape[1:-1]), lora.rank) if which == "a" else (lora.rank, math.prod(shape.shape[2:]))
-            if theirs not in found:
-                raise ConfigError(f"{folder}: the tensor {theirs} is missing")
-            array = found.pop(theirs)
-            if array.shape != flat[::-1]:
-                raise ConfigError(f"{folder}: {theirs} is {list(array.shape)}, and {base} asks for {list(flat[::-1])}")
-            rows.append(array.T.reshape(shape.shape[1:]))
-        return jnp.asarray(np.stack(rows), jnp.float32)
-
-    leaves = {name: taken(name, shape) for name, shape in named_leaves(shapes).items()}
-    if found:
-        raise ConfigError(f"{folder}: holds {next(iter(found))}, for which {base} has no place")
+    theirs, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)
+    pairs = _pairs(theirs, tensors, run, folder / WEIGHTS, base)
     say(f"hashing {base} ...")
     record = stored.find("--base", base, None, hashed=True, say=say)
-    model = jax.tree.unflatten(jax.tree.structure(shapes), list(leaves.values()))
+    if theirs.init is not None:
+        say(f"reading {base}, whose weights {theirs.init} changed at the start ...")
+        weights = named_leaves(stored.read(record, abstract_model(run.model), _on_first_device, say, verified=True))
+        for (parameter, i), pair in pairs.items():
+            pairs[parameter, i] = _on_unchanged_base(pair, np.asarray(weights[parameter][i], np.float32), theirs.init)
+    lora = _lora_config(theirs, pairs)
+    config = dataclasses.replace(run, lora=lora)
+    shapes = adapters_of(stored.adapted_shape(config))
+    leaves = [_stack(name, leaf.shape, pairs, lora) for name, leaf in named_leaves(shapes).items()]
+    model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     with new_folder(out) as part:
         for name, text in texts_beside(Path(base)).items():
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
-        known = {"imported": folder.name, "parameters": count_parameters(run.model)}
+        dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
+        known = {"imported": folder.name, "parameters": count_parameters(run.model), DTYPES: dtypes}
         write_model(part, model, config.to_dict(), base=record, **known)
-    return sum(leaf.size for leaf in leaves.values())
+    return sum(leaf.size for leaf in leaves)
 
 
-def _read(folder: Path) -> tuple[LoraConfig, dict[str, np.ndarray]]:
-    """What such a folder says and holds; ConfigError for what is no plain LoRA."""
+def _read(file: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
+    if not file.is_file():
+        raise ConfigError(f"{file.parent}: has no {file.name}; save the adapters with safe_serialization")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        for name, plain in _PLAIN.items():
-            if name in config and config[name] not in plain:
-                raise ConfigError(
-                    f"{folder / CONFIG}: {name} {json.dumps(config[name])} is more than plain LoRA; merge it with PEFT"
-                )
-        lora = LoraConfig(
-            rank=config["r"], alpha=float(config["lora_alpha"]), dropout=float(config.get("lora_dropout", 0.0)),
-            rslora=bool(config.get("use_rslora", False)),
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{folder / CONFIG}: cannot be understood ({type(error).__name__}: {error})") from None
-    if not (folder / WEIGHTS).is_file():
-        raise ConfigError(f"{folder}: has no {WEIGHTS}; save the adapters with safe_serialization")
-    try:
-        return lora, load_file(folder / WEIGHTS)
+        found: dict[str, np.ndarray] = load_file(file)
     except Exception as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{folder / WEIGHTS}: cannot be read ({why})") from None
+        raise ConfigError(f"{file}: cannot be read ({why})") from None
+    for name, array in found.items():
+        if array.dtype not in _DTYPES:
+            raise ConfigError(f"{file}: {name} is {array.dtype}; save it as float32, float16 or bfloat16")
+    return found
+
+
+def _pairs(
+    theirs: AdapterConfig, tensors: Mapping[str, np.ndarray], run: RunConfig, file: Path, base: str
+) -> dict[tuple[str, int], _Pair]:
+    """(parameter, layer) -> its adapter. ConfigError where file, its configuration and the model disagree."""
+    one = dataclasses.replace(run, lora=LoraConfig(rank=1))  # every adapter that there can be, for the sizes
+    sizes = {name: leaf.shape for name, leaf in named_leaves(adapters_of(stored.adapted_shape(one))).items()}
+    modules, rest = _modules(run.model), dict(tensors)  # type: ignore[arg-type]
+    found: dict[tuple[str, int], _Pair] = {}
+    for parameter, i in itertools.product(modules, range(run.model.layers)):  # type: ignore[attr-defined]
+        module = modules[parameter].format(i=i)
+        names, excluded = [_name(module, which) for which in "ab"], theirs.excluded_by(module)
+        if not any(name in rest for name in names) and (excluded or theirs.target_modules is None):
+            continue
+        if excluded:
+            raise ConfigError(f"{file}: {module} has an adapter, but {excluded} in {FILE} does not choose it")
+        if lost := [name for name in names if name not in rest]:
+            raise ConfigError(f"{file}: the tensor {lost[0]} is missing")
+        inputs = math.prod(sizes[f"{parameter}.lora_a"][1:-1])
+        outputs, rank = math.prod(sizes[f"{parameter}.lora_b"][2:]), theirs.rank_of(module)
+        pair = _Pair(rest.pop(names[0]), rest.pop(names[1]), theirs.scale_of(module))
+        for name, array, wanted in zip(names, pair[:2], ((rank, inputs), (outputs, rank)), strict=True):
+            if array.shape != wanted:
+                raise ConfigError(
+                    f"{file}: {name} is {list(array.shape)}, but r {rank} in {FILE} and {base} need {list(wanted)}"
+                )
+        found[parameter, i] = pair
+    if rest:
+        raise ConfigError(f"{file}: {_left_over(rest, modules.values(), run.model, base)}")
+    if not found:
+        raise ConfigError(f"{file}: holds no adapters")
+    return found
+
+
+def _left_over(names: Iterable[str], modules: Iterable[str], cfg: Any, base: str) -> str:
+    """Why such a tensor cannot be imported."""
+    adapted = [match[1] for name in names if (match := _ADAPTED.fullmatch(name))]
+    if not adapted:
+        return f"{next(iter(names))} is not a tensor of plain LoRA{REMEDY}"
+    ends, layer = _ends(modules), re.search(r"\.layers\.(\d+)\.", adapted[0])
+    if adapted[0].rpartition(".")[2] not in ends:
+        return f"has an adapter on {adapted[0]}; only adapters on {', '.join(sorted(ends))} can be imported{REMEDY}"
+    if layer and int(layer[1]) >= cfg.layers:
+        return f"has an adapter on {adapted[0]}, but {base} has {cfg.layers} layers; choose the adapters' own base"
+    return f"has an adapter on {adapted[0]}, which {base} does not have; choose the adapters' own base"
+
+
+def _on_first_device(model: Any) -> Any:
+    at = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), model)
+
+
+def _on_unchanged_base(pair: _Pair, weight: np.ndarray, init: str) -> _Pair:
+    """The same model on the base that the run began with, from which the initialization subtracted `scale` B0 A0.
+
+    W - scale B0 A0 + scale B A is plain LoRA of twice the rank. PEFT computes B0 and A0 of W at every loading, too.
+    """
+    rank, inputs = pair.a_RI.shape
+    weight_OI = weight.reshape(inputs, -1).T
+    if init == "pissa":  # the largest singular values, with the root on each side
+        left, values, right = np.linalg.svd(weight_OI, full_matrices=False)
+        roots = np.sqrt(values[:rank] / pair.scale).astype(np.float32)
+        first_a, first_b = roots[:, None] * right[:rank], left[:, :rank] * roots
+    else:  # olora
+        left, right = np.linalg.qr(weight_OI)
+        first_a, first_b = right[:rank], left[:, :rank]
+    return _Pair(np.concatenate([pair.a_RI, first_a]), np.concatenate([pair.b_OR, -first_b], axis=1), pair.scale)
+
+
+def _lora_config(theirs: AdapterConfig, pairs: Mapping[tuple[str, int], _Pair]) -> LoraConfig:
+    """Ours has one rank and one scale: the largest rank, and theirs of modules that no pattern names."""
+    named = {parameter.rpartition(".")[2] for parameter, _ in pairs}
+    targets = ",".join(name for name, ours in PROJECTIONS.items() if ours in named)
+    common = LoraConfig(theirs.rank, theirs.alpha, theirs.dropout, targets, theirs.rslora)
+    if theirs.is_uniform:
+        return common
+    rank = max(len(pair.a_RI) for pair in pairs.values())
+    return dataclasses.replace(common, rank=rank, alpha=factor_of(common) * rank, rslora=False)
+
+
+def _stack(name: str, shape: tuple[int, ...], pairs: Mapping[tuple[str, int], _Pair], lora: LoraConfig) -> jax.Array:
+    """`lora_a` or `lora_b` of all layers; zeros where a layer has no adapter, or one of a smaller rank."""
+    parameter, _, which = name.rpartition(".lora_")
+    stack = np.zeros((shape[0], lora.rank, math.prod(shape) // shape[0] // lora.rank), np.float32)
+    for i, pair in ((i, pair) for (other, i), pair in pairs.items() if other == parameter):
+        rows = pair.a_RI if which == "a" else pair.b_OR.T.astype(np.float32) * np.float32(pair.scale / factor_of(lora))
+        stack[i, : len(rows)] = rows
+    return jnp.asarray((stack.swapaxes(1, 2) if which == "a" else stack).reshape(shape))

@@ -21,6 +21,7 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError, QuantizeConfig, RunConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
+from nash_mhc.hub.narrowed import narrowed
 from nash_mhc.model.quantized import Exported, Quantized, is_quantized
 from nash_mhc.ops import quantize as ops
 from nash_mhc.parallel.params import named_leaves
@@ -58,9 +59,10 @@ def write_packed(loaded: Any, out: Path, dtype: str = "float32") -> list[Size]:
         name = jax.tree_util.keystr(path).lstrip(".")
         if not is_quantized(leaf):
             array = np.asarray(leaf)
-            large = array.ndim > 1 and dtype != "float32"
+            if array.ndim > 1 and dtype != "float32":
+                array = narrowed(name, array, dtype, "float32")
             is_adapter = name.rpartition(".")[2] in ("lora_a", "lora_b")
-            hold("adapters" if is_adapter else "others", array.size, **{name: array.astype(dtype) if large else array})
+            hold("adapters" if is_adapter else "others", array.size, **{name: array})
             continue
         found = jax.device_get(jax.jit(Quantized.exported)(leaf))
         weights[name] = {"bits": leaf.bits, "inputs": leaf.inputs}

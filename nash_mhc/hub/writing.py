@@ -19,6 +19,7 @@ from nash_mhc.hub import byte_tokenizer, nash_tensors
 from nash_mhc.hub.config_json import family_of, read_config, written_config
 from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
 from nash_mhc.hub.load import Loaded
+from nash_mhc.hub.narrowed import narrowed
 from nash_mhc.hub.tensors import tensors
 from nash_mhc.model.quantized import baked, has_few_bits
 from nash_mhc.parallel.params import named_leaves
@@ -84,7 +85,7 @@ def _write_weights(
         held.clear()
 
     for name, wide in found:
-        array = np.ascontiguousarray(wide.astype(dtype))
+        array = np.ascontiguousarray(narrowed(name, wide, dtype, "bfloat16 or float32"))
         if held and sum(a.nbytes for a in held.values()) + array.nbytes > shard_bytes:
             write()
         held[name] = array
