@@ -158,6 +158,6 @@ def test_steps_that_are_typed_go_before_epochs_in_a_file(tmp_path):
 
 def test_a_model_to_start_from_that_is_not_there_is_said_before_anything_else(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"--init-from \S+Qwen: no such folder; give that of a run, or of a Hugging Face model"
+        ConfigError, match=r"--init-from \S+Qwen: no such folder; .* \(hf download OWNER/NAME --local-dir \S+Qwen\)"
     ):
         parsing.parse(["--init-from", str(tmp_path / "Qwen")], found=found_settings)

@@ -180,6 +180,10 @@ REFUSALS: dict[str, tuple[RunConfig, str]] = {
         changed(SMALL, model={"vocab_size": 256}),
         r"--tokenizer bytes has 257 tokens, the model only 256; set --model-vocab-size 257",
     ),
+    "vocabulary of another model": (
+        changed(SMALL, model={"vocab_size": 256}, train={"init_from": "base"}),
+        r"--tokenizer bytes has 257 tokens, the model only 256; use the tokenizer of --init-from base",
+    ),
 }
 
 

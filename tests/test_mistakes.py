@@ -65,6 +65,10 @@ from nash_mhc.config import parsing, presets
             "--model-aggregation must be one of nash, convex, mean, not 'nsh'; did you mean nash?",
         ),
         (["--model-residual", "hc"], "--model-residual must be one of mhc, mhc-layer, plain, not 'hc'; did you mean mhc?"),
+        (
+            ["--lora-targets", "all,,mlp"],
+            "--lora-targets all,,mlp: has an empty name; write names with single commas between them",
+        ),
         (["sparsity=-1"], "override sparsity=-1: optim.sparsity must be at least 0, not -1.0"),
         (["batchsize=8"], "override batchsize=8: unknown key batchsize; did you mean batch_size?"),
         (["data.batchsize=8"], "override data.batchsize=8: unknown key data.batchsize; did you mean data.batch_size?"),

@@ -34,6 +34,11 @@ class LoraConfig(Section):
     rslora: bool = key(False, "divide alpha by the root of the rank instead, which suits large ranks")
     base_dtype: str = key("float32", "how the weights that stay are kept", choices=("float32", "bfloat16"))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(word.strip() for word in self.targets.split(",")):
+            raise ConfigError(f"--lora-targets {self.targets}: has an empty name; write names with single commas between them")
+
 
 @dataclass(frozen=True)
 class DistillConfig(Section):

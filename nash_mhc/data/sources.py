@@ -28,14 +28,15 @@ from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.data.stories.rows import StoryRows
 from nash_mhc.data.streamed_rows import open_stream
-from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, hub_name
+from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.model_folder import model_name
 
 _SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same
 
 
 def _is_hub(dataset: str) -> bool:
-    return dataset.startswith("hf:") or is_saved(Path(dataset)) or not (Path(dataset).exists() or hub_name(dataset) is None)
+    return dataset.startswith("hf:") or is_saved(Path(dataset)) or not (Path(dataset).exists() or model_name(dataset) is None)
 
 
 def parts_of(cfg: DataConfig) -> list[tuple[DataConfig, str]]:

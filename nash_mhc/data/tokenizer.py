@@ -15,6 +15,7 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
+from nash_mhc.storage.model_folder import how_to_get, model_name
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
 
@@ -211,25 +212,17 @@ def _byte_length(piece: str, text: str) -> int:
     return len(text.encode("utf-8")) + (piece.startswith("\u2581") and not text.startswith(" "))
 
 
-def hub_name(text: str) -> str | None:
-    """The name on Hugging Face that is meant: hf:NAME, or OWNER/NAME where no such folder is here.
-    A lone word is a typo."""
-    if text.startswith("hf:"):
-        return text[3:]
-    named = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*", text)
-    return text if named and not Path(named[1]).exists() else None
-
-
 def load_tokenizer(name: str) -> Tokenizer:
     """By name, folder or file; the same one again, where a process asks for it twice."""
     if name == "bytes":
         return ByteTokenizer()
     if is_puzzle(name):
         return find_kind(name).tokenizer()
-    from_hub = None if Path(name).exists() else hub_name(name)
+    from_hub = None if Path(name).exists() else model_name(name)
     if from_hub is None and not Path(name).exists():
         raise ConfigError(
-            f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; one of Hugging Face is hf:{name}"
+            f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; one of Hugging Face is hf:{name}, "
+            f"or a folder ({how_to_get(name)})"
         )
     if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in FILES):
         raise ConfigError(f"--tokenizer {name}: no tokenizer is in that folder (such as tokenizer.json); name one that has it")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError, check_field
+from nash_mhc.storage.model_folder import check_model_folder
 from nash_mhc.storage.paths import is_remote, place
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def main() -> int:
     prompts = [asked(args.prompt, args.system) if args.chat else Prompt(args.prompt)]
     if args.prompts:
         prompts = read_prompts(Path(args.prompts), chat=args.chat, system=args.system)
+    check_model_folder("", args.folder, "; the text to continue is --prompt")
     loaded = load(args.folder, args.step, say=_say)
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there

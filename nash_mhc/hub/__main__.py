@@ -12,6 +12,7 @@ from typing import Any
 
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.storage.model_folder import check_model_folder
 
 ABOUT = {
     "import": "a Hugging Face folder becomes a folder of ours; `train --init-from` takes the former as it is, too",
@@ -50,8 +51,9 @@ def _import(argv: Sequence[str]) -> int:
         return _import_adapters(folder, args)
     if args.base is not None:
         raise ConfigError(f"--base {args.base}: there is no adapter_config.json in {folder}, so it holds no adapters")
+    check_model_folder("", args.folder)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: has no config.json, so it is no Hugging Face model; download one with `hf download`")
+        raise ConfigError(f"{folder}: has no config.json, so it is no Hugging Face model")
     from nash_mhc.hub.importing import import_folder
     from nash_mhc.model.architectures import count_parameters
 

@@ -121,7 +121,7 @@ def _in_dtype(array: np.ndarray, dtype: str | None) -> np.ndarray:
 def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], None]) -> int:
     """Makes `out`, a folder of ours with adapters on top of `base`; how many parameters they have. ConfigError."""
     check_free(out)
-    run = config_of(base)
+    run = config_of(base, "--base")
     if not isinstance(run.model, ModelConfig):
         raise ConfigError(f"--base {base}: a model of the kind {run.model.architecture!r} takes no adapters of PEFT's")
     theirs, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)

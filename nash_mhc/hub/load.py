@@ -26,6 +26,7 @@ from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.quantized import has_few_bits
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.files import exists
+from nash_mhc.storage.model_folder import check_model_folder
 from nash_mhc.storage.paths import Folder, is_remote
 
 BESIDE_RUN = "hub"  # folder of a run that has the files of the Hugging Face model that it began with, weights excepted
@@ -59,8 +60,9 @@ def load(
         return _of_hub(Path(str(folder)), step, mesh, say)
     if not is_remote(folder) and is_packed(str(folder)):
         return _of_packed(Path(str(folder)), step, mesh, say)
+    check_model_folder("", str(folder))
     run = RunFolder(folder)
-    cfg = run.config(hint=" (the text to go on from is --prompt)")
+    cfg = run.config()
     check_drawn(cfg.model, run.info().get("drawn"), str(folder))
     beside = _beside(run)
     tokenizer = load_tokenizer(_tokenizer(cfg, beside))
@@ -105,17 +107,19 @@ def tokenizer_of(folder: str) -> Tokenizer:
         return load_tokenizer(folder)
     if not is_remote(folder) and is_packed(folder):
         return load_tokenizer(read_packed_config(Path(folder)).data.tokenizer)
+    check_model_folder("", folder)
     run = RunFolder(folder)
     return load_tokenizer(_tokenizer(run.config(), _beside(run)))
 
 
-def config_of(folder: str) -> RunConfig:
-    """Of either kind of folder, without anything else of it. ConfigError."""
+def config_of(folder: str, flag: str = "") -> RunConfig:
+    """Of either kind of folder, which `flag` names, without anything else of it. ConfigError."""
     if not is_remote(folder) and is_hub_folder(folder):
         return _hub_config(HubFolder(folder))
     if not is_remote(folder) and is_packed(folder):
         return read_packed_config(Path(folder))
-    return RunFolder(folder).config(hint=" or of a Hugging Face model")
+    check_model_folder(flag, folder)
+    return RunFolder(folder).config()
 
 
 def _hub_config(folder: HubFolder) -> RunConfig:

@@ -26,6 +26,7 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.storage.digests import digest_of, digests_of_files
 from nash_mhc.storage.files import exists
+from nash_mhc.storage.model_folder import check_model_folder
 from nash_mhc.storage.paths import is_remote
 
 Record = dict[str, Any]  # of run.json: where weights lie, and how to know that they are the same
@@ -47,6 +48,9 @@ def find(flag: str, name: str, step: int | None, *, hashed: bool, say: Say) -> R
     folder = absolute(name)
     if not is_remote(name) and is_hub_folder(name):
         return {"folder": folder, "hub": True} | ({"sha256": from_leader(lambda: _hub_digest(name))} if hashed else {})
+    check_model_folder(flag, name)
+    if not exists(RunFolder(name).checkpoints, kind="directory"):  # asked first: opening a Store would make the folder
+        raise ConfigError(f"{flag} {name}: holds no checkpoint; let the run reach its first save")
     with Store(name) as other:
         found: int | None = from_leader(lambda: chosen_step(RunFolder(name), other, say)) if step is None else step
         if found is None:

@@ -21,6 +21,7 @@ from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.hub.importing import settings_of
 from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.model_folder import check_model_folder
 from nash_mhc.storage.paths import is_remote
 
 _OF_ROWS = ("seq_len", "split", "eval_split", "validation_fraction")
@@ -58,11 +59,8 @@ def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
         return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
     with one_line(f"{flag} {folder}"):
         described = RunFolder(folder).description()
-    if flag == "--init-from" and described is None and not RunFolder(folder).exists():
-        raise ConfigError(
-            f"{flag} {folder}: no such folder; give that of a run, or of a Hugging Face model (hf download OWNER/NAME "
-            f"--local-dir {folder})"
-        )
+    if flag == "--init-from" and described is None:
+        check_model_folder(flag, folder)
     known = {} if described is None else described.config
     if (its := known.get("model_kind", model_kind)) != model_kind:
         raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
@@ -83,6 +81,8 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
         found["model.cells"] = found["data.seq_len"]
     if (platform := values["mesh.profile_for"]) is not None:
         found |= of_profile(platform, values)
+    if values["distill.teacher"] is not None:
+        check_model_folder("--distill-teacher", values["distill.teacher"])
     for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
         if values[path] is not None:
             # A run that has begun knows by itself what it took from there, and goes on where that is gone.

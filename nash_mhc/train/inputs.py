@@ -140,8 +140,10 @@ def _hold(cfg: RunConfig, folder: RunFolder, watch: Watch, held: contextlib.Exit
 def _tokenizer(cfg: RunConfig) -> Tokenizer:
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
+        base = cfg.train.init_from
+        own = f"use the tokenizer of --init-from {base}, and prepare the data with it"
         raise ConfigError(
             f"--tokenizer {cfg.data.tokenizer} has {tokenizer.vocab_size} tokens, the model only {cfg.model.vocab_size}; "
-            f"set --model-vocab-size {tokenizer.vocab_size}"
+            + (f"set --model-vocab-size {tokenizer.vocab_size}" if base is None else own)
         )
     return tokenizer

@@ -108,7 +108,7 @@ class OnlineTeacher:
         step: int | None = None,
     ) -> None:
         """`step`: its checkpoint; None: the one that the run ends with."""
-        own = config_of(name).model
+        own = config_of(name, flag).model
         if cfg.model.alignment % own.alignment:
             raise ConfigError(
                 f"{flag} {name}: its documents start at multiples of {own.alignment}, and the student's at multiples of "
