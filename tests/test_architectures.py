@@ -72,7 +72,7 @@ def test_it_is_timed():
 
 def test_what_does_not_divide_is_told_by_its_own_names():
     odd = dataclasses.replace(config(fsdp=8), model=BigramConfig(width=36))
-    with pytest.raises(ConfigError, match=r"--model-width 36 cannot be split over fsdp = 8; the nearest that works is"):
+    with pytest.raises(ConfigError, match=r"--model-width 36 cannot be split over fsdp = 8; try --mesh-"):
         resolve(odd)
 
 

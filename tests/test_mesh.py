@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.parsing import parse
-from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.config.schema import (
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RecursiveConfig,
+    ReservoirConfig,
+    RunConfig,
+    TrainConfig,
+)
+from nash_mhc.parallel.divisibility import check_fit, misfits
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
 from nash_mhc.train.resolve_devices import resolve
@@ -70,10 +81,10 @@ def test_two_rests_are_refused() -> None:
 
 
 MISFITS = {
-    "nothing left for -1": (MeshConfig(data=-1, fsdp=3), r"3 does not divide the 8 devices in use.*one of 1, 2, 4, 8"),
+    "nothing left for -1": (MeshConfig(data=-1, fsdp=3), r"3 does not divide the 8 devices in use"),
     "product": (MeshConfig(data=3, fsdp=2, num_devices=8), r"needs 6 device\(s\), but 8 cpu.*--num-devices 6"),
     "more than chosen": (MeshConfig(data=4, num_devices=2), r"needs 4 device\(s\), but 2 cpu.*--num-devices 4"),
-    "more chosen than there are": (MeshConfig(data=-1, num_devices=9), r"--num-devices 9: only 8 cpu.*use --num-devices 8"),
+    "more chosen than there are": (MeshConfig(data=-1, num_devices=9), r"--num-devices 9: only 8 cpu.*--num-devices 8"),
     "more than there are": (MeshConfig(data=16), r"needs 16 devices, but JAX already runs with 8 cpu device\(s\)"),
     "wish": (MeshConfig(platform="tpu,gpu"), r"--platform tpu,gpu: no such device here; there is 8 cpu\."),
     "platform": (MeshConfig(platform="tpu"), r"--platform tpu: no such device here; there is 8 cpu\. Use --platform auto"),
@@ -113,6 +124,19 @@ def as_argv(cfg: RunConfig) -> list[str]:
 ALIGNED = changed(SMALL, data={"seq_len": 64}, model={"heads": 6, "kv_heads": 3, "ffn": 15}), {"data": 1, "fsdp": 1, "tp": 3}
 
 
+def remedies(error: ConfigError) -> list[list[str]]:
+    """The sets of flags that a refusal proposes."""
+    _, found, proposed = str(error).partition("; try ")
+    assert found, error
+    return [flags.split() for flags in proposed.split(", or ")]
+
+
+def refused(cfg: RunConfig, shape: dict[str, int]) -> ConfigError:
+    with pytest.raises(ConfigError) as error:
+        check_fit(cfg, shape)
+    return error.value
+
+
 @pytest.mark.parametrize(
     ("flag", "cfg", "shape"),
     [
@@ -121,28 +145,84 @@ ALIGNED = changed(SMALL, data={"seq_len": 64}, model={"heads": 6, "kv_heads": 3,
     ],
 )
 def test_what_does_not_divide_is_refused_and_the_advice_holds(flag: str, cfg: RunConfig, shape: dict[str, int]) -> None:
+    error = refused(cfg, shape)
+    assert re.search(rf"{flag} \d+ cannot be split over [a-z x]+ = \d+", str(error))
+    mesh, sizes = remedies(error)
+    assert mesh[0] == "--mesh-data"
+    assert sizes[0] == flag
+    # Behind the others on a command line, the flags give a valid configuration that fits.
+    check_fit(parse([*as_argv(cfg), *sizes]).config, shape)
+    check_fit(cfg, parse(mesh).config.mesh.axes)
+
+
+def test_every_size_that_does_not_divide_is_told_at_once() -> None:
+    cfg = changed(SMALL, data={"batch_size": 10, "seq_len": 56}, model={"width": 18, "heads": 6, "kv_heads": 6, "ffn": 30})
+    error = refused(cfg, {"data": 1, "fsdp": 4, "tp": 16})
+    for flag in ("--batch-size 10", "--seq-len 56", "--model-width 18", "--model-heads 6", "--model-kv-heads 6", "--model-ffn 30"):
+        assert f"{flag} cannot be split over " in str(error)
+
+
+def test_weights_that_are_given_keep_their_sizes(tmp_path: Path) -> None:
+    """Where a run starts from weights, or its rows are prepared, only another mesh is proposed."""
+    cfg, shape = FITS["--model-width"]
+    assert len(remedies(refused(changed(cfg, train={"init_from": "runs/base"}), shape))) == 1
+    cfg, shape = FITS["--seq-len"]
+    assert len(remedies(refused(changed(cfg, data={"dataset": str(tmp_path)}), shape))) == 1
     with pytest.raises(ConfigError) as error:
-        check_fit(cfg, shape)
-    advice = re.fullmatch(
-        rf"{flag} \d+ cannot be split over (?P<axes>[a-z x]+) = \d+; the nearest that works is (?P<flags>--.+),"
-        r" or a mesh with (?P=axes) = (?P<ways>\d+)",
-        str(error.value),
-    )
-    assert advice, str(error.value)
-    assert advice["flags"].split()[0] == flag
-    # The flags, put behind the others on a command line, give a valid configuration that fits.
-    check_fit(parse([*as_argv(cfg), *advice["flags"].split()]).config, shape)
-    axes, ways = advice["axes"].split(" x "), int(advice["ways"])
-    check_fit(cfg, shape | dict.fromkeys(axes, 1) | {axes[0]: ways})
+        check_fit(FITS["--model-width"][0], FITS["--model-width"][1], model_is_given=True)
+    assert len(remedies(error.value)) == 1
 
 
-def test_advice_for_the_mesh_suits_every_size_on_its_axis() -> None:
-    cfg = changed(SMALL, model={"heads": 6, "kv_heads": 6})  # 3 would suit the heads, but not a row of 64
-    with pytest.raises(ConfigError, match=r"a mesh with tp = 2$"):
-        check_fit(cfg, {"data": 1, "fsdp": 1, "tp": 4})
-    cfg = changed(SMALL, data={"batch_size": 4}, model={"width": 18})  # 3 would suit the width, but not the batch
-    with pytest.raises(ConfigError, match=r"a mesh with fsdp = 2$"):
-        check_fit(cfg, {"data": 1, "fsdp": 4, "tp": 1})
+KINDS = {
+    "nash-mhc": lambda draw: ModelConfig(
+        vocab_size=257, width=draw(4, 40), layers=1, heads=(heads := draw(1, 12)), kv_heads=heads, head_dim=4, ffn=draw(4, 40),
+        scales=draw(1, 3), ratio=2,
+    ),
+    "reservoir": lambda draw: ReservoirConfig(
+        vocab_size=257, width=draw(4, 40), units=(ring := draw(2, 4)) * draw(2, 20), ring=ring, ffn=draw(4, 40), unit="tanh", layers=1
+    ),
+    "recursive": lambda draw: RecursiveConfig(
+        vocab_size=257, width=4 * (heads := draw(1, 12)), heads=heads, head_dim=4, ffn=draw(4, 40)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_proposed_for_a_random_bad_mesh_works(kind: str) -> None:
+    """As on a machine with a number of accelerators: the flags behind the user's own give a mesh that they form and
+    over which everything divides."""
+    rng = np.random.default_rng(sum(kind.encode()))
+    draw = lambda low, high: int(rng.integers(low, high + 1))
+    refusals = 0
+    while refusals < 60:
+        model = KINDS[kind](draw)
+        there = draw(1, 16)
+        axes = {axis: draw(1, 4) for axis in ("data", "fsdp", "tp")}
+        if draw(0, 2) == 0:
+            axes[("data", "fsdp", "tp")[draw(0, 2)]] = -1
+        cfg = dataclasses.replace(
+            changed(SMALL, data={"batch_size": draw(1, 24), "seq_len": 16}),
+            model=model,
+            mesh=MeshConfig(**axes, num_devices=draw(1, there) if draw(0, 1) else None),
+        )
+        try:
+            fitted(cfg, there)
+        except ConfigError as error:
+            refusals += 1
+            for flags in remedies(error):
+                fitted(parse([f"model_kind={kind}", *as_argv(cfg), *mesh_argv(cfg), *flags]).config, there)
+        else:
+            continue
+    assert refusals == 60
+
+
+def mesh_argv(cfg: RunConfig) -> list[str]:
+    return [f"mesh.{name}={value}" for name, value in {**cfg.mesh.axes, "num_devices": cfg.mesh.num_devices}.items()]
+
+
+def fitted(cfg: RunConfig, there: int) -> None:
+    shape = mesh_shape(cfg.mesh, "gpu", there, lambda shape: not misfits(cfg, shape))
+    check_fit(cfg, dict(zip(cfg.mesh.axes, shape, strict=True)))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 1, 4), (2, 2, 2)])
@@ -161,7 +241,7 @@ def test_resolve_fills_in_what_depends_on_the_devices() -> None:
 
 
 def test_resolve_refuses_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(ConfigError, match=r"--batch-size 8 cannot be split over data x fsdp = 3.*--batch-size 9,"):
+    with pytest.raises(ConfigError, match=r"--batch-size 8 cannot be split over data x fsdp = 3.*--batch-size 9"):
         resolve(changed(SMALL, mesh={"data": 3}))
 
 
@@ -286,5 +366,5 @@ def test_the_default_mesh_takes_one_of_several_accelerators() -> None:
     assert mesh_shape(MeshConfig(), "gpu", 8) == (1, 1, 1)
     assert mesh_shape(MeshConfig(data=-1, tp=2), "gpu", 8) == (4, 1, 2)
     assert mesh_shape(MeshConfig(tp=2, num_devices=2), "gpu", 8) == (1, 1, 2)
-    with pytest.raises(ConfigError, match=r"needs 2 device\(s\), but 8 gpu device\(s\) are in use; set --mesh-data -1"):
+    with pytest.raises(ConfigError, match=r"needs 2 device\(s\), but 8 gpu .*try --mesh-data 4 --mesh-fsdp 1 --mesh-tp 2 "):
         mesh_shape(MeshConfig(tp=2), "gpu", 8)

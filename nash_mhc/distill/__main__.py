@@ -80,7 +80,7 @@ def cache_command(argv: Sequence[str]) -> int:
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if jax.process_index() == 0 else (lambda text: None)
     record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True, say=say)
     loaded = load(own.teacher, own.teacher_step, mesh=mesh, say=say)
-    check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape)
+    check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape, model_is_given=True)
     leader_first(lambda: _rows(cfg, loaded, out, "data.tokenizer" in parsed.given))
     wanted = _wanted(own, cfg.data.batch_size, loaded.tokenizer.vocab_size)
     rows, needed = size_of(out, wanted)

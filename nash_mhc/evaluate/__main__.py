@@ -30,6 +30,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "--mesh-data": ({"low": -1}, 1, "devices along data: whole copies, each with its share of the batch (-1: the rest)"),
     "--mesh-fsdp": ({"low": -1}, 1, "devices along fsdp: batch and parameters are split (-1: the rest)"),
     "--mesh-tp": ({"low": -1}, 1, "devices along tp: heads, ffn and vocabulary are split (-1: the rest)"),
+    "--num-devices": ({"low": 1}, None, "use only this many of the devices there are"),
 }
 _ABOUT = """Evaluates a model: tasks of lm-evaluation-harness and held-out text, on one device or a mesh. Texts that a task
 wants to be written (generate_until) are written one after the other on one device, which has to hold all weights."""
@@ -53,7 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.tasks = list(dict.fromkeys(name.strip() for name in (args.tasks or "").split(",") if name.strip()))
     if not args.tasks:
         raise ConfigError("which tasks? For instance --tasks stories, --tasks bytes:README.md, --tasks arc_easy,hellaswag")
-    args.mesh = MeshConfig(data=args.mesh_data, fsdp=args.mesh_fsdp, tp=args.mesh_tp)
+    args.mesh = MeshConfig(data=args.mesh_data, fsdp=args.mesh_fsdp, tp=args.mesh_tp, num_devices=args.num_devices)
     if args.json and not Path(args.json).expanduser().absolute().parent.is_dir():
         raise ConfigError(f"--json {args.json}: no such folder")
     return args
@@ -129,7 +130,7 @@ def _check_fit(cfg: RunConfig, mesh: Mesh, batch_size: int) -> None:
 
     unit = row_unit(cfg.model.alignment, mesh)
     data = dataclasses.replace(cfg.data, batch_size=batch_size, seq_len=-(-cfg.data.seq_len // unit) * unit)
-    check_fit(dataclasses.replace(cfg, data=data), mesh.shape)
+    check_fit(dataclasses.replace(cfg, data=data), mesh.shape, model_is_given=True)
 
 
 def _evaluate(

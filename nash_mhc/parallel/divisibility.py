@@ -5,41 +5,85 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
+import jax
+
+from nash_mhc.config.key_names import keys
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, Length, RunConfig, nearest_multiple
+from nash_mhc.parallel.mesh import as_flags, nearest_shape
 from nash_mhc.parallel.sharding import RULES
 
 
-def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> None:
-    """ConfigError for the first size that its mesh axes do not divide, with the nearest settings that work."""
-    model, data = cfg.model, cfg.data
+def misfits(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> list[Length]:
+    """Every size that its mesh axes do not divide."""
+    data = cfg.data
     of_data = [Length("batch", data.batch_size, "--batch-size"), Length("time_split", data.seq_len, "--seq-len")]
-    sizes = [*of_data, *model.lengths()]
-    for axis, size, flag in sizes:
-        ways = math.prod(mesh_shape[a] for a in RULES[axis])
-        if size % ways:
-            over = " x ".join(RULES[axis])
-            # A mesh must suit everything else that lies on the same axes, too.
-            others = [n for a, n, _ in sizes if RULES[a] == RULES[axis]]
-            if axis == "embed":
-                others.append(data.batch_size // math.prod(mesh_shape[a] for a in RULES["batch"] if a not in RULES["embed"]))
-            best = min((d for d in range(1, ways) if not any(n % d for n in others)), key=lambda d: abs(d - ways))
-            raise ConfigError(
-                f"{flag} {size} cannot be split over {over} = {ways}; the nearest that works is "
-                f"{_nearest(model, axis, size, flag, ways)}, or a mesh with {over} = {best}"
-            )
+    return [length for length in (*of_data, *cfg.model.lengths()) if length.size % _ways(length, mesh_shape)]
 
 
-def _nearest(model: ArchitectureConfig, axis: str, size: int, flag: str, ways: int) -> str:
-    """Flags with which this size divides and the model is still a valid one."""
+def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int], *, model_is_given: bool = False) -> None:
+    """ConfigError that names every size that its mesh axes do not divide, with settings that work.
+
+    `model_is_given`: no flag changes this model, so only another mesh or batch is proposed.
+    """
+    if not (found := misfits(cfg, mesh_shape)):
+        return
+    over = lambda length: f"{' x '.join(RULES[length.axis])} = {_ways(length, mesh_shape)}"
+    what = ", ".join(f"{length.flag} {length.size} cannot be split over {over(length)}" for length in found)
+    remedies = []
+    others = nearest_shape(
+        mesh_shape,
+        math.prod(mesh_shape.values()),
+        lambda shape: not misfits(cfg, shape),
+        all_devices=jax.distributed.is_initialized(),
+    )
+    if others is not None:
+        remedies.append(as_flags(others, math.prod(mesh_shape.values())))
+    if not model_is_given and (resized := _resized(cfg, found, mesh_shape)) is not None:
+        remedies.append(resized)
+    remedy = f"try {', or '.join(remedies)}" if remedies else "no mesh of all devices divides them; use fewer devices"
+    raise ConfigError(f"{what}; {remedy}")
+
+
+def _ways(length: Length, mesh_shape: Mapping[str, int]) -> int:
+    return math.prod(mesh_shape[axis] for axis in RULES[length.axis])
+
+
+def _resized(cfg: RunConfig, found: list[Length], mesh_shape: Mapping[str, int]) -> str | None:
+    """Flags with which all sizes divide and the configuration is still a valid one; None where there are none."""
+    by_flag = {key.flag: key for key in keys(cfg.model_kind).values()}
+    values, wanted = cfg.to_dict(), dict[str, int]()
+    if cfg.train.init_from is not None or cfg.train.resume_from is not None:
+        found_in_data = [length for length in found if length.flag in ("--batch-size", "--seq-len")]
+        if found_in_data != found:
+            return None  # the weights that the run starts from have these sizes
+    for length in found:
+        if length.flag not in by_flag or (length.axis == "time_split" and Path(cfg.data.dataset).is_dir()):
+            return None  # rows of a prepared folder have the length that they have
+        wanted |= _nearest(cfg.model, length, _ways(length, mesh_shape), by_flag[length.flag].of(values))
+    for flag, size in wanted.items():
+        section, _, name = by_flag[flag].path.rpartition(".")
+        values[section][name] = size
+    try:
+        fits = not misfits(RunConfig.from_dict(values), mesh_shape)
+    except ConfigError:
+        return None
+    return " ".join(f"{flag} {size}" for flag, size in wanted.items()) if fits else None
+
+
+def _nearest(model: ArchitectureConfig, length: Length, ways: int, value: int) -> dict[str, int]:
+    """Flags with which this size divides; `value` is what its own flag is set to."""
+    axis, size, flag = length
     if axis == "vocab":  # upwards, so that the tokenizer still fits; the model pads it to a multiple of 128
         unit = math.lcm(128, ways)
-        return f"{flag} {-(-size // unit) * unit}"
-    if axis not in ("heads", "kv_heads"):
-        unit = math.lcm(ways, model.alignment) if axis == "time_split" else ways  # rows hold whole coarse blocks
-        return f"{flag} {nearest_multiple(size, unit)}"
-    of = {length.axis: length.size for length in model.lengths()}
+        return {flag: -(-size // unit) * unit}
+    of = {other.axis: other.size for other in model.lengths()}
+    if axis not in ("heads", "kv_heads") or "kv_heads" not in of:
+        # Rows hold whole coarse blocks; a size may be a share of what its flag sets.
+        unit = math.lcm(ways, model.alignment) if axis == "time_split" else ways * (value // size)
+        return {flag: nearest_multiple(value, unit)}
     heads = nearest_multiple(of["heads"], ways)
     shared = [k for k in range(ways, heads + 1, ways) if heads % k == 0]
-    kv_heads = f"--model-kv-heads {min(shared, key=lambda k: abs(k - of['kv_heads']))}"
-    return f"{flag} {heads} {kv_heads}" if axis == "heads" else kv_heads
+    kv_heads = {"--model-kv-heads": min(shared, key=lambda k: abs(k - of["kv_heads"]))}
+    return {flag: heads} | kv_heads if axis == "heads" else kv_heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -44,40 +45,84 @@ def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
     return devices
 
 
-def _fill(cfg: MeshConfig, count: int) -> tuple[int, ...]:
+Suits = Callable[[Mapping[str, int]], bool]  # whether everything divides over a mesh of this shape
+
+
+def _shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """All sizes of so many axes that multiply to `count`."""
+    if axes == 1:
+        yield (count,)
+    else:
+        for first in (n for n in range(1, count + 1) if count % n == 0):
+            yield from ((first, *rest) for rest in _shapes(count // first, axes - 1))
+
+
+def nearest_shape(wanted: Mapping[str, int], there: int, suits: Suits, *, all_devices: bool = False) -> dict[str, int] | None:
+    """The mesh of at most `there` devices that suits, uses most of them and differs least from `wanted`.
+
+    More or fewer copies along the first axis, data, count least: they change neither the step nor its memory much.
+    """
+    weights = [0.1, *[1.0] * (len(wanted) - 1)]
+    distance = lambda shape: sum(
+        weight * abs(math.log(n / max(1, size))) for weight, n, size in zip(weights, shape, wanted.values(), strict=True)
+    )
+    for count in range(there, there - 1 if all_devices else 0, -1):
+        for shape in sorted(_shapes(count, len(wanted)), key=distance):
+            if suits(found := dict(zip(wanted, shape, strict=True))):
+                return found
+    return None
+
+
+def as_flags(shape: Mapping[str, int], in_use: int) -> str:
+    """Flags for this mesh, where `in_use` devices would be taken without --num-devices."""
+    count = math.prod(shape.values())
+    flags = [f"--mesh-{axis} {size}" for axis, size in shape.items()]
+    return " ".join(flags + [f"--num-devices {count}"] * (count != in_use))
+
+
+def _proposed(cfg: MeshConfig, in_use: int, suits: Suits) -> str:
+    """Flags for the mesh of the devices in use that is nearest to what was asked for."""
+    fixed = math.prod(size for size in cfg.axes.values() if size != -1)
+    wanted = {axis: max(1, in_use // fixed) if size == -1 else size for axis, size in cfg.axes.items()}
+    shape = nearest_shape(wanted, in_use, suits)
+    return "" if shape is None else f"; try {as_flags(shape, cfg.num_devices or 0)}"
+
+
+def _fill(cfg: MeshConfig, count: int, suits: Suits) -> tuple[int, ...]:
     """The mesh shape with -1 replaced by what is left of `count` devices."""
     sizes = list(cfg.axes.values())
     if -1 in sizes:
         fixed = math.prod(s for s in sizes if s != -1)
         if count % fixed:
-            divisors = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
             raise ConfigError(
-                f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so -1 has no value; "
-                f"make the other axes multiply to one of {divisors}"
+                f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so -1 has no value{_proposed(cfg, count, suits)}"
             )
         sizes[sizes.index(-1)] = count // fixed
     return tuple(sizes)
 
 
-def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, ...]:
-    """The shape of the mesh where `there` devices of this platform are; ConfigError when it does not fit them."""
+def mesh_shape(cfg: MeshConfig, platform: str, there: int, suits: Suits = lambda _: True) -> tuple[int, ...]:
+    """The shape of the mesh where `there` devices of this platform are; ConfigError when it does not fit them.
+
+    Meshes that errors propose `suits` the run.
+    """
     if cfg.num_devices is not None and cfg.num_devices > there:
         raise ConfigError(
-            f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here; use --num-devices {there}"
+            f"--num-devices {cfg.num_devices}: only {there} {platform} device(s) are here{_proposed(cfg, there, suits)}"
         )
     # The CPU has as many devices as one cares to emulate, so there the mesh itself says how many are in use; and so
     # does the default mesh anywhere: the first run of a newcomer takes one device and hears of the others.
     sizes = cfg.axes.values()
     by_mesh = (platform == "cpu" and -1 not in sizes) or set(sizes) == {1}
     in_use = cfg.num_devices or (math.prod(sizes) if by_mesh else there)
-    shape = _fill(cfg, in_use)
+    shape = _fill(cfg, in_use, suits)
     need = math.prod(shape)
     if need != in_use:
-        others = need // shape[0]
-        remedy = "set --mesh-data -1 to take the rest" if in_use % others == 0 else f"make its axes multiply to {in_use}"
+        own = dict(zip(cfg.axes, shape, strict=True))
+        as_it_is = f", or --num-devices {need}" if need <= there and suits(own) else ""
         raise ConfigError(
-            f"mesh {cfg} needs {need} device(s), but {in_use} {platform} device(s) are in use; "
-            f"{remedy}, or --num-devices {need}" + ("" if need <= there else f" once there are {need}")
+            f"mesh {cfg} needs {need} device(s), but {in_use} {platform} device(s) are in use"
+            f"{_proposed(cfg, in_use, suits)}{as_it_is}"
         )
     if need > there:
         raise ConfigError(
@@ -87,10 +132,10 @@ def mesh_shape(cfg: MeshConfig, platform: str, there: int) -> tuple[int, ...]:
     return shape
 
 
-def make_mesh(cfg: MeshConfig) -> Mesh:
+def make_mesh(cfg: MeshConfig, suits: Suits = lambda _: True) -> Mesh:
     """Joins the other processes, chooses the platform and its devices and lays them out."""
     devices = _pick_devices(cfg)
-    shape = mesh_shape(cfg, devices[0].platform, len(devices))
+    shape = mesh_shape(cfg, devices[0].platform, len(devices), suits)
     if jax.process_count() > 1 and math.prod(shape) != len(devices):
         raise ConfigError(
             f"mesh {cfg} uses {math.prod(shape)} of the {len(devices)} devices of "

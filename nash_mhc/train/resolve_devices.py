@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.ops.attend import best_kernel, why_not
-from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.parallel.divisibility import check_fit, misfits
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.programs import make_objective
 from nash_mhc.train.state import abstract_state
@@ -20,7 +20,7 @@ _MOST_UNROLLED = 16  # layers that are unrolled without being asked to
 
 def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     """Starts the devices and fills in what depends on them; ConfigError for what does not fit them."""
-    mesh = make_mesh(cfg.mesh)
+    mesh = make_mesh(cfg.mesh, lambda shape: not misfits(cfg, shape))
     check_fit(cfg, mesh.shape)
     platform = mesh.devices.flat[0].platform
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **mesh.shape))

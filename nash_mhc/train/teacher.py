@@ -121,7 +121,7 @@ class OnlineTeacher:
                 "they can be compared where they are alike"
             )
         check_drawn(f"{flag} {name}", cfg.distill.random, own.vocab_size, cfg)
-        check_fit(dataclasses.replace(cfg, model=own), mesh.shape)
+        check_fit(dataclasses.replace(cfg, model=own), mesh.shape, model_is_given=True)
         record = stored.find(flag, name, step, hashed=True, say=say)
         # Wherever it lies: its hash says which one it is.
         self.identity = digest_of({k: v for k, v in record.items() if k != "folder"})

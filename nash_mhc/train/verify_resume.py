@@ -32,7 +32,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
-from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.parallel.divisibility import misfits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
 from nash_mhc.train.restore_drill import wanted_state
@@ -66,9 +66,7 @@ def other_mesh(cfg: RunConfig, platform: str, there: int) -> MeshConfig | None:
         shapes = [s for s in itertools.product(range(1, size + 1), repeat=len(axes)) if math.prod(s) == size and s != now]
         for shape in sorted(shapes, key=lambda s: (-sum(n > 1 for n in s), max(s), s)):
             other = dict(zip(axes, shape, strict=True))
-            try:
-                check_fit(cfg, other)
-            except ConfigError:
+            if misfits(cfg, other):
                 continue
             return dataclasses.replace(MeshConfig(num_devices=size, platform=platform), **other)  # type: ignore[arg-type]
     return None

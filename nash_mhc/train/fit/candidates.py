@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nash_mhc.config.schema import ConfigError, PrecisionConfig, RunConfig
-from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.config.schema import PrecisionConfig, RunConfig
+from nash_mhc.parallel.divisibility import misfits
 from nash_mhc.runtime.chips import Machine, next_larger
 from nash_mhc.train.fit.memory import Memory, estimate
 from nash_mhc.train.fit.roofline import Speed, speed
@@ -79,14 +79,6 @@ def _meshes(chips: int, slices: int) -> Iterator[dict[str, int]]:
                 yield {"data": data, "fsdp": fsdp, "tp": tp}
 
 
-def _divides(cfg: RunConfig, mesh: Mapping[str, int]) -> bool:
-    try:
-        check_fit(cfg, mesh)
-    except ConfigError:
-        return False
-    return True
-
-
 def _parts(rows: int, ways: int) -> Iterator[tuple[int, int]]:
     """(rows of a forward pass, forward passes) that make these rows a step, where each device has whole rows."""
     for parts in range(1, _MOST_PARTS + 1):
@@ -118,7 +110,7 @@ def ways(
                     mesh=dataclasses.replace(cfg.mesh, **axes),
                     train=dataclasses.replace(cfg.train, grad_accum=parts, remat=remat, remat_keep=keep),
                 )
-                if _divides(one, mesh):
+                if not misfits(one, mesh):
                     yield one, mesh
 
 
