@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from nash_mhc.config.commands import one_line_errors
@@ -20,12 +19,9 @@ from nash_mhc.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    RecursiveConfig,
-    ReservoirConfig,
     RunConfig,
     TrainConfig,
 )
-from nash_mhc.parallel.divisibility import check_fit, misfits
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
 from nash_mhc.train.resolve_devices import resolve
@@ -98,136 +94,7 @@ def test_a_mesh_that_the_devices_cannot_form_is_refused(kind: str) -> None:
         make_mesh(cfg)
 
 
-# --- check_fit -------------------------------------------------------------------------------------------------------
-
-FITS: dict[str, tuple[RunConfig, dict[str, int]]] = {
-    "--batch-size": (changed(SMALL, data={"batch_size": 10}), {"data": 2, "fsdp": 2, "tp": 1}),
-    "--seq-len": (changed(SMALL, data={"seq_len": 62}, model={"scales": 1}), {"data": 1, "fsdp": 1, "tp": 4}),
-    "--model-width": (changed(SMALL, model={"width": 18}), {"data": 1, "fsdp": 4, "tp": 1}),
-    "--model-heads": (changed(SMALL, model={"heads": 6, "kv_heads": 6}), {"data": 1, "fsdp": 1, "tp": 4}),
-    "--model-kv-heads": (changed(SMALL, model={"heads": 12, "kv_heads": 6}), {"data": 1, "fsdp": 1, "tp": 4}),
-    "--model-ffn": (changed(SMALL, model={"ffn": 30}), {"data": 1, "fsdp": 1, "tp": 4}),
-    "--model-vocab-size": (
-        changed(SMALL, data={"seq_len": 72}, model={"vocab_size": 120, "heads": 6, "kv_heads": 3, "ffn": 15}),
-        {"data": 1, "fsdp": 1, "tp": 3},
-    ),
-}
-
-
-def as_argv(cfg: RunConfig) -> list[str]:
-    values = cfg.to_dict()
-    return [f"{section}.{key}={value}" for section in ("model", "data", "optim", "train")
-            for key, value in values[section].items()]  # fmt: skip
-
-
-# Three devices want a multiple of 3, four scales one of 8: advice must be both.
-ALIGNED = changed(SMALL, data={"seq_len": 64}, model={"heads": 6, "kv_heads": 3, "ffn": 15}), {"data": 1, "fsdp": 1, "tp": 3}
-
-
-def remedies(error: ConfigError) -> list[list[str]]:
-    """The sets of flags that a refusal proposes."""
-    _, found, proposed = str(error).partition("; try ")
-    assert found, error
-    return [flags.split() for flags in proposed.split(", or ")]
-
-
-def refused(cfg: RunConfig, shape: dict[str, int]) -> ConfigError:
-    with pytest.raises(ConfigError) as error:
-        check_fit(cfg, shape)
-    return error.value
-
-
-@pytest.mark.parametrize(
-    ("flag", "cfg", "shape"),
-    [
-        *((flag, *case) for flag, case in FITS.items()),
-        pytest.param("--seq-len", *ALIGNED),
-    ],
-)
-def test_what_does_not_divide_is_refused_and_the_advice_holds(flag: str, cfg: RunConfig, shape: dict[str, int]) -> None:
-    error = refused(cfg, shape)
-    assert re.search(rf"{flag} \d+ cannot be split over [a-z x]+ = \d+", str(error))
-    mesh, sizes = remedies(error)
-    assert mesh[0] == "--mesh-data"
-    assert sizes[0] == flag
-    # Behind the others on a command line, the flags give a valid configuration that fits.
-    check_fit(parse([*as_argv(cfg), *sizes]).config, shape)
-    check_fit(cfg, parse(mesh).config.mesh.axes)
-
-
-def test_every_size_that_does_not_divide_is_told_at_once() -> None:
-    cfg = changed(SMALL, data={"batch_size": 10, "seq_len": 56}, model={"width": 18, "heads": 6, "kv_heads": 6, "ffn": 30})
-    error = refused(cfg, {"data": 1, "fsdp": 4, "tp": 16})
-    for flag in ("--batch-size 10", "--seq-len 56", "--model-width 18", "--model-heads 6", "--model-kv-heads 6", "--model-ffn 30"):
-        assert f"{flag} cannot be split over " in str(error)
-
-
-def test_weights_that_are_given_keep_their_sizes(tmp_path: Path) -> None:
-    """Where a run starts from weights, or its rows are prepared, only another mesh is proposed."""
-    cfg, shape = FITS["--model-width"]
-    assert len(remedies(refused(changed(cfg, train={"init_from": "runs/base"}), shape))) == 1
-    cfg, shape = FITS["--seq-len"]
-    assert len(remedies(refused(changed(cfg, data={"dataset": str(tmp_path)}), shape))) == 1
-    with pytest.raises(ConfigError) as error:
-        check_fit(FITS["--model-width"][0], FITS["--model-width"][1], model_is_given=True)
-    assert len(remedies(error.value)) == 1
-
-
-KINDS = {
-    "nash-mhc": lambda draw: ModelConfig(
-        vocab_size=257, width=draw(4, 40), layers=1, heads=(heads := draw(1, 12)), kv_heads=heads, head_dim=4, ffn=draw(4, 40),
-        scales=draw(1, 3), ratio=2,
-    ),
-    "reservoir": lambda draw: ReservoirConfig(
-        vocab_size=257, width=draw(4, 40), units=(ring := draw(2, 4)) * draw(2, 20), ring=ring, ffn=draw(4, 40), unit="tanh", layers=1
-    ),
-    "recursive": lambda draw: RecursiveConfig(
-        vocab_size=257, width=4 * (heads := draw(1, 12)), heads=heads, head_dim=4, ffn=draw(4, 40)
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_proposed_for_a_random_bad_mesh_works(kind: str) -> None:
-    """As on a machine with a number of accelerators: the flags behind the user's own give a mesh that they form and
-    over which everything divides."""
-    rng = np.random.default_rng(sum(kind.encode()))
-    draw = lambda low, high: int(rng.integers(low, high + 1))
-    refusals = 0
-    while refusals < 60:
-        model = KINDS[kind](draw)
-        there = draw(1, 16)
-        axes = {axis: draw(1, 4) for axis in ("data", "fsdp", "tp")}
-        if draw(0, 2) == 0:
-            axes[("data", "fsdp", "tp")[draw(0, 2)]] = -1
-        cfg = dataclasses.replace(
-            changed(SMALL, data={"batch_size": draw(1, 24), "seq_len": 16}),
-            model=model,
-            mesh=MeshConfig(**axes, num_devices=draw(1, there) if draw(0, 1) else None),
-        )
-        try:
-            fitted(cfg, there)
-        except ConfigError as error:
-            refusals += 1
-            for flags in remedies(error):
-                fitted(parse([f"model_kind={kind}", *as_argv(cfg), *mesh_argv(cfg), *flags]).config, there)
-        else:
-            continue
-    assert refusals == 60
-
-
-def mesh_argv(cfg: RunConfig) -> list[str]:
-    return [f"mesh.{name}={value}" for name, value in {**cfg.mesh.axes, "num_devices": cfg.mesh.num_devices}.items()]
-
-
-def fitted(cfg: RunConfig, there: int) -> None:
-    shape = mesh_shape(cfg.mesh, "gpu", there, lambda shape: not misfits(cfg, shape))
-    check_fit(cfg, dict(zip(cfg.mesh.axes, shape, strict=True)))
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 1, 4), (2, 2, 2)])
-def test_what_divides_is_accepted(shape: tuple[int, int, int]) -> None:
-    check_fit(SMALL, dict(zip(("data", "fsdp", "tp"), shape, strict=True)))
+# --- resolve ---------------------------------------------------------------------------------------------------------
 
 
 def test_resolve_fills_in_what_depends_on_the_devices() -> None:

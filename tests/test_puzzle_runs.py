@@ -44,7 +44,7 @@ def test_a_run_learns_and_measures_whole_puzzles(solving):
     assert rows[-1]["loss/ce"] < 0.8 * rows[0]["loss/ce"]
     assert {"eval/exact", "eval/exact_stopping", "eval/passes", "eval/exact_after/1", "eval/exact_after/4"} <= set(found)
     assert found["eval/exact"] == found["eval/exact_after/4"] <= found["eval/accuracy"] <= 1
-    proposed = next_commands(run, {})  # of which each is to run: this model has nothing to write
+    proposed = next_commands(run)  # of which each is to run: this model has nothing to write
     assert f"-m nash_mhc.evaluate {run.folder} --tasks held_out\n" in proposed and "generate" not in proposed
 
 

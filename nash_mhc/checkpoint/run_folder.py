@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, numbered, step_of, values_of
+from nash_mhc.config.recorded import leaves, taken_over
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line, reason
@@ -47,6 +48,7 @@ class Description(NamedTuple):
     init_from: dict[str, Any] | None  # whose weights it began with
     wandb: dict[str, Any] | None = None  # project and id of its run at Weights & Biases
     drawn: dict[str, Any] | None = None  # what its model has from a seed
+    commands: tuple[str, ...] = ()  # of its starts, as they were typed
 
 
 class RunFolder:
@@ -93,7 +95,9 @@ class RunFolder:
         try:
             info = parse_json((self.path / RUN).read_bytes())
             config, history = _usable(flat(info["config"])), list(info.get("history", []))
-            return Description(config, str(info["rows"]), history, info.get("init_from"), info.get("wandb"), info.get("drawn"))
+            commands = tuple(map(str, info.get("commands", ())))
+            others = (info.get(name) for name in ("init_from", "wandb", "drawn"))
+            return Description(config, str(info["rows"]), history, *others, commands)
         except (OSError, *MALFORMED):
             pass  # lost or damaged: every checkpoint knows it as well
         for step in reversed(self.steps()):
@@ -103,6 +107,19 @@ class RunFolder:
             except MALFORMED:
                 continue
         return None
+
+    def settings(self) -> dict[str, Any]:
+        """What the next start takes over of the settings, section.key -> value; empty where they cannot be read."""
+        with contextlib.suppress(OSError, *MALFORMED):
+            info = parse_json((self.path / RUN).read_bytes())
+            as_asked = "settings" in info
+            return taken_over(leaves(info["settings" if as_asked else "config"]), as_asked=as_asked)
+        described = self.description()
+        return {} if described is None else taken_over(described.config, as_asked=False)
+
+    def has_begun(self) -> bool:
+        """Whether there is a checkpoint to continue from, or one that could be brought back."""
+        return bool(self.finished()) or any(name.endswith(".damaged") for name in self.set_aside())
 
     def is_imported(self) -> bool:
         """Whether it holds a model that came from elsewhere, and no run."""
@@ -149,6 +166,13 @@ class RunFolder:
     def steps(self) -> list[int]:
         """Steps with a checkpoint, whole or not, oldest first."""
         return numbered(self.checkpoints)
+
+    def finished(self) -> list[int]:
+        """Those of them whose save has ended."""
+        ended = lambda step: (
+            files.exists(self.checkpoints / str(step) / FILE) or not files.exists(self.checkpoints / f"{step}.saving")
+        )
+        return [step for step in self.steps() if ended(step)]
 
     def best_step(self) -> int | None:
         """Of the checkpoints that were evaluated, the one with the lowest held-out loss."""

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from nash_mhc.checkpoint.run_lock import Nobody, Owner
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.commands import resume_command
 from nash_mhc.config.humanize import duration
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.processes import in_any_process
@@ -126,7 +127,7 @@ class Saver:
                 self._store.reopen()  # what the last attempt left goes, too
             raise ConfigError(
                 f"checkpoint {step} could not be written ({why}), {self._failed} attempts in a row have failed; the run stops "
-                f"here; {self._last_whole()}; mend the storage and give the same command again"
+                f"here; {self._last_whole()}; mend the storage, then continue with {resume_command(self._run)}"
             )
         pause = self._pause(self._failed)
         self._pause_ends = time.monotonic() + pause

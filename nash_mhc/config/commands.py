@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,6 +94,18 @@ def this_python() -> str:
     if python.is_relative_to(Path.cwd()):
         return str(python.relative_to(Path.cwd()))
     return "python" if shutil.which("python") == str(python) else str(python)
+
+
+def module_command(module: str, *words: str) -> str:
+    """A command line of this package that runs from here as it is printed."""
+    return shlex.join([this_python(), "-m", module, *words])
+
+
+def resume_command(folder: object, *flags: str) -> str:
+    """The command that continues the run in this folder."""
+    name = str(folder)
+    # A word without a slash is a folder only where it exists, and no file of settings.
+    return module_command("nash_mhc.train", name if "/" in name else f"./{name}", *flags)
 
 
 def one_line_errors(main: Callable[[], int]) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def counted(number: int, word: str) -> str:
-    """`1 file`, `12 files`"""
-    return f"{number:,} {word}{'s' * (number != 1)}"
+def counted(number: int, word: str, several: str | None = None) -> str:
+    """`1 file`, `12 files`, `2 batches`"""
+    return f"{number:,} {word if number == 1 else several or f'{word}s'}"
 
 
 def short(number: int | float) -> str:

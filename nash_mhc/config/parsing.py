@@ -1,7 +1,8 @@
 """argv + YAML + key=value -> RunConfig, with the origin of every value. No jax.
 
 Flags, override names, YAML keys and the help text are all derived from the fields in schema.py. Settings apply
-in the order of argv and the last one wins; the preset named by the last `model_size` lies below all of them.
+in the order of argv and the last one wins. Below all of them lie what the folder of a run has recorded, what other
+folders know, and the preset named by the last `model_size`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = ["Key", "Parsed", "Settings", "as_flags", "keys", "parse", "render", "
 
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
 Found = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
+Recorded = Callable[[str, Mapping[str, Any]], Settings]
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,22 @@ def _run_folder(name: str) -> str:
     return name
 
 
-def _kind(argv: Sequence[str]) -> str:
+def _named_folder(argv: Sequence[str], key: Key) -> str | None:
+    """The folder that argv names without a flag, or by this key; None where it names none."""
+    takes_no_value = {k.flag for kind in ARCHITECTURES for k in keys(kind).values() if bool in k.kinds} | {SMALL}
+    found = None
+    for before, word in itertools.pairwise(["", *argv]):
+        flag, equals, text = word.partition("=")
+        if before == key.flag or (equals and flag in (key.flag, key.path, key.short)):
+            found = text if before != key.flag else word
+        elif not word.startswith("-") and not equals and _is_folder(word):
+            follows_flag = before.startswith("--") and "=" not in before and before not in takes_no_value
+            found = found if follows_flag else word
+    return found
+
+
+def _kind(argv: Sequence[str], found: str = OURS) -> str:
     """The last kind of model that is named: it says which keys there are. What is wrong is found when they are read."""
-    found = OURS
     for word, follows in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         flag, equals, text = word.replace("--model_kind", "--model-kind").partition("=")
         text = text if equals else follows
@@ -160,10 +175,11 @@ def _one_length(settings: Settings) -> None:
         settings["train.epochs"] = (None, steps[1])
 
 
-def _build(settings: Settings, found: Found, kind: str) -> tuple[RunConfig, dict[str, str]]:
-    """The preset, what is found in the user's folders on top of it, and the settings above all."""
-    size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
+def _build(settings: Settings, found: Found, recorded: Settings, kind: str) -> tuple[RunConfig, dict[str, str]]:
+    """The preset, what is found in the user's folders on top of it, what a run has recorded, the settings above all."""
     known = keys(kind)
+    settings = {path: setting for path, setting in recorded.items() if path in known} | settings
+    size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
     values = presets.run(size, kind).to_dict()
     origins = dict.fromkeys(known, f"preset {size}") | {"model_size": size_origin, "model_kind": "default"}
     preset = {path: key.of(values) for path, key in known.items()}
@@ -201,18 +217,20 @@ def parse(
     own: OwnFlags | None = None,
     found: Found = _nothing,
     folder: str | None = None,
+    recorded: Recorded = lambda *_: {},
 ) -> Parsed:
     """Raises ConfigError on any mistake; -h or --help prints and exits with 0.
 
     `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`.
     `found` is asked for settings that follow from others (what the user has set, all values):
-    they hold unless the user has set them. `folder` is the path of the key that a folder without a flag is for.
+    they hold unless the user has set them. `folder` is the path of the key that a folder without a flag is for;
+    `recorded` is asked what the run in that folder has recorded (its name, what the user has set).
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
         own(parser.add_argument_group("this command"))
-    kind = _kind(argv)
     if asked := [at for at, word in enumerate(argv) if word in ("-h", "--help")]:
+        kind = _kind(argv)
         section = argv[asked[0] + 1 : asked[0] + 2]
         if section and not section[0].startswith("-"):
             print(section_help(section[0], kind), end="")
@@ -220,10 +238,13 @@ def parse(
             print(usage(prog, folder=folder is not None, kind=kind) + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
+    named = None if folder is None else _named_folder(rest, keys()[folder])
+    kind = _kind(rest, recorded(named, {}).get("model_kind", (OURS, ""))[0] if named is not None else OURS)
     settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings], folder, kind)
     _one_length(settings)
     given = {path: value for path, (value, _) in settings.items()}
-    return Parsed(*_build(settings, found, kind), print_config, given, namespace)
+    known = recorded(given[folder], given) if given.get(folder) is not None else {}  # type: ignore[index, arg-type]
+    return Parsed(*_build(settings, found, known, kind), print_config, given, namespace)
 
 
 def shown(parsed: Parsed) -> bool:

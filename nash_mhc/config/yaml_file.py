@@ -9,11 +9,32 @@ import yaml
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.fields import check_scheme
 from nash_mhc.config.key_names import find, keys, of_another_kind, sections
+from nash_mhc.config.recorded import is_run_json, is_taken_over
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.config.values import Settings, at, convert
 
 
 def nodes_of(file: str) -> yaml.nodes.Node | None:
+    """The settings in a file; of a run.json, those that its run was started with."""
+    root = _composed(file)
+    top = {name.value: child for name, child in root.value if _is_text(name)} if isinstance(root, yaml.MappingNode) else {}
+    if not is_run_json({*top}):
+        return root
+    as_asked = "settings" in top
+    settings: yaml.nodes.Node = top["settings" if as_asked else "config"]
+    if isinstance(settings, yaml.MappingNode):
+        for section, child in settings.value:
+            if isinstance(child, yaml.MappingNode):
+                keep = lambda name, section=section: is_taken_over(f"{section.value}.{name.value}", as_asked=as_asked)
+                child.value = [(name, value) for name, value in child.value if keep(name)]
+    return settings
+
+
+def _is_text(node: yaml.nodes.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode)
+
+
+def _composed(file: str) -> yaml.nodes.Node | None:
     check_scheme("--config", file)
     try:
         return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)

@@ -94,9 +94,8 @@ def _fill(cfg: MeshConfig, count: int, suits: Suits) -> tuple[int, ...]:
     if -1 in sizes:
         fixed = math.prod(s for s in sizes if s != -1)
         if count % fixed:
-            raise ConfigError(
-                f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so -1 has no value{_proposed(cfg, count, suits)}"
-            )
+            proposed = _proposed(cfg, count, suits)
+            raise ConfigError(f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so -1 has no value{proposed}")
         sizes[sizes.index(-1)] = count // fixed
     return tuple(sizes)
 

@@ -85,7 +85,7 @@ class Signals:
             if received[0] in _SIGNALS:
                 name = signal.Signals(received[0]).name
                 if not self._work:
-                    self._say(f"{name}: nothing is lost; start the same command again to go on")
+                    self._say(f"{name}: nothing is lost; start the same command again")
                     self.before_leaving(name)
                     leave()
                 if self.caught is not None:

@@ -9,14 +9,14 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from nash_mhc.config.commands import one_line_errors, this_python
-from nash_mhc.config.parsing import as_flags, parse, render
+from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.config.commands import module_command, one_line_errors, resume_command, this_python
+from nash_mhc.config.parsing import Parsed, as_flags, parse, render
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.runtime.compiled import compiles_still
@@ -24,7 +24,7 @@ from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
 from nash_mhc.train.fit.preflight import after_running_out, best_here, room_of
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import found_settings, recorded_settings
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.run import Result, run
 from nash_mhc.train.samples import TEMPERATURE
@@ -39,46 +39,41 @@ def _show_sample(sample: str) -> None:
     print(sample if sample.strip() else "(it is blank: the model has not learned to begin a text yet)")
 
 
-def next_commands(result: Result, given: Mapping[str, Any], also: Sequence[str] = ()) -> str:
-    """What to type after a run with these settings, and these flags: commands that run as they stand."""
-    python, folder = this_python(), str(result.folder)
-    tensorboard = Path(python).with_name("tensorboard")
-    steps = 10 * int(result.state.step)
-    once = (
-        "total_steps",
-        "epochs",
-        "patience",
-        "resume",
-        "wait_for_lock",
-        "coordinator_address",
-        "num_processes",
-        "process_id",
-    )
-    others = {k: v for k, v in given.items() if k.partition(".")[2] not in once}
-    longer = [python, "-m", "nash_mhc.train", *as_flags(others), *also, "--total-steps", str(steps)]
-    what = "goes on to ten times the steps" if "train.checkpoint_dir" in given else "a run of ten times the steps"
+def next_commands(result: Result, also: Sequence[str] = ()) -> str:
+    """What to type after a run, with these flags where it is continued: commands that run as they stand."""
+    folder = str(result.folder)
+    tensorboard = Path(this_python()).with_name("tensorboard")
+    longer = ["--total-steps", str(10 * max(RunFolder(result.folder).steps(), default=1))]
     # A model that sees all places at once writes nothing: what it solves is what there is to see.
     writes = getattr(result.state.model.cfg, "causal", True)
     look = ["nash_mhc.generate", folder] if writes else ["nash_mhc.evaluate", folder, "--tasks", "held_out"]
     commands = [
-        shlex.join([python, "-m", *look]),
-        shlex.join([python, "-m", "nash_mhc.report", folder]),
+        module_command(*look),
+        module_command("nash_mhc.report", folder),
         shlex.join([str(tensorboard), "--logdir", folder]),
-        f"{shlex.join(longer)}   # {what}",
+        f"{resume_command(folder, *longer, *also)}   # continues to ten times the steps",
     ]
     return "\n".join([f"\nThe run is in {folder}. Next:", *(f"  {command}" for command in commands)])
 
 
-def out_of_memory(cfg: RunConfig, error: Exception) -> ConfigError:
-    """What holds most, and what to change, the least harmful first."""
+def _again_flags(parsed: Parsed) -> list[str]:
+    """Flags of this start that a run does not record, and that continuing it takes again."""
+    processes = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
+    return as_flags({path: parsed.given[path] for path in processes if path in parsed.given}) + [
+        flag for flag, is_set in {"--no-preflight": parsed.own.no_preflight}.items() if is_set
+    ]
+
+
+def out_of_memory(cfg: RunConfig, error: Exception, again: str = "the same command") -> ConfigError:
+    """What holds most, and what to change, the least harmful first; `again` is the command that continues the run."""
     told = re.split(r" with allocator| \[|\n", str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": "))
     said = told[0].rstrip(".") or "out of memory"
     cfg, mesh = resolve(cfg)
     if architecture_of(cfg.model).activations is not None:
-        return after_running_out(cfg, mesh.shape, room_of(mesh), said)
+        return after_running_out(cfg, mesh.shape, room_of(mesh), said, again)
     return ConfigError(
         f"the devices have too little memory for this run ({said}); try a smaller --batch-size with more --grad-accum, --remat "
-        "full, or more devices along --mesh-fsdp; what is saved stays, and the same command goes on from it"
+        f"full, or more devices along --mesh-fsdp; what is saved stays, and with those flags this continues from it: {again}"
     )
 
 
@@ -94,7 +89,12 @@ def _own_flags(group: argparse._ArgumentGroup) -> None:
 
 def main() -> int:
     parsed = parse(
-        sys.argv[1:], prog="python -m nash_mhc.train", own=_own_flags, found=found_settings, folder="train.checkpoint_dir"
+        sys.argv[1:],
+        prog="python -m nash_mhc.train",
+        own=_own_flags,
+        found=found_settings,
+        folder="train.checkpoint_dir",
+        recorded=recorded_settings,
     )
     asked = parsed.config
     if parsed.own.mesh_auto:
@@ -112,15 +112,18 @@ def main() -> int:
         print(render(config, origins), end="")
         print(as_comments(config.mesh.platform, deterministic=config.train.deterministic), end="")
         return 0
+    folders: list[str] = []
+    command = module_command("nash_mhc.train", *sys.argv[1:])
+    again = _again_flags(parsed)
     try:
-        result = run(asked, insist=parsed.own.no_preflight)
+        result = run(asked, insist=parsed.own.no_preflight, command=command, opened=folders.append)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise out_of_memory(asked, error) from None
+        raise out_of_memory(asked, error, *(resume_command(folder, *again) for folder in folders)) from None
     except Interrupted as stopped:
         if jax.process_index() == 0:
-            print(f"stopped: {stopped}; the same command goes on from there", file=sys.stderr)
+            print(f"stopped: {stopped}; to continue: {resume_command(stopped.folder, *again)}", file=sys.stderr)
         return TRY_AGAIN
     if parsed.config.telemetry.log_format == "json":
         done = JsonReporter(quiet=jax.process_index() > 0)
@@ -129,8 +132,7 @@ def main() -> int:
     if jax.process_index() == 0:
         if result.sample is not None:
             _show_sample(result.sample)
-        flags = {"--mesh-auto": parsed.own.mesh_auto, "--no-preflight": parsed.own.no_preflight}
-        print(next_commands(result, parsed.given, [flag for flag, is_set in flags.items() if is_set]))
+        print(next_commands(result, again + ["--patience", "0"] * bool(asked.train.patience)))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.device_profiles import of_profile
-from nash_mhc.config.key_names import OURS
+from nash_mhc.config.key_names import OURS, keys
 from nash_mhc.config.parsing import Settings
 from nash_mhc.config.schema import ConfigError, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
@@ -25,6 +25,9 @@ from nash_mhc.storage.model_folder import check_model_folder
 from nash_mhc.storage.paths import is_remote
 
 _OF_ROWS = ("seq_len", "split", "eval_split", "validation_fraction")
+# Keys of the data that say how it is read, not what it is.
+_OF_READING = ("batch_size", "num_workers", "worker_buffer_size", "cache_dir")
+OF_DATA = {path for path in keys() if path.startswith("data.")} - {f"data.{name}" for name in _OF_READING}
 
 
 def of_prepared(dataset: str) -> Settings:
@@ -53,8 +56,8 @@ def of_puzzle(dataset: str, form: str) -> Settings:
     return {path: (value, f"puzzles {dataset}") for path, value in found.items()}
 
 
-def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
-    """The model and the tokenizer of a run, or of a Hugging Face folder, that is started from."""
+def of_run(flag: str, folder: str, model_kind: str = OURS, *, with_data: bool = False) -> Settings:
+    """The model and the tokenizer of a run, or of a Hugging Face folder, that is started from; with a run's data."""
     if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
         return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
     with one_line(f"{flag} {folder}"):
@@ -64,13 +67,20 @@ def of_run(flag: str, folder: str, model_kind: str = OURS) -> Settings:
     known = {} if described is None else described.config
     if (its := known.get("model_kind", model_kind)) != model_kind:
         raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
-    wanted = {k: v for k, v in known.items() if k.startswith("model.") or k == "data.tokenizer"}
+    has_data = with_data and not RunFolder(folder).is_imported()
+    wanted = {k: v for k, v in known.items() if k.startswith("model.") or k == "data.tokenizer" or (has_data and k in OF_DATA)}
     return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
 
 
 def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
-    found, own = of_prepared(values["data.dataset"]), values["train.checkpoint_dir"]
+    own, found = values["train.checkpoint_dir"], dict[str, Any]()
+    for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
+        # A run that has begun has recorded what it took from there, and continues where that is gone.
+        if values[path] is not None and (own is None or not _has_begun(own)):
+            found |= of_run(flag, values[path], values["model_kind"], with_data="data.dataset" not in given)
+    values = {**values, **{path: value for path, (value, _) in found.items()}, **given}
+    found = of_prepared(values["data.dataset"]) | found
     if (puzzle := of_puzzle(values["data.dataset"], values["data.format"])) and values["objective.name"] == "next_token":
         raise ConfigError(
             f"--dataset {values['data.dataset']}: is a puzzle, which is solved and not gone on with; add --model-kind "
@@ -83,22 +93,47 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
         found |= of_profile(platform, values)
     if values["distill.teacher"] is not None:
         check_model_folder("--distill-teacher", values["distill.teacher"])
-    for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
-        if values[path] is not None:
-            # A run that has begun knows by itself what it took from there, and goes on where that is gone.
-            kind = values["model_kind"]
-            found |= (of_run("--checkpoint-dir", own, kind) if own is not None else {}) or of_run(flag, values[path], kind)
     if "model.vocab_size" not in {**given, **found}:
         found |= _vocabulary({**values, **{path: value for path, (value, _) in found.items()}, **given})
     return found
 
 
+def _has_begun(folder: str) -> bool:
+    with one_line(f"--checkpoint-dir {folder}"):
+        return RunFolder(folder).has_begun()
+
+
 def _vocabulary(values: Mapping[str, Any]) -> Settings:
-    """As many tokens as the tokenizer has; but a run that is continued keeps what it has."""
-    if values["train.checkpoint_dir"] is not None:
-        with one_line(f"--checkpoint-dir {values['train.checkpoint_dir']}"):
-            described = RunFolder(values["train.checkpoint_dir"]).description()
-        if described is not None and "model.vocab_size" in described.config:
-            return {"model.vocab_size": (described.config["model.vocab_size"], "the run itself")}
+    """As many tokens as the tokenizer has."""
     name = values["data.tokenizer"]
     return {"model.vocab_size": (load_tokenizer(name).vocab_size, f"tokenizer {name}")}
+
+
+def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
+    """For `parse`: what the run in this folder was started with; empty where `given` names another kind or size.
+
+    A run without a checkpoint may begin again with other data or another tokenizer: what followed from those goes.
+    """
+    run = RunFolder(folder)
+    with one_line(f"--checkpoint-dir {folder}"):
+        known = {} if run.is_imported() else run.settings()
+        has_begun = bool(known) and run.has_begun()
+    if any(given.get(name, known.get(name)) != known.get(name) for name in ("model_size", "model_kind")):
+        return {}
+    left_out: set[str] = set()
+    if has_begun:  # it has its weights, and whose it began with is written down
+        began = (described.init_from or {}).get("folder") if (described := run.description()) is not None else None
+        if known.get("train.init_from") is not None:
+            known["train.init_from"] = began
+        left_out |= {"train.init_step", "train.resume_from"}
+    elif "data.dataset" in given:
+        left_out |= {path for path in known if path in OF_DATA} | {"model.vocab_size"}
+    elif "data.tokenizer" in given:
+        left_out.add("model.vocab_size")
+    if "train.total_steps" in given:
+        known["train.epochs"] = None
+        if known.get("optim.warmup_steps", 0) > given["train.total_steps"]:
+            left_out.add("optim.warmup_steps")
+    if "train.remat" in given:
+        left_out.add("train.remat_keep")
+    return {path: (value, f"the run {folder}") for path, value in known.items() if path not in left_out}

@@ -15,17 +15,21 @@ from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
 from nash_mhc.checkpoint.run_lock import Owner, accompany, hold
+from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.mixture import RowSource
 from nash_mhc.data.puzzles.rows import GridRows
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
+from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.registry import OURS
 from nash_mhc.parallel.processes import from_leader, leader_first
+from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import one_line
 from nash_mhc.storage.files import exists
+from nash_mhc.storage.paths import is_remote
 from nash_mhc.telemetry import weights_and_biases
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import Evaluator
@@ -55,6 +59,17 @@ class Inputs:
     @property
     def rows_a_step(self) -> int:
         return self.cfg.data.batch_size * self.cfg.train.grad_accum
+
+    def in_words(self, mesh: Mesh) -> list[str]:
+        """What the run trains on, and how much of it in a step."""
+        data, parts = self.cfg.data, self.cfg.train.grad_accum
+        sequences, devices = self.rows_a_step, math.prod(mesh.shape[axis] for axis in RULES["batch"])
+        step = f"{counted(sequences, 'sequence')}/step of {data.seq_len:,} tokens, {sequences * data.seq_len:,} tokens/step"
+        split = f"{counted(parts, 'microbatch', 'microbatches')}, {counted(data.batch_size // devices, 'sequence')} per device"
+        return [
+            f"data: {_dataset(self.cfg)}; tokenizer {data.tokenizer}, {self.tokenizer.vocab_size:,} tokens",
+            f"batch: {step}; {split}{' in each' if parts > 1 else ''}",
+        ]
 
     def abstract_batch(self, source: RowSource, parts: int, mesh: Mesh) -> Batch:
         """Shapes of what is read from a source, with what teachers know of it: programs are made for it beforehand."""
@@ -98,6 +113,18 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
         owner = _hold(cfg, folder, watch, held, say)
         from_leader(lambda: check_resume(cfg, rows=identity))  # another run may have begun, and ended, there meanwhile
     return Inputs(cfg, folder, owner, tokenizer, source, evaluator, test, teachers, floor)
+
+
+def _dataset(cfg: RunConfig) -> str:
+    """The dataset in words: where the user named none, why it is this one."""
+    name = cfg.data.dataset + (f", {cfg.data.dataset_name}" if cfg.data.dataset_name else "")
+    began = cfg.train.init_from or cfg.train.resume_from
+    if began is not None and (is_remote(began) or not is_hub_folder(began)):
+        before = RunFolder(began)
+        described = None if before.is_imported() else before.description()
+        if described is not None and described.config.get("data.dataset") == cfg.data.dataset:
+            return f"{name}, as in {began}"
+    return f"{name} (built in; --dataset names others)" if cfg.data.dataset == "stories" else name
 
 
 def _with_steps_of(cfg: RunConfig, source: RowSource) -> RunConfig:

@@ -12,19 +12,17 @@ from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flat
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.hub import stored
-from nash_mhc.hub.folder import HubFolder, is_hub_folder
-from nash_mhc.hub.importing import check_fits
 from nash_mhc.model.architectures import check_drawn
 from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.objectives.registry import CARRIES
 from nash_mhc.parallel.processes import from_leader
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.errors import one_line
-from nash_mhc.storage.files import exists
 from nash_mhc.storage.paths import is_remote
 from nash_mhc.telemetry.sinks import without_nan
+from nash_mhc.train.starting_weights import check_weights, other_run
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
 
 # What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
@@ -33,6 +31,9 @@ _SAME_DATA = (
     "data.template", "data.prompt_template", "data.response_template", "data.loss_on", "data.max_documents",
     "data.validation_fraction", "data.test_fraction", "data.test_split", "data.streaming", "train.seed",
 )  # fmt: skip
+
+
+_ROWS_A_STEP = "batch-size x grad-accum"
 
 
 def checkpoint_values(
@@ -64,7 +65,7 @@ def checkpoint_values(
 
 
 def _with_rows_a_step(values: dict[str, Any]) -> dict[str, Any]:
-    return values | {"batch-size x grad-accum": values["data.batch_size"] * values["train.grad_accum"]}
+    return values | {_ROWS_A_STEP: values["data.batch_size"] * values["train.grad_accum"]}
 
 
 def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> None:
@@ -91,10 +92,11 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     if cfg.objective.name in CARRIES:  # one part a row
         kept += ["objective.name", "data.batch_size", "train.grad_accum"]
     if rows is not None:
-        kept += [k for k in (*_SAME_DATA, "batch-size x grad-accum") if k in before]
+        kept += [k for k in (*_SAME_DATA, _ROWS_A_STEP) if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
         raise ConfigError(
-            f"{folder} holds another run: {', '.join(changed)}; give the same, or choose another --checkpoint-dir"
+            f"{folder} holds another run: {', '.join(changed)}; {_same_again(before, now, changed)}, or choose another "
+            "--checkpoint-dir"
         )
     check_drawn(cfg.model, described.drawn, str(folder))
     if rows is not None and described.rows != rows:
@@ -103,6 +105,16 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
             f"{folder}: the data of --dataset {cfg.data.dataset}{teacher} has changed since this run began; bring it "
             f"back, or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
         )
+
+
+def _same_again(before: dict[str, Any], now: dict[str, Any], changed: list[str]) -> str:
+    """What to give so that the run is the same again."""
+    if not any(text.startswith(_ROWS_A_STEP) for text in changed):
+        return "give the same"
+    rows, batch = before[_ROWS_A_STEP], now["data.batch_size"]
+    parts = (batch, rows // batch) if rows % batch == 0 else (before["data.batch_size"], before["train.grad_accum"])
+    keeps = f"--batch-size {parts[0]} --grad-accum {parts[1]} keeps {rows} sequences per step"
+    return keeps if len(changed) == 1 else f"give the same ({keeps})"
 
 
 def _check_nothing_is_lost(folder: RunFolder) -> None:
@@ -127,7 +139,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
                 f"--checkpoint-dir {named}: holds an imported model, which no run has begun with; start one from it with "
                 f"--init-from {named}, in a folder of its own"
             )
-        held = own.steps() if own else []
+        held = own.finished() if own else []
         if own and not held and not own.set_aside():
             _check_nothing_is_lost(own)
     if wanted == "never" and held:
@@ -137,9 +149,9 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
         raise ConfigError(f"--resume must: {where}; give the --checkpoint-dir of a run that has one")
     if not held:  # otherwise the run goes on with its own
         if cfg.train.resume_from is not None:
-            _check_same_run(_other("--resume-from", cfg.train.resume_from), cfg, rows=None)
+            _check_same_run(other_run("--resume-from", cfg.train.resume_from), cfg, rows=None)
         if cfg.train.init_from is not None:
-            _check_weights(cfg, cfg.train.init_from)
+            check_weights(cfg, cfg.train.init_from)
         elif cfg.lora.rank and cfg.train.resume_from is None:
             raise ConfigError(
                 "--lora-rank: adapters correct a model that there is; name its folder with --init-from, a run's or a Hugging "
@@ -147,22 +159,8 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
             )
     elif own and cfg.train.init_from is not None and not cfg.lora.rank:
         _check_began_with(own, cfg.train.init_from)
-    if own:
+    if own and own.has_begun():  # without a checkpoint there is nothing that another shape or batch could not suit
         _check_same_run(own, cfg, rows=rows)
-
-
-def _check_weights(cfg: RunConfig, name: str) -> None:
-    """What --init-from names has weights that fit this run's model."""
-    if is_remote(name) or not is_hub_folder(name):
-        _checkpoint_of(_other("--init-from", name), cfg.train.init_step)
-        return
-    if cfg.train.init_step is not None:
-        raise ConfigError(f"--init-step {cfg.train.init_step}: {name} is a Hugging Face model, and has no steps")
-    if not isinstance(cfg.model, ModelConfig):
-        raise ConfigError(f"--init-from {name}: a Hugging Face model cannot become a {cfg.model.architecture}")
-    folder = HubFolder(name)
-    folder.check()
-    check_fits(folder, cfg.model)
 
 
 def _check_began_with(folder: RunFolder, init_from: str) -> None:
@@ -175,24 +173,6 @@ def _check_began_with(folder: RunFolder, init_from: str) -> None:
         raise ConfigError(
             f"--init-from {init_from}: {folder} holds a run already, which began with {began or 'fresh weights'}; choose "
             f"another --checkpoint-dir, or leave --init-from out to go on with that run"
-        )
-
-
-def _other(flag: str, name: str) -> RunFolder:
-    """The folder of another run that has checkpoints; ConfigError."""
-    with one_line(f"{flag} {name}"):
-        found = exists(RunFolder(name).checkpoints, kind="directory")
-    if not found:
-        raise ConfigError(f"{flag} {name}: no run with checkpoints there; give the --checkpoint-dir of an earlier run")
-    return RunFolder(name)
-
-
-def _checkpoint_of(folder: RunFolder, step: int | None) -> None:
-    steps = folder.steps()
-    if not steps or (step is not None and step not in steps):
-        asked = "" if step is None else f" --init-step {step}"
-        raise ConfigError(
-            f"--init-from {folder}{asked}: no such checkpoint there; it has {', '.join(map(str, steps)) or 'none'}"
         )
 
 

@@ -54,18 +54,21 @@ def run(
     each_step: Callable[[int], None] | None = None,
     sinks: Sequence[Sink] = (),
     insist: bool = False,
+    command: str | None = None,
+    opened: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Trains to the end of `cfg` and returns what came out; ConfigError for what the user must change.
 
     Interrupted when a signal has stopped it, with its last step saved: the same call goes on from there. `each_step` is
     called with the number of each step that has finished, while the next one runs. `sinks` get the rows of metrics and
     evaluations, as the run's own files do; of several processes, those of the first. `insist`: begin even what is not
-    expected to fit the devices.
+    expected to fit the devices. `command`: what was typed to start it, for run.json. `opened` is
+    called with the run's folder, once it is this run's.
     """
     clock = WallClock(SIGNALS.began_with_process())
     if cfg.telemetry.profiled is not None:
         show_kernels()
-    wished = cfg.mesh.platform
+    asked = cfg
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as held:
         quiet = quiet or jax.process_index() > 0
@@ -74,14 +77,16 @@ def run(
         if cfg.mesh.profile_for is not None:
             suits = f"--batch-size {cfg.data.batch_size} --learning-rate {cfg.optim.learning_rate:g}"
             reporter.say(f"--profile-for {cfg.mesh.profile_for}: {suits}")
-        if "," in wished:
-            reporter.say(f"--platform {wished}: {cfg.mesh.platform} is taken")
+        if "," in asked.mesh.platform:
+            reporter.say(f"--platform {asked.mesh.platform}: {cfg.mesh.platform} is taken")
         expected = from_leader(lambda: preflight(cfg, mesh, reporter.say, insist=insist))
         inputs = open_inputs(cfg, mesh, watch, held, reporter.say)
+        opened(str(inputs.folder))
         use_compilation_cache(inputs.folder.path)
         _introduce(inputs, mesh, reporter)
         with Store(inputs.folder.path, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
-            session = begin(inputs, mesh, store, watch=watch, reporter=reporter, clock=clock, sinks=sinks, expected=expected)
+            known = {"settings": asked.to_dict(), "commands": [command] if command else [], "expected": expected}
+            session = begin(inputs, mesh, store, watch=watch, reporter=reporter, clock=clock, sinks=sinks, known=known)
             state = _train(session)
     return Result(inputs.folder.path, state, dict(session.evaluation), inputs.floor, session.sample)
 
@@ -136,10 +141,12 @@ def _train(session: Session) -> TrainState:
 
 
 def _introduce(inputs: Inputs, mesh: Mesh, reporter: Reporter) -> None:
-    """The first lines of a run: on what, how large, where, and what it is measured by."""
+    """The first lines of a run: on what, how large, where, which data, and what it is measured by."""
     cfg = inputs.cfg
     reporter.floor, reporter.total = inputs.floor[0] if inputs.floor else None, cfg.train.total_steps
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {_parameters(cfg)}; run in {inputs.folder}")
+    for line in inputs.in_words(mesh):
+        reporter.say(line)
     if inputs.evaluator is None:
         reporter.say(f"no text is held out of {cfg.data.dataset}: nothing is evaluated")
     elif inputs.source.held_out:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 from nash_mhc.checkpoint.run_folder import EVALUATIONS
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.hub.importing import texts_beside
@@ -168,7 +168,7 @@ class Session:
         return ConfigError(
             f"steps {bad.first} to {bad.last} had no finite loss and gradients{spiky}, and were skipped; "
             f"the run stops here; {(good or ['there is no checkpoint before them'])[-1]}; step {bad.first} read {rows}; "
-            f"look at them with python -m nash_mhc.data inspect {shlex.quote(str(self.inputs.folder))} --step {bad.first}"
+            f"look at them with {module_command('nash_mhc.data', 'inspect', str(self.inputs.folder), '--step', str(bad.first))}"
         )
 
 
@@ -181,11 +181,11 @@ def begin(
     reporter: Reporter,
     clock: WallClock,
     sinks: Sequence[Sink] = (),
-    expected: dict[str, Any] | None = None,
+    known: dict[str, Any],
 ) -> Session:
     """Compiles the step and, meanwhile, makes or restores the state; then writes the run's first files.
 
-    `expected`: what was computed of memory and speed beforehand, for the report to hold against what came.
+    `known`: what run.json says besides: settings as they were given, the command, expected memory and speed.
     """
     cfg, source = inputs.cfg, inputs.source
     reporter.wait_for("compiling the step ...")
@@ -199,11 +199,12 @@ def begin(
         clock.go_on(start.values["clock"], written=inputs.folder.written(start.step), row=inputs.folder.last_row())
     changed = changed_settings.changes(start.before.config, cfg) if start.before is not None else {}
     wandb = from_leader(lambda: _wandb_run(inputs))
-    known = {
+    before = start.before.commands if start.own and start.before is not None else ()
+    known = known | {
         "init_from": start.init_from,
         "history": changed_settings.added_to(start.history, changed, start.step),
         "wandb": wandb,
-        "expected": expected,
+        "commands": [*before, *(text for text in known["commands"] if text not in before[-1:])],
     }
     texts = described(cfg, mesh, inputs.floor, inputs.identity, start.state.model, known) | _beside(start)
     telemetry: Telemetry = Nowhere()

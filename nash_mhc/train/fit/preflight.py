@@ -166,7 +166,7 @@ def _more(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, 
         length //= 2
 
 
-def after_running_out(cfg: RunConfig, mesh: Mapping[str, int], room: float, said: str) -> ConfigError:
+def after_running_out(cfg: RunConfig, mesh: Mapping[str, int], room: float, said: str, again: str) -> ConfigError:
     """Memory ran out, whatever was expected: what holds most, and settings that hold a good deal less."""
     memory = estimate(cfg, mesh)
     # Less than was expected, which was too little; and where it was known to be too much, less than there is.
@@ -175,7 +175,7 @@ def after_running_out(cfg: RunConfig, mesh: Mapping[str, int], room: float, said
     return ConfigError(
         f"the devices have too little memory for this run ({said}); it was expected to hold {_gib(memory.total)} of each "
         f"({largest(memory)}); try {what or 'a smaller --model-size, or more devices along --mesh-fsdp'}; what is saved stays, "
-        "and the same command goes on from it"
+        f"and with those flags this continues from it: {again}"
     )
 
 

@@ -1,0 +1,201 @@
+"""What a start of `train` takes over from folders, prints, records, and what continues it."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import sys
+
+import pytest
+import small
+from runs import RUN, at, drawn_run
+
+from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.config import parsing
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.train import __main__ as train
+from nash_mhc.train import run
+from nash_mhc.train.inferred_settings import found_settings, recorded_settings
+from nash_mhc.train.resume import check_resume
+
+OTHER = dataclasses.replace(  # in no section like a preset
+    small.config(
+        data__seq_len=48, data__batch_size=6, optim__learning_rate=3e-3, optim__schedule="wsd", train__grad_accum=2,
+        train__epochs=None, train__total_steps=70, objective__name="smoothed", telemetry__sample_prompt="It was",
+    ),
+    model=dataclasses.replace(small.MODEL, width=24, vocab_size=260),
+)  # fmt: skip
+
+
+def parsed(*argv):
+    return parsing.parse(
+        [str(word) for word in argv], found=found_settings, folder="train.checkpoint_dir", recorded=recorded_settings
+    )
+
+
+def typed(monkeypatch, capsys, *argv):
+    """(exit code, stdout) of `train` with these words."""
+    monkeypatch.setattr(sys, "argv", ["train", *map(str, argv)])
+    return train.main(), capsys.readouterr().out
+
+
+def made(folder, cfg):
+    """A run with a checkpoint and settings of its own, as this version records them."""
+    drawn_run(folder, cfg)
+    info = json.loads((folder / "run.json").read_text()) | {"settings": cfg.to_dict()}
+    (folder / "run.json").write_text(json.dumps(info, indent=2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("other") / "run", OTHER)
+
+
+def test_a_folder_alone_brings_the_settings_of_its_run(other):
+    here = dataclasses.replace(OTHER.train, checkpoint_dir=str(other))
+    for argv in ([other], ["--checkpoint-dir", other], [f"checkpoint_dir={other}"]):
+        assert parsed(*argv).config == dataclasses.replace(OTHER, train=here)
+    assert parsed(other).origins["model.width"] == f"the run {other}"
+    assert parsed(other).given == {"train.checkpoint_dir": str(other)}
+
+
+def test_flags_lie_on_top_of_what_a_run_has_recorded(other):
+    cfg = parsed(other, "--total-steps", "90", "learning_rate=1e-4", "--no-model-qk-norm").config
+    assert (cfg.train.total_steps, cfg.optim.learning_rate, cfg.optim.schedule) == (90, 1e-4, "wsd")
+    assert (cfg.model.width, cfg.model.qk_norm) == (24, False)
+    assert parsed(other, "--total-steps", "1").config.train.total_steps == 1  # fewer than its warm-up has
+    # Another size is another run: nothing is taken over, and it is refused where it would begin.
+    assert parsed(other, "--model-size", "small").config.model.width != 24
+
+
+def test_a_folder_alone_knows_its_kind_of_model(tmp_path):
+    cfg = parsed("--model-kind", "reservoir", "--model-width", "40").config
+    (tmp_path / "run").mkdir()
+    info = {"config": cfg.to_dict(), "settings": cfg.to_dict(), "rows": "none", "parameters": 1}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(info))
+    for argv in ([tmp_path / "run"], ["--mesh-auto", tmp_path / "run"], ["--seed", "1", tmp_path / "run"]):
+        found = parsing.parse(
+            list(map(str, argv)), own=train._own_flags, folder="train.checkpoint_dir", recorded=recorded_settings
+        ).config
+        assert found.model == cfg.model
+
+
+def test_what_depends_on_a_start_or_on_the_devices_is_not_taken_over(tmp_path):
+    """As an earlier version has recorded it: with everything filled in."""
+    info = {"config": OTHER.to_dict(), "rows": "none", "parameters": 1}
+    info["config"]["mesh"] |= {"data": 4, "platform": "gpu", "num_processes": 2, "process_id": 1, "coordinator_address": "a:1"}
+    info["config"]["train"] |= {"attention": "cudnn", "unroll": "yes", "dtype": "bfloat16", "resume": "must"}
+    info["config"]["telemetry"] |= {"log_format": "json"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(info))
+    for argv in ([tmp_path / "run"], ["--config", tmp_path / "run" / "run.json"]):
+        cfg = parsed(*argv).config
+        assert (cfg.model, cfg.mesh, cfg.optim) == (OTHER.model, RunConfig().mesh, OTHER.optim)
+        for name in ("attention", "unroll", "dtype", "resume"):
+            assert getattr(cfg.train, name) == getattr(parsed().config.train, name)
+        assert cfg.telemetry.log_format == "text"
+
+
+def test_a_run_json_is_a_file_of_settings(other):
+    file = other / "run.json"
+    assert parsed("--config", file).config == OTHER
+    origin = parsed("--config", file).origins["model.width"]
+    assert origin.startswith(f"{file}:") and "24" in file.read_text().splitlines()[int(origin.rpartition(":")[2]) - 1]
+    assert parsed("--config", file, "--seed", "3").config.train.seed == 3
+
+
+# --- a run that is started for real ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return at(tmp_path_factory.mktemp("trained") / "run", evaluated=False).folder
+
+
+def test_a_start_says_what_it_trains_on_and_records_what_continues_it(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # no evaluation to compile
+    folder = shutil.copytree(trained, tmp_path / "run")
+    code, out = typed(monkeypatch, capsys, folder)
+    assert code == 0 and "all 6 steps are done already" in out
+    assert "\ndata: stories (" in out and "; tokenizer bytes, 257 tokens\n" in out
+    assert "\nbatch: 8 sequences/step of 32 tokens, 256 tokens/step; 1 microbatch, 8 sequences per device\n" in out
+    code, out = typed(monkeypatch, capsys, folder, "--total-steps", "7", "--batch-size", "4", "--grad-accum", "2")
+    assert code == 0
+    assert "; 2 microbatches, 4 sequences per device in each\n" in out
+    assert RunFolder(folder).steps()[-1] == 7
+    commands = json.loads((folder / "run.json").read_text())["commands"]
+    assert [shlex.split(command)[2:] for command in commands] == [
+        ["nash_mhc.train", str(folder)],
+        ["nash_mhc.train", str(folder), "--total-steps", "7", "--batch-size", "4", "--grad-accum", "2"],
+    ]
+    # The command that is proposed has ten times the steps, and everything else as it is recorded.
+    (longer,) = [shlex.split(line, comments=True) for line in out.splitlines() if "--total-steps" in line]
+    cfg = parsed(*longer[3:]).config
+    assert cfg.train.total_steps == 70
+    assert (cfg.model, cfg.data.batch_size, cfg.train.grad_accum) == (RUN.model, 4, 2)
+
+
+def test_the_batch_must_stay_and_the_grad_accum_that_keeps_it_is_named(trained):
+    for batch, accum, remedy in ((4, 1, (4, 2)), (2, 2, (2, 4)), (5, 1, (8, 1))):
+        cfg = small.config(data__batch_size=batch, train__grad_accum=accum, train__checkpoint_dir=str(trained))
+        cfg = dataclasses.replace(cfg, optim=RUN.optim)
+        with pytest.raises(ConfigError, match=rf"--batch-size {remedy[0]} --grad-accum {remedy[1]} ") as refused:
+            check_resume(cfg, rows="stories-2")
+        assert "batch-size x grad-accum (8 there" in str(refused.value)
+
+
+def test_a_folder_without_a_finished_checkpoint_is_no_other_run(trained, tmp_path):
+    """Killed before its first checkpoint was whole: another shape, batch, length and seed may begin there."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    (folder / "metrics.jsonl").write_text(json.dumps({k: v for k, v in row.items() if k != "last_checkpoint"}) + "\n")
+    cfg = small.config(
+        model__ffn=32, data__batch_size=4, data__seq_len=16, train__seed=3, train__checkpoint_dir=str(folder),
+        optim__warmup_steps=0,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="holds another run"):
+        run(cfg, quiet=True)
+    for step in RunFolder(folder).steps():
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    (folder / "checkpoints" / "2").mkdir()  # of a save that did not end
+    (folder / "checkpoints" / "2.saving").touch()
+    assert parsed(folder, "--tokenizer", "bytes").config.model.vocab_size == 257
+    check_resume(cfg, rows="another")
+    # A damaged one could be brought back: it is still that run's folder.
+    (folder / "checkpoints" / "2.saving").unlink()
+    with pytest.raises(ConfigError, match="holds another run"):
+        check_resume(cfg, rows="another")
+
+
+# --- starting from another run ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_starts_from_another_one_takes_its_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Once upon a time.\n\n" * 50)
+    (tmp_path / "b.txt").write_text("Another text.\n\n" * 50)
+    data = dataclasses.replace(OTHER.data, dataset="a.txt", validation_fraction=0.2, batch_size=5, num_workers=1)
+    made(tmp_path / "base", dataclasses.replace(OTHER, data=data))
+    for flag in ("--init-from", "--resume-from"):
+        found = parsed(flag, "base")
+        assert (found.config.data.dataset, found.config.data.validation_fraction) == ("a.txt", 0.2)
+        assert found.origins["data.dataset"] == f"{flag} base"
+        assert (found.config.data.batch_size, found.config.data.num_workers) == (8, 0)  # how it is read is its own
+        other = parsed(flag, "base", "--dataset", "b.txt").config.data
+        assert (other.dataset, other.validation_fraction) == ("b.txt", 0.05)
+
+
+def test_weights_of_another_shape_are_refused_before_anything_is_made(other, tmp_path):
+    for changes, named in (({"width": 48}, "model.width 24 there, 48 now; leave --model-width out"),
+                           ({"layers": 3, "nash_iterations": 7}, "model.layers 2 there, 3 now; leave --model-layers out"),
+                           ({"qk_norm": False}, "model.qk_norm True there, False now; leave --model-qk-norm out")):  # fmt: skip
+        cfg = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, **changes))
+        train_ = dataclasses.replace(cfg.train, init_from=str(other), checkpoint_dir=str(tmp_path / "new"))
+        with pytest.raises(ConfigError) as refused:
+            run(dataclasses.replace(cfg, train=train_), quiet=True)
+        assert named in str(refused.value)
+        assert not list(tmp_path.iterdir())
+    # What has no part in the shapes may change.
+    cfg = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, rope_theta=5e4, nash_iterations=7))
+    check_resume(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, init_from=str(other))), rows="any")
