@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 # The device's own jax: CUDA or TPU where one is, plain CPU elsewhere; EXTRA=cuda, EXTRA=tpu or EXTRA= says otherwise.
 EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
 # Memory in huge pages (glibc; others do not look at it): on a CPU, a step's temporary memory is mapped anew every time,

@@ -1,6 +1,8 @@
 """A step that compiles in the background: used once it is there, and whoever waits for it learns what went wrong."""
 
+import shutil
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import compiler_options
 from nash_mhc.runtime.compiled import CompiledStep, Program, compiles_still
 from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
-from nash_mhc.runtime.program_cache import write_programs_whole
+from nash_mhc.runtime.program_cache import remove_programs, use_compilation_cache, write_programs_whole
 from nash_mhc.train.programs import compile_evaluation, compile_train_step
 
 
@@ -87,6 +89,44 @@ def test_a_program_in_the_cache_is_whole_or_not_there(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{n}-cache" for n in range(10)]
     cache.put("3", b"another")  # what is there stays
     assert cache.get("3") == value
+
+
+def test_the_cache_leaves_room_for_checkpoints(tmp_path, monkeypatch):
+    write_programs_whole()
+    cache, value = lru_cache.LRUCache(str(tmp_path), max_size=-1), b"x" * 1000
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=9_999))
+    cache.put("a", value)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=10_000))
+    cache.put("a", value)
+    assert cache.get("a") == value
+
+
+def test_the_cache_of_a_full_disk_is_given_up(tmp_path, monkeypatch):
+    before, runs = jax.config.values["jax_compilation_cache_dir"], tmp_path / "runs"
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (runs / "a").mkdir(parents=True)
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_compilation_cache(runs / "a")
+        (runs / ".jax_cache").mkdir()
+        (runs / ".jax_cache" / "x-cache").write_bytes(b"123")
+        with monkeypatch.context() as named:  # a folder of the user's own choice
+            named.setenv("JAX_COMPILATION_CACHE_DIR", str(runs / ".jax_cache"))
+            assert remove_programs(runs / "a") == 0
+        assert remove_programs(Path("/dev/shm")) == 0  # another disk
+        assert remove_programs(runs / "a") == 3
+        assert not list((runs / ".jax_cache").iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_make_train_and_the_commands_that_it_prints_share_a_cache():
+    """Both beside the runs: nothing in the Makefile names another place."""
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    assert "JAX_COMPILATION_CACHE_DIR" not in makefile
 
 
 EFFORT = "xla_backend_optimization_level"

@@ -18,7 +18,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import found_settings, recorded_settings
 from nash_mhc.train.restore_drill import wanted_state
 from nash_mhc.train.resume import check_resume, starting_state
 
@@ -210,7 +210,10 @@ def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, mo
     # The same command goes on with the run's own checkpoint, also where the base is gone by then: flags and all.
     shutil.rmtree(copy)
     again = ["--init-from", str(copy), "--checkpoint-dir", str(tmp_path / "new")]
-    assert parsing.parse(again, found=found_settings).config.model == cfg.model
+    assert (
+        parsing.parse(again, found=found_settings, recorded=recorded_settings, folder="train.checkpoint_dir").config.model
+        == cfg.model
+    )
     monkeypatch.chdir(tmp_path)
     run(new(train__total_steps=4, train__init_from="base"))
     assert "starting from step 2 of this run" in capsys.readouterr().out

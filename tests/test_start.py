@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import small
+from corpora import prepared, save_tokenizer, stories, write_jsonl
 from runs import RUN, at, drawn_run
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import parsing
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.data.sources import open_source
+from nash_mhc.data.tokenizer import ByteTokenizer, load_tokenizer
 from nash_mhc.train import __main__ as train
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings
@@ -199,3 +204,58 @@ def test_weights_of_another_shape_are_refused_before_anything_is_made(other, tmp
     # What has no part in the shapes may change.
     cfg = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, rope_theta=5e4, nash_iterations=7))
     check_resume(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, init_from=str(other))), rows="any")
+
+
+# --- what a start complains about ------------------------------------------------------------------------------------
+
+
+def test_a_file_that_replaces_a_flag_before_it_says_so(write, capsys):
+    file = write("data:\n  batch_size: 4\n  seq_len: 64\n")
+    assert parsed("--batch-size", "2", "--seq-len", "64", "--config", file).config.data.batch_size == 4
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "run.yaml:2" in told and "--batch-size 2" in told and "--config" in told
+    assert parsed("--config", file, "--batch-size", "2").config.data.batch_size == 2
+    assert not capsys.readouterr().err
+
+
+def test_a_refusal_says_which_file_a_setting_is_from(write, monkeypatch, capsys):
+    file = write("data:\n  batch_size: 6\nmesh:\n  data: 4\n")
+    for words, origin in ((["--config", file], "run.yaml:2"), (["--batch-size", "6", "--mesh-data", "4"], None)):
+        with pytest.raises(ConfigError, match="--batch-size 6 cannot be split") as refused:
+            typed(monkeypatch, capsys, *words)
+        assert str(refused.value).endswith(f"(--batch-size 6 from {origin})") == (origin is not None)
+
+
+def test_a_rate_that_cannot_train_is_warned_of(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)
+    folder = shutil.copytree(trained, tmp_path / "run")
+    for rate, warned in (("500", True), ("0.01", False)):
+        _, out = typed(monkeypatch, capsys, folder, "--learning-rate", rate)
+        assert ("warning: --learning-rate 500" in out) == warned
+
+
+def test_questions_and_answers_get_a_command_that_reads_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--dataset", "qa.jsonl", "--seq-len", "32"]
+    opened = lambda flags: open_source(parsed(*argv, *flags).config.data, ByteTokenizer(), split="train", seed=0)
+    for asked, answered in (("question", "answer"), ("instruction", "output"), ("problem", "solution")):
+        lines = [json.dumps({"id": n, asked: f"What is {n} + 1?", answered: str(n + 1)}) for n in range(40)]
+        (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+        with pytest.raises(ConfigError, match=r"no field 'text'") as refused:
+            opened([])
+        (command,) = re.findall(r"(--format fields .*?); or ", str(refused.value))
+        assert len(opened(shlex.split(command))) > 0
+    (tmp_path / "qa.jsonl").write_text('{"body": "a"}')
+    with pytest.raises(ConfigError, match="--text-field"):
+        opened([])
+
+
+def test_a_folder_that_another_tokenizer_has_prepared_is_refused_in_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path / "tok")
+    write_jsonl(tmp_path / "a.jsonl", stories(30))
+    prepared(Path("data"), "a.jsonl", load_tokenizer("tok"), align=16, seq_len=64)
+    with pytest.raises(ConfigError, match=r"another tokenizer, of 271 tokens there, 257 now") as refused:
+        prepared(Path("data"), "a.jsonl", ByteTokenizer(), align=16, seq_len=64)
+    assert not re.search(r"[{}']|fingerprint", str(refused.value))

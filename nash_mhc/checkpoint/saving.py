@@ -4,6 +4,7 @@ and the run stops only when it must."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,10 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.processes import in_any_process
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason
+
+_ATTEMPTS_WHILE_STOPPING = 3  # with the first pauses, half a minute: as long as many schedulers wait before they kill
+_LOOK_S = 1.0  # how often a pause looks whether the run is asked to stop
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Saver:
@@ -40,11 +45,18 @@ class Saver:
         attempts: int = 8,  # with these pauses, a quarter of an hour
         first_pause: float = 10.0,
         longest_pause: float = 300.0,
+        stopping: Callable[[], bool] = lambda: False,
+        make_room: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`last` is the step that this run has saved before, if any."""
+        """`last` is the step that this run has saved before, if any.
+
+        `stopping`: whether the run has been asked to stop, after which it does not wait for long. `make_room` removes
+        what can be made again from a full disk, and returns how many bytes that were.
+        """
         self._store, self._texts, self._attempts, self._say, self._owner = store, texts, attempts, say, owner
         self._run = RunFolder(store.folder.parent)
         self._first_pause, self._longest_pause = first_pause, longest_pause
+        self._stopping, self._make_room = stopping, make_room
         self._writing: int | None = None  # the step whose save is under way
         self.last = last  # the step that was saved last
         self._failed = 0  # attempts in a row
@@ -91,8 +103,15 @@ class Saver:
             if not wait:
                 return
             self._end(wait=True)
-            if self._pause_ends is not None:
-                time.sleep(max(0.0, self._pause_ends - time.monotonic()))
+            self._wait_for_pause()
+
+    def _wait_for_pause(self) -> None:
+        """To its end; once the run is asked to stop, for no longer than the first pause."""
+        while self._pause_ends is not None and (left := self._pause_ends - time.monotonic()) > 0:
+            if self._stopping():
+                time.sleep(min(left, self._first_pause))
+                return
+            time.sleep(min(left, _LOOK_S))
 
     def end_quietly(self) -> None:
         """Waits for the save under way, for a run that ends for another reason: a failure is no longer worth a word."""
@@ -120,8 +139,11 @@ class Saver:
         step, self._writing = self._writing, None
         self._store.give_up()  # in every process: the next attempt is made by all of them
         self._failed += 1
+        if fault is not None and fault.errno in _FULL and (freed := self._make_room()):
+            self._say(f"the disk is full: {freed / 1e6:,.0f} MB of compiled programs are removed; the next start compiles anew")
+        attempts = min(self._attempts, _ATTEMPTS_WHILE_STOPPING) if self._agreed(self._stopping()) else self._attempts
         why = f"{reason(fault) if fault else 'another process could not write its part'}, {self._store.folder}"
-        if self._failed >= self._attempts:
+        if self._failed >= attempts:
             with contextlib.suppress(OSError, ConfigError):
                 self._owner.check()
                 self._store.reopen()  # what the last attempt left goes, too
@@ -132,7 +154,7 @@ class Saver:
         pause = self._pause(self._failed)
         self._pause_ends = time.monotonic() + pause
         going_on = "" if wait else "training goes on, "
-        end = duration(sum(map(self._pause, range(self._failed, self._attempts))))
+        end = duration(sum(map(self._pause, range(self._failed, attempts))))
         again = f"it is tried again in {duration(pause)}, and the run gives up if it still fails in {end}"
         self._say(f"checkpoint {step} could not be written ({why}); {going_on}{again}")
 

@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from nash_mhc.config.yaml_file import nodes_of, read_yaml
 
 __all__ = ["Key", "Parsed", "Settings", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
 
+_TYPED = ("flag ", "override ")  # origins of what stands on the command line
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
 Found = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 Recorded = Callable[[str, Mapping[str, Any]], Settings]
@@ -152,7 +154,9 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                     value = f"{before},{value}"
                 settings[key.path] = (value, f"flag {flag}")
             elif text:
+                typed = {path: setting for path, setting in settings.items() if setting[1].startswith(_TYPED)}
                 read_yaml(text, settings, kind)
+                _tell_replaced(typed, settings)
             else:
                 raise ConfigError("--config needs a value, the name of a YAML file")
     if folder is not None and alone is not None:  # as plain as a flag: what a file says about it does not count
@@ -163,12 +167,34 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
     return settings, print_config
 
 
+def _tell_replaced(typed: Settings, settings: Settings) -> None:
+    """What a file has set that was typed before it."""
+    for path, (value, origin) in typed.items():
+        now, file = settings[path]
+        if now != value:
+            print(
+                f"note: {file} sets {path} to {now}, after {origin} {value}; name --config first to keep {value}",
+                file=sys.stderr,
+            )
+
+
+def with_origins(error: ConfigError, parsed: Parsed) -> ConfigError:
+    """The same, which says of the settings in it where they come from, if they were not typed."""
+    text, values, told = str(error), parsed.config.to_dict(), []
+    for path, key in keys(parsed.config.model_kind).items():
+        origin, value = parsed.origins[path], key.of(values)
+        named = rf"(?<![\w-])(?:{re.escape(key.flag)}|{re.escape(path)}) {re.escape(str(value))}(?![\w.])"
+        if not origin.startswith((*_TYPED, "default", "preset", "argument")) and (match := re.search(named, text)):
+            told.append(f"{match[0]} from {origin}")
+    return ConfigError(f"{text} ({', '.join(told)})" if told else text)
+
+
 def _one_length(settings: Settings) -> None:
     """Epochs and steps both say how long a run is: one that was typed goes before one in a file."""
     epochs, steps = (settings.get(f"train.{name}") for name in ("epochs", "total_steps"))
     if epochs is None or steps is None or epochs[0] is None:
         return
-    typed = [origin.startswith(("flag ", "override ")) for _, origin in (epochs, steps)]
+    typed = [origin.startswith(_TYPED) for _, origin in (epochs, steps)]
     if all(typed):
         raise ConfigError(f"--epochs {epochs[0]:g} and --total-steps {steps[0]} both say how long the run is; leave one out")
     if typed[1]:

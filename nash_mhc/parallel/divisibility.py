@@ -29,21 +29,31 @@ def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int], *, model_is_given: 
     """
     if not (found := misfits(cfg, mesh_shape)):
         return
-    over = lambda length: f"{' x '.join(RULES[length.axis])} = {_ways(length, mesh_shape)}"
-    what = ", ".join(f"{length.flag} {length.size} cannot be split over {over(length)}" for length in found)
+    names: dict[str, list[str]] = {}
+    for length in found:
+        over = f"{' x '.join(RULES[length.axis])} = {_ways(length, mesh_shape)}"
+        names.setdefault(over, []).append(f"{length.flag} {length.size}")
+    (over, first), *others = ((over, _listed(sizes)) for over, sizes in names.items())
+    rest = "".join(f", {sizes} over {over}" for over, sizes in others)
     remedies = []
-    others = nearest_shape(
+    smaller = nearest_shape(
         mesh_shape,
         math.prod(mesh_shape.values()),
         lambda shape: not misfits(cfg, shape),
         all_devices=jax.distributed.is_initialized(),
     )
-    if others is not None:
-        remedies.append(as_flags(others, math.prod(mesh_shape.values())))
+    if smaller is not None:
+        remedies.append(as_flags(smaller, math.prod(mesh_shape.values())))
     if not model_is_given and (resized := _resized(cfg, found, mesh_shape)) is not None:
         remedies.append(resized)
-    remedy = f"try {', or '.join(remedies)}" if remedies else "no mesh of all devices divides them; use fewer devices"
-    raise ConfigError(f"{what}; {remedy}")
+    if not remedies:
+        remedies.append("another size: no mesh of all devices divides them")
+    raise ConfigError(f"{first} cannot be split over {over}{rest}; try {', or '.join(remedies)}")
+
+
+def _listed(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`"""
+    return " and ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])
 
 
 def _ways(length: Length, mesh_shape: Mapping[str, int]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from nash_mhc.storage.paths import Folder, is_remote
 
 _FOUND = "/jax/compilation_cache/cache_hits"  # what JAX calls it when a program was in the cache
 _here = threading.local()  # JAX tells it in the thread that asked for the program
+_SHARE = 10  # of the free space, one program may take one part in so many
 _LEFT_BEHIND_S = 3600.0  # who has written nothing to a part of a file for so long is dead
 
 
@@ -36,8 +38,12 @@ jax.monitoring.register_event_listener(_count)
 
 
 def write_programs_whole() -> None:
-    """JAX writes a compiled program in place. A kill in that moment leaves one that every later start stumbles over,
-    and a process beside this one may read half of it: here it is written beside its place, and then put there."""
+    """Has JAX write programs whole, and only where there is room for them.
+
+    JAX writes a compiled program in place. A kill in that moment leaves one that every later start stumbles over,
+    and a process beside this one may read half of it: here it is written beside its place, and then put there.
+    A program that would take more than a tenth of the free space is not kept: checkpoints need it.
+    """
     try:
         from jax._src import lru_cache
     except ImportError:
@@ -51,7 +57,7 @@ def write_programs_whole() -> None:
         target = f"{self.path}/{key}-cache"
         if getattr(self, "eviction_enabled", True) or "://" in target:
             in_place(self, key, value)
-        elif not os.path.exists(target):
+        elif not os.path.exists(target) and len(value) * _SHARE <= shutil.disk_usage(self.path).free:
             part = f"{self.path}/.{key}.{os.getpid()}.{threading.get_ident()}.part"
             try:
                 Path(part).write_bytes(value)
@@ -80,3 +86,21 @@ def use_compilation_cache(folder: Folder) -> None:
                 if time.time() - part.stat().st_mtime > _LEFT_BEHIND_S:
                     part.unlink()
         jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def remove_programs(folder: Folder) -> int:
+    """Removes the compiled programs that lie on the same disk as `folder`, which is full; returns their bytes.
+
+    Those that users keep elsewhere, in a folder of their own choice, stay.
+    """
+    named = jax.config.values["jax_compilation_cache_dir"]
+    if named is None or is_remote(folder) or "JAX_COMPILATION_CACHE_DIR" in os.environ or "://" in str(named):
+        return 0
+    removed = 0
+    with contextlib.suppress(OSError):
+        if Path(named).stat().st_dev == Path(folder).stat().st_dev:
+            for program in Path(named).glob("*-cache"):
+                size = program.stat().st_size
+                program.unlink()
+                removed += size
+    return removed

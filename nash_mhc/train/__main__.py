@@ -16,7 +16,7 @@ import jax
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.commands import module_command, one_line_errors, resume_command, this_python
-from nash_mhc.config.parsing import Parsed, as_flags, parse, render
+from nash_mhc.config.parsing import Parsed, as_flags, parse, render, with_origins
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.runtime.compiled import compiles_still
@@ -96,6 +96,13 @@ def main() -> int:
         folder="train.checkpoint_dir",
         recorded=recorded_settings,
     )
+    try:
+        return _start(parsed)
+    except ConfigError as error:
+        raise with_origins(error, parsed) from None
+
+
+def _start(parsed: Parsed) -> int:
     asked = parsed.config
     if parsed.own.mesh_auto:
         asked = best_here(asked, parsed.given, lambda text: print(text, file=sys.stderr))

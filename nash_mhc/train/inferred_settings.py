@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.config import presets
 from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.key_names import OURS, keys
 from nash_mhc.config.parsing import Settings
-from nash_mhc.config.schema import ConfigError, weighted_parts
+from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.puzzles.csv_file import is_puzzle_file, kind_of_file
 from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
@@ -118,6 +119,11 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
     with one_line(f"--checkpoint-dir {folder}"):
         known = {} if run.is_imported() else run.settings()
         has_begun = bool(known) and run.has_begun()
+    # What is damaged may hold anything; what is no value of a key is found when the configuration is built.
+    known = {path: value for path, value in known.items() if value is None or isinstance(value, bool | int | float | str)}
+    kind = known.get("model_kind", OURS)
+    if kind not in ARCHITECTURES or known.get("model_size", RunConfig.model_size) not in presets.sizes(kind):
+        return {}
     if any(given.get(name, known.get(name)) != known.get(name) for name in ("model_size", "model_kind")):
         return {}
     left_out: set[str] = set()
@@ -132,7 +138,8 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
         left_out.add("model.vocab_size")
     if "train.total_steps" in given:
         known["train.epochs"] = None
-        if known.get("optim.warmup_steps", 0) > given["train.total_steps"]:
+        warmup = known.get("optim.warmup_steps")
+        if isinstance(warmup, int) and warmup > given["train.total_steps"]:
             left_out.add("optim.warmup_steps")
     if "train.remat" in given:
         left_out.add("train.remat_keep")

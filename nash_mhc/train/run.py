@@ -35,6 +35,8 @@ from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.session import BadSteps, Session, begin
 from nash_mhc.train.state import TrainState, abstract_state
 
+_MOST_RATE = 0.1  # ten times the largest that any preset or recipe has
+
 
 @dataclass(frozen=True)
 class Result:
@@ -145,6 +147,10 @@ def _introduce(inputs: Inputs, mesh: Mesh, reporter: Reporter) -> None:
     cfg = inputs.cfg
     reporter.floor, reporter.total = inputs.floor[0] if inputs.floor else None, cfg.train.total_steps
     reporter.say(f"{describe(mesh)}, {cfg.train.dtype}; {_parameters(cfg)}; run in {inputs.folder}")
+    if cfg.optim.optimizer in ("adamw", "adam_atan2", "muon") and cfg.optim.learning_rate > _MOST_RATE:
+        reporter.say(
+            f"warning: --learning-rate {cfg.optim.learning_rate:g} is far above what trains (1e-4 to 1e-2): the loss will rise"
+        )
     for line in inputs.in_words(mesh):
         reporter.say(line)
     if inputs.evaluator is None:

@@ -25,10 +25,11 @@ from nash_mhc.parallel.processes import from_leader
 from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.hardware import peak_flops, peak_memory
 from nash_mhc.runtime.profile import Profile
+from nash_mhc.runtime.program_cache import remove_programs
+from nash_mhc.runtime.signals import SIGNALS
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.paths import is_remote
-from nash_mhc.telemetry import weights_and_biases
 from nash_mhc.telemetry.fan_out import Nowhere, Telemetry
 from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.terminal import Reporter
@@ -43,6 +44,7 @@ from nash_mhc.train.resume import Start, checkpoint_values, starting_state
 from nash_mhc.train.run_json import described
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import TrainState, flops_per_token, saved_part, sharded_abstract_state
+from nash_mhc.train.wandb_run import wandb_run, wandb_sink
 from nash_mhc.train.warm_start import warm_model
 
 
@@ -198,7 +200,7 @@ def begin(
     if start.own and "clock" in start.values:
         clock.go_on(start.values["clock"], written=inputs.folder.written(start.step), row=inputs.folder.last_row())
     changed = changed_settings.changes(start.before.config, cfg) if start.before is not None else {}
-    wandb = from_leader(lambda: _wandb_run(inputs))
+    wandb = from_leader(lambda: wandb_run(inputs))
     before = start.before.commands if start.own and start.before is not None else ()
     known = known | {
         "init_from": start.init_from,
@@ -209,10 +211,18 @@ def begin(
     texts = described(cfg, mesh, inputs.floor, inputs.identity, start.state.model, known) | _beside(start)
     telemetry: Telemetry = Nowhere()
     if jax.process_index() == 0:
-        others = [*sinks, *_wandb_sink(inputs, wandb, reporter)]
+        others = [*sinks, *wandb_sink(inputs, wandb, reporter)]
         evaluated = start.step - _evaluation_missing(inputs, start)
         telemetry = _open_files(inputs, texts, evaluated, start.step, reporter, others)
-    saver = Saver(store, texts, say=reporter.say, owner=inputs.owner, last=start.step if start.own else None)
+    saver = Saver(
+        store,
+        texts,
+        say=reporter.say,
+        owner=inputs.owner,
+        last=start.step if start.own else None,
+        stopping=lambda: SIGNALS.caught is not None,
+        make_room=lambda: remove_programs(inputs.folder.path),
+    )
     with clock.during("compile"):
         evaluation = _begin_evaluation(inputs, mesh, shapes.model, compiled)
         compiled.result()
@@ -277,25 +287,6 @@ def _profile(inputs: Inputs, start: Start, step_fn: CompiledStep, reporter: Repo
         reporter.say(f"--profile {first}:{last}: an evaluation lies within these steps, and is counted with them")
     folder = inputs.folder.path / "profile" if not is_remote(inputs.folder.path) else Path("runs") / "profile"
     return Profile(first, min(last, total), folder, step_fn.text, reporter.say)
-
-
-def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
-    """Project and id of the run at Weights & Biases;
-    the same as before where this folder's run has some, in use or not."""
-    wanted, known = inputs.cfg.telemetry.wandb, inputs.folder.description()
-    before = known.wandb if known is not None else None
-    if wanted is None or (before is not None and before.get("project") == wanted):
-        return before
-    return {"project": wanted, "id": weights_and_biases.new_id()}
-
-
-def _wandb_sink(inputs: Inputs, run: dict[str, str] | None, reporter: Reporter) -> list[Sink]:
-    cfg = inputs.cfg
-    if run is None or cfg.telemetry.wandb is None:
-        return []
-    sink = weights_and_biases.WeightsAndBiases(cfg.telemetry, inputs.folder.path, run["id"], cfg.to_dict())
-    reporter.say(f"wandb: run {run['id']} of project {run['project']}, {cfg.telemetry.wandb_mode}")
-    return [sink]
 
 
 def _open_files(

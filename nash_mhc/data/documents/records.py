@@ -9,6 +9,7 @@ special tokens; whatever a record spells is text.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ from nash_mhc.data.documents.field_templates import both
 from nash_mhc.data.documents.readers import Raw
 from nash_mhc.data.documents.spans import Part, Span, text_of
 from nash_mhc.storage.json_files import parse_json
+
+# Names that datasets give to what is asked and to what is answered.
+_ASKS = ("question", "instruction", "prompt", "query", "input", "problem")
+_ANSWERS = ("answer", "response", "output", "completion", "solution", "target")
 
 
 def check_template(template: str) -> str:
@@ -51,7 +56,7 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
         record = _parsed(_decoded(raw, file, raw.content), where)
     if recipe["format"] == "text":
         if raw.kind == "jsonl":
-            record = _field(record, recipe["text_field"], where, "name the text's with --text-field")
+            record = _field(record, recipe["text_field"], where, _remedy(record))
         return [Span((Part(text_of(record, where, recipe["text_field"])),), True)]
     if recipe["format"] == "fields":
         prompt, response = (
@@ -104,6 +109,16 @@ def _field(record: Any, name: str, where: str, remedy: str) -> Any:
     if name not in record:
         raise ConfigError(f"{where}: no field {name!r}, there are {', '.join(map(str, record)) or 'none'}; {remedy}")
     return record[name]
+
+
+def _remedy(record: Any) -> str:
+    """What to give for a record without the field of the text, by the names of those that it has."""
+    names = set(record) if isinstance(record, Mapping) else set()
+    asked, answered = (next((name for name in wanted if name in names), None) for wanted in (_ASKS, _ANSWERS))
+    if asked is None or answered is None:
+        return "name the text's with --text-field"
+    templates = ("--prompt-template", rf"{{{asked}}}\n", "--response-template", f"{{{answered}}}")
+    return f"to learn the answers: {shlex.join(['--format', 'fields', *templates])}; or name the text's with --text-field"
 
 
 def _messages(record: Any, where: str) -> list[Message]:

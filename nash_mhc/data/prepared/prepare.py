@@ -285,5 +285,10 @@ def _sole_owner(partial: Path) -> Iterator[None]:
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    long = {"content": "other content", "chat_form": "another chat template"}
+    tokens = [values.get("tokenizer", {}).get("vocab_size") for values in (before, now)]
+    long = {
+        "content": "other content",
+        "chat_form": "another chat template",
+        "tokenizer": f"another tokenizer, of {tokens[0]:,} tokens there, {tokens[1]:,} now",
+    }
     return ", ".join(long.get(key, f"{key} {before.get(key)} there, {now.get(key)} now") for key in changed)
