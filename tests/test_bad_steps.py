@@ -12,6 +12,7 @@ import small
 from runs import RUN, assert_equal_states, at, rows
 
 from nash_mhc.config import ConfigError
+from nash_mhc.config.commands import module_command
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.train import run
 from nash_mhc.train.programs import make_objective
@@ -90,7 +91,7 @@ def test_too_many_in_a_row_stop_the_run_and_name_checkpoint_and_step(poison, tmp
     assert str(stopped.value) == (
         "steps 3 to 5 had no finite loss and gradients, and were skipped; the run stops here; the last checkpoint before "
         "them is step 2; step 3 read rows 16, 17, 18, 19, 20, 21, 22, 23 of stories; look at them with "
-        f"python -m nash_mhc.data inspect {tmp_path / 'run'} --step 3"
+        + module_command("nash_mhc.data", "inspect", str(tmp_path / "run"), "--step", "3")
     )
     # The remedy is found: without the bad rows the same command goes on.
     poison.clear()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from report_files import make_run, row, serving
 
-from nash_mhc.config.commands import one_line_errors
+from nash_mhc.config.commands import module_command, one_line_errors
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.__main__ import main
 from nash_mhc.report.contents import contents, facts, in_words, open_run
@@ -148,7 +148,7 @@ def test_a_step_that_stands_out_comes_with_the_command_that_shows_it(tmp_path: P
     folder = make_run(tmp_path / "my run", [row(10, spike_steps=[3, 7]), row(20, skipped_steps=[7, 12]), row(30)])
     found = contents(open_run(folder))["marks"]
     assert [(mark["step"], mark["what"]) for mark in found] == [(3, "spike"), (7, "spike, skipped"), (12, "skipped")]
-    assert found[0]["command"] == f"python -m nash_mhc.data inspect '{folder}' --step 3"
+    assert found[0]["command"] == module_command("nash_mhc.data", "inspect", str(folder), "--step", "3")
 
 
 def test_evaluations_lie_where_their_steps_were(tmp_path: Path) -> None:

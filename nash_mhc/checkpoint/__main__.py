@@ -14,7 +14,7 @@ from typing import Any
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
-from nash_mhc.config.commands import OneLineParser, chosen_command, one_line_errors, run_path
+from nash_mhc.config.commands import OneLineParser, chosen_command, module_command, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import one_line
@@ -101,7 +101,8 @@ def _lines(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 def _last(folder: Folder, wanted: int | None) -> Folder:
     steps = _steps(folder, wanted)
     if not steps:
-        raise ConfigError(f"{folder}: what it holds was set aside; python -m nash_mhc.checkpoint list {folder} shows it")
+        look = module_command("nash_mhc.checkpoint", "list", str(folder))
+        raise ConfigError(f"{folder}: what it holds was set aside; look at it with {look}")
     return folder / str(steps[-1])
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RUN, RunFolder
-from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, one_line_errors, run_path, this_python
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
 from nash_mhc.config.parsing import as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
@@ -35,7 +34,7 @@ def _prepare_flags(group: argparse._ArgumentGroup) -> None:
 def _train_command(given: Mapping[str, Any], **instead: Any) -> str:
     """The run that these settings are meant for."""
     settings = {"data.dataset": None, **given, **{f"data.{name}": value for name, value in instead.items()}}
-    return shlex.join([this_python(), "-m", "nash_mhc.train", *as_flags(settings)])
+    return module_command("nash_mhc.train", *as_flags(settings))
 
 
 def _given_out(own: argparse.Namespace, example: str) -> Path:

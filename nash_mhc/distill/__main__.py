@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, one_line_errors, run_path, this_python
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
 from nash_mhc.config.parsing import parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
@@ -100,7 +100,8 @@ def cache_command(argv: Sequence[str]) -> int:
         make_cache(out, loaded, known, mesh, wanted, tick)
     if jax.process_index() == 0:
         print(f"{out}: {rows:,} rows with {wanted.top_k} tokens a place, in {time.monotonic() - began:.1f} s. Next:")
-        print(f"  {this_python()} -m nash_mhc.train runs/student --dataset {out} --objective distill")
+        command = module_command("nash_mhc.train", "runs/student", "--dataset", str(out), "--objective", "distill")
+        print(f"  {command}")
     return 0
 
 

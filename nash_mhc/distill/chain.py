@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
-from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.commands import module_command, what_there_is
 from nash_mhc.config.fields import check_scheme
 from nash_mhc.config.key_names import find, keys
 from nash_mhc.config.parsing import parse
@@ -127,10 +127,11 @@ def run_chain(links: list[Link]) -> int:
     for number, link in enumerate(links, 1):
         if _is_done(link):
             continue
-        print(f"== {number} of {len(links)}, {link.name}: python -m {link.module} {' '.join(link.argv)}", flush=True)
+        print(f"== {number} of {len(links)}, {link.name}: {module_command(link.module, *link.argv)}", flush=True)
         if code := subprocess.run([sys.executable, "-m", link.module, *link.argv], check=False).returncode:
             if code != 2:  # a mistake, which has been said
-                print(f"{link.name} has ended with {code}; the same command goes on from there", file=sys.stderr)
+                again = module_command("nash_mhc.distill", *sys.argv[1:])
+                print(f"{link.name} has ended with {code}; to continue: {again}", file=sys.stderr)
             return code
     return 0
 

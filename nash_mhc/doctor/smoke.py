@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config import presets
+from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ModelConfig, RunConfig
 from nash_mhc.doctor.teller import Teller
 
@@ -77,7 +78,8 @@ def _restored(folder: Path, state: Any) -> None:
 
 def check(tell: Teller, *, scratch: str, platform: str, count: int) -> None:
     began = time.monotonic()
-    remedy = "please report it with --json FILE's contents, and the output of python -m nash_mhc.train --total-steps 2"
+    remedy = "please report it with --json FILE's contents, and the output of "
+    remedy += module_command("nash_mhc.train", "--total-steps", "2")
     with tell.part("smoke test", "starting", remedy, patience=5.0):
         from nash_mhc.checkpoint.run_folder import RunFolder
         from nash_mhc.train.run import run

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, one_line_errors, run_path
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.model_folder import check_model_folder
 
@@ -60,8 +60,12 @@ def _import(argv: Sequence[str]) -> int:
     loaded = import_folder(folder, Path(args.out), _say)
     count = count_parameters(loaded.config.model)
     print(f"{args.out}: {count / 1e6:,.1f} million parameters; train them with --init-from {args.out}, or ask them:")
-    print(f"  python -m nash_mhc.generate {args.out} --prompt 'Once upon a time'")
+    print(f"  {_ask(args.out)}")
     return 0
+
+
+def _ask(folder: str) -> str:
+    return module_command("nash_mhc.generate", folder, "--prompt", "Once upon a time")
 
 
 def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
@@ -71,8 +75,8 @@ def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
 
     count = import_adapters(folder, args.base, Path(args.out), _say)
     print(f"{args.out}: adapters of {count:,} parameters on {args.base}; ask the two, or make one of them:")
-    print(f"  python -m nash_mhc.generate {args.out} --prompt 'Once upon a time'")
-    print(f"  python -m nash_mhc.hub merge {args.out} --out MERGED")
+    print(f"  {_ask(args.out)}")
+    print(f"  {module_command('nash_mhc.hub', 'merge', args.out, '--out', f'{args.out}-merged')}")
     return 0
 
 
@@ -138,14 +142,14 @@ def _pack(argv: Sequence[str]) -> int:
         print(f"  {size.name:<12} {size.numbers:>15,} {size.bytes:>15,} {8 * size.bytes / size.numbers:>10.2f}")
     total = sum(size.bytes for size in sizes)
     print(f"  {'all':<12} {whole:>15,} {total:>15,} {8 * total / whole:>10.2f}   ({total / whole / 2:.0%} of float16)")
-    print(f"{args.out}: ask it with python -m nash_mhc.generate {args.out} --prompt 'Once upon a time'")
+    print(f"{args.out}: ask it with {_ask(args.out)}")
     return 0
 
 
 def _merge(argv: Sequence[str]) -> int:
     args, loaded = _written_by("merge", argv)
     if not loaded.config.lora.rank:
-        raise ConfigError(f"{args.folder}: has no adapters; python -m nash_mhc.hub export writes it as it is")
+        raise ConfigError(f"{args.folder}: has no adapters; hub export writes it as it is")
     from nash_mhc.config.schema import LoraConfig
     from nash_mhc.model.lora import merged
 
@@ -162,8 +166,9 @@ def _write(args: argparse.Namespace, loaded: Any) -> int:
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
     written = export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say)
     _list(written)
-    trust = " --trust-remote-code" * any(file.name == CODE.name for file in written)
-    print(f"{args.out}: compare the two with python -m nash_mhc.hub check {args.folder} {args.out}{trust}")
+    trust = ["--trust-remote-code"] * any(file.name == CODE.name for file in written)
+    command = module_command("nash_mhc.hub", "check", args.folder, args.out, *trust)
+    print(f"{args.out}: compare the two with {command}")
     return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import duration, short
 from nash_mhc.config.parsing import as_flags
 from nash_mhc.runtime.chips import Machine
@@ -25,7 +25,7 @@ _CATEGORIES = {
 
 def train_command(best: Candidate, given: Mapping[str, Any]) -> str:
     """The exact one: what the user has given, with what was found."""
-    return shlex.join(["python", "-m", "nash_mhc.train", *as_flags({**given, **best.settings})])
+    return module_command("nash_mhc.train", *as_flags({**given, **best.settings}))
 
 
 def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:

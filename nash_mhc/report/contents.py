@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bisect
 import math
-import shlex
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, Row, RunFolder
+from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import duration
 from nash_mhc.storage.json_files import number
 from nash_mhc.storage.paths import Folder
@@ -179,8 +179,7 @@ def _marks(run: Run) -> list[dict[str, Any]]:
             for step in steps if isinstance(steps, list) else []:
                 if isinstance(step, int):
                     found[step] = f"{found[step]}, {what}" if step in found else what
-    folder = shlex.quote(str(run.folder))
-    show = lambda step: f"python -m nash_mhc.data inspect {folder} --step {step}"
+    show = lambda step: module_command("nash_mhc.data", "inspect", str(run.folder), "--step", str(step))
     return [{"step": step, "what": what, "command": show(step)} for step, what in sorted(found.items())]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
 from nash_mhc.data.documents.files import counted_endings
@@ -133,7 +133,7 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
     where it does not know the data's place, with a word for it."""
     recipe, files = values.get("recipe") or {}, values.get("files") or ["..."]
     dataset = (values.get("about") or {}).get("dataset") or (files[0] if len(files) == 1 else f"FOLDER_WITH_{files[0]}")
-    words = ["python", "-m", "nash_mhc.data", "prepare", "--dataset", dataset]
+    words = ["prepare", "--dataset", dataset]
     defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)} | {"format": "text", "template": TEMPLATE}
     for name in (name for name in recipe if name in defaults and recipe[name] != defaults[name] and name != "tokenizer"):
         value = str(recipe[name]).replace("\n", "\\n").replace("\t", "\\t")
@@ -142,7 +142,7 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
         words += ["--model-scales", "1"] if align == 1 else ["--model-scales", "2", "--model-ratio", str(align)]
     if (folder / "tokenizer").exists():
         words += ["--tokenizer", str(folder / "tokenizer")]
-    return shlex.join([*words, "--out", str(folder)])
+    return module_command("nash_mhc.data", *words, "--out", str(folder))
 
 
 def write_file(path: Path, data: bytes) -> None:
