@@ -96,8 +96,8 @@ class RunFolder:
             info = parse_json((self.path / RUN).read_bytes())
             config, history = _usable(flat(info["config"])), list(info.get("history", []))
             commands = tuple(map(str, info.get("commands", ())))
-            others = (info.get(name) for name in ("init_from", "wandb", "drawn"))
-            return Description(config, str(info["rows"]), history, *others, commands)
+            init_from, wandb, drawn = (info.get(name) for name in ("init_from", "wandb", "drawn"))
+            return Description(config, str(info["rows"]), history, init_from, wandb, drawn, commands)
         except (OSError, *MALFORMED):
             pass  # lost or damaged: every checkpoint knows it as well
         for step in reversed(self.steps()):
