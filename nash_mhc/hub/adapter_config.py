@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.errors import reason
+from nash_mhc.storage.json_files import read_json
 
 FILE = "adapter_config.json"
 HANDLED = frozenset({
@@ -106,14 +106,7 @@ def _matches(wanted: str | tuple[str, ...], module: str) -> bool:
 
 def read_adapter_config(path: Path) -> AdapterConfig:
     """ConfigError names a field that is not understood, or that asks for more than plain LoRA."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({reason(error)})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must be a JSON object, not {_short(values)}")
+    values = read_json(path)
     if values.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type {_short(values.get('peft_type'))} is not LORA{REMEDY}")
     for name, value in values.items():

@@ -145,7 +145,7 @@ def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], Non
         dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
         known = {"imported": folder.name, "parameters": count_parameters(run.model), DTYPES: dtypes}
         write_model(part, model, config.to_dict(), base=record, **known)
-    return sum(leaf.size for leaf in leaves)
+    return sum(pair.a_RI.size + pair.b_OR.size for pair in pairs.values())
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
