@@ -1,6 +1,7 @@
 """Devices, meshes and what fits on them; and what a user is told when something does not."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -140,6 +141,12 @@ def test_a_run_refuses_what_is_not_there(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert re.search(message, refusal(changed(cfg, train={"checkpoint_dir": str(folder)})))
     assert not folder.exists()
+
+
+def test_a_run_that_has_begun_keeps_its_vocabulary(tmp_path: Path) -> None:
+    cfg = changed(SMALL, model={"vocab_size": 256}, train={"checkpoint_dir": str(tmp_path)})
+    (tmp_path / "run.json").write_text(json.dumps({"config": cfg.to_dict(), "rows": "stories"}))
+    assert f"use the tokenizer of the run in {tmp_path}" in refusal(cfg)
 
 
 def test_a_file_in_the_way_of_the_run_is_told(tmp_path: Path) -> None:

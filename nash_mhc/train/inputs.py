@@ -84,7 +84,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     if own is not None and from_leader(lambda: _is_there(own)):
         owner = _hold(cfg, own, watch, held, say)
     watch.doing("preparing the data")
-    tokenizer = _tokenizer(cfg)
+    tokenizer = _tokenizer(cfg, own)
     floor = loss_floor(cfg.data, tokenizer)
     align = cfg.model.alignment
     how: dict[str, Any] = {"align": align, "temperature": cfg.distill.temperature if cfg.reads_cache else None}
@@ -164,13 +164,15 @@ def _hold(cfg: RunConfig, folder: RunFolder, watch: Watch, held: contextlib.Exit
     return owner
 
 
-def _tokenizer(cfg: RunConfig) -> Tokenizer:
+def _tokenizer(cfg: RunConfig, own: RunFolder | None) -> Tokenizer:
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
-        base = cfg.train.init_from
-        own = f"use the tokenizer of --init-from {base}, and prepare the data with it"
+        begun = own if own is not None and own.description() is not None else None
+        sources = {"the run in": begun, "--init-from": cfg.train.init_from, "--resume-from": cfg.train.resume_from}
+        given = [f"{what} {folder}" for what, folder in sources.items() if folder is not None]  # such a model keeps its size
+        remedy = f"use the tokenizer of {given[0]}" if given else f"set --model-vocab-size {tokenizer.vocab_size}"
         raise ConfigError(
             f"--tokenizer {cfg.data.tokenizer} has {tokenizer.vocab_size} tokens, the model only {cfg.model.vocab_size}; "
-            + (f"set --model-vocab-size {tokenizer.vocab_size}" if base is None else own)
+            f"{remedy}"
         )
     return tokenizer
