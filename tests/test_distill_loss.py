@@ -23,7 +23,7 @@ def given():
     return x, w, targets, weights, teacher_x, teacher_w
 
 
-found_likeliest = jax.jit(likeliest, static_argnames=("vocab_size", "k", "random", "drawn_from", "temperature"))
+found_likeliest = jax.jit(likeliest, static_argnames=("vocab_size", "k", "tokens", "random", "temperature"))
 loss_and_grads = jax.jit(distill_and_grads, static_argnames=("vocab_size", "parts"))
 
 
@@ -35,7 +35,7 @@ def known(given, k, temperature=1.0, random=0, found_by=None):
         ids = np.argsort(-z, axis=-1, kind="stable")[..., :k].astype(np.int32)
         lse = np.log(np.sum(np.exp(z / temperature), axis=-1))
         return Teacher(*map(jnp.asarray, (ids, np.take_along_axis(z, ids, -1), lse)))
-    how = {"vocab_size": REAL, "k": k, "random": random, "drawn_from": REAL, "temperature": temperature}
+    how = {"vocab_size": REAL, "k": k, "random": random, "temperature": temperature}
     return found_likeliest(*given[4:], given[2], **how)
 
 
@@ -131,7 +131,7 @@ def test_tokens_drawn_at_random_stand_for_all_others(given):
     np.testing.assert_allclose(drawn[1], dx, atol=0.02)
     np.testing.assert_allclose(drawn[2], dw, atol=0.05)
     # The same row of text has the same ones, wherever it stands; another has others.
-    again = found_likeliest(teacher_x[::-1], teacher_w, targets[::-1], vocab_size=REAL, k=k, random=many, drawn_from=REAL)
+    again = found_likeliest(teacher_x[::-1], teacher_w, targets[::-1], vocab_size=REAL, k=k, random=many)
     np.testing.assert_array_equal(again.ids[::-1], ids)
     assert not np.array_equal(ids[0, :, k:], ids[1, :, k:])
 
@@ -152,7 +152,7 @@ def test_a_split_vocabulary_gives_the_same_teacher_and_the_same_loss(given):
     x, w, targets, weights, teacher_x, teacher_w = given
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    find = functools.partial(likeliest, vocab_size=REAL, k=5, random=3, drawn_from=REAL, vocab_axes=("tp",))
+    find = functools.partial(likeliest, vocab_size=REAL, k=5, random=3, vocab_axes=("tp",))
     found = jax.jit(split(find, in_specs=(P(), P("tp"), P()), out_specs=P()))(teacher_x, teacher_w, targets)
     teacher = known(given, 5, random=3)
     np.testing.assert_array_equal(found.ids, teacher.ids)

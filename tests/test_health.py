@@ -130,8 +130,8 @@ def test_the_sparsity_weight_adds_the_entropy_and_its_gradient(batch):
     (plain_state, [plain], _), (state, [sparse], _) = small.train(CFG, [batch]), small.train(cfg, [batch])
     share = np.mean(sparse["health/scale_entropy"])
     assert sparse["loss/sparsity"] == pytest.approx(weight * share, rel=1e-5)
-    assert sparse["loss/ce"] == pytest.approx(plain["loss/ce"], rel=1e-6)
-    assert sparse["loss"] == pytest.approx(plain["loss"] + weight * share, rel=1e-6)
+    assert sparse["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert sparse["objective"] == pytest.approx(plain["objective"] + weight * share, rel=1e-6)
     # What the gradients have more than before is the slope of the entropy: measured by walking both ways along it.
     extra = jax.tree.map(np.subtract, gradients(state, sparse, cfg), gradients(plain_state, plain, CFG))
     slope = math.sqrt(sum(float((e**2).sum()) for e in jax.tree.leaves(extra))) / weight

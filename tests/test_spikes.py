@@ -109,7 +109,7 @@ def test_a_skipped_spike_leaves_the_run_as_if_it_had_not_been_but_in_the_ring(sk
     assert [row["spike"] for row in history] == [row["skipped"] for row in history] == [0] * AT + [1, 0, 0]
     assert [row["spikes"] for row in history] == [0] * AT + [1, 1, 1]
     assert history[AT]["spike_score/grad_norm"] > 30
-    assert all(row["spike_score/loss"] == 0 for row in history[:KEPT])
+    assert all(row["spike_score/objective"] == 0 for row in history[:KEPT])
     assert step.traces <= 1
     without, _, _ = small.train(SKIP, ordinary[AT:], calm[0])
     assert_equal_states(eqx.tree_at(lambda s: s.recent, state, without.recent), without, rtol=0, atol=0)
@@ -172,7 +172,7 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
     assert {row["step"]: (row["spikes"], row["skipped"]) for row in logged[AT - 1 :]} == {
         AT: (0, 0), AT + 1: (1, 1), AT + 2: (1, 1), AT + 3: (2, 2), AT + 4: (2, 2), AT + 5: (2, 2)
     }  # fmt: skip
-    assert all(row["spike_score/loss"] >= 0 for row in logged)
+    assert all(row["spike_score/objective"] >= 0 for row in logged)
 
     # Going on from the same checkpoint, only to be told of spikes: none counts as a bad step.
     spiky |= {AT + 4, AT + 5}
@@ -192,7 +192,7 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
 
 
 def test_the_line_names_the_larger_score():
-    metrics = {"loss": 7.123, "grad_norm": 0.5, "spike_score/loss": 14.21, "spike_score/grad_norm": 3.0}
+    metrics = {"objective": 7.123, "grad_norm": 0.5, "spike_score/objective": 14.21, "spike_score/grad_norm": 3.0}
     metrics |= {"spike": 1.0, "empty": 0.0}
-    assert spikes.line(812, metrics, 0) == "step 812: loss 7.123 is a spike, score 14.2; its update was taken"
+    assert spikes.line(812, metrics, 0) == "step 812: training objective 7.123 is a spike, score 14.2; its update was taken"
     assert spikes.line(812, metrics | {"spike": 0.0}, 0) is None

@@ -123,9 +123,9 @@ def test_z_loss_is_its_own_component(batches, one_device):
     batch = Batch(*(jnp.asarray(a[0]) for a in batches[0]))
     _, aux = jax.jit(make_objective(cfg))(small.start(cfg, small.make_mesh(cfg.mesh)).model, batch)
     found = {name: float(value) for name, value in means(aux.sums).items()}
-    assert found["loss/ce"] == pytest.approx(one_device[1][0]["loss"], rel=1e-5)
+    assert found["loss"] == pytest.approx(one_device[1][0]["loss"], rel=1e-5)
     assert found["loss/z"] > 0
-    assert found["loss"] == pytest.approx(found["loss/ce"] + found["loss/z"], rel=1e-6)
+    assert found["objective"] == pytest.approx(found["loss"] + found["loss/z"], rel=1e-6)
 
 
 def test_clipping_scales_what_the_optimizer_sees_and_reports_the_raw_norm(batches, one_device):
@@ -180,7 +180,7 @@ def test_a_row_holds_means_over_its_interval_and_a_stopped_run_writes_the_same_r
     finite = [metrics for at, metrics in enumerate(history) if at != 3]
     tokens = [metrics["tokens"] for metrics in finite]
     assert min(tokens) < 0.4 * max(tokens)
-    for name in ("loss", "loss/ce", "accuracy"):
+    for name in ("loss", "objective", "accuracy"):
         assert row[name] == pytest.approx(np.average([m[name] for m in finite], weights=tokens), rel=1e-12)
     assert row["grad_norm"] == pytest.approx(np.mean([m["grad_norm"] for m in finite]), rel=1e-12)
     assert row["lr"] == history[-1]["lr"]

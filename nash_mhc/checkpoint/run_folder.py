@@ -85,7 +85,7 @@ class RunFolder:
         info, path = self.info(**hint), self.path / RUN
         with reading(path, "it holds no configuration of a run"):
             try:
-                return RunConfig.from_dict(info["config"])
+                return RunConfig.from_dict(_configured(info))
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
 
@@ -94,7 +94,7 @@ class RunFolder:
         there is no run, or nothing of it is usable."""
         try:
             info = parse_json((self.path / RUN).read_bytes())
-            config, history = _usable(flat(info["config"])), list(info.get("history", []))
+            config, history = _usable(flat(_configured(info))), list(info.get("history", []))
             commands = tuple(map(str, info.get("commands", ())))
             init_from, wandb, drawn = (info.get(name) for name in ("init_from", "wandb", "drawn"))
             return Description(config, str(info["rows"]), history, init_from, wandb, drawn, commands)
@@ -144,7 +144,7 @@ class RunFolder:
         rows: list[Row] = []
         for number, line in enumerate(lines, start=1):
             if (row := row_of(line)) is not None:
-                rows.append(row)
+                rows.append(renamed(row))
             elif number < len(lines):
                 raise ConfigError(f"{path}:{number}: not a row of JSON with a step; mend or remove the line")
         return rows
@@ -199,6 +199,18 @@ class RunFolder:
             # An object store knows no empty folders.
             gone = not is_remote(self.path) and not files.exists(self.checkpoints, kind="directory")
             return [CHECKPOINTS] * gone + [name for name in names if not files.exists(self.path / name, kind="file")]
+
+
+def renamed(row: Mapping[str, Any]) -> Row:
+    """Return a row under the names of today. Rows with `loss/ce` are older: their `loss` is what was minimized."""
+    new = {"loss": "objective", "loss/ce": "loss"} if "loss/ce" in row else {}
+    return {new.get(name, name): value for name, value in row.items()}
+
+
+def _configured(info: dict[str, Any]) -> dict[str, Any]:
+    """The configuration in run.json. A model that was imported before the key existed has no begin token of ours."""
+    config: dict[str, Any] = info["config"]
+    return config | {"data": {"begin_with_end": False} | config["data"]} if "imported" in info else config
 
 
 def _usable(values: dict[str, Any]) -> dict[str, Any]:

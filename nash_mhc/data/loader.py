@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
+from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource
@@ -31,6 +32,7 @@ class Steps:
         positions = int(step) * self._rows + np.arange(share, self._rows, shares)
         indices = positions if self._source.endless else shuffled(positions, len(self._source), seed=self._seed)
         rows = self._source.take(indices)
+        check_weights(rows.weights, self._source.name, indices)
         return type(rows)(*(a.reshape(self._parts, -1, *a.shape[1:]) for a in rows))
 
 
@@ -79,6 +81,15 @@ def batches(
             yield type(rows)(*(np.array(a) for a in rows)) if workers else rows
     finally:
         getattr(iterator, "close", lambda: None)()
+
+
+def check_weights(weights: np.ndarray, name: str, indices: Sequence[int] | np.ndarray) -> None:
+    """ConfigError for rows [B, T] of a source that count less than nothing: training would unlearn them."""
+    if (weights < 0).any():
+        row, slot = np.argwhere(weights < 0)[0]
+        raise ConfigError(
+            f"{name}: row {int(indices[row])} has the weight {weights[row, slot]:g} in slot {slot}; weights must be at least 0"
+        )
 
 
 def count_bytes(rows: Rows, byte_lengths: np.ndarray) -> int:

@@ -69,6 +69,7 @@ def make_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mesh
     about = {
         "teacher": teacher, "rows": manifest.identity, "top_k": wanted.top_k, "temperatures": list(wanted.temperatures),
         "batch_size": wanted.batch_size, "dtype": loaded.dtype,
+        "lse_vocab_size": loaded.config.model.vocab_size,
     }  # fmt: skip
     if wanted.random:
         about |= {"random": wanted.random, "vocab_size": loaded.config.model.vocab_size}

@@ -148,7 +148,7 @@ def results(links: list[Link]) -> list[dict[str, Any]]:
 
 def show(found: list[dict[str, Any]], out: Path) -> str:
     """A table. Losses are compared with that of the first stage: it has read the same held-out rows."""
-    lines = [f"{'':<24}{'steps':>8}{'held-out loss':>16}{'of the first':>14}{'from the teacher':>18}"]
+    lines = [f"{'':<24}{'steps':>8}{'held-out loss':>16}{'of the first':>14}{'KL from teacher':>18}"]
     first = next((row["loss"] for row in found if row["kl"] is not None), None)
     for row in found:
         share, kl = ("", "") if row["kl"] is None else (f"{row['loss'] / first:.3f}", f"{row['kl']:.4f}")

@@ -40,7 +40,8 @@ Sums = dict[str, Sum]
 class Aux(NamedTuple):
     """What an objective reports beside the sum that is minimized, which is among the sums as `loss`; all of it adds up.
 
-    A sum named `loss/ce` is in nats a target, and evaluations take perplexity and bits a byte from it.
+    A sum named `loss/ce` is the cross-entropy of the targets, in nats. Where there is one, it is what metrics.jsonl and
+    evaluations call `loss`, and the sum that is minimized is `objective` there (see `means`).
     """
 
     sums: Sums
@@ -52,6 +53,12 @@ Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]  # of a Languag
 
 
 def means(sums: Sums) -> dict[str, Array]:
-    """By name; `tokens` is what the loss was taken over, `weight/NAME` what each mean was."""
-    found = {name: part.total / jnp.maximum(part.weight, 1.0) for name, part in sums.items()}
-    return found | {"tokens": sums["loss"].weight} | {f"weight/{name}": part.weight for name, part in sums.items()}
+    """Return the means under the names that metrics.jsonl has.
+
+    `objective` is what is minimized, `loss` the cross-entropy, where the objective has one. `tokens` is what they were
+    taken over, `weight/NAME` what each mean was.
+    """
+    terms = {name: part for name, part in sums.items() if name not in ("loss", "loss/ce")}
+    named = {"loss": sums.get("loss/ce", sums["loss"]), "objective": sums["loss"]} | terms
+    found = {name: part.total / jnp.maximum(part.weight, 1.0) for name, part in named.items()}
+    return found | {"tokens": sums["loss"].weight} | {f"weight/{name}": part.weight for name, part in named.items()}

@@ -270,18 +270,22 @@ def likeliest(
     *,
     vocab_size: int,
     k: int,
+    tokens: int | None = None,
     random: int = 0,
-    drawn_from: int = 0,
     temperature: float = 1.0,
     vocab_axes: tuple[str, ...] = (),
 ) -> Teacher:
-    """What is to be known of a teacher, in chunks: its k likeliest tokens of a vocabulary of `vocab_size`, `random`
-    others of one of `drawn_from`, their logits, and the sum over all. `rows_BT` is what it has read."""
+    """Return what is to be known of a teacher, in chunks: its k likeliest tokens, `random` others, their logits, and
+    the log-sum-exp over all `vocab_size` columns of its table.
+
+    `tokens`: only the first so many may be among the k (None: all). A table may have more columns than its tokenizer
+    has tokens; they take part in the log-sum-exp, as in the student's. `rows_BT` is what the teacher has read.
+    """
     B, T, _ = x_BTD.shape
     V, c = w_VD.shape[0], chunk_length(B, T, w_VD.shape[0])
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
     column_11V = (first + jnp.arange(V))[None, None]
-    numbers_BTR = _draws(rows_BT, random, drawn_from - k) if random else jnp.zeros((B, T, 0), jnp.int32)
+    numbers_BTR = _draws(rows_BT, random, vocab_size - k) if random else jnp.zeros((B, T, 0), jnp.int32)
 
     def chunk(_: None, inputs: tuple[Array, Array]) -> tuple[None, Teacher]:
         x_BcD, numbers_BcR = inputs
@@ -289,7 +293,8 @@ def likeliest(
         top_Bc = jnp.max(z_BcV, axis=-1)
         top_Bc = lax.pmax(top_Bc, vocab_axes) if vocab_axes else top_Bc
         sum_Bc = jnp.sum(jnp.exp((z_BcV - top_Bc[..., None]) / temperature), axis=-1)
-        logits, ids = lax.top_k(z_BcV, min(k, V))
+        chosen_BcV = z_BcV if tokens is None else jnp.where(column_11V < tokens, z_BcV, -jnp.inf)
+        logits, ids = lax.top_k(chosen_BcV, min(k, V))
         ids += first
         if vocab_axes:  # the likeliest of all are among the likeliest of each device
             sum_Bc = lax.psum(sum_Bc, vocab_axes)

@@ -18,9 +18,10 @@ _STRETCHES = 500  # of a long run: each keeps its lowest and highest value of wh
 _LOOKED_AT = ("loss", "grad_norm", "step_ms")
 _HEALTH_ROWS = 120  # columns of a heat map
 _COLUMNS = (  # of metrics.jsonl, as far as they are numbers
-    "loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", "goodput",
+    "loss", "kl", "exact", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib",
+    "goodput",
 )  # fmt: skip
-_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/exact", "eval/bits_per_byte")
+_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/exact", "eval/bits_per_byte", "eval/kl")
 _HEALTH = ("scale_weight", "scale_entropy", "scales_unused", "gain_forward", "gain_backward", "stream_rms")
 
 
@@ -77,6 +78,9 @@ def facts(run: Run) -> dict[str, str]:
         "final loss, nats a token": show(number(last, "loss"), "{:.4f}"),
         "held-out loss, nats a token": show(loss, "{:.4f}"),
         "the same with averaged weights": show(number(held_out, "eval/loss_ema"), "{:.4f}"),
+        "held-out KL from the teacher, nats a token": show(number(held_out, "eval/kl"), "{:.4f}"),
+        "held-out puzzles solved": show(number(held_out, "eval/exact"), "{:.1%}"),
+        "solved, stopping by itself": show(number(held_out, "eval/exact_stopping"), "{:.1%}"),
         "held-out bits a byte": show(number(held_out, "eval/bits_per_byte"), "{:.4f}"),
         "test loss, nats a token": show(number(test, "test/loss"), "{:.4f}"),
         "test accuracy": show(number(test, "test/accuracy"), "{:.1%}"),

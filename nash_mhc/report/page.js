@@ -230,7 +230,7 @@ function build(data) {
   main.append(axis, legend(data));
   const floors = new Set(data.runs.map((run) => run.floor)), floor = [...floors][0];
   const level = floors.size === 1 && floor !== null ? { y: floor, name: "floor" } : null;
-  figure(main, "loss", { heading: "Loss, nats a token", series: series(data, "loss", "eval/loss"), level, log: true, big: true });
+  figure(main, "loss", { heading: "Loss (cross-entropy), nats a token", series: series(data, "loss", "eval/loss"), level, log: true, big: true });
   if (several) main.append(...summary(data));  // what one wants to see of several is how they compare
   const wall = wallClock(data);
   if (wall) main.append(wall);
@@ -238,6 +238,10 @@ function build(data) {
   main.append(small);
   const noted = marks(data);
   figure(small, "gradient norm", { heading: noted.length ? "gradient norm (\u25b2 spikes and skipped steps: click)" : "gradient norm", series: series(data, "grad_norm"), marks: noted, log: true });
+  for (const [name, row, held] of [["puzzles solved", "exact", "eval/exact"], ["KL from the teacher, nats a token", "kl", "eval/kl"]]) {
+    const lines = series(data, row, held);
+    if (lines.length) figure(small, name, { series: lines, log: row === "kl" });
+  }
   figure(small, "token accuracy", { series: series(data, "accuracy", "eval/accuracy") });
   figure(small, "learning rate", { series: series(data, "lr") });
   figure(small, "tokens a second", { series: series(data, "tokens_per_s") });

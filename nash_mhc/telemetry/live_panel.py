@@ -120,7 +120,8 @@ class LivePanel(Reporter):
     def evaluation(
         self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
-        self._held_out = f"held out {found['eval/loss']:.4f} at step {step:,}"
+        kl = f", kl {found['eval/kl']:.4f}" if "eval/kl" in found else ""
+        self._held_out = f"held out {found['eval/loss']:.4f}{kl} at step {step:,}"
         super().evaluation(step, found, floor, sample)
 
     def end(self) -> None:

@@ -80,8 +80,9 @@ class Reporter:
         )
 
     def _against(self, row: dict[str, Any]) -> str:
-        """By the cross-entropy of the text, which the floor is one of; other objectives minimize something else."""
-        return f" ({row.get('loss/ce', row['loss']) / self.floor:.2f}x the floor)" if self.floor else ""
+        """The loss as a multiple of the floor; of a student, how far it is from its teacher."""
+        floor = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
+        return floor + (f"  kl {row['kl']:.4f}" if "kl" in row else "")
 
     def _read(self, row: dict[str, Any]) -> str:
         """How much of the data; 250%: 2.5 passes."""
@@ -155,6 +156,8 @@ def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float
         text += f", perplexity {evaluation['eval/perplexity']:.2f}"
     if "eval/accuracy" in evaluation:
         text += f", accuracy {evaluation['eval/accuracy']:.1%}"
+    if "eval/kl" in evaluation:
+        text += f", KL from the teacher {evaluation['eval/kl']:.4f}"
     if "eval/exact" in evaluation:  # puzzles: whole ones
         text += f", solved {evaluation['eval/exact']:.1%}"
         text += f" (stopping by itself {evaluation['eval/exact_stopping']:.1%}, after {evaluation['eval/passes']:.1f} passes)"

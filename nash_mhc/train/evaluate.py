@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.data.loader import count_bytes
+from nash_mhc.data.loader import check_weights, count_bytes
 from nash_mhc.data.pack import AnyRows, Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokenizer import Tokenizer
@@ -37,8 +37,8 @@ class Evaluator:
     """`evaluate(model)` -> loss and whatever else the objective measures,
     on a fixed random sample of the held-out rows.
 
-    Of an objective with a cross-entropy (`loss/ce`) that is the loss,
-    without the terms that are there for training only.
+    `eval/loss` is the cross-entropy, as `loss` is in training (see `objectives.base.means`), without the terms that are
+    there for training only.
 
     The rows do not depend on the run's seed or batch size (up to where the last batch ends),
     so that runs can be compared.
@@ -59,7 +59,9 @@ class Evaluator:
         self._mesh, self._teach = mesh, teach
         B = cfg.data.batch_size
         count = len(held_out) if all_rows and not held_out.endless else cfg.train.eval_batches * B
-        rows = [held_out[int(i)] for i in fixed_sample(held_out, count)]
+        numbers = fixed_sample(held_out, count)
+        rows = [held_out[int(i)] for i in numbers]
+        check_weights(np.stack([row.weights for row in rows]), held_out.name, numbers)
         # A small split ends within a batch: rows of no weight fill it up.
         rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-len(rows) % B)
         stacked = lambda some: type(some[0])(*(np.stack(a)[None] for a in zip(*some, strict=True)))

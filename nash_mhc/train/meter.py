@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nash_mhc.checkpoint.run_folder import renamed
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.telemetry.sinks import without_nan
 
@@ -26,7 +27,7 @@ class Interval:
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         saved = saved or {}
         self.steps: int = saved.get("steps", 0)
-        self._sums = {name: (np.array(total), weight) for name, (total, weight) in saved.get("sums", {}).items()}
+        self._sums = {name: (np.array(total), weight) for name, (total, weight) in renamed(saved.get("sums", {})).items()}
         self._most: dict[str, float] = dict(saved.get("most", {}))
         self._least = {name: np.array(value) for name, value in saved.get("least", {}).items()}
         self._newest: dict[str, float] = dict(saved.get("newest", {}))
@@ -93,7 +94,8 @@ class Meter:
         self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
         self.tokens_seen: int = saved.get("tokens_seen", 0)
         self.empty: int = saved.get("empty_steps", 0)
-        self.skipped, self.skipped_in_a_row = step - updates - self.empty, 0
+        self.skipped: int = step - updates - self.empty
+        self.skipped_in_a_row: int = saved.get("skipped_in_a_row", 0)  # checkpoints of older versions have none
         self.last: dict[str, Any] = {}  # metrics of the step that was added last
         self._inside: dict[str, Any] = {k: v for k, v in saved.get("metrics", {}).items() if k in _INSIDE}
         self._interval = Interval(saved.get("interval"))
@@ -132,7 +134,8 @@ class Meter:
 
     def to_json(self) -> dict[str, Any]:
         """What a run that goes on counts on from."""
-        return {"tokens_seen": self.tokens_seen, "empty_steps": self.empty, "interval": self._interval.to_json()}
+        counts = {"tokens_seen": self.tokens_seen, "empty_steps": self.empty, "skipped_in_a_row": self.skipped_in_a_row}
+        return counts | {"interval": self._interval.to_json()}
 
     def row(self) -> dict[str, Any]:
         """What the steps since the last row came to."""

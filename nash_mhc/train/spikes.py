@@ -1,4 +1,4 @@
-"""Spikes: steps whose loss or gradient norm stands far above those of the steps before."""
+"""Spikes: steps whose objective (what is minimized) or gradient norm stands far above those of the steps before."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 KEPT = 64  # steps that a new one is compared with
-MEASURES = {"loss": "loss", "grad_norm": "gradient norm"}  # name among the metrics -> in words
+MEASURES = {"objective": "training objective", "grad_norm": "gradient norm"}  # name among the metrics -> in words
 _NORMAL = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
 # Of the median: where values hardly vary, a hair's breadth is no spike. Gradient norms have a long tail, single batches
 # of several times the median are ordinary, and clipping takes care of them.
-_LEAST_SPREAD = {"loss": 0.02, "grad_norm": 0.25}
+_LEAST_SPREAD = {"objective": 0.02, "grad_norm": 0.25}
 
 
 class Recent(eqx.Module):

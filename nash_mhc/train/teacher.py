@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
     ids: Array
     logits: Array  # less the largest
-    sums: Array  # for every temperature, the log-sum-exp over all tokens, less the largest logit
+    sums: Array  # for every temperature, the log-sum-exp over the model's whole vocabulary, less the largest logit
     layers: Array | None
 
 
@@ -69,7 +69,7 @@ def finder(
 
     def find(model: LanguageModel, batch: Batch) -> Found:
         x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
-        how = {"vocab_size": vocabulary, "k": top_k, "random": random, "drawn_from": model.cfg.vocab_size}
+        how = {"vocab_size": model.cfg.vocab_size, "tokens": vocabulary, "k": top_k, "random": random}
         each = [
             sharded_likeliest(x_BTD, model.unembed_VD, batch.inputs, temperature=t, **how)  # the sums differ, no more
             for t in temperatures
