@@ -10,11 +10,16 @@ import pytest
 from runs import assert_equal_states, at
 
 from nash_mhc.config import presets
+from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.data.puzzles.kinds import find_kind
+from nash_mhc.data.puzzles.maze import OPEN, PATH
 from nash_mhc.data.puzzles.rows import PuzzleRows
 from nash_mhc.evaluate import __main__ as evaluate
+from nash_mhc.generate import __main__ as generate
 from nash_mhc.generate.decode import load
+from nash_mhc.generate.puzzle import mistake
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.train.__main__ import next_commands
 from nash_mhc.train.inferred_settings import found_settings
@@ -41,7 +46,8 @@ def test_a_run_learns_and_measures_whole_puzzles(solving):
     _, run = solving
     found = run.evaluation
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["loss/ce"] < 0.8 * rows[0]["loss/ce"]
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert rows[-1]["objective"] == pytest.approx(rows[-1]["loss"] + rows[-1]["loss/stopping"], rel=1e-5)
     assert {"eval/exact", "eval/exact_stopping", "eval/passes", "eval/exact_after/1", "eval/exact_after/4"} <= set(found)
     assert found["eval/exact"] == found["eval/exact_after/4"] <= found["eval/accuracy"] <= 1
     proposed = next_commands(run)  # of which each is to run: this model has nothing to write
@@ -81,6 +87,49 @@ def test_evaluate_tells_what_training_told_and_generate_says_why_not(solving, mo
     model = load(run.folder).config.model
     with pytest.raises(ConfigError, match="writes no text"):
         architecture_of(model).empty_cache(model, 1, 8, "float32")
+
+
+def test_a_grid_of_the_users_is_solved_and_checked(solving, monkeypatch, capsys):
+    _, run = solving
+
+    def command(*argv):
+        monkeypatch.setattr(sys, "argv", ["generate", str(run.folder), *argv])
+        return one_line_errors(generate.main), *capsys.readouterr()
+
+    grid = "..2.4......1.3.."
+    code, out, err = command("--puzzle", grid)
+    *lines, verdict = out.splitlines()
+    assert (code, [len(line) for line in lines]) == (0, [4] * 4)
+    answer = "".join(lines)
+    right = answer == "3124421324311342"  # the only solution
+    assert verdict == "valid" if right else verdict.startswith("not valid: ")
+    assert command("--puzzle", "\n".join(grid[i : i + 4] for i in range(0, 16, 4)))[1] == out  # in lines, too
+    for text, says in (
+        ("..2.4", "has 5 cells, and this model solves grids of 16"),
+        ("x" * 16, "'x' is no symbol"),
+        ("11" + "." * 14, "no solution"),
+        ("." * 16, "more than one solution"),
+    ):
+        code, out, err = command("--puzzle", text)
+        assert (code, out, len(err.splitlines())) == (2, "", 1) and says in err
+    assert command("--puzzle", grid, "--prompt", "x")[0] == 2
+
+
+def test_answers_are_judged_by_the_rules(tmp_path):
+    four, maze = find_kind("sudoku4"), find_kind("maze9x9")
+    cells = four.tokenizer().encode("..2.4......1.3..")
+    judge = lambda answer: mistake(four, cells, four.tokenizer().encode(answer))
+    assert judge("3124421324311342") is None
+    assert "1 of the cells that were given is changed" in judge("3134421324311342")
+    assert "lacks a digit" in judge("3124421324311344")
+    rows = PuzzleRows("maze9x9", seed=0, split="validation", cache_dir=tmp_path, validation_puzzles=3, train_puzzles=3)
+    given, right = rows.take([0])[:2]
+    assert mistake(maze, given[0], right[0]) is None
+    way = np.flatnonzero(right[0] == PATH)
+    assert "do not lead" in mistake(maze, given[0], np.where(np.arange(81) == way[0], given[0], right[0]))
+    opened = np.flatnonzero(right[0] == OPEN)
+    assert "not the shortest" in mistake(maze, given[0], np.where(np.arange(81) == opened[-1], PATH, right[0]))
+    assert "changed" in mistake(maze, given[0], np.zeros(81, np.int32))
 
 
 def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(solving, tmp_path):

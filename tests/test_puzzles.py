@@ -569,17 +569,33 @@ def test_the_rows_of_a_file_are_known_by_its_content(cache: Path, tmp_path: Path
         (["{q},{a}"], "question,text", ":1: no column is called answer or solution or solutions (there are question, text)"),
         (["{q},{a},{a}"], "question,answer,solution", ":1: more than one column is called answer"),
         ([], "question,answer", ": has no puzzles"),
+        (["{one},{a}", "{q},{a}", "{q},{a}"], "question,answer", ":3: the puzzle has more than one solution; so do 1 more"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_file_is_one_line(lines: list[str], header: str, says: str, tmp_path: Path) -> None:
     answer = "1234341221434321"
-    words = {"q": "1" + "." * 15, "a": answer, "x": "x", "q1": "." * 15, "a2": answer[2:]}
+    words = {"q": "1" + "." * 15, "a": answer, "x": "x", "q1": "." * 15, "a2": answer[2:], "one": answer}
     words |= {"b": "2143341212344321", "c": answer[:-1] + "2"}
     path = tmp_path / "bad.csv"
     path.write_text("\n".join([header, *(line.format(**words) for line in lines), ""]), encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(f"{path}{says}")) as told:
         CsvRows(path, seed=0, split="train", validation_fraction=0.1)
     assert "\n" not in str(told.value)
+
+
+def test_a_file_is_looked_through_for_second_solutions_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, noted = write(tmp_path / "a.csv", lines_of(opened("sudoku4", cache), 5)), tmp_path / "noted"
+    opened_ = lambda: CsvRows(path, seed=0, split="train", validation_fraction=0.0, cache_dir=noted)
+    opened_()
+    csv_file._check_solutions.cache_clear()  # as in another process
+    monkeypatch.setattr(csv_file, "solve", lambda *_: pytest.fail("they are known to have one solution each"))
+    opened_()
+    write(path, [("." * 16, "1234341221434321")])
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=re.escape(f"{path}:2: the puzzle has more than one solution; correct the line")):
+        opened_()
 
 
 def test_a_file_that_is_cut_or_not_there_is_one_line(cache: Path, tmp_path: Path) -> None:

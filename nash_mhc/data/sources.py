@@ -90,6 +90,9 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
         own = folder / "tokenizer"
         remedy = f"use --tokenizer {own if own.exists() else 'bytes'}"
         raise ConfigError(f"--dataset {folder}: was not prepared with --tokenizer {cfg.tokenizer}; {remedy}")
+    if (has_none := "begin" in recipe["tokenizer"]) != (tokenizer.begin is None):
+        flag, how = ("--no-begin-with-end", "without a") if has_none else ("--begin-with-end", "with the end token as their")
+        raise ConfigError(f"--dataset {folder}: its documents were prepared {how} begin token, this run's are not; add {flag}")
     if recipe["seq_len"] != cfg.seq_len:
         raise ConfigError(
             f"--dataset {folder}: its rows have {recipe['seq_len']} tokens, the run's {cfg.seq_len}; "
@@ -128,7 +131,8 @@ def open_source(
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no variants; leave it out")
         return PuzzleRows(cfg.dataset, seed=seed, split=split, cache_dir=cfg.cache_dir)
     if is_puzzle_file(cfg.dataset, cfg.format):
-        return CsvRows(cfg.dataset, seed=seed, split=split, validation_fraction=cfg.validation_fraction)
+        share = cfg.validation_fraction
+        return CsvRows(cfg.dataset, seed=seed, split=split, validation_fraction=share, cache_dir=cfg.cache_dir)
     folder = Path(cfg.dataset)
     if cfg.streaming and not (folder / FILE).exists():
         hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None

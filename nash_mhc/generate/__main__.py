@@ -49,6 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=local_path, metavar="FILE", help="where the lines for --prompts go (default: the terminal)"
     )
+    parser.add_argument("--puzzle", metavar="CELLS", help="grid to solve with a run on puzzles, such as ..2.4......1.3..")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message, put as the tokenizer's chat template says"
     )
@@ -75,6 +76,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--stop is empty: every text would end before it begins")
     if args.prompts and args.prompt:
         raise ConfigError("--prompt and --prompts are given; name one")
+    if args.puzzle is not None and (other := [f"--{n}" for n in ("prompt", "prompts", "chat") if getattr(args, n)]):
+        raise ConfigError(f"--puzzle and {other[0]} are given; name one")
     if args.out and not args.prompts:
         raise ConfigError("--out is for the answers to --prompts; a single text goes where > sends it")
     if args.system is not None and not args.chat:
@@ -101,6 +104,12 @@ def main() -> int:
     loaded = load(args.folder, args.step, say=_say)
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there
+    if args.puzzle is not None:
+        from nash_mhc.generate.puzzle import solved
+
+        found = solved(loaded, args.puzzle)
+        print(f"{found.grid}\n{found.verdict}")
+        return 0
     if args.prompts:
         return _answer_all(args, loaded, prompts)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -247,7 +247,7 @@ class Cache(eqx.Module):
 
 def empty_cache(cfg: RecursiveConfig, batch: int, seq_len: int, dtype: Any) -> Cache:
     if not cfg.causal:
-        raise ConfigError("a model of puzzles (--no-model-causal) writes no text; `nash-mhc evaluate` shows what it solves")
+        raise ConfigError("a model of puzzles (--no-model-causal) writes no text; `generate --puzzle CELLS` solves a grid")
     shape = (cfg.applications * cfg.layers, batch, cfg.heads, seq_len, cfg.head_dim)
     return Cache(jnp.zeros((), jnp.int32), KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), seq_len)
 

@@ -19,6 +19,7 @@ class CellTokenizer:
     """
 
     adds_begin = False
+    begin: int | None
     bos: int | None = None
 
     def __init__(self, symbols: str) -> None:

@@ -16,18 +16,19 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.mixture import NothingHeldOut
+from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.puzzles import maze
 from nash_mhc.data.puzzles.kinds import Grids, Kind, is_held_out, sudoku
 from nash_mhc.data.puzzles.rows import GridRows
 from nash_mhc.data.puzzles.sudoku import is_solution
-from nash_mhc.data.puzzles.sudoku_search import BOXES
+from nash_mhc.data.puzzles.sudoku_search import BOXES, LANES, solve
 from nash_mhc.data.stories.corpus import SPLITS
 from nash_mhc.storage.digests import digest_of, digests_of_sources
 
@@ -48,6 +49,7 @@ class _Read(NamedTuple):
     kind: Kind
     grids: Grids
     classes: np.ndarray
+    lines: np.ndarray  # of the file: where each puzzle ends
 
 
 def is_puzzle_file(dataset: str, form: str) -> bool:
@@ -65,14 +67,19 @@ def kind_of_file(path: str | Path) -> Kind:
         raise ConfigError(f"--dataset {path}: cannot be read ({error.strerror or error})") from error
     if first is None:
         raise ConfigError(f"--dataset {path}: has no puzzles, only a header; add some")
-    return _kind_of(first)
+    return kind_of_text(first.question)
 
 
 class CsvRows(GridRows):
     """The puzzles of a file. Held out are those whose class (of a sudoku), or whose question itself, has such a hash:
-    no puzzle is on both sides, however often and in whatever form it is in the file."""
+    no puzzle is on both sides, however often and in whatever form it is in the file.
 
-    def __init__(self, path: str | Path, *, seed: int, split: str, validation_fraction: float) -> None:
+    `cache_dir`: where it is noted that each puzzle of a file has one solution, so that the next start need not look.
+    """
+
+    def __init__(
+        self, path: str | Path, *, seed: int, split: str, validation_fraction: float, cache_dir: str | Path | None = None
+    ) -> None:
         path = Path(path)
         if split not in SPLITS:
             raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
@@ -81,9 +88,16 @@ class CsvRows(GridRows):
             raise NothingHeldOut(f"--dataset {path}: nothing is held out for split {split!r}; raise --validation-fraction")
         try:
             (digest,), state = digests_of_sources([path]), path.stat()
-            kind, grids, classes = _read(path.absolute(), state.st_size, state.st_mtime_ns)
+            version = (path.absolute(), state.st_size, state.st_mtime_ns)
+            kind, grids, classes, _ = _read(*version)
         except OSError as error:
             raise ConfigError(f"--dataset {path}: cannot be read ({error.strerror or error})") from error
+        note = None if cache_dir is None else Path(cache_dir) / "puzzles" / f"{digest}.one-solution"
+        if kind.symmetry == "sudoku" and not (note is not None and note.exists()):
+            _check_solutions(path, *version)
+            if note is not None:
+                note.parent.mkdir(parents=True, exist_ok=True)
+                write_file(note, b"")
         held_out = is_held_out(classes, validation_fraction)
         mine = grids.at(held_out != is_training)
         if not len(mine.cells):
@@ -109,18 +123,36 @@ def _read(path: Path, size: int, modified_ns: int) -> _Read:
     """A run opens a file for each split, and reads it once, unless it changes."""
     parts: list[Grids] = []
     classes: list[np.ndarray] = []
+    numbers: list[int] = []
     kind: Kind | None = None
     with _opened(path) as (file, text), watching(f"reading {path.name}", "puzzles") as watch:
         lines, count = _lines(path, text), 0
         while block := list(itertools.islice(lines, _BLOCK)):
-            kind = kind or _kind_of(block[0])
+            kind = kind or kind_of_text(block[0].question)
             parts.append(_checked(path, kind, block))
             classes.append(kind.classes(parts[-1].cells))
+            numbers += [line.number for line in block]
             count += len(block)
             watch(file.tell(), size, count)
     if kind is None:
         raise ConfigError(f"--dataset {path}: has no puzzles, only a header; add some")
-    return _Read(kind, Grids(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), np.concatenate(classes))
+    grids = Grids(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return _Read(kind, grids, np.concatenate(classes), np.array(numbers))
+
+
+@functools.lru_cache(maxsize=1)
+def _check_solutions(path: Path, *version: Any) -> None:
+    """ConfigError where a sudoku has a solution besides its answer, to which training would call right ones wrong."""
+    _, grids, _, lines = _read(*version)
+    wrong: list[int] = []
+    with watching(f"looking for second solutions in {path.name}", "puzzles") as watch:
+        for at in range(0, len(lines), LANES):
+            found = solve(grids.cells[at : at + LANES]).solutions
+            wrong += lines[at : at + LANES][found > 1].tolist()
+            watch(at + len(found), len(lines), at + len(found))
+    if wrong:
+        among = f"; so do {len(wrong) - 1:,} more of {len(lines):,}" if len(wrong) > 1 else ""
+        raise _mistake(path, wrong[0], f"the puzzle has more than one solution{among}")
 
 
 @contextlib.contextmanager
@@ -175,10 +207,10 @@ def _rating(path: Path, line: int, text: str) -> float:
     return value
 
 
-def _kind_of(line: _Line) -> Kind:
-    """By the first line: its size, and whether it is made of walls."""
-    size = len(line.question)
-    if set(line.question) & set("#SG"):
+def kind_of_text(question: str) -> Kind:
+    """By a puzzle's size, and whether it is made of walls."""
+    size = len(question)
+    if set(question) & set("#SG"):
         symbols = maze.SYMBOLS
     elif size in BOXES:
         return sudoku(BOXES[size])
