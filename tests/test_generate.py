@@ -92,6 +92,18 @@ def compiled(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in said if text.startswith("Compiling") and "write_on" in text.split("with")[0]]
 
 
+def test_weights_that_are_not_finite_write_nothing(
+    folder: Path, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = eqx.tree_at(lambda model: model.norm, loaded.model, replace_fn=lambda n: jax.tree.map(lambda a: a * np.nan, n))
+    runs.untrained_run(tmp_path / "run", loaded.config, broken)
+    (tmp_path / "prompts.txt").write_text("One\nTwo\n")
+    for argv in (["--prompt", "Once"], ["--prompts", tmp_path / "prompts.txt"]):
+        code, out, err = command(monkeypatch, capsys, tmp_path / "run", "--max-tokens", 4, *argv)
+        assert (code, out) == (2, "")
+        assert "not finite" in err.splitlines()[-1] and "Traceback" not in err
+
+
 def test_greedy_is_the_argmax_of_the_full_model_at_every_step(loaded: Loaded) -> None:
     prompt = [256, *b"Once"]
     made = tokens_of(loaded, prompt, max_tokens=20, temperature=0.0)

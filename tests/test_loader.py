@@ -16,7 +16,7 @@ from corpora import prepared, take
 from training_process import children_of
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.loader import count_bytes
+from nash_mhc.data.loader import batches, count_bytes
 from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, open_source
@@ -219,6 +219,24 @@ def test_a_mixture_ends_for_evaluation_where_a_row_would_come_twice(mixture: Row
 def test_impossible_mixtures_are_refused(stories: StoryRows, names: list[str], weights: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Mixture(names, [stories] * len(names), weights, seed=0)
+
+
+def test_weights_below_zero_are_refused_with_their_row(text: RowSource) -> None:
+    class Unlearns:
+        def __getattr__(self, name: str) -> object:
+            return getattr(text, name)
+
+        def __len__(self) -> int:
+            return len(text)
+
+        def take(self, indices: np.ndarray) -> Rows:
+            rows = text.take(indices)
+            rows.weights[np.asarray(indices) == 3, 2] = -0.5
+            return rows
+
+    with pytest.raises(ConfigError, match=r"numbers\.txt: row 3 has the weight -0\.5 in slot 2"):
+        for rows in batches(Unlearns(), batch_size=4, grad_accum=1, seed=0, stop_step=len(text) // 4 + 1):  # type: ignore[arg-type]
+            assert (rows.weights >= 0).all()
 
 
 def test_bytes_of_a_batch_are_those_of_its_targets(stories: StoryRows) -> None:

@@ -17,13 +17,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from nash_mhc.config.schema import ArchitectureConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import for_compute
 
 _CHUNK = 64  # tokens that are read or written in one call, at most
 MANY = 16  # tokens to draw `at_once` where nobody watches; those after the end of a text are drawn in vain
+_NONE = -1  # in the place of a token that cannot be drawn
 _PATIENCE = 2.0  # seconds of silence that a reader of the terminal is asked for
 
 
@@ -76,11 +77,15 @@ def _sample_rows(
     seen_BV: Bool[Array, "B V"] | None,
     how: Drawn,
 ) -> Int[Array, "B"]:
-    """The token of each row. A draw depends on its number in its own text, not on the row: alone it is the same."""
+    """The token of each row, or _NONE where its logits are not finite.
+
+    A draw depends on its number in its own text, not on the row: alone it is the same.
+    """
+    is_finite_B = jnp.isfinite(logits_BV).all(axis=-1)
     if seen_BV is not None:
         logits_BV = jax.vmap(lambda logits, seen: repeated_less(logits, seen, how.repetition_penalty))(logits_BV, seen_BV)
     one = lambda logits_V, i: sample(logits_V, jax.random.fold_in(key, i), how.temperature, how.top_k, how.top_p)
-    return jax.vmap(one)(logits_BV, numbers_B)
+    return jnp.where(is_finite_B, jax.vmap(one)(logits_BV, numbers_B), _NONE)
 
 
 class Written(NamedTuple):
@@ -207,6 +212,11 @@ def generate_rows(
         for position, drawn_B in enumerate(drawn_BT.T, start=upto):
             for row in [row for row in sorted(going) if len(texts[row]) == position]:
                 token = int(drawn_B[row])
+                if token == _NONE:
+                    raise ConfigError(
+                        "the model's logits are not finite (NaN or infinite), so no token can be drawn: its weights are "
+                        "damaged or training has diverged; use another model, or an earlier checkpoint with --step"
+                    )
                 if token in ends:
                     going.remove(row)
                     continue

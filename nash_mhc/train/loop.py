@@ -79,7 +79,7 @@ def _read(session: Session, step: int, metrics: dict[str, Any]) -> None:
     bad = meter.skipped_in_a_row
     if line := spikes.line(step, metrics, bad):
         session.reporter.say(line)
-    if bad and bad == cfg.max_bad_steps:
+    if metrics["skipped"] and bad >= cfg.max_bad_steps > 0:
         raise BadSteps(step - bad + 1, step)
     if step % cfg.log_interval == 0 or step == cfg.total_steps:
         session.write_row(step)
