@@ -259,7 +259,7 @@ def bench_quality(
     if model.scales == 1 or model.residual == "plain":
         raise ConfigError("the run's model must be the full one: --model-scales above 1 and --model-residual mhc or mhc-layer")
     base, mesh = resolve(cfg)
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    tokenizer = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: set --model-vocab-size {tokenizer.vocab_size} or more")
     align, numbers = model.alignment, [cfg.train.seed + i for i in range(seeds)]

@@ -53,6 +53,12 @@ class DataConfig(Section):
     )
     max_documents: int | None = key(None, "read no more documents than this (none: all)", low=1)
     tokenizer: str = key("bytes", "'bytes' (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
+    begin_with_end: bool = key(
+        True,
+        "begin documents with the end token where the tokenizer puts no begin token in front of a text; false with the "
+        "tokenizer of a Hugging Face model's folder",
+        further="tuning",
+    )
     streaming: bool = key(False, "pack rows while training instead of preparing them first")
     cache_dir: str = key(".cache/data", "folder that datasets are prepared in, each once", path=True)
     batch_size: int = key(8, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RUN, RunFolder
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
-from nash_mhc.config.parsing import as_flags, parse, shown
+from nash_mhc.config.parsing import Settings, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
@@ -43,8 +43,16 @@ def _given_out(own: argparse.Namespace, example: str) -> Path:
     return Path(own.out).expanduser()
 
 
+def _of_tokenizer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    """Of the tokenizer of a Hugging Face model: documents begin with what it adds by itself, if anything."""
+    from nash_mhc.data.begin_token import is_of_model
+
+    name = values["data.tokenizer"]
+    return {"data.begin_with_end": (False, f"tokenizer {name}")} if is_of_model(name) else {}
+
+
 def prepare_command(argv: Sequence[str]) -> int:
-    parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags)
+    parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags, found=_of_tokenizer)
     if shown(parsed):
         return 0
     cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "data/notes")
@@ -57,7 +65,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     from nash_mhc.data.sources import open_corpus
     from nash_mhc.data.tokenizer import load_tokenizer
 
-    tokenizer, began = load_tokenizer(cfg.data.tokenizer), time.monotonic()
+    tokenizer, began = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end), time.monotonic()
     corpus = open_corpus(cfg.data)
     with watching(f"preparing {cfg.data.dataset}") as watch:
         recipe = make_recipe(cfg.data, tokenizer, corpus, cfg.model.alignment)

@@ -108,7 +108,7 @@ def _furthest(run: RunFolder, cfg: RunConfig) -> int:
 def of_run(run: RunFolder, step: int | None, row: int | None, *, color: bool = False) -> str:
     """What a run has read in a step, from what its run.json says; without a step, what it reads."""
     info, cfg = run.info(), run.config()
-    tokenizer, seed = load_tokenizer(cfg.data.tokenizer), cfg.train.seed
+    tokenizer, seed = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end), cfg.train.seed
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=cfg.model.alignment)
     if info.get("rows", source.identity) != source.identity:
         raise ConfigError(f"{run}: the data of --dataset {cfg.data.dataset} has changed since this run began; bring it back")

@@ -92,8 +92,8 @@ def cut(
 
     Without a token of its own, what begins a document is the one that ends it.
 
-    `opens` and `closes` say whether these tokens are the document's first and last;
-    `counts` has an entry for each token and one for the end.
+    `opens` and `closes` say whether these tokens are the document's first and last; without a begin token, a document
+    is like what follows on another part. `counts` has an entry for each token and one for the end.
     """
     whole = np.concatenate([np.full(int(opens), end if begin is None else begin), tokens, np.full(int(closes), end)]).astype(
         np.int32
@@ -172,12 +172,14 @@ def pack(
     most_rows: int | None = None,
     *,
     align: int = 1,
+    begins: bool = True,
     begin: int | None = None,
 ) -> Rows:
-    """Packs token arrays. Each document is read as [begin, tokens...] and predicts [tokens..., end].
+    """Packs token arrays. Each document is read as [begin, tokens...] and predicts [tokens..., end]; without `begins`,
+    it is read as [tokens...] and predicts all but its first token.
 
     Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the
     document before it and weighs nothing, so that every aligned block of `align` slots lies in one document.
     """
-    pieces = [piece for document in documents for piece in cut(document, end, seq_len, begin=begin)]
+    pieces = [piece for document in documents for piece in cut(document, end, seq_len, opens=begins, begin=begin)]
     return unfold(lay(pieces, end, seq_len, most_rows, align=align)[0], end)

@@ -81,7 +81,7 @@ def pieces_of(
         ids = np.concatenate(whole)
         _check_ids(ids, tokenizer, f"{names[raw.file]}:{raw.line}")
         found = cut(
-            ids, tokenizer.end, recipe["seq_len"], opens=raw.opens, closes=raw.closes,
+            ids, tokenizer.end, recipe["seq_len"], opens=raw.opens and tokenizer.begin is not None, closes=raw.closes,
             counts=np.append(counts, counts[-1]), document=number, begin=tokenizer.begin,
         )  # fmt: skip
         pieces += [piece for piece in found if piece.counts.any()]  # a row of nothing but prompt would teach nothing

@@ -33,9 +33,11 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: i
     """ConfigError where the settings do not go together."""
     if cfg.split == cfg.eval_split:
         raise ConfigError(f"--eval-split {cfg.eval_split}: is what is trained on (--split); choose another name")
+    made_by = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end}
     recipe = {
         "content": corpus.content,
-        "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end},
+        # Where documents have a begin token, the recipe is what it was before some had none.
+        "tokenizer": made_by | ({"begin": None} if tokenizer.begin is None else {}),
         "seq_len": cfg.seq_len,
         "align": align,
         **how_written(cfg, corpus.format, tokenizer),

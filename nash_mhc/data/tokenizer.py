@@ -29,9 +29,9 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SE
 @runtime_checkable
 class Tokenizer(Protocol):
     vocab_size: int
-    begin: int  # stands before the first token of a document: the end token, unless the tokenizer has one of its own
+    begin: int | None  # stands before the first token of a document; None: documents begin with their first token
     end: int  # stands after the last
-    adds_begin: bool  # whether Hugging Face's form of it puts `begin` before every text by itself
+    adds_begin: bool  # whether the tokenizer.json of it puts `begin` before every text by itself
     bos: int | None  # the token of that name, where it has one
     fingerprint: str  # equal for tokenizers that give equal tokens
 
@@ -61,7 +61,8 @@ class ByteTokenizer:
     """UTF-8 bytes as tokens 0..255, and one end-of-document token."""
 
     vocab_size = 257
-    begin = end = 256
+    begin: int | None = 256
+    end = 256
     adds_begin = False
     bos: int | None = None
     fingerprint = "bytes"
@@ -91,7 +92,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of the transformers library. Copies in other processes can only encode, and need no transformers."""
 
-    def __init__(self, inner: Any, name: str) -> None:
+    def __init__(self, inner: Any, name: str, *, begin_with_end: bool = True) -> None:
         self._inner, self._name = inner, name
         self._backend: Any = getattr(inner, "backend_tokenizer", None)
         if self._backend is None:
@@ -106,7 +107,7 @@ class HuggingFaceTokenizer:
         self.end: int = end
         # What it puts in front of a text by itself: Llama's models were trained with that, Qwen's with nothing.
         added = self._backend.encode("", add_special_tokens=True).ids
-        self.begin: int = next(iter(added), end)
+        self.begin: int | None = next(iter(added), end if begin_with_end else None)
         self.adds_begin: bool = len(added) > 0
         self.bos: int | None = inner.bos_token_id
         self.fingerprint = hashlib.sha256(f"{end} {self._backend.to_str()}".encode()).hexdigest()
@@ -148,7 +149,7 @@ class HuggingFaceTokenizer:
             "template": self._inner.get_chat_template(),
             "tokens": {name: text for name, text in self._inner.special_tokens_map.items() if isinstance(text, str)},
             "special": sorted(self._special),
-            "begin": spelled(self.begin),
+            "begin": None if self.begin is None else spelled(self.begin),
             "end": spelled(self.end),
         }
 
@@ -179,12 +180,16 @@ class HuggingFaceTokenizer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         end = self._backend.id_to_token(self.end)
-        values = json.loads(self._backend.to_str())
-        if begins and not self._backend.encode("", add_special_tokens=True).ids:
-            values["post_processor"] = in_front(end, self.end)
-        (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
+        self.save_backend(folder, begins=begins)
         chat = {"bos_token": self._inner.bos_token, "chat_template": self._inner.chat_template}  # which may name that token
         write_tokenizer_config(folder, end, **{k: v for k, v in chat.items() if v and self._inner.chat_template})
+
+    def save_backend(self, folder: Path, *, begins: bool) -> None:
+        """tokenizer.json alone."""
+        values = json.loads(self._backend.to_str())
+        if begins and not self.adds_begin:
+            values["post_processor"] = in_front(self._backend.id_to_token(self.end), self.end)
+        (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def in_front(token: str, number: int) -> dict[str, Any]:
@@ -212,8 +217,8 @@ def _byte_length(piece: str, text: str) -> int:
     return len(text.encode("utf-8")) + (piece.startswith("\u2581") and not text.startswith(" "))
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """By name, folder or file; the same one again, where a process asks for it twice."""
+def load_tokenizer(name: str, *, begin_with_end: bool = True) -> Tokenizer:
+    """By name, folder or file, read once in a process. `begin_with_end` is that of DataConfig."""
     if name == "bytes":
         return ByteTokenizer()
     if is_puzzle(name):
@@ -227,13 +232,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in FILES):
         raise ConfigError(f"--tokenizer {name}: no tokenizer is in that folder (such as tokenizer.json); name one that has it")
     files = [] if from_hub is not None else [Path(name)] if Path(name).is_file() else sorted(Path(name).iterdir())
-    return _loaded(name, from_hub, tuple((str(file), file.stat().st_mtime_ns) for file in files))
+    return _loaded(name, from_hub, begin_with_end, tuple((str(file), file.stat().st_mtime_ns) for file in files))
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(name: str, from_hub: str | None, _: tuple[tuple[str, int], ...]) -> HuggingFaceTokenizer:
+def _loaded(name: str, from_hub: str | None, begin_with_end: bool, _: tuple[tuple[str, int], ...]) -> HuggingFaceTokenizer:
     """The last argument changes when a file does."""
-    return HuggingFaceTokenizer(_load_inner(Path(name), from_hub, name), name)
+    return HuggingFaceTokenizer(_load_inner(Path(name), from_hub, name), name, begin_with_end=begin_with_end)
 
 
 def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from nash_mhc.data.begin_token import prefix_of
 from nash_mhc.evaluate.progress import Progress
 from nash_mhc.evaluate.scoring import Request, Scorer, windows
 from nash_mhc.hub.load import Loaded
@@ -43,24 +44,22 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it: of a model from elsewhere its bos token, where it has
-        one; of ours what its documents began with."""
-        tokenizer = self.loaded.tokenizer
-        return tokenizer.bos if self.loaded.beside is not None and tokenizer.bos is not None else tokenizer.begin
+        """What stands before a text that has nothing before it."""
+        return prefix_of(self.loaded.tokenizer)
 
     @property
     def max_length(self) -> int:
         return self._scorer.longest
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """With the begin token where the text does not begin with it already: of a model from elsewhere if its
-        tokenizer adds it by itself; of ours always, as does the tokenizer that an exported one has."""
+        """With the begin token, where documents have one and the text does not begin with it already."""
         tokenizer = self.loaded.tokenizer
         tokens: list[int] = []
         for unit in tokenizer.split_special(string):  # prompts of chat models spell special tokens
             tokens += [unit] if isinstance(unit, int) else tokenizer.encode(unit).tolist()
-        wanted = (tokenizer.adds_begin or self.loaded.beside is None) and add_special_tokens is not False
-        return [tokenizer.begin] * (wanted and tokens[:1] != [tokenizer.begin]) + tokens
+        if tokenizer.begin is None or add_special_tokens is False or tokens[:1] == [tokenizer.begin]:
+            return tokens
+        return [tokenizer.begin, *tokens]
 
     # --- log-likelihoods ---------------------------------------------------------------------------------------------
 

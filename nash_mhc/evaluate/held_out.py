@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
+from nash_mhc.data.begin_token import prefix_of
 from nash_mhc.data.mixture import RowSource
 from nash_mhc.data.sources import loss_floor, open_held_out
 from nash_mhc.evaluate.names import HELD_OUT, STORIES
@@ -90,7 +91,7 @@ def text_file(
     """
     progress = progress or Progress(quiet=True)
     tokens = loaded.tokenizer.encode(text)
-    rows = list(windows(tokens.tolist(), loaded.tokenizer.begin, scorer.longest, max(scorer.longest // 2, 1)))
+    rows = list(windows(tokens.tolist(), prefix_of(loaded.tokenizer), scorer.longest, max(scorer.longest // 2, 1)))
     some = rows[:limit]
     with progress.part(name, len(some)) as tick:
         nats = -math.fsum(score.log_prob for score in scorer.score(some, tick))

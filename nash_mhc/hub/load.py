@@ -65,7 +65,7 @@ def load(
     cfg = run.config()
     check_drawn(cfg.model, run.info().get("drawn"), str(folder))
     beside = _beside(run)
-    tokenizer = load_tokenizer(_tokenizer(cfg, beside))
+    tokenizer = tokenizer_of(str(folder))
     if not exists(run.checkpoints, kind="directory"):  # asked first: opening a Store would make the folder
         raise ConfigError(f"{folder} holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
     with Store(run.path) as store:
@@ -102,14 +102,23 @@ def load_few_bits(folder: str, step: int | None = None, *, say: Callable[[str], 
 
 
 def tokenizer_of(folder: str) -> Tokenizer:
-    """Of either kind of folder, without its weights."""
-    if not is_remote(folder) and is_hub_folder(folder):
-        return load_tokenizer(folder)
-    if not is_remote(folder) and is_packed(folder):
-        return load_tokenizer(read_packed_config(Path(folder)).data.tokenizer)
-    check_model_folder("", folder)
-    run = RunFolder(folder)
-    return load_tokenizer(_tokenizer(run.config(), _beside(run)))
+    """Of either kind of folder, without its weights. ConfigError where it has more tokens than the model."""
+    cfg, name = config_of(folder), folder
+    if is_remote(folder) or not is_hub_folder(folder):
+        is_run = is_remote(folder) or not is_packed(folder)
+        name = _tokenizer(cfg, _beside(RunFolder(folder))) if is_run else cfg.data.tokenizer
+    tokenizer = load_tokenizer(name, begin_with_end=cfg.data.begin_with_end)
+    _check_vocabulary(folder, tokenizer, cfg.model.vocab_size)
+    return tokenizer
+
+
+def _check_vocabulary(where: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """ConfigError for a tokenizer with tokens that the model does not have."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{where}: its tokenizer has {tokenizer.vocab_size} tokens, its model only {vocab_size}; put the tokenizer there "
+            "that the model was trained with"
+        )
 
 
 def config_of(folder: str, flag: str = "") -> RunConfig:
@@ -123,7 +132,7 @@ def config_of(folder: str, flag: str = "") -> RunConfig:
 
 
 def _hub_config(folder: HubFolder) -> RunConfig:
-    data = DataConfig(tokenizer=str(folder.path), seq_len=folder.imported.positions)
+    data = DataConfig(tokenizer=str(folder.path), begin_with_end=False, seq_len=folder.imported.positions)
     return RunConfig(model=folder.imported.model, data=data)
 
 
@@ -132,7 +141,7 @@ def _of_hub(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str]
         raise ConfigError(f"--step {step}: {path} is no run, and has no steps")
     folder = HubFolder(path)
     cfg = _hub_config(folder)
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = tokenizer_of(str(path))
     say(f"reading {path} ...")
     model = read_weights(folder, _placed(abstract_model(cfg.model), mesh), say)
     return Loaded(cfg, tokenizer, model, 0, _dtype("bfloat16"), (tokenizer.end, *folder.stops()), path)
@@ -142,7 +151,7 @@ def _of_packed(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[s
     if step is not None:
         raise ConfigError(f"--step {step}: {path} is no run, and has no steps")
     cfg = read_packed_config(path)
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    tokenizer = tokenizer_of(str(path))
     say(f"reading {path} ...")
     model = read_packed(path, _placed(adapted_shape(cfg), mesh))
     return Loaded(cfg, tokenizer, model, 0, _dtype(cfg.train.dtype), (tokenizer.end,))

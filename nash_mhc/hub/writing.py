@@ -14,6 +14,7 @@ import numpy as np
 
 from nash_mhc import __version__
 from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.data.begin_token import prefix_of
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
 from nash_mhc.hub import byte_tokenizer, nash_tensors
 from nash_mhc.hub.config_json import family_of, read_config, written_config
@@ -111,6 +112,8 @@ def _write_beside(loaded: Loaded, folder: Path, dtype: str) -> None:
         for name in BESIDE:
             if (loaded.beside / name).is_file():
                 shutil.copy(loaded.beside / name, folder / name)
+        if tokenizer.begin is not None and isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.adds_begin:
+            tokenizer.save_backend(folder, begins=True)  # it was trained on documents that begin with the end token
         original = json.loads((folder / CONFIG).read_text())
         if read_config(original, CONFIG).model == cfg:
             key = "torch_dtype" if "torch_dtype" in original and "dtype" not in original else "dtype"
@@ -118,16 +121,16 @@ def _write_beside(loaded: Loaded, folder: Path, dtype: str) -> None:
             return
     else:
         if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer.save(folder, begins=True)
+            tokenizer.save(folder, begins=tokenizer.begin is not None)
         else:
             byte_tokenizer.write(folder)
-        _write_json(folder / "generation_config.json", {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end})
+        _write_json(folder / "generation_config.json", {"bos_token_id": prefix_of(tokenizer), "eos_token_id": tokenizer.end})
     if family is None:
         values = nash_tensors.config_json(cfg, max_position_embeddings=positions)
         shutil.copy(nash_tensors.CODE, folder)
     else:
         values = written_config(cfg, family, positions)
-    ends = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end, "pad_token_id": None}
+    ends = {"bos_token_id": prefix_of(tokenizer), "eos_token_id": tokenizer.end, "pad_token_id": None}
     _write_json(folder / CONFIG, values | ends | {"dtype": dtype, "torch_dtype": dtype})
 
 

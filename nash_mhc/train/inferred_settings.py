@@ -15,6 +15,7 @@ from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.key_names import OURS, keys
 from nash_mhc.config.parsing import Settings
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
+from nash_mhc.data.begin_token import is_of_model
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.puzzles.csv_file import is_puzzle_file, kind_of_file
 from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
@@ -25,6 +26,8 @@ from nash_mhc.storage.errors import one_line
 from nash_mhc.storage.model_folder import check_model_folder
 from nash_mhc.storage.paths import is_remote
 
+_BEGIN = "data.begin_with_end"
+_OF_MODEL = ("data.tokenizer", _BEGIN)  # of the data: what goes with a model
 _OF_ROWS = ("seq_len", "split", "eval_split", "validation_fraction")
 # Keys of the data that say how it is read, not what it is.
 _OF_READING = ("batch_size", "num_workers", "worker_buffer_size", "cache_dir")
@@ -42,6 +45,7 @@ def of_prepared(dataset: str) -> Settings:
     found = {f"data.{name}": recipe[name] for name in _OF_ROWS if same(name)}
     if same("tokenizer"):
         found["data.tokenizer"] = str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes"
+        found[_BEGIN] = "begin" not in recipe["tokenizer"]
     return {path: (value, f"prepared data {folder}") for path, value in found.items()}
 
 
@@ -65,11 +69,12 @@ def of_run(flag: str, folder: str, model_kind: str = OURS, *, with_data: bool = 
         described = RunFolder(folder).description()
     if flag == "--init-from" and described is None:
         check_model_folder(flag, folder)
-    known = {} if described is None else described.config
+    # Runs of older versions do not have the key, and their documents have a begin token.
+    known = {} if described is None else {_BEGIN: True} | described.config
     if (its := known.get("model_kind", model_kind)) != model_kind:
         raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
     has_data = with_data and not RunFolder(folder).is_imported()
-    wanted = {k: v for k, v in known.items() if k.startswith("model.") or k == "data.tokenizer" or (has_data and k in OF_DATA)}
+    wanted = {k: v for k, v in known.items() if k.startswith("model.") or k in _OF_MODEL or (has_data and k in OF_DATA)}
     return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
 
 
@@ -81,7 +86,9 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
         if values[path] is not None and (own is None or not _has_begun(own)):
             found |= of_run(flag, values[path], values["model_kind"], with_data="data.dataset" not in given)
     values = {**values, **{path: value for path, (value, _) in found.items()}, **given}
-    found = of_prepared(values["data.dataset"]) | found
+    prepared = of_prepared(values["data.dataset"])
+    # Rows are as they are, whatever the model was trained on before.
+    found = prepared | found | {path: setting for path, setting in prepared.items() if path == _BEGIN}
     if (puzzle := of_puzzle(values["data.dataset"], values["data.format"])) and values["objective.name"] == "next_token":
         raise ConfigError(
             f"--dataset {values['data.dataset']}: is a puzzle, which is solved and not gone on with; add --model-kind "
@@ -94,8 +101,11 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
         found |= of_profile(platform, values)
     if values["distill.teacher"] is not None:
         check_model_folder("--distill-teacher", values["distill.teacher"])
+    so_far = {**values, **{path: value for path, (value, _) in found.items()}, **given}
+    if _BEGIN not in {**given, **found} and is_of_model(name := so_far["data.tokenizer"]):
+        found[_BEGIN] = (False, f"tokenizer {name}")
     if "model.vocab_size" not in {**given, **found}:
-        found |= _vocabulary({**values, **{path: value for path, (value, _) in found.items()}, **given})
+        found |= _vocabulary(so_far)
     return found
 
 
@@ -128,6 +138,7 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
         return {}
     left_out: set[str] = set()
     if has_begun:  # it has its weights, and whose it began with is written down
+        known.setdefault(_BEGIN, True)  # as older versions had it
         began = (described.init_from or {}).get("folder") if (described := run.description()) is not None else None
         if known.get("train.init_from") is not None:
             known["train.init_from"] = began

@@ -165,7 +165,7 @@ def _hold(cfg: RunConfig, folder: RunFolder, watch: Watch, held: contextlib.Exit
 
 
 def _tokenizer(cfg: RunConfig, own: RunFolder | None) -> Tokenizer:
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    tokenizer = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         begun = own if own is not None and own.description() is not None else None
         sources = {"the run in": begun, "--init-from": cfg.train.init_from, "--resume-from": cfg.train.resume_from}

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
+from nash_mhc.data.begin_token import begun
 from nash_mhc.data.tokenizer import Tokenizer, stream_text
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
@@ -39,7 +40,7 @@ class Samples:
         self._dtype = "float32" if platform == "cpu" else cfg.train.dtype
         self._count, self._seq_len = cfg.telemetry.sample_tokens, min(cfg.data.seq_len, _ROOM)
         prompt = cfg.telemetry.sample_prompt or ""
-        self._prompt = [tokenizer.begin, *(int(token) for token in tokenizer.encode(prompt))]
+        self._prompt = begun(tokenizer, tokenizer.encode(prompt).tolist())
         if self._count and not _fits(cfg, mesh, self._dtype):
             say("no samples are written: a copy of the model is too large for one device beside the run")
             self._count = 0

@@ -74,7 +74,7 @@ class StoryRows:
             documents.append(tokens)
         rows = pack(
             documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align,
-            begin=self._tokenizer.begin,
+            begins=self._tokenizer.begin is not None, begin=self._tokenizer.begin,
         )  # fmt: skip
         # Best fit lays the longest first: in that order, the first rows of a volume would be no sample of it.
         order = permuted(np.arange(self.rows_per_volume), self.rows_per_volume, combine(self._seed, volume))
