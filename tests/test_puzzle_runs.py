@@ -111,7 +111,7 @@ def test_a_grid_of_the_users_is_solved_and_checked(solving, monkeypatch, capsys)
         ("." * 16, "more than one solution"),
     ):
         code, out, err = command("--puzzle", text)
-        assert (code, out, len(err.splitlines())) == (2, "", 1) and says in err
+        assert (code, out) == (2, "") and says in err.splitlines()[-1]
     assert command("--puzzle", grid, "--prompt", "x")[0] == 2
 
 

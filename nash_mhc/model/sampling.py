@@ -211,12 +211,7 @@ def generate_rows(
         drawn_BT = np.asarray(written_BT)[:, count - (read_to - upto) : count]
         for position, drawn_B in enumerate(drawn_BT.T, start=upto):
             for row in [row for row in sorted(going) if len(texts[row]) == position]:
-                token = int(drawn_B[row])
-                if token == _NONE:
-                    raise ConfigError(
-                        "the model's logits are not finite (NaN or infinite), so no token can be drawn: its weights are "
-                        "damaged or training has diverged; use another model, or an earlier checkpoint with --step"
-                    )
+                token = _checked(int(drawn_B[row]))
                 if token in ends:
                     going.remove(row)
                     continue
@@ -225,6 +220,15 @@ def generate_rows(
                 yield row, token
                 if made[row] == max_tokens or is_done(row):
                     going.remove(row)
+
+
+def _checked(token: int) -> int:
+    if token == _NONE:
+        raise ConfigError(
+            "the model's logits are not finite (NaN or infinite), so no token can be drawn: its weights are damaged, or its "
+            "training has diverged; use another model, or an earlier checkpoint with --step"
+        )
+    return token
 
 
 def _seen(texts: Sequence[Sequence[int]], vocab_size: int) -> Array:
