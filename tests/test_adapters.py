@@ -140,7 +140,11 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+# One of each field is compared in every run of the tests.
+LONG = [name for name in ACCEPTED if "," in name and name != "init_lora_weights, olora"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in ACCEPTED])
 def test_a_field_that_is_handled_means_what_it_means_to_peft(base, tmp_path, name):
     theirs = their_adapters(base, tmp_path / "theirs", **ACCEPTED[name])
     call("import", tmp_path / "theirs", "--base", base, "--out", tmp_path / "ours")
