@@ -249,7 +249,7 @@ def test_what_is_asked_of_the_wrong_folder_is_refused(base, theirs, tmp_path):
         call("import", theirs, "--out", tmp_path / "ours")
     with pytest.raises(ConfigError, match="holds no adapters"):
         call("import", base, "--base", base, "--out", tmp_path / "ours")
-    with pytest.raises(ConfigError, match="has no adapters; python"):
+    with pytest.raises(ConfigError, match="has no adapters"):
         call("merge", base, "--out", tmp_path / "merged")
     wider = save(tmp_path / "wider", KINDS["llama"], hidden_size=64)
     with pytest.raises(ConfigError, match=r"need \[4, 64\]"):
