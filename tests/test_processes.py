@@ -16,7 +16,7 @@ from training_process import DENSE, TrainingProcess, arrays, pair, slurm_pair
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import MeshConfig
-from nash_mhc.parallel.processes import Place, find_place
+from nash_mhc.parallel.place import Place, find_place
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 STEPS, HALF = 12, 8

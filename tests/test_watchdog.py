@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from nash_mhc.parallel import processes
-from nash_mhc.parallel.processes import Board, coordinator_answers
+from nash_mhc.parallel import board
+from nash_mhc.parallel.board import Board, coordinator_answers
 from nash_mhc.runtime import heartbeat, verdict, watchdog
 from nash_mhc.runtime.signals import TRY_AGAIN
 
@@ -91,7 +91,7 @@ def test_a_coordinator_that_dies_while_it_is_asked_is_gone(dies, monkeypatch):
     """The kernel takes a dead process's sockets away one by one: the one that listens may be the last."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-        monkeypatch.setattr(processes, "_joined", lambda: SimpleNamespace(coordinator_address=address))
+        monkeypatch.setattr(board, "joined", lambda: SimpleNamespace(coordinator_address=address))
         asked = threading.Event()
 
         def die():

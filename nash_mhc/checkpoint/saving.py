@@ -18,7 +18,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import resume_command
 from nash_mhc.config.humanize import duration
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.processes import in_any_process
+from nash_mhc.parallel.board import in_any_process
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason
 

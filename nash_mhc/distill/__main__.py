@@ -71,9 +71,9 @@ def cache_command(argv: Sequence[str]) -> int:
     from nash_mhc.distill.cache import check_room, make_cache, size_of
     from nash_mhc.hub import stored
     from nash_mhc.hub.load import load
+    from nash_mhc.parallel.board import leader_first
     from nash_mhc.parallel.divisibility import check_fit
     from nash_mhc.parallel.mesh import describe, make_mesh
-    from nash_mhc.parallel.processes import leader_first
     from nash_mhc.runtime.program_cache import use_compilation_cache
 
     mesh = make_mesh(cfg.mesh)  # first of all: it is where several processes find each other

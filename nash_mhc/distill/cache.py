@@ -26,7 +26,7 @@ from nash_mhc.data.prepared.taught import FILE, TeacherFormat
 from nash_mhc.hub.load import Loaded
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch
-from nash_mhc.parallel.processes import from_leader, wait_for_all
+from nash_mhc.parallel.board import from_leader, wait_for_all
 from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.digests import digest_of_file

@@ -40,7 +40,7 @@ def _imports(tell: Teller) -> None:
 def _processes(tell: Teller, devices: list[Any]) -> str:
     """Whether a launcher makes this process one of several; asked only, for the others may not be there."""
     from nash_mhc.config.schema import MeshConfig
-    from nash_mhc.parallel.processes import find_place
+    from nash_mhc.parallel.place import find_place
 
     place = find_place(MeshConfig(), os.environ)
     together = max(device.process_index for device in devices) + 1

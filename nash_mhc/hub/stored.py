@@ -22,8 +22,8 @@ from nash_mhc.hub.reading import read_weights
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.lora import adapted, adapters_of, base_of, merged, on_base
 from nash_mhc.model.quantized import baked, counted, quantized, unquantized
+from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.processes import from_leader
 from nash_mhc.storage.digests import digest_of, digests_of_files
 from nash_mhc.storage.files import exists
 from nash_mhc.storage.model_folder import check_model_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from nash_mhc.parallel.processes import Board
+from nash_mhc.parallel.board import ANSWER_S, Board, LostProcess
 
 SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
 BEGIN_S = 120.0  # and for this long, one that has connected and given none yet
@@ -32,18 +32,21 @@ class Heartbeat:
         self._board, self._index, self._count, self._tick = board, index, count, tick
         self._peers: dict[str, _Peer] = {}
         self.looked = 0.0  # seconds with an answer
+        self._unanswered = 0.0  # seconds since the last one
         self.missing: list[int] = []  # who has given no sign of life in all of them
         self.all_run = False  # whether everyone who has given one is still at work
 
     def exchange(self, mine: Sign) -> dict[str, Any] | None:
         """Leaves a sign of life and reads the others'; returns the notes on the board. None: it cannot be reached,
-        because process 0, which holds it, is gone."""
+        because process 0, which holds it, is gone or frozen."""
         try:
             self._board.write(f"life/{self._index}", mine)
             signs, notes = self._board.read("life"), self._board.read("notes")
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError as error:
+            # A frozen process has not answered for so long by now, a dead one answers at once.
+            self._unanswered += ANSWER_S if isinstance(error, LostProcess) and error.frozen else self._tick
             return None
-        self.looked += self._tick
+        self.looked, self._unanswered = self.looked + self._tick, 0.0
         self.missing = [index for index in range(self._count) if str(index) not in signs]
         running = {index: sign for index, sign in signs.items() if not sign["ended"]}
         self.all_run = len(running) == len(signs)
@@ -63,6 +66,15 @@ class Heartbeat:
                 silence = f"no sign of life for {peer.silent:.0f} s"
                 return f"{name} is gone or frozen, {silence}; the last that is known of it: {phase}"
         return None
+
+    def coordinator_lost(self) -> str | None:
+        """Process 0 holds the notes, and gives no answer."""
+        if self._unanswered < min(SILENCE_S, ANSWER_S):
+            return None
+        known = self._peers.get("0")
+        phase = f"; the last that is known of it: {known.sign['phase']}" if known else ""
+        name = known.sign["name"] if known else "process 0"
+        return f"{name} is gone or frozen, no answer for {self._unanswered:.0f} s{phase}"
 
     def never_came(self) -> str:
         """Killed after the processes had found each other, before it had begun to watch over the others."""

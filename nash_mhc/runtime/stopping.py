@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from nash_mhc.parallel.processes import Board
+from nash_mhc.parallel.board import Board
 from nash_mhc.runtime.heartbeat import SILENCE_S
 from nash_mhc.runtime.signals import SIGNALS
 

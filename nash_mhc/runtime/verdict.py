@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from nash_mhc.parallel.processes import Board
+from nash_mhc.parallel.board import Board
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
 
 

@@ -6,10 +6,8 @@ verdict.py. Here is what this process does, and what follows from all of that.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
-import signal
 import socket
 import sys
 import threading
@@ -19,7 +17,8 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.processes import Board, coordinator_answers
+from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers
+from nash_mhc.parallel.processes import coordinator, when_coordinator_is_lost
 from nash_mhc.runtime import heartbeat
 from nash_mhc.runtime.heartbeat import Heartbeat, Sign
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
@@ -28,7 +27,6 @@ from nash_mhc.runtime.verdict import Verdicts
 
 _PATIENCE_S = 300.0  # that nobody waits longer than, whatever becomes of the board
 _runs = 0
-_kept: list[Any] = []  # C calls these until the process ends
 
 
 class Watch:
@@ -61,6 +59,8 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._others is not None and isinstance(error, Exception):
+            if isinstance(error, LostProcess) and not error.frozen:
+                self._judge(str(error), *map(str, error.missing))
             if isinstance(error, jax.errors.JaxRuntimeError):
                 self._let_the_thread_find_out()  # a lost peer's doing, most likely
                 if self._others.missing:
@@ -109,7 +109,9 @@ class Watch:
     def _look_at(self, others: Heartbeat) -> None:
         """Whether someone is gone, has judged, or was asked to stop."""
         if (notes := others.exchange(self._sign())) is None:
-            return  # process 0 is gone: see _catch_aborts
+            if (lost := others.coordinator_lost()) is not None:
+                self._carry_out(lost, ())  # there is no board to post it on: each process finds out by itself
+            return
         if "verdict" in notes:
             self._carry_out(*notes["verdict"])
         if (lost := others.lost(self._timeout)) is not None:
@@ -137,12 +139,8 @@ class Watch:
         self._ended.set()  # still here: in a notebook
 
     def _catch_aborts(self) -> None:
-        """JAX aborts a process that cannot reach process 0 any more. That shall be a word and a clean end.
-
-        A handler in Python would not run: abort() waits for nobody. This one is called inside of it.
-        """
-        _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._aborted()))
-        ctypes.CDLL(None).signal(signal.SIGABRT, _kept[-1])
+        """JAX aborts a process that cannot reach process 0 any more. That shall be a word and a clean end."""
+        when_coordinator_is_lost(self._aborted)
 
     def _aborted(self) -> None:
         """What else the abort means; returns where it is one."""
@@ -150,7 +148,7 @@ class Watch:
             # Process 0 may be gone a moment before JAX has taken leave of it here: everything is done, and that counts.
             leave(SIGNALS.ending)
         if not coordinator_answers():
-            print("error: process 0 is gone; start again to go on from the last checkpoint", file=sys.stderr)
+            print(f"error: {coordinator()} is gone; start again to go on from the last checkpoint", file=sys.stderr)
             leave()
         # Gloo, too, may end a process that has lost another one.
         self._let_the_thread_find_out()

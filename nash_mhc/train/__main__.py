@@ -19,6 +19,7 @@ from nash_mhc.config.commands import module_command, one_line_errors, resume_com
 from nash_mhc.config.parsing import Parsed, as_flags, parse, render, with_origins
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import architecture_of
+from nash_mhc.parallel.board import LostProcess
 from nash_mhc.runtime.compiled import compiles_still
 from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
@@ -27,6 +28,7 @@ from nash_mhc.train.fit.preflight import after_running_out, best_here, room_of
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.run import Result, run
+from nash_mhc.train.same_everywhere import join
 from nash_mhc.train.samples import TEMPERATURE
 from nash_mhc.train.verify_resume import STEPS, verify_resume
 
@@ -105,6 +107,7 @@ def main() -> int:
 def _start(parsed: Parsed) -> int:
     asked = parsed.config
     if parsed.own.mesh_auto:
+        join(asked)  # first of all: the fastest mesh is looked for on the devices
         asked = best_here(asked, parsed.given, lambda text: print(text, file=sys.stderr))
     if parsed.own.verify_resume:
         return verify_resume(asked)
@@ -149,6 +152,9 @@ def command() -> int:
     gc.enable()
     try:
         code = one_line_errors(main)
+    except LostProcess as lost:
+        print(f"error: {lost}; start again to go on from the last checkpoint", file=sys.stderr)
+        leave()
     except Exception:
         traceback.print_exc()
         code = 1

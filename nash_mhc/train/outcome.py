@@ -12,7 +12,7 @@ import numpy as np
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RESULT
 from nash_mhc.model.lora import adapters_of, base_of, on_base
-from nash_mhc.parallel.processes import from_leader
+from nash_mhc.parallel.board import from_leader
 from nash_mhc.train.evaluate import BrokenOff
 from nash_mhc.train.session import Session
 from nash_mhc.train.state import TrainState, sharded_abstract_state

@@ -17,7 +17,7 @@ from nash_mhc.hub import stored
 from nash_mhc.model.architectures import check_drawn
 from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.objectives.registry import CARRIES
-from nash_mhc.parallel.processes import from_leader
+from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.errors import one_line
 from nash_mhc.storage.paths import is_remote

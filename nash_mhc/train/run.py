@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ from nash_mhc.data.mixture import passes
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.quantized import counted
 from nash_mhc.optim.trainable import Training
+from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.mesh import describe
-from nash_mhc.parallel.processes import from_leader
+from nash_mhc.parallel.place import unread_variables
 from nash_mhc.runtime.profile import show_kernels
 from nash_mhc.runtime.program_cache import use_compilation_cache
 from nash_mhc.runtime.signals import SIGNALS, Interrupted
@@ -32,6 +34,7 @@ from nash_mhc.train.inputs import Inputs, open_inputs
 from nash_mhc.train.loop import train_loop
 from nash_mhc.train.outcome import ask_before, finish
 from nash_mhc.train.resolve_devices import resolve
+from nash_mhc.train.same_everywhere import join
 from nash_mhc.train.session import BadSteps, Session, begin
 from nash_mhc.train.state import TrainState, abstract_state
 
@@ -71,6 +74,7 @@ def run(
     if cfg.telemetry.profiled is not None:
         show_kernels()
     asked = cfg
+    join(cfg)
     cfg, mesh = resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as held:
         quiet = quiet or jax.process_index() > 0
@@ -79,6 +83,8 @@ def run(
         if cfg.mesh.profile_for is not None:
             suits = f"--batch-size {cfg.data.batch_size} --learning-rate {cfg.optim.learning_rate:g}"
             reporter.say(f"--profile-for {cfg.mesh.profile_for}: {suits}")
+        for line in unread_variables(asked.mesh, os.environ):
+            reporter.say(line)
         if "," in asked.mesh.platform:
             reporter.say(f"--platform {asked.mesh.platform}: {cfg.mesh.platform} is taken")
         expected = from_leader(lambda: preflight(cfg, mesh, reporter.say, insist=insist))

@@ -21,7 +21,7 @@ from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.hub.importing import texts_beside
-from nash_mhc.parallel.processes import from_leader
+from nash_mhc.parallel.board import from_leader
 from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.hardware import peak_flops, peak_memory
 from nash_mhc.runtime.profile import Profile
