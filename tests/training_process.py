@@ -58,6 +58,8 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(env)
+    if view := env.get("WORK_IN"):  # a folder of its own, where a relative path may lead to another disk
+        os.chdir(view)
     sys.modules["nash_mhc.runtime.hardware"]._rate_here = lambda *_: 1e11  # type: ignore[attr-defined]  # MFU is not tested here
     if at := env.get("STALL_AT_STEP"):
         _stall_at(int(at))
@@ -149,7 +151,7 @@ class TrainingProcess:
     _left: ClassVar[list[TrainingProcess]] = []  # those that have not been waited for
 
     def __init__(self, folder: Path, *flags: str, model: list[str] = BIGRAM, log: str = "log", **env: str) -> None:
-        self.log = folder.with_name(f"{folder.name}.{log}")
+        self.log = Path(env["WORK_IN"]) / log if "WORK_IN" in env else folder.with_name(f"{folder.name}.{log}")
         self.log.write_text("")
         argv = [*model, "--checkpoint-dir", str(folder), *flags]
         self._process = _server.Process(target=_train, args=(argv, str(self.log), env))

@@ -18,7 +18,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import resume_command
 from nash_mhc.config.humanize import duration
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.board import in_any_process
+from nash_mhc.parallel.board import in_any_process, together
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason
 
@@ -47,15 +47,17 @@ class Saver:
         longest_pause: float = 300.0,
         stopping: Callable[[], bool] = lambda: False,
         make_room: Callable[[], int] = lambda: 0,
+        patience: float = float("inf"),
     ) -> None:
         """`last` is the step that this run has saved before, if any.
 
         `stopping`: whether the run has been asked to stop, after which it does not wait for long. `make_room` removes
         what can be made again from a full disk, and returns how many bytes that were.
+        `patience` bounds waits for other processes.
         """
         self._store, self._texts, self._attempts, self._say, self._owner = store, texts, attempts, say, owner
         self._run = RunFolder(store.folder.parent)
-        self._first_pause, self._longest_pause = first_pause, longest_pause
+        self._first_pause, self._longest_pause, self._patience = first_pause, longest_pause, patience
         self._stopping, self._make_room = stopping, make_room
         self._writing: int | None = None  # the step whose save is under way
         self.last = last  # the step that was saved last
@@ -65,7 +67,7 @@ class Saver:
     def _agreed(self, mine: bool) -> bool:
         """Whether it is so in any process. Saving is done by all of them together, so they must all decide alike, and
         they ask in the same order: every answer that a decision here depends on goes through this method."""
-        return in_any_process(mine)
+        return in_any_process(mine, f"checkpoint {self._writing}", self._patience)
 
     def due(self) -> bool:
         """Asked after each step: whether to save now because an earlier save failed and the pause after it is over.
@@ -90,15 +92,18 @@ class Saver:
             self._writing, self._pause_ends = step, None
             missing = self._missing()
             gone = self._agreed(bool(missing))
-            fault: OSError | None = None
-            try:
+            if gone:
+                self._store.give_up()  # the next save, this one, starts anew
+
+            def begin(missing: list[str] = missing, gone: bool = gone) -> None:
                 if gone:
                     self._make_again(missing)
                 self._owner.check()
                 self._store.save(step, state, values)
-            except OSError as error:
-                fault = error
-            if self._agreed(fault is not None):
+
+            try:
+                together(begin, f"the beginning of checkpoint {step}", self._patience)
+            except OSError as fault:
                 self._note(fault, wait=wait)
             if not wait:
                 return
@@ -115,38 +120,36 @@ class Saver:
 
     def end_quietly(self) -> None:
         """Waits for the save under way, for a run that ends for another reason: a failure is no longer worth a word."""
-        with contextlib.suppress(OSError):
-            self._store.wait()
+        if self._writing is not None:
+            with contextlib.suppress(OSError):
+                together(self._store.wait, f"checkpoint {self._writing}", self._patience)
         self._writing = None
 
     def _end(self, *, wait: bool = False) -> None:
         """Waits for the save under way, and takes note of how it ended."""
         if self._writing is None:
             return
-        fault = None
         try:
-            self._store.wait()
-        except OSError as error:
-            fault = error
-        if self._agreed(fault is not None):
+            together(self._store.wait, f"checkpoint {self._writing}", self._patience)
+        except OSError as fault:
             self._note(fault, wait=wait)
             return
         if self._failed:
             self._say(f"checkpoint {self._writing} is written, after {self._failed} failed attempt{'s' * (self._failed > 1)}")
         self.last, self._writing, self._failed, self._pause_ends = self._writing, None, 0, None
 
-    def _note(self, fault: OSError | None, *, wait: bool) -> None:
+    def _note(self, fault: OSError, *, wait: bool) -> None:
         step, self._writing = self._writing, None
         self._store.give_up()  # in every process: the next attempt is made by all of them
         self._failed += 1
-        if fault is not None and fault.errno in _FULL and (freed := self._make_room()):
+        if fault.errno in _FULL and (freed := self._make_room()):
             self._say(f"the disk is full: {freed / 1e6:,.0f} MB of compiled programs are removed; the next start compiles anew")
         attempts = min(self._attempts, _ATTEMPTS_WHILE_STOPPING) if self._agreed(self._stopping()) else self._attempts
-        why = f"{reason(fault) if fault else 'another process could not write its part'}, {self._store.folder}"
+        why = f"{reason(fault)}, {self._store.folder}"
         if self._failed >= attempts:
             with contextlib.suppress(OSError, ConfigError):
                 self._owner.check()
-                self._store.reopen()  # what the last attempt left goes, too
+                self._store.clear()  # what the last attempt left goes, too
             raise ConfigError(
                 f"checkpoint {step} could not be written ({why}), {self._failed} attempts in a row have failed; the run stops "
                 f"here; {self._last_whole()}; mend the storage, then continue with {resume_command(self._run)}"
@@ -182,10 +185,13 @@ class Saver:
 
     def _make_again(self, missing: list[str]) -> None:
         with as_os_errors():
-            files.make(self._store.folder)
+            if jax.process_index() == 0:
+                files.make(self._store.folder)
             self._owner.retake()  # before anything is cleared away: by now it may be another run's
             self._store.reopen()
             if jax.process_index() == 0:
                 self._run.write(self._texts)
+        if not missing:  # to another process only
+            return
         lost = ", without those it held" if CHECKPOINTS in missing else ""
         self._say(f"{self._run}: {', '.join(missing)} had vanished and is made again{lost}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,14 +15,20 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.orbax_manager import close_manager, new_manager
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.parallel.board import LostProcess, Meeting, from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line
 from nash_mhc.storage.paths import Folder, is_remote, place
 
-_LEAST_PART = 2**20  # bytes of an array that one of several processes writes, where all of them have it
+_SEEN_S = 30.0  # a shared disk may show late what another machine has written
 _BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
+
+
+_WRITTEN_MS = 1_200_000  # as long as Orbax waits for all parts
+_stores = 0  # which all processes open in the same order
 
 
 class Store:
@@ -32,6 +40,8 @@ class Store:
 
     What goes wrong with the storage is an OSError, whoever found it.
     The next save then starts with what the failed one left.
+
+    Several processes call `save` and `wait` inside of `together`, and `give_up` when these have failed anywhere.
     """
 
     def __init__(self, folder: str | Folder, *, keep: int = 3, keep_every: int = 0) -> None:
@@ -42,23 +52,20 @@ class Store:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._finishing: Future[None] | None = None
         self._failed = False
+        global _stores  # noqa: PLW0603
+        _stores += 1
+        self._number, self._attempt = _stores, 0
+        self._meeting: Meeting | None = None
+        from_leader(self._make_folder)
         with one_line(self.folder):
             self._manager = self._new_manager()
 
+    def _make_folder(self) -> None:
+        with one_line(self.folder):
+            files.make(self.folder)
+
     def _new_manager(self) -> ocp.CheckpointManager:
-        # Where devices hold the same values, Orbax has each of them write a part, cut out by a program for every shape,
-        # place and device, which is compiled while the first save waits: of no use to one process, nor in small parts.
-        several = jax.process_count() > 1
-        handler = ocp.type_handlers.ArrayHandler(
-            use_replica_parallel=several, min_slice_bytes_for_replica_parallel=_LEAST_PART if several else None
-        )
-        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
-        # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit,
-        # for ten minutes.
-        at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True, async_options=at_once)
-        handlers = {"state": ocp.StandardCheckpointHandler(), "values": ocp.JsonCheckpointHandler()}
-        manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        manager, self._meeting = new_manager(self.folder, f"store{self._number}.{self._attempt}")
         self._place = self._where()
         return manager
 
@@ -88,15 +95,15 @@ class Store:
             raise
 
     def _close_manager(self) -> None:
-        for _ in range(8):  # a failed save is reported again by each of its threads, and only then are all of them at rest
-            with contextlib.suppress(Exception):
-                self._manager.close()
-                return
+        close_manager(self._manager)
 
     def __enter__(self) -> Store:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and jax.process_count() > 1 and not self._ends_by_itself(kind):
+            self._stop_waiting()
+            return
         try:
             # Whatever ended the run early is what it shall end with.
             with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
@@ -104,6 +111,19 @@ class Store:
         finally:
             self._background.shutdown()
             self._close_manager()
+
+    def _ends_by_itself(self, kind: object) -> bool:
+        """Whether the save under way ends, although this process leaves early: the others may be gone."""
+        if self._finishing is None:
+            return not self._failed
+        return kind is not LostProcess and not futures.wait([self._finishing], timeout=_SEEN_S).not_done
+
+    def _stop_waiting(self) -> None:
+        """Threads that wait for another process end now, without a checkpoint."""
+        self._finishing = None
+        if self._meeting is not None:
+            self._meeting.given_up.set()
+        self._background.shutdown(wait=False)
 
     def warm_up(self, state: PyTree) -> None:
         """Lets the first save be as quick as the others, in the background.
@@ -146,30 +166,63 @@ class Store:
         """Starts writing; returns once the state has been copied, so that the next step may reuse its memory."""
         self.wait()
         with self._storage_faults():
+            attempt = self._attempt
             if self._failed:
                 self.reopen()
             self._failed = True
-            if jax.process_index() == 0:
-                (self.folder / f"{step}.saving").touch()
+            self._mark(step)
             items = ocp.args.Composite(state=ocp.args.StandardSave(named_leaves(state)), values=ocp.args.JsonSave(values))
+            self._check_attempt(attempt)
             self._manager.save(step, args=items, force=True)
+            self._check_attempt(attempt)
             self._failed = False
         # Hashing and deleting wait for Orbax's commit, in a thread of their own: the loop is not held up.
         self._finishing = self._background.submit(self._finish, step)
 
+    def _mark(self, step: int) -> None:
+        """Process 0 makes the mark, and the others see it before they write: of a disk that is gone, the folder may
+        still be there, empty, and what is written to it is lost."""
+        mark = self.folder / f"{step}.saving"
+        if jax.process_index() == 0:
+            mark.touch()
+            return
+        end = time.monotonic() + _SEEN_S
+        while not files.exists(mark):
+            if time.monotonic() > end:
+                raise FileNotFoundError(errno.ENOENT, "does not see what process 0 writes", str(self.folder))
+            time.sleep(0.1)
+
+    def _check_attempt(self, attempt: int) -> None:
+        """A thread that was abandoned, because the save failed in another process, must not go on with it later."""
+        if attempt != self._attempt:
+            raise TimeoutError("this save was given up")
+
     def give_up(self) -> None:
         """The last save counts as failed, whether it did here or in another process: the next one starts anew."""
         self._failed = True
+        if jax.process_count() > 1:
+            self._stop_waiting()
+            self._attempt += 1
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def reopen(self) -> None:
         """After a failed save: removes what it left, makes the folder if it is gone, and gives Orbax a new start."""
-        self._failed = True  # until all of this is done
+        attempt, self._failed = self._attempt, True  # until all of this is done
         self._close_manager()  # it would report the old failure as that of the next save
         if jax.process_index() == 0:
             files.make(self.folder)
             self._remove_unfinished()
-        self._manager = self._new_manager()
+        manager = self._new_manager()
+        self._check_attempt(attempt)
+        self._manager = manager
         self._failed = False
+
+    def clear(self) -> None:
+        """Removes what the last, failed save left, for a run that ends."""
+        if jax.process_count() == 1:
+            self.reopen()
+        elif jax.process_index() == 0:
+            self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
         """What a save that never ended left;
@@ -191,6 +244,8 @@ class Store:
     def _finish(self, step: int) -> None:
         self._manager.wait_until_finished()
         self._check_place()
+        if self._meeting is not None:  # every process has found that its part is where it belongs
+            self._meeting(key=f"written/{step}", timeout_ms=_WRITTEN_MS)
         if jax.process_index() == 0:
             manifest.write(self.folder / str(step))
             # The checkpoint is whole: what cannot be deleted now goes after the next one.

@@ -141,13 +141,19 @@ def leader_first(make: Callable[[], T]) -> T:
     return made[0] if made else make()
 
 
-def in_any_process(mine: bool) -> bool:
-    """Whether `mine` is true in at least one process. Called by all, in the same order as everything here."""
+def in_any_process(mine: bool, what: str = "", patience: float = float("inf")) -> bool:
+    """Whether `mine` is true in at least one process. Called by all, in the same order as everything here.
+
+    LostProcess names who has not come to `what` within `patience` seconds.
+    """
     if jax.process_count() == 1:
         return mine
     board, call = Board("nash_mhc/any"), _next_call()
     board.write(f"{call}/{jax.process_index()}", mine)
-    return any(_patiently(board, f"{call}/{index}") for index in range(jax.process_count()))
+    for index in range(jax.process_count()):
+        if _patiently(board, f"{call}/{index}", f"process {index} did not come to {what}", index, patience):
+            return True
+    return False
 
 
 def wait_for_all() -> None:
@@ -155,19 +161,22 @@ def wait_for_all() -> None:
     in_any_process(False)  # nobody says yes, so that all are asked
 
 
-def _patiently(board: Board, key: str) -> Any:
-    while True:  # preparing data may take hours; who stands still meanwhile is found out by runtime/watchdog.py
+def _patiently(board: Board, key: str, verdict: str = "", index: int = 0, patience: float = float("inf")) -> Any:
+    waited = 0.0
+    while waited < patience:  # preparing data may take hours; who stands still meanwhile is found out by runtime/watchdog.py
+        seconds = min(60.0, patience - waited)
         try:
-            return board.wait(key, 60)
+            return board.wait(key, seconds)
         except TimeoutError:
-            continue
+            waited += seconds
+    raise LostProcess(f"{verdict} within {patience:.0f} s", index)
 
 
-_MERCY_S = 5.0  # for work that may end by itself, once it has failed elsewhere
+_MERCY_S = 1.0  # for work that may end by itself, once it has failed elsewhere
 
 
 def together(work: Callable[[], T], what: str, patience: float = float("inf")) -> T:
-    """Run `work()` in all processes at once. What fails in one fails in all, with the OSError or ConfigError of that one.
+    """Run `work()` in all processes at once. What fails in one fails in all, with its OSError or ConfigError.
 
     Work that waits for the process that failed is abandoned in its thread. LostProcess names who has not ended
     `patience` seconds after this process.
