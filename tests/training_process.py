@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 import small
 
 from nash_mhc.checkpoint.saving import Saver
-from nash_mhc.checkpoint.store import arrays_of
+from nash_mhc.checkpoint.store import Store, arrays_of
 from nash_mhc.data.pack import Rows
 from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.watchdog import Watch
@@ -65,8 +65,10 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
         _stall_at(int(at))
     if file := env.get("SHORT_STALL_ONCE"):
         _shorten_the_stall_once(Path(file))
+    if step := int(env.get("STUCK_AT_SAVE", "0")):
+        _stick_at_save(step)
     if "IMPATIENT" in env:
-        _save_again_at_once()
+        _save_again_at_once(int(env.get("ATTEMPTS", "500")))
     if "NO_EVALUATION" in env:  # another program less to trace, where what is tested is not about it
         sys.modules["nash_mhc.train.inputs"].open_held_out = lambda *_, **__: None  # type: ignore[attr-defined]
     if "TELL_OF_THE_COMPILER" in env:
@@ -116,10 +118,22 @@ def _shorten_the_stall_once(file: Path) -> None:
     module.Watch = Shortened  # type: ignore[attr-defined]
 
 
-def _save_again_at_once() -> None:
-    """Pauses after failed saves are short, and it never gives up: for storage that fails all the time."""
+def _stick_at_save(stuck: int) -> None:
+    """The storage does not answer when that step is saved."""
+    mark = Store._mark
+
+    def never_ends(store: Store, step: int) -> None:
+        if step == stuck:
+            time.sleep(1e6)
+        mark(store, step)
+
+    Store._mark = never_ends  # type: ignore[method-assign]
+
+
+def _save_again_at_once(attempts: int) -> None:
+    """Pauses after failed saves are short, and it hardly ever gives up: for storage that fails all the time."""
     module = sys.modules["nash_mhc.train.session"]
-    module.Saver = functools.partial(Saver, first_pause=0.01, longest_pause=0.05, attempts=500)  # type: ignore[attr-defined]
+    module.Saver = functools.partial(Saver, first_pause=0.01, longest_pause=0.05, attempts=attempts)  # type: ignore[attr-defined]
 
 
 def _tell_of_the_compiler() -> None:
@@ -237,16 +251,23 @@ def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def pair(
-    folder: Path, *flags: str, model: list[str] = BIGRAM, second: dict[str, str] | None = None, **env: str
+    folder: Path,
+    *flags: str,
+    model: list[str] = BIGRAM,
+    second: dict[str, str] | None = None,
+    flags_of: dict[int, list[str]] | None = None,
+    **env: str,
 ) -> tuple[TrainingProcess, TrainingProcess]:
-    """A run in two processes, which share its devices; `second` is added to the environment of the second one."""
+    """A run in two processes, which share its devices; `second` is added to the environment of the second one, and
+    `flags_of` to the flags of either."""
+    own = flags_of or {}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     where = ("--coordinator-address", address, "--num-processes", "2", "--process-id")
     return (
-        TrainingProcess(folder, *flags, *where, "0", model=model, log="log0", **env),
-        TrainingProcess(folder, *flags, *where, "1", model=model, log="log1", **env, **(second or {})),
+        TrainingProcess(folder, *flags, *where, "0", *own.get(0, []), model=model, log="log0", **env),
+        TrainingProcess(folder, *flags, *where, "1", *own.get(1, []), model=model, log="log1", **env | (second or {})),
     )
 
 

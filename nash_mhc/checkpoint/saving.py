@@ -90,14 +90,17 @@ class Saver:
         self._end(wait=wait)
         while self.last != step and (wait or self._pause_ends is None or self._agreed(time.monotonic() >= self._pause_ends)):
             self._writing, self._pause_ends = step, None
-            missing = self._missing()
-            gone = self._agreed(bool(missing))
+            missing, lock_lost = self._missing()
+            # A folder that only some processes miss is there: they have lost their disk, and must not make another one.
+            gone = self._agreed(lock_lost) or not self._agreed(not missing)
             if gone:
                 self._store.give_up()  # the next save, this one, starts anew
 
             def begin(missing: list[str] = missing, gone: bool = gone) -> None:
                 if gone:
                     self._make_again(missing)
+                elif missing:
+                    raise FileNotFoundError(errno.ENOENT, "the folder has vanished", str(self._run))
                 self._owner.check()
                 self._store.save(step, state, values)
 
@@ -171,8 +174,8 @@ class Saver:
                 return f"the last whole checkpoint is step {found[-1]}"
         return "there is no whole checkpoint" if self.last is None else f"the last one, step {self.last}, is gone"
 
-    def _missing(self) -> list[str]:
-        """What someone has deleted or moved away, if that can be found out;
+    def _missing(self) -> tuple[list[str], bool]:
+        """What someone has deleted or moved away, if that can be found out, and whether it is the lock alone;
         where it cannot, saving will fail and say so."""
         missing: list[str] = []
         with contextlib.suppress(OSError), as_os_errors():
@@ -180,8 +183,8 @@ class Saver:
             try:
                 self._owner.check()
             except FileNotFoundError:
-                missing = missing or ["the lock of this run"]
-        return missing
+                return (missing, False) if missing else (["the lock of this run"], True)
+        return missing, False
 
     def _make_again(self, missing: list[str]) -> None:
         with as_os_errors():
