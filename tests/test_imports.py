@@ -152,8 +152,9 @@ def test_no_file_imports_a_command() -> None:
 
 # JAX's private modules, each used in one file, which says what to do should it vanish.
 PRIVATE = {
+    "jax._src.lib": "nash_mhc.parallel.processes",
     "jax._src.cudnn": "nash_mhc.ops.attend_cudnn",
-    "jax._src.distributed": "nash_mhc.parallel.processes",
+    "jax._src.distributed": "nash_mhc.parallel.board",
     "jax._src.lru_cache": "nash_mhc.runtime.program_cache",
 }
 

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
+from nash_mhc.checkpoint.cleaning import make_room, remove_unfinished
 from nash_mhc.checkpoint.orbax_manager import close_manager, new_manager
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.board import LostProcess, Meeting, from_leader
@@ -24,7 +25,6 @@ from nash_mhc.storage.errors import as_os_errors, one_line
 from nash_mhc.storage.paths import Folder, is_remote, place
 
 _SEEN_S = 30.0  # a shared disk may show late what another machine has written
-_BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
 
 
 _WRITTEN_MS = 1_200_000  # as long as Orbax waits for all parts
@@ -211,7 +211,7 @@ class Store:
         self._close_manager()  # it would report the old failure as that of the next save
         if jax.process_index() == 0:
             files.make(self.folder)
-            self._remove_unfinished()
+            remove_unfinished(self.folder)
         manager = self._new_manager()
         self._check_attempt(attempt)
         self._manager = manager
@@ -222,24 +222,7 @@ class Store:
         if jax.process_count() == 1:
             self.reopen()
         elif jax.process_index() == 0:
-            self._remove_unfinished()
-
-    def _remove_unfinished(self) -> None:
-        """What a save that never ended left;
-        a checkpoint without a manifest that has no mark was whole once, and stays."""
-        for part in self.folder.glob(_BEING_WRITTEN):
-            with (
-                contextlib.suppress(OSError),
-                as_os_errors(),
-            ):  # TensorStore may still be at it; nobody takes it for a checkpoint
-                files.remove(part)
-        for part in self.folder.glob(f"*.{manifest.FILE}.part"):
-            part.unlink()
-        for mark in self.folder.glob("*.saving"):
-            checkpoint = mark.with_suffix("")
-            if files.exists(checkpoint) and not files.exists(checkpoint / manifest.FILE):
-                files.remove(checkpoint)
-            mark.unlink()
+            remove_unfinished(self.folder)
 
     def _finish(self, step: int) -> None:
         self._manager.wait_until_finished()
@@ -251,20 +234,7 @@ class Store:
             # The checkpoint is whole: what cannot be deleted now goes after the next one.
             with contextlib.suppress(OSError), as_os_errors():
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)
-                self._make_room()
-
-    def _make_room(self) -> None:
-        """Of what goes, the manifest goes first, so that half of it is never taken for whole."""
-        for old in set(self.steps()) - manifest.kept(self.folder, last=self._keep, every=self._keep_every):
-            mark = self.folder / f"{old}.saving"
-            with contextlib.suppress(OSError):  # on a full disk there may be no room for it, and this makes some
-                mark.touch()
-            (self.folder / str(old) / manifest.FILE).unlink(missing_ok=True)
-            files.remove(self.folder / str(old))
-            mark.unlink(missing_ok=True)
-        for leftover in self.folder.glob("*.unfinished"):  # a newer one is whole now
-            files.remove(leftover)
-        self._remove_unfinished()
+                make_room(self.folder, keep=self._keep, keep_every=self._keep_every)
 
     def newest(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
         """The last step whose checkpoint is whole.

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import jax
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.errors import reason
 
 T = TypeVar("T")
 ANSWER_S = 20.0  # process 0 holds the notes; without an answer for this long, it is taken for dead or frozen
@@ -231,7 +230,7 @@ def _outcome(error: BaseException | None) -> tuple[str, int, str] | None:
     if error is None:
         return None
     if isinstance(error, OSError):
-        return "fault", error.errno or errno.EIO, reason(error)
+        return "fault", error.errno or errno.EIO, error.strerror or str(error)[:300]
     return "refused" if isinstance(error, ConfigError) else "error", errno.EIO, str(error)[:300]
 
 

@@ -68,8 +68,8 @@ def when_coordinator_is_lost(do: Callable[[], None]) -> None:
 def _own_words_for_a_lost_coordinator() -> Iterator[None]:
     """JAX prints a gRPC status and a stack, and aborts. It takes a function to call instead, but passes no argument on.
 
-    JAX 0.10 cannot turn the status into the function's argument and ends in std::terminate, JAX 0.11 may call it: both
-    lead to the same words, and so does the abort of a JAX that knows nothing of this.
+    JAX 0.10 cannot convert the status to the function's argument and ends in std::terminate, which leads here as well.
+    Should the function in `jax._src.lib` vanish, its own message comes first, and ours when it aborts.
     """
     ended = ctypes.CFUNCTYPE(None)(_ended)
     aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _when_lost())
@@ -78,9 +78,13 @@ def _own_words_for_a_lost_coordinator() -> Iterator[None]:
     ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
     with contextlib.suppress(OSError, AttributeError):  # another C++ library than GNU's
         ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(ended)
-    from jax._src.lib import _jax
+    try:
+        from jax._src.lib import _jax
 
-    make = _jax.get_distributed_runtime_client
+        make = _jax.get_distributed_runtime_client
+    except (ImportError, AttributeError):
+        yield
+        return
     _jax.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *_: _ended())
     try:
         yield
