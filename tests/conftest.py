@@ -21,7 +21,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # a fifteenth of the time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 for name in [
-    n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_", "MEGASCALE_", "JAX_COORDINATOR"))
+    n
+    for n in os.environ
+    if n.startswith(("SLURM_", "OMPI_", "JOB_COMPLETION_", "TPU_", "MEGASCALE_", "JAX_COORDINATOR", "TORCHELASTIC_", "MASTER_"))
+    or n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "USE_TPU")
 ]:
     del os.environ[name]  # the scheduler that runs these tests is not theirs
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network, or wait for one
@@ -70,7 +73,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # for something (two of three workers are left for what computes, on two cores), those that need torch.
 _TOGETHER = {
     "steps": "invariants health hlo step bad_steps spikes mesh_axes precision".split(),
-    "waiting": "processes kills run_lock run_owner start_signals signals doctor watchdog moved".split(),
+    "waiting": "processes process_faults kills run_lock run_owner start_signals signals doctor watchdog moved".split(),
     "torch": "torch_model hub_import evaluate adapters generate_prompts torch_step".split(),
 }
 # They begin first, then the files that take longest, so that at the end there are many short ones for whoever is free.

@@ -1,6 +1,7 @@
 """What can happen to one of the two processes of a run, with real signals and real files: killed, frozen, its disk gone
 or full, started with other flags. It is named and all leave, or the run recovers; a resume is bit-equal."""
 
+import re
 import resource
 import signal
 import time
@@ -19,14 +20,14 @@ PATIENCE_S, LATE_S = 20, 90  # no process may wait longer than both together
 VIEWS = ("first", "second")
 
 
-def start(place, *flags, second=None, **env):
+def start(place, *flags, second=None, disks=None, **env):
     """Each process reaches the run's folder by a relative path and a link of its own: as long as that is there, it has
     its disk."""
     (place / "disk").mkdir(parents=True, exist_ok=True)
     for view in VIEWS:
         (place / view).mkdir(exist_ok=True)
         (place / view / "disk").unlink(missing_ok=True)
-        (place / view / "disk").symlink_to(place / "disk")
+        (place / view / "disk").symlink_to(place / (disks or {}).get(view, "disk"))
     env = {"NO_EVALUATION": "1", "IMPATIENT": "1", "WORK_IN": str(place / "first")} | env
     more = {"WORK_IN": str(place / "second")} | (second or {})
     return pair(Path("disk/run"), *FLAGS.split(), f"--stall-timeout={PATIENCE_S}", *flags, second=more, **env)
@@ -59,10 +60,9 @@ def last_line(life):
     return life.said.splitlines()[-1]
 
 
-def assert_left_in_time(life, who, began):
+def assert_left(life, began):
     assert life.end() == TRY_AGAIN, life.said
     assert time.monotonic() - began < PATIENCE_S + LATE_S
-    assert last_line(life).startswith(f"error: process {who} ("), life.said
     assert "Traceback" not in life.said
 
 
@@ -71,7 +71,8 @@ def lost(kind, place, who, both, unbroken):
     both[0].until(f"step  30/{STEPS}")
     began = time.monotonic()
     both[who].send(kind)
-    assert_left_in_time(both[1 - who], who, began)
+    assert_left(both[1 - who], began)
+    assert last_line(both[1 - who]).startswith(f"error: process {who} ("), both[1 - who].said
     both[who].send(signal.SIGCONT)
     assert both[who].end() == (-signal.SIGKILL if kind == signal.SIGKILL else TRY_AGAIN), both[who].said
     assert_resumed_bit_for_bit(place, unbroken)
@@ -161,14 +162,45 @@ def test_a_disk_that_does_not_come_back_ends_the_run_by_name(fault, who, unbroke
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_disk_that_does_not_answer_one_process_is_named(who, unbroken, tmp_path):
     """What a network disk does whose server is gone: whoever touches it waits."""
-    env = {"STUCK_AT_SAVE": "40"}
-    both = start(tmp_path, **(env if who == 0 else {}), second=env if who else {"STUCK_AT_SAVE": "0"})
+    both = start(tmp_path, STUCK_AT_SAVE=str(40 * (who == 0)), second={"STUCK_AT_SAVE": str(40 * (who == 1))})
     both[0].until(f"step  40/{STEPS}")
     began = time.monotonic()
     for life in both:
-        assert_left_in_time(life, who, began)
-        assert "checkpoint 40" in last_line(life)
+        assert_left(life, began)
+        assert f"process {who} " in last_line(life)
     assert_resumed_bit_for_bit(tmp_path, unbroken)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", [0, 1])
+def test_data_that_one_process_cannot_read_is_no_reason_to_wait_forever(who, tmp_path):
+    both = start(tmp_path, STUCK_AT_DATA="1" * (who == 0), second={"STUCK_AT_DATA": "1" * (who == 1)})
+    both[who].until("stuck")
+    began = time.monotonic()
+    for life in both:
+        assert_left(life, began)
+        assert re.search(rf"held up by process {who} \(.*\), in the phase: preparing the data", last_line(life))
+
+
+@pytest.mark.long
+def test_a_folder_that_is_not_shared_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    both = start(tmp_path, disks={"second": "other"})
+    assert [life.end() for life in both] == [2, 2], both[0].said + both[1].said
+    for life in both:
+        assert "--checkpoint-dir disk/run" in last_line(life)
+        assert "share" in last_line(life)
+
+
+@pytest.mark.long
+def test_a_file_that_is_another_one_for_one_process_is_refused(tmp_path):
+    for number, view in enumerate(VIEWS):
+        (tmp_path / view).mkdir()
+        (tmp_path / view / "text.txt").write_text(f"{number} is what it begins with.\n" * 1000)
+    both = start(tmp_path, "--dataset", "text.txt")
+    assert [life.end() for life in both] == [2, 2], both[0].said + both[1].said
+    for life in both:
+        assert "the files of text.txt" in last_line(life)
 
 
 OTHER_FLAGS = {

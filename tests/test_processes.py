@@ -16,7 +16,7 @@ from training_process import DENSE, TrainingProcess, arrays, pair, slurm_pair
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import MeshConfig
-from nash_mhc.parallel.place import Place, find_place
+from nash_mhc.parallel.place import Place, find_place, unread_variables
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 STEPS, HALF = 12, 8
@@ -144,6 +144,10 @@ MPI = {
     "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }  # fmt: skip
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
 JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
 
 
@@ -160,6 +164,11 @@ JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_
         (MPI, Place("10.96.0.1:62624", 4, 3, None)),
         (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
         (JAX, Place("a:1", 3, 2, None)),
+        (TORCHRUN, Place("node1:29501", 4, 3, 1)),
+        (SLURM | TORCHRUN, Place("node1:29501", 4, 3, 1)),  # srun started one torchrun on each node
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
+        # By hand, or by Kubeflow: nothing else listens at that port.
+        ({k: TORCHRUN[k] for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}, Place("node1:29500", 4, 3, None)),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, Place()),  # GKE
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         ({"MEGASCALE_NUM_SLICES": "2"}, Place()),
@@ -201,9 +210,31 @@ def test_a_tpu_pod_is_recognised_by_its_metadata(workers, wanted):
         ({"coordinator_address": "a", "num_processes": 2, "process_id": 0}, {}, r"a: must be HOST:PORT"),
         ({"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, {}, r"--process-id 2: with .* they are 0 to 1"),
         ({}, MPI | {"OMPI_MCA_orte_hnp_uri": ""}, r"Open MPI has started 4 processes .*; add --coordinator-address HOST:PORT"),
+        ({}, {"RANK": "1", "WORLD_SIZE": "4"}, r"WORLD_SIZE=4 .* MASTER_ADDR and MASTER_PORT.* --coordinator-address"),
+        ({}, TORCHRUN | {"MASTER_PORT": "x"}, r"MASTER_PORT=x"),
+        ({}, {"WORLD_SIZE": "many"}, r"WORLD_SIZE=many"),
         ({}, {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1"}, r"pip install kubernetes, or set JAX_COORD"),
     ],
 )
 def test_what_cannot_be_started_is_said_in_a_line(flags, env, message):
     with pytest.raises(ConfigError, match=message):
         find_place(MeshConfig(**flags), env)
+
+
+@pytest.mark.parametrize(
+    ("env", "cfg", "flags"),
+    [
+        ({"TPU_NUM_DEVICES": "4"}, {}, ["--num-devices 4"]),
+        ({"TPU_NUM_DEVICES": "4"}, {"num_devices": 2}, []),
+        ({"USE_TPU": "1"}, {}, ["--platform tpu"]),
+        ({"USE_TPU": "0", "TPU_NUM_DEVICES": "1"}, {}, ["--num-devices 1", "--platform cpu"]),
+        ({"USE_TPU": "1"}, {"platform": "gpu"}, []),
+        ({}, {}, []),
+    ],
+)
+def test_a_variable_that_is_not_read_is_named_with_its_flag(env, cfg, flags):
+    lines = unread_variables(MeshConfig(**cfg), env)
+    assert len(lines) == len(flags)
+    for line, flag in zip(lines, flags, strict=True):
+        assert flag in line
+        assert any(f"{name}={value}" in line for name, value in env.items())

@@ -67,6 +67,8 @@ def _train(argv: list[str], out: str, env: dict[str, str]) -> None:
         _shorten_the_stall_once(Path(file))
     if step := int(env.get("STUCK_AT_SAVE", "0")):
         _stick_at_save(step)
+    if env.get("STUCK_AT_DATA"):
+        sys.modules["nash_mhc.train.inputs"].open_source = lambda *_, **__: _stuck()  # type: ignore[attr-defined]
     if "IMPATIENT" in env:
         _save_again_at_once(int(env.get("ATTEMPTS", "500")))
     if "NO_EVALUATION" in env:  # another program less to trace, where what is tested is not about it
@@ -118,13 +120,18 @@ def _shorten_the_stall_once(file: Path) -> None:
     module.Watch = Shortened  # type: ignore[attr-defined]
 
 
+def _stuck() -> None:
+    print("stuck", flush=True)
+    time.sleep(1e6)
+
+
 def _stick_at_save(stuck: int) -> None:
     """The storage does not answer when that step is saved."""
     mark = Store._mark
 
     def never_ends(store: Store, step: int) -> None:
         if step == stuck:
-            time.sleep(1e6)
+            _stuck()
         mark(store, step)
 
     Store._mark = never_ends  # type: ignore[method-assign]

@@ -24,11 +24,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors
-from nash_mhc.storage.files import create_whole, write_whole
+from nash_mhc.storage.files import create_whole, exists, write_whole
 from nash_mhc.storage.paths import Folder, is_remote, still_names
 
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
 BEAT_S, DEAD_S = 10.0, 45.0  # an owner writes its sign of life this often, and without one for so long it is taken for dead
+SEEN_S = 30.0  # a shared disk may show late what another machine has written
 _ASK_AGAIN_S, _SAY_AGAIN_S = 0.2, 60.0
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that has none
 
@@ -302,3 +303,15 @@ def accompany(folder: Folder) -> Owner:
             if (handle := _try_lock(Path(folder) / OTHERS, fcntl.LOCK_SH)) is not None:
                 return _Accompanying(Path(folder), handle)
     return Nobody()
+
+
+def check_seen(folder: Folder) -> None:
+    """ConfigError where this process does not see the folder that process 0 holds."""
+    end = time.monotonic() + SEEN_S
+    while not any(exists(folder / name) for name in (LOCK, OBJECT)):
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"--checkpoint-dir {folder}: what process 0 has written there is not seen on {socket.gethostname()}, by "
+                f"process {os.getpid()}; all processes need the same folder, on a disk that they share"
+            )
+        time.sleep(_ASK_AGAIN_S)

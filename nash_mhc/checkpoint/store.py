@@ -17,15 +17,13 @@ from jaxtyping import PyTree
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.cleaning import make_room, remove_unfinished
 from nash_mhc.checkpoint.orbax_manager import close_manager, new_manager
+from nash_mhc.checkpoint.run_lock import SEEN_S
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.board import LostProcess, Meeting, from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line
 from nash_mhc.storage.paths import Folder, is_remote, place
-
-_SEEN_S = 30.0  # a shared disk may show late what another machine has written
-
 
 _WRITTEN_MS = 1_200_000  # as long as Orbax waits for all parts
 _stores = 0  # which all processes open in the same order
@@ -116,7 +114,7 @@ class Store:
         """Whether the save under way ends, although this process leaves early: the others may be gone."""
         if self._finishing is None:
             return not self._failed
-        return kind is not LostProcess and not futures.wait([self._finishing], timeout=_SEEN_S).not_done
+        return kind is not LostProcess and not futures.wait([self._finishing], timeout=SEEN_S).not_done
 
     def _stop_waiting(self) -> None:
         """Threads that wait for another process end now, without a checkpoint."""
@@ -186,7 +184,7 @@ class Store:
         if jax.process_index() == 0:
             mark.touch()
             return
-        end = time.monotonic() + _SEEN_S
+        end = time.monotonic() + SEEN_S
         while not files.exists(mark):
             if time.monotonic() > end:
                 raise FileNotFoundError(errno.ENOENT, "does not see what process 0 writes", str(self.folder))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -160,12 +161,31 @@ def wait_for_all() -> None:
     in_any_process(False)  # nobody says yes, so that all are asked
 
 
+_waits = 0
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Inside, this process waits for another one: whoever looks for the one that holds up all passes it over."""
+    global _waits  # noqa: PLW0603
+    _waits += 1
+    try:
+        yield
+    finally:
+        _waits -= 1
+
+
+def waits() -> bool:
+    return _waits > 0
+
+
 def _patiently(board: Board, key: str, verdict: str = "", index: int = 0, patience: float = float("inf")) -> Any:
     waited = 0.0
     while waited < patience:  # preparing data may take hours; who stands still meanwhile is found out by runtime/watchdog.py
         seconds = min(60.0, patience - waited)
         try:
-            return board.wait(key, seconds)
+            with waiting():
+                return board.wait(key, seconds)
         except TimeoutError:
             waited += seconds
     raise LostProcess(f"{verdict} within {patience:.0f} s", index)
@@ -186,21 +206,23 @@ def together(work: Callable[[], T], what: str, patience: float = float("inf")) -
     mine, done = _in_thread(work)
     look = 0.05 * max(1.0, count / 16)
     said, waited = False, 0.0
-    while True:
-        if not said and done.is_set():
-            board.write(f"{call}/{me}", _outcome(mine.exception()))
-            said = True
-        notes = board.read(call)
-        if failed := {index: note for index, note in notes.items() if note is not None}:
-            break
-        if len(notes) == count:
-            _forget(board, call, me)
-            return mine.result()
-        waited += look * said
-        if waited > patience:
-            missing = [index for index in range(count) if str(index) not in notes]
-            raise LostProcess(f"{named(missing)} did not end {what} within {patience:.0f} s of process {me}", *missing)
-        done.wait(look) if not said else time.sleep(look)
+    with contextlib.ExitStack() as held:
+        while True:
+            if not said and done.is_set():
+                board.write(f"{call}/{me}", _outcome(mine.exception()))
+                said = True
+                held.enter_context(waiting())
+            notes = board.read(call)
+            if failed := {index: note for index, note in notes.items() if note is not None}:
+                break
+            if len(notes) == count:
+                _forget(board, call, me)
+                return mine.result()
+            waited += look * said
+            if waited > patience:
+                missing = [index for index in range(count) if str(index) not in notes]
+                raise LostProcess(f"{named(missing)} did not end {what} within {patience:.0f} s of process {me}", *missing)
+            done.wait(look) if not said else time.sleep(look)
     done.wait(_MERCY_S)
     if done.is_set() and (error := mine.exception()) is not None and not isinstance(error, OSError):
         raise error

@@ -68,9 +68,12 @@ def unread_variables(cfg: MeshConfig, env: Mapping[str, str]) -> list[str]:
 
 def _by_torchrun(env: Mapping[str, str]) -> Place | None:
     """torchrun, and launchers that set the same variables (Kubeflow's PyTorchJob, for one)."""
-    if int(env.get("WORLD_SIZE") or 1) < 2:
+    names = "WORLD_SIZE", "RANK", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    if wrong := [name for name in names if not env.get(name, "").isdecimal() and env.get(name)]:
+        raise ConfigError(f"{wrong[0]}={env[wrong[0]]}: must be a number; unset it, or pass --num-processes 1 to train alone")
+    count = int(env.get("WORLD_SIZE") or 1)
+    if count < 2:
         return None
-    count = int(env["WORLD_SIZE"])
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
         raise ConfigError(
             f"WORLD_SIZE={count} is set without {' and '.join(missing)}; set them as torchrun does, or pass "

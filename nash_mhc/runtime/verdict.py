@@ -32,7 +32,9 @@ class Verdicts:
         """Leaves, with the stacks of those who held up the others.
         Returns only in a notebook, which is to stay alive."""
         if str(self._index) in culprits:
-            stack = _stack()
+            stack = "(no room to write it)"
+            with contextlib.suppress(OSError):  # on a full disk
+                stack = _stack()
             print(f"stack of {self._name}:\n{stack}", file=sys.stderr)
             if self._board is not None:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -6,18 +6,20 @@ verdict.py. Here is what this process does, and what follows from all of that.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers
+from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers, waits
 from nash_mhc.parallel.processes import coordinator, when_coordinator_is_lost
 from nash_mhc.runtime import heartbeat
 from nash_mhc.runtime.heartbeat import Heartbeat, Sign
@@ -26,7 +28,17 @@ from nash_mhc.runtime.stopping import StoppingPoint
 from nash_mhc.runtime.verdict import Verdicts
 
 _PATIENCE_S = 300.0  # that nobody waits longer than, whatever becomes of the board
+_EFFORT = 0.05  # CPU seconds per second: less is what looking costs
 _runs = 0
+
+
+def effort() -> float:
+    """CPU seconds of this process so far; a megabyte read or written counts like a second."""
+    done = time.process_time()
+    with contextlib.suppress(OSError, ValueError):  # Linux only
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        done += (int(counts["rchar"]) + int(counts["wchar"])) / 2**20
+    return done
 
 
 class Watch:
@@ -40,6 +52,7 @@ class Watch:
         self._timeout = stall_timeout or float("inf")
         self._tick = min(1.0, self._timeout / 10) * max(1, count / 64)  # many processes share one board
         self._phase, self._moves, self._idle = "starting", 0, 0.0
+        self._effort, self._still = 0.0, 0.0
         self._working = self._begun = False
         self._looked = 0.0  # seconds so far, counted in looks
         self._ended = threading.Event()
@@ -98,13 +111,23 @@ class Watch:
                 faulthandler.dump_traceback_later(self._timeout + 5 * self._tick)
             if self._others is not None:
                 self._look_at(self._others)
+            self._still = self._still + self._tick if self._idle and not self._makes_an_effort() else 0.0
             if self._working and self._idle >= self._timeout:
                 self._accuse()
+            elif self._others is not None and self._still >= self._timeout:
+                self._accuse_of_standstill(self._others)
         if SIGNALS.listening:
             faulthandler.cancel_dump_traceback_later()
 
     def _sign(self) -> Sign:
-        return {"name": self._name, "phase": self._phase, "moves": self._moves, "at": time.monotonic(), "ended": False}
+        about = {"name": self._name, "phase": self._phase, "moves": self._moves, "at": time.monotonic(), "ended": False}
+        return about | {"still": self._still, "waits": waits()}
+
+    def _makes_an_effort(self) -> bool:
+        """Whether this process has computed, read or written something since the last look: preparing data or compiling
+        may take hours, and a disk that does not answer looks the same from outside."""
+        before, self._effort = self._effort, effort()
+        return self._effort - before > _EFFORT * self._tick or self._phase.startswith("waiting for")  # which has its own end
 
     def _look_at(self, others: Heartbeat) -> None:
         """Whether someone is gone, has judged, or was asked to stop."""
@@ -120,7 +143,8 @@ class Watch:
             why = notes.get("stop") or f"{self._name} was sent {SIGNALS.caught}"
             if not self._begun:
                 self._judge(f"{why}, and training had not begun everywhere")
-            self._stopping.agree(why, self._judge)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 does not answer: the next look finds out
+                self._stopping.agree(why, self._judge)
 
     def _accuse(self) -> None:
         """This process has not moved for too long. Whoever has come least far is what the others wait for."""
@@ -129,6 +153,14 @@ class Watch:
         slowest = {index: sign for index, sign in everyone.items() if sign["moves"] == least}
         named = " and ".join(f"{sign['name']}, in the phase: {sign['phase']}" for sign in slowest.values())
         self._judge(f"no progress for {self._idle:.0f} s (--stall-timeout): held up by {named}", *slowest)
+
+    def _accuse_of_standstill(self, others: Heartbeat) -> None:
+        """Nobody has done anything for too long: those who do not wait for another process hold up the rest."""
+        everyone = others.signs() | {str(self._index): self._sign()}
+        if all(sign.get("still", 0.0) > 0.9 * self._timeout for sign in everyone.values()) and len(everyone) > 1:
+            stuck = {index: sign for index, sign in everyone.items() if not sign.get("waits")} or everyone
+            names = " and ".join(f"{sign['name']}, in the phase: {sign['phase']}" for sign in stuck.values())
+            self._judge(f"no progress for {self._still:.0f} s (--stall-timeout): held up by {names}", *stuck)
 
     def _judge(self, verdict: str, *culprits: str) -> None:
         self._verdicts.post(verdict, culprits)

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
-from nash_mhc.checkpoint.run_lock import Owner, accompany, hold
+from nash_mhc.checkpoint.run_lock import Owner, accompany, check_seen, hold
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.mixture import RowSource
@@ -25,6 +25,7 @@ from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.registry import OURS
 from nash_mhc.parallel.board import from_leader, leader_first
+from nash_mhc.parallel.same_settings import check_same
 from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import one_line
@@ -100,6 +101,8 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
         cfg = dataclasses.replace(cfg, distill=dataclasses.replace(cfg.distill, random=source.random))  # type: ignore[attr-defined]
     teachers = Teachers(cfg, tokenizer, mesh, say)
     identity = teachers.identity(source)
+    if jax.process_count() > 1:
+        check_same({f"the data of --dataset {cfg.data.dataset}": identity}, patience=math.inf)  # it may take long to open
     from_leader(lambda: check_resume(cfg, rows=identity))
     from_leader(lambda: weights_and_biases.check(cfg.telemetry))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, **how))
@@ -157,6 +160,7 @@ def _hold(cfg: RunConfig, folder: RunFolder, watch: Watch, held: contextlib.Exit
         with one_line(f"--checkpoint-dir {folder}"):
             if jax.process_index() == 0:
                 return hold(folder.path, wait=cfg.train.wait_for_lock, say=say)
+            check_seen(folder.path)
             return accompany(folder.path)
 
     owner = leader_first(take)
