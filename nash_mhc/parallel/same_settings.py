@@ -17,7 +17,7 @@ _asked = 0
 def check_same(settings: Mapping[str, Any], patience: float = _PATIENCE_S) -> None:
     """ConfigError in every process, with the first name whose value is not the same in all, and two of its values.
 
-    No device is used. All processes call it, in the same order. LostProcess names who is missing after `patience` seconds.
+    No device is used. All processes call it, in the same order. LostProcess names who is missing.
     """
     global _asked  # noqa: PLW0603
     state = joined()
