@@ -75,8 +75,10 @@ def cache_command(argv: Sequence[str]) -> int:
     from nash_mhc.parallel.divisibility import check_fit
     from nash_mhc.parallel.mesh import describe, make_mesh
     from nash_mhc.runtime.program_cache import use_compilation_cache
+    from nash_mhc.train.same_everywhere import join
 
-    mesh = make_mesh(cfg.mesh)  # first of all: it is where several processes find each other
+    join(cfg, **vars(own))  # first of all
+    mesh = make_mesh(cfg.mesh)
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if jax.process_index() == 0 else (lambda text: None)
     record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True, say=say)
     loaded = load(own.teacher, own.teacher_step, mesh=mesh, say=say)

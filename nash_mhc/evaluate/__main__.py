@@ -82,9 +82,13 @@ def _run(args: argparse.Namespace, texts: dict[str, str], named: list[str]) -> i
     from nash_mhc.evaluate.progress import Progress
     from nash_mhc.hub.load import config_of, load
     from nash_mhc.parallel.mesh import describe, make_mesh
+    from nash_mhc.parallel.processes import start
+    from nash_mhc.parallel.same_settings import check_same
     from nash_mhc.runtime.program_cache import use_compilation_cache
 
     cfg = config_of(args.folder)
+    if start(args.mesh) > 1:
+        check_same({f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()})
     mesh = make_mesh(args.mesh)
     progress = Progress(quiet=jax.process_index() > 0)
     _check_fit(cfg, mesh, args.batch_size)

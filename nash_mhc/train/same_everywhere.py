@@ -23,11 +23,11 @@ _OWN = {"mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "te
 _ENDS = 2**20  # bytes that are read at the beginning and at the end of a file
 
 
-def join(cfg: RunConfig) -> None:
+def join(cfg: RunConfig, **more: Any) -> None:
     """Finds the other processes, if there are any, before a device is used.
-    ConfigError in all of them where one was started with something else."""
+    ConfigError in all of them where one was started with something else; `more` are flags beside the configuration."""
     if start(cfg.mesh) > 1:
-        check_same(settings_of_run(cfg))
+        check_same(settings_of_run(cfg) | {f"--{name.replace('_', '-')}": value for name, value in more.items()})
 
 
 def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
