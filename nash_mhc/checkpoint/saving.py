@@ -67,7 +67,7 @@ class Saver:
     def _agreed(self, mine: bool) -> bool:
         """Whether it is so in any process. Saving is done by all of them together, so they must all decide alike, and
         they ask in the same order: every answer that a decision here depends on goes through this method."""
-        return in_any_process(mine, f"checkpoint {self._writing}", self._patience)
+        return in_any_process(mine, "the saving of a checkpoint", self._patience)
 
     def due(self) -> bool:
         """Asked after each step: whether to save now because an earlier save failed and the pause after it is over.
