@@ -47,17 +47,15 @@ class Saver:
         longest_pause: float = 300.0,
         stopping: Callable[[], bool] = lambda: False,
         make_room: Callable[[], int] = lambda: 0,
-        patience: float = float("inf"),
     ) -> None:
         """`last` is the step that this run has saved before, if any.
 
         `stopping`: whether the run has been asked to stop, after which it does not wait for long. `make_room` removes
         what can be made again from a full disk, and returns how many bytes that were.
-        `patience` bounds waits for other processes.
         """
         self._store, self._texts, self._attempts, self._say, self._owner = store, texts, attempts, say, owner
         self._run = RunFolder(store.folder.parent)
-        self._first_pause, self._longest_pause, self._patience = first_pause, longest_pause, patience
+        self._first_pause, self._longest_pause = first_pause, longest_pause
         self._stopping, self._make_room = stopping, make_room
         self._writing: int | None = None  # the step whose save is under way
         self.last = last  # the step that was saved last
@@ -67,7 +65,7 @@ class Saver:
     def _agreed(self, mine: bool) -> bool:
         """Whether it is so in any process. Saving is done by all of them together, so they must all decide alike, and
         they ask in the same order: every answer that a decision here depends on goes through this method."""
-        return in_any_process(mine, "the saving of a checkpoint", self._patience)
+        return in_any_process(mine)
 
     def due(self) -> bool:
         """Asked after each step: whether to save now because an earlier save failed and the pause after it is over.
@@ -105,7 +103,7 @@ class Saver:
                 self._store.save(step, state, values)
 
             try:
-                together(begin, f"the beginning of checkpoint {step}", self._patience)
+                together(begin)
             except OSError as fault:
                 self._note(fault, wait=wait)
             if not wait:
@@ -125,7 +123,7 @@ class Saver:
         """Waits for the save under way, for a run that ends for another reason: a failure is no longer worth a word."""
         if self._writing is not None:
             with contextlib.suppress(OSError):
-                together(self._store.wait, f"checkpoint {self._writing}", self._patience)
+                together(self._store.wait)
         self._writing = None
 
     def _end(self, *, wait: bool = False) -> None:
@@ -133,7 +131,7 @@ class Saver:
         if self._writing is None:
             return
         try:
-            together(self._store.wait, f"checkpoint {self._writing}", self._patience)
+            together(self._store.wait)
         except OSError as fault:
             self._note(fault, wait=wait)
             return

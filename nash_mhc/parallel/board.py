@@ -141,19 +141,13 @@ def leader_first(make: Callable[[], T]) -> T:
     return made[0] if made else make()
 
 
-def in_any_process(mine: bool, what: str = "", patience: float = float("inf")) -> bool:
-    """Whether `mine` is true in at least one process. Called by all, in the same order as everything here.
-
-    LostProcess names who has not come to `what` within `patience` seconds.
-    """
+def in_any_process(mine: bool) -> bool:
+    """Whether `mine` is true in at least one process. Called by all, in the same order as everything here."""
     if jax.process_count() == 1:
         return mine
     board, call = Board("nash_mhc/any"), _next_call()
     board.write(f"{call}/{jax.process_index()}", mine)
-    for index in range(jax.process_count()):
-        if _patiently(board, f"{call}/{index}", f"process {index} did not come to {what}", index, patience):
-            return True
-    return False
+    return any(_patiently(board, f"{call}/{index}") for index in range(jax.process_count()))
 
 
 def wait_for_all() -> None:
@@ -179,38 +173,31 @@ def waits() -> bool:
     return _waits > 0
 
 
-def _patiently(board: Board, key: str, verdict: str = "", index: int = 0, patience: float = float("inf")) -> Any:
-    waited = 0.0
-    while waited < patience:  # preparing data may take hours; who stands still meanwhile is found out by runtime/watchdog.py
-        seconds = min(60.0, patience - waited)
-        try:
-            with waiting():
-                return board.wait(key, seconds)
-        except TimeoutError:
-            waited += seconds
-    raise LostProcess(f"{verdict} within {patience:.0f} s", index)
+def _patiently(board: Board, key: str) -> Any:
+    with waiting():
+        while True:  # preparing data may take hours; runtime/watchdog.py finds out who stands still meanwhile
+            with contextlib.suppress(TimeoutError):
+                return board.wait(key, 60)
 
 
 _MERCY_S = 1.0  # for work that may end by itself, once it has failed elsewhere
 
 
-def together(work: Callable[[], T], what: str, patience: float = float("inf")) -> T:
+def together(work: Callable[[], T]) -> T:
     """Run `work()` in all processes at once. What fails in one fails in all, with its OSError or ConfigError.
 
-    Work that waits for the process that failed is abandoned in its thread. LostProcess names who has not ended
-    `patience` seconds after this process.
+    Work that waits for the process that failed is abandoned in its thread.
     """
     if jax.process_count() == 1:
         return work()
     board, call, me, count = Board("nash_mhc/together"), _next_call(), jax.process_index(), jax.process_count()
     mine, done = _in_thread(work)
-    look = 0.05 * max(1.0, count / 16)
-    said, waited = False, 0.0
+    said, look = False, 0.02
     with contextlib.ExitStack() as held:
         while True:
             if not said and done.is_set():
                 board.write(f"{call}/{me}", _outcome(mine.exception()))
-                said = True
+                said, look = True, 0.02
                 held.enter_context(waiting())
             notes = board.read(call)
             if failed := {index: note for index, note in notes.items() if note is not None}:
@@ -218,11 +205,8 @@ def together(work: Callable[[], T], what: str, patience: float = float("inf")) -
             if len(notes) == count:
                 _forget(board, call, me)
                 return mine.result()
-            waited += look * said
-            if waited > patience:
-                missing = [index for index in range(count) if str(index) not in notes]
-                raise LostProcess(f"{named(missing)} did not end {what} within {patience:.0f} s of process {me}", *missing)
-            done.wait(look) if not said else time.sleep(look)
+            time.sleep(look) if said else done.wait(look)
+            look = min(1.0, look * 1.3)
     done.wait(_MERCY_S)
     if done.is_set() and (error := mine.exception()) is not None and not isinstance(error, OSError):
         raise error

@@ -222,7 +222,6 @@ def begin(
         last=start.step if start.own else None,
         stopping=lambda: SIGNALS.caught is not None,
         make_room=lambda: remove_programs(inputs.folder.path),
-        patience=cfg.train.stall_timeout or float("inf"),
     )
     with clock.during("compile"):
         evaluation = _begin_evaluation(inputs, mesh, shapes.model, compiled)
