@@ -73,7 +73,8 @@ def lost(kind, place, who, both, unbroken):
     both[who].send(kind)
     assert_left(both[1 - who], began)
     assert last_line(both[1 - who]).startswith(f"error: process {who} ("), both[1 - who].said
-    both[who].send(signal.SIGCONT)
+    if kind == signal.SIGSTOP:
+        both[who].send(signal.SIGCONT)
     assert both[who].end() == (-signal.SIGKILL if kind == signal.SIGKILL else TRY_AGAIN), both[who].said
     assert_resumed_bit_for_bit(place, unbroken)
 
