@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from nash_mhc.hub import byte_tokenizer
 
@@ -85,3 +86,17 @@ def tensors(folder: Path) -> dict[str, bytes]:
                 start, stop = entry["data_offsets"]
                 found[name] = (entry["dtype"], tuple(entry["shape"]), data[8 + size + start : 8 + size + stop])
     return found
+
+
+def save_pieces(folder: Path, held: dict[str, np.ndarray]) -> None:
+    """Every tensor in a file of its own, and the index."""
+    names = {name: f"model-{i + 1:05d}-of-{len(held):05d}.safetensors" for i, name in enumerate(held)}
+    for name, file in names.items():
+        save_file({name: held[name]}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": sum(a.nbytes for a in held.values())}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def piece_of(folder: Path, tensor: str) -> str:
+    """The file that holds it."""
+    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][tensor]

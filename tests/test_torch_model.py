@@ -19,7 +19,8 @@ import small
 from safetensors.numpy import save_file
 
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.hub.nash_tensors import config_json, tensors
+from nash_mhc.hub.nash_tensors import config_json
+from nash_mhc.hub.tensors import of_nash, written
 from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.params import named_leaves
@@ -72,7 +73,7 @@ def ours(name: str) -> LM:
 
 @functools.cache
 def exported(name: str) -> dict[str, np.ndarray]:
-    return dict(tensors(named_leaves(ours(name)), config(name)))
+    return dict(written(named_leaves(ours(name)), config(name).layers, of_nash(config(name))))
 
 
 def torch_model(name: str, change: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -212,6 +213,53 @@ def test_every_parameter_of_the_whole_learns() -> None:
         assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().max() > 0, name
 
 
+def test_hidden_states_and_tuples_come_when_they_are_asked_for() -> None:
+    """One more than there are layers, in the order of the tokens also where padding comes first."""
+    model = torch_model("whole")
+    ids, mask = padded("whole", (9, 4), (0, 5))
+    with torch.no_grad():
+        plain = model(ids, attention_mask=mask)
+        shown = model(ids, attention_mask=mask, output_hidden_states=True)
+        held = model(ids, attention_mask=mask, return_dict=False)
+        model.config.output_hidden_states = True
+        by_config = model.model(ids, attention_mask=mask, return_dict=False)
+    assert plain.hidden_states is None and len(shown.hidden_states) == config("whole").layers + 1
+    assert torch.equal(shown.logits, plain.logits) and torch.equal(model.lm_head(shown.hidden_states[-1]), plain.logits)
+    streams = config("whole").streams
+    close(shown.hidden_states[0], (streams * config("whole").width ** 0.5 * model.model.embed_tokens(ids)).detach())
+    assert all(state.shape == shown.hidden_states[0].shape for state in shown.hidden_states)
+    assert isinstance(held, tuple) and torch.equal(held[0], plain.logits) and type(held[1]).__name__ == "NashMhcCache"
+    assert isinstance(by_config, tuple) and torch.equal(by_config[2][1], shown.hidden_states[1])
+    alone = torch_model("whole")(ids[1:, 5:], output_hidden_states=True).hidden_states
+    close(shown.hidden_states[1][1:, 5:], alone[1].detach())
+    text = torch_model("whole").generate(
+        ids[:1], max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True, pad_token_id=0
+    )
+    assert [len(states) for states in text.hidden_states] == [config("whole").layers + 1] * 2
+    with pytest.raises(ValueError, match="attention weights"):
+        model(ids, output_attentions=True)
+
+
+def test_an_empty_cache_of_transformers_becomes_ours() -> None:
+    """Whoever makes one by hand goes on with it, call by call; one with keys in it says nothing to this model."""
+    from transformers import DynamicCache
+
+    model, ids = torch_model("whole"), torch.tensor(tokens("whole"))
+    cache = DynamicCache()
+    with torch.no_grad():
+        first = model(ids[:, :20], past_key_values=cache)
+        second = model(ids[:, 20:], past_key_values=cache)
+    assert first.past_key_values is second.past_key_values is cache and cache.get_seq_length() == T
+    close(torch.cat([first.logits, second.logits], dim=1), expected("whole"))
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+    made = model.generate(ids[:1, :9], past_key_values=DynamicCache(config=model.config), **settings)
+    assert torch.equal(made, model.generate(ids[:1, :9], **settings))
+    used = DynamicCache()
+    used.update(torch.zeros(3, 1, 2, 4), torch.zeros(3, 1, 2, 4), 0)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model(ids, past_key_values=used)
+
+
 def test_positions_that_the_model_would_not_heed_are_refused() -> None:
     ids = torch.tensor(tokens("dense"))
     with pytest.raises(ValueError, match="positions by itself"):
@@ -221,7 +269,7 @@ def test_positions_that_the_model_would_not_heed_are_refused() -> None:
 def test_a_leaf_without_a_place_is_named() -> None:
     named = named_leaves(ours("dense")) | {"layers.ffn.up_DF.down": np.zeros(3)}
     with pytest.raises(ConfigError, match=r"layers\.ffn\.up_DF\.down has no place"):
-        next(tensors(named, config("dense")))
+        next(written(named, 2, of_nash(config("dense"))))
 
 
 def test_the_torch_file_needs_torch_and_transformers_only() -> None:

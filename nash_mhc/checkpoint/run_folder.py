@@ -184,7 +184,7 @@ class RunFolder:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def write(self, texts: Mapping[str, str]) -> None:
+    def write(self, texts: Mapping[str, str | bytes]) -> None:
         """Each file (name -> text) whole or not at all; makes the folder where it is gone. OSError."""
         with as_os_errors():
             files.make(self.path)

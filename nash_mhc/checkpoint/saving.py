@@ -37,7 +37,7 @@ class Saver:
     def __init__(
         self,
         store: Store,
-        texts: Mapping[str, str],
+        texts: Mapping[str, str | bytes],
         *,
         say: Callable[[str], None],
         owner: Owner = Nobody(),

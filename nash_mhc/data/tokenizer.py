@@ -245,18 +245,23 @@ def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # that there is no PyTorch is no news here
     from transformers import PreTrainedTokenizerFast  # slow to import; only those who ask for it wait
 
+    folder = path if path.is_dir() else path.parent
+    if from_hub is None and "auto_map" in _values(folder / "tokenizer_config.json"):
+        raise ConfigError(
+            f"--tokenizer {name}: its tokenizer_config.json names code of its own (auto_map), which is never run; if its "
+            "tokenizer.json is complete without it, take auto_map out of the file"
+        )
     try:
         if from_hub is not None:
-            return _auto_tokenizer().from_pretrained(from_hub)
+            return _auto_tokenizer().from_pretrained(from_hub, trust_remote_code=False)
         if path.is_file() and not (path.parent / "tokenizer_config.json").exists():
             bare = PreTrainedTokenizerFast(tokenizer_file=str(path))
             return PreTrainedTokenizerFast(
                 tokenizer_file=str(path), eos_token=next((end for end in _ENDS if end in bare.get_vocab()), None)
             )
-        folder = path if path.is_dir() else path.parent
         # Where the model is code of its own, AutoTokenizer would ask on the terminal whether to run that.
         kind = PreTrainedTokenizerFast if _brings_code(folder) or _is_plain(folder) else _auto_tokenizer()
-        return kind.from_pretrained(str(folder), local_files_only=True)
+        return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its parsers raise, bare Exception included
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if from_hub is None:
@@ -278,7 +283,7 @@ def _values(file: Path) -> dict[str, Any]:
     """What such a file of the transformers library says; nothing, where it cannot be read."""
     try:
         values = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

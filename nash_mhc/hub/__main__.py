@@ -87,7 +87,7 @@ def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, 
     parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to make")
     parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
     kinds = ("auto", "float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=kinds, default="auto", help="of the weights [auto: as imported, else float32]")
+    parser.add_argument("--dtype", choices=kinds, default="auto", help="of the weights [auto: each as imported, else float32]")
     parser.add_argument("--shard-size", type=float, default=4.0, metavar="GB", help="most that one file holds [4]")
     args = parser.parse_strictly(argv, "the folder to make is --out {word}")
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
@@ -160,9 +160,9 @@ def _merge(argv: Sequence[str]) -> int:
 def _write(args: argparse.Namespace, loaded: Any) -> int:
     """A whole model."""
     from nash_mhc.hub.nash_tensors import CODE
-    from nash_mhc.hub.writing import export, imported_dtype, model_card
+    from nash_mhc.hub.writing import export, model_card
 
-    dtype = imported_dtype(loaded) if args.dtype == "auto" else args.dtype
+    dtype = None if args.dtype == "auto" else args.dtype
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
     written = export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say)
     _list(written)

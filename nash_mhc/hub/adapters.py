@@ -21,7 +21,7 @@ from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConf
 from nash_mhc.hub import nash_tensors, stored
 from nash_mhc.hub.adapter_config import FILE, REMEDY, AdapterConfig, read_adapter_config
 from nash_mhc.hub.config_json import family_of
-from nash_mhc.hub.importing import texts_beside, write_model
+from nash_mhc.hub.importing import contents_beside, write_model
 from nash_mhc.hub.load import Loaded, config_of
 from nash_mhc.hub.tensors import tensors
 from nash_mhc.model.architectures import abstract_model, count_parameters
@@ -139,9 +139,9 @@ def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], Non
     leaves = [_stack(name, leaf.shape, pairs, lora) for name, leaf in named_leaves(shapes).items()]
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     with new_folder(out) as part:
-        for name, text in texts_beside(Path(base)).items():
-            (part / name).parent.mkdir(exist_ok=True)
-            (part / name).write_text(text, encoding="utf-8")
+        for name, content in contents_beside(Path(base)).items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_bytes(content)
         dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
         known = {"imported": folder.name, "parameters": count_parameters(run.model), DTYPES: dtypes}
         write_model(part, model, config.to_dict(), base=record, **known)

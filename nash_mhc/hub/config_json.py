@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any, NamedTuple
 
 from nash_mhc.config.rope_scaling import RopeScaling
-from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig
+from nash_mhc.hub import nash_tensors
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_ROPE = {"linear": {}, "llama3": {"low": "low_freq_factor", "high": "high_freq_factor"}, "yarn": {}}
+_ROPE = ("linear", "llama3", "yarn")
+
+# What a config.json means that leaves a key out: the defaults of transformers' classes, field by field.
+_SHARED: dict[str, Any] = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "rope_parameters": None, "is_encoder_decoder": False,
+}  # fmt: skip
+_QWEN = _SHARED | {
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None, "eos_token_id": None,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _SHARED | {
+        "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None, "head_dim": None,
+        "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False, "eos_token_id": 2,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
+    nash_tensors.TYPE: {},
+}  # fmt: skip
+# Fields that change neither a weight nor a logit: of training, of the output's form, of other tasks, of other files.
+MEANINGLESS = {
+    "attention_dropout", "initializer_range", "pretraining_tp", "chunk_size_feed_forward", "use_cache", "return_dict",
+    "output_hidden_states", "dtype", "transformers_version", "architectures", "id2label", "label2id", "problem_type",
+    "bos_token_id", "pad_token_id",
+}  # fmt: skip
+_TURNS = {"fast": 32.0, "slow": 1.0}  # yarn's beta_fast and beta_slow
+_MAY_BE_NULL = {"num_key_value_heads", "sliding_window"}
 
 
 class Imported(NamedTuple):
@@ -34,100 +63,171 @@ def family_of(cfg: ModelConfig) -> str | None:
 def read_config(values: dict[str, Any], where: str) -> Imported:
     """ConfigError names the first thing that our decoder does not have."""
     family = values.get("model_type")
-    if family not in _CLASSES:
-        raise ConfigError(f"{where}: a model of type {family!r}; what can be imported are {', '.join(_CLASSES)}")
-    if missing := [name for name in _NEEDED if not isinstance(values.get(name), int)]:
-        raise ConfigError(f"{where}: says nothing about {missing[0]}")
-    _refuse(values, family, where)
+    if family == nash_tensors.TYPE:
+        return _of_ours(values, where)
+    if not isinstance(family, str) or family not in _CLASSES:
+        raise ConfigError(
+            f"{where}: a model of type {_shown(family)} (model_type) cannot be imported; these can: {', '.join(DEFAULTS)}"
+        )
+    whole = DEFAULTS[family] | values
     try:
-        return Imported(family, _model(values, family, where), int(values.get("max_position_embeddings", 2048)))
+        _check_kinds(whole, DEFAULTS[family])
+        _refuse(whole)
+        return Imported(family, _model(whole, family), whole["max_position_embeddings"])
     except ConfigError as error:
-        raise ConfigError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: a setting is missing or makes no sense ({type(error).__name__}: {error})") from None
+        raise ConfigError(f"{where}: {error}") from None
 
 
-def _model(values: dict[str, Any], family: str, where: str) -> ModelConfig:
+def _of_ours(values: dict[str, Any], where: str) -> Imported:
+    """What `hub export` wrote. The code that goes with it is not needed here, and not run."""
+    positions = values.get("max_position_embeddings") or DataConfig().seq_len
+    try:
+        cfg = nash_tensors.read_config(values)
+        if family_of(cfg) is not None or type(positions) is not int:
+            raise ConfigError(f"is no Nash-MHC model as hub export writes it (max_position_embeddings {_shown(positions)})")
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return Imported(nash_tensors.TYPE, cfg, positions)
+
+
+def _check_kinds(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Every value is of its default's kind."""
+    for name, default in defaults.items():
+        value = values[name]
+        if value is None and (default is None or name in _MAY_BE_NULL):
+            continue
+        if isinstance(default, bool):
+            right, kind = isinstance(value, bool), "true or false"
+        elif isinstance(default, float):
+            right, kind = isinstance(value, float) and 0 < value < math.inf, "a fraction above 0"
+        elif (isinstance(default, int) and name != "eos_token_id") or name in ("num_key_value_heads", "head_dim"):
+            low = 0 if name == "max_window_layers" else 1
+            right, kind = type(value) is int and value >= low, "a whole number" + " above 0" * low
+        else:
+            continue
+        if not right:
+            raise ConfigError(f"{name} is {_shown(value)}, and must be {kind}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:70] + " ..."
+
+
+def _model(values: dict[str, Any], family: str) -> ModelConfig:
     heads, width = values["num_attention_heads"], values["hidden_size"]
-    theta, scaling = _rope(values, where)
+    if family == "llama" and width % heads:
+        raise ConfigError(f"hidden_size {width} is no multiple of num_attention_heads {heads}, as transformers asks for")
+    theta, scaling = _rope(values)
     return ModelConfig(
         vocab_size=values["vocab_size"],
         width=width,
         layers=values["num_hidden_layers"],
         heads=heads,
-        kv_heads=values.get("num_key_value_heads") or heads,
+        kv_heads=values["num_key_value_heads"] or heads,
         head_dim=values.get("head_dim") or width // heads,
         ffn=values["intermediate_size"],
         scales=1,
         conv_taps=0,
         residual="plain",
-        window=_window(values, where),
+        window=_window(values, family),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        norm_eps=values["rms_norm_eps"],
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
-        tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tied_embeddings=values["tie_word_embeddings"],
         embed_scale="table",
     )
 
 
-def _refuse(values: dict[str, Any], family: str, where: str) -> None:
+def _refuse(values: dict[str, Any]) -> None:
+    if values.get("auto_map"):
+        raise ConfigError(
+            f"auto_map names code of the folder's own ({_shown(values['auto_map'])}), which is never run; if the model is a "
+            f"plain {values['model_type']}, take auto_map out of the file"
+        )
     wrong = {
         "quantized weights (quantization_config)": values.get("quantization_config"),
-        f"the activation {values.get('hidden_act')!r}": values.get("hidden_act", "silu") not in ("silu", "swish"),
+        f"the activation {_shown(values['hidden_act'])} (hidden_act)": values["hidden_act"] not in ("silu", "swish"),
         "biases in the feed-forward layer (mlp_bias)": values.get("mlp_bias"),
-        # In Qwen2's files they are not mentioned, and always there: on queries, keys and values alone.
-        "a bias on the attention's output (attention_bias)": family != "qwen2" and values.get("attention_bias"),
+        # Qwen2's classes do not know the key: their biases are on queries, keys and values alone.
+        "a bias on the attention's output (attention_bias)": values["model_type"] != "qwen2" and values.get("attention_bias"),
+        "layers that differ (per_layer_config)": values.get("per_layer_config"),
+        "an encoder (is_encoder_decoder)": values["is_encoder_decoder"],
     }
     for what, is_there in wrong.items():
         if is_there:
-            raise ConfigError(f"{where}: {what}, which our decoder does not have; such a model cannot be imported")
+            raise ConfigError(f"{what}, which our decoder does not have; such a model cannot be imported")
 
 
-def _window(values: dict[str, Any], where: str) -> int | None:
-    kinds = set(values.get("layer_types") or ())
-    sliding = "sliding_attention" in kinds if kinds else bool(values.get("use_sliding_window"))
-    if kinds - {"full_attention", "sliding_attention"} or len(kinds) > 1:
-        raise ConfigError(f"{where}: layers of several kinds ({', '.join(sorted(kinds))}); ours are all of one kind")
-    if not kinds and sliding and values.get("max_window_layers", 0) > 0:
-        # Its first layers see everything. (Newer files spell that out in layer_types.)
-        if values["max_window_layers"] >= values["num_hidden_layers"]:
+def _window(values: dict[str, Any], family: str) -> int | None:
+    layers, kinds = values["num_hidden_layers"], values.get("layer_types")
+    limit = values["sliding_window"] if values.get("use_sliding_window") and family != "llama" else None
+    if kinds is None:
+        first = values.get("max_window_layers", 0)  # the layers before it see everything
+        if limit is None or first >= layers:
             return None
-        raise ConfigError(f"{where}: layers of several kinds (max_window_layers); ours are all of one kind")
-    return values.get("sliding_window") if sliding else None
+        if first > 0:
+            raise ConfigError(f"layers of several kinds (max_window_layers {first} of {layers}); ours are all of one kind")
+        return limit
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"layer_types is {_shown(kinds)}, and must name the kind of each of {layers} layers")
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) != {"sliding_attention"}:
+        raise ConfigError(f"layers of several kinds (layer_types {_shown(sorted(set(kinds)))}); ours are all of one kind")
+    if limit is None:
+        raise ConfigError("layer_types says sliding_attention, without use_sliding_window and a sliding_window")
+    return limit
 
 
-def _rope(values: dict[str, Any], where: str) -> tuple[float, str | None]:
-    """Of all the forms that there were: rope_parameters, or rope_theta beside rope_scaling."""
-    said = values.get("rope_parameters") or {}
-    said = {"rope_theta": values.get("rope_theta", 10_000.0)} | (values.get("rope_scaling") or {}) | said
+def _rope(values: dict[str, Any]) -> tuple[float, str | None]:
+    """Of all the forms that there were: rope_parameters, or rope_scaling before it, beside rope_theta."""
+    named = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    said = values.get(named) or {}
+    if not isinstance(said, dict):
+        raise ConfigError(f"{named} is {_shown(said)}, and must be settings of rotary positions")
+    said = {"rope_theta": values.get("rope_theta", 10_000.0)} | said
     if any(isinstance(value, dict) for value in said.values()):
-        raise ConfigError(f"{where}: rotary positions that differ between layers; ours are the same in all of them")
-    kind = said.get("rope_type", said.get("type", "default"))
+        raise ConfigError(f"rotary positions that differ between layers ({named}); ours are the same in all of them")
     if said.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1:
-        raise ConfigError(
-            f"{where}: a part of each head that does not rotate (partial_rotary_factor); ours rotates whole heads"
-        )
-    theta = float(said["rope_theta"])
+        raise ConfigError("a part of each head that does not rotate (partial_rotary_factor); ours rotates whole heads")
+    kind = said.get("rope_type", said.get("type", "default"))
+
+    def number(name: str, default: float | None = None) -> float:
+        found = said.get(name, default)
+        if name not in said and default is None:
+            raise ConfigError(f"{named} of the kind {kind} has no {name}, without which it says nothing; add it")
+        if not isinstance(found, (int, float)) or isinstance(found, bool) or not math.isfinite(found):
+            raise ConfigError(f"{named}: {name} is {_shown(found)}, and must be a number")
+        return float(found)
+
+    theta = number("rope_theta")
     if kind == "default":
         return theta, None
     if kind not in _ROPE or (said.get("mscale") and said.get("mscale_all_dim")):
-        what = kind if kind not in _ROPE else "yarn with mscale"
-        raise ConfigError(f"{where}: rotary positions of the kind {what!r}; ours are default, {', '.join(_ROPE)}")
-    positions = values.get("max_position_embeddings", 2048)
-    original = float(said.get("original_max_position_embeddings") or positions)
-    factor = float(said.get("factor") or positions / original)
-    if kind == "yarn":
-        bounds = {"fast": float(said.get("beta_fast") or 32), "slow": float(said.get("beta_slow") or 1)}
-        sharper = said.get("attention_factor")
-        amplitude = None if sharper is None else float(sharper)
-        found = RopeScaling(kind, factor, original, **bounds, amplitude=amplitude, whole=float(said.get("truncate", True)))
-    elif kind == "llama3":
-        found = RopeScaling(kind, factor, original, float(said["low_freq_factor"]), float(said["high_freq_factor"]))
-    else:
-        found = RopeScaling(kind, factor)
-    return theta, str(found)
+        what = _shown(kind) if kind not in _ROPE else "yarn with mscale"
+        raise ConfigError(f"rotary positions of the kind {what} ({named}); ours are default, {', '.join(_ROPE)}")
+    if kind == "linear":
+        return theta, str(RopeScaling(kind, number("factor")))
+    positions = values["max_position_embeddings"]
+    if values.get("original_max_position_embeddings") is not None:  # beside them, it goes before the one among them
+        said["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    original = number("original_max_position_embeddings", positions)
+    if kind == "llama3":
+        return theta, str(RopeScaling(kind, number("factor"), original, number("low_freq_factor"), number("high_freq_factor")))
+    if "factor" not in said:
+        raise ConfigError(
+            f"{named} of the kind yarn has no factor, without which transformers does not read it; add how many times "
+            f"further its positions reach, such as max_position_embeddings over the original = {positions / original:g}"
+        )
+    factor = positions / original if said["factor"] is None else number("factor")
+    bounds = {side: number(f"beta_{side}", turns) if said.get(f"beta_{side}") else turns for side, turns in _TURNS.items()}
+    amplitude = None if said.get("attention_factor") is None else number("attention_factor")
+    return theta, str(
+        RopeScaling(kind, factor, original, **bounds, amplitude=amplitude, whole=bool(said.get("truncate", True)))
+    )
 
 
 def _rope_values(cfg: ModelConfig) -> dict[str, Any]:

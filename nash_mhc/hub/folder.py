@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,19 +13,22 @@ import numpy as np
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.hub.config_json import Imported, read_config
+from nash_mhc.hub.config_json import DEFAULTS, Imported, read_config
 from nash_mhc.hub.tensors import Reader, shapes
 from nash_mhc.storage.errors import reason
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # What belongs to a model beside its weights, and goes with it wherever it goes.
-BESIDE = (
-    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+_BESIDE = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "*.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-_DTYPES: dict[str, np.dtype[Any]] = {
+TENSOR_DTYPES = "tensor_dtypes.json"  # in a folder of ours, beside these: the dtype that each tensor came in
+DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16),
 }  # fmt: skip
+_FILE = re.compile(r"[\w .+-]{1,240}\.safetensors", re.ASCII)  # a plain name, as long as file systems take
 _BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # in files of years ago: computed, not learned
 _CHUNK = 1 << 24  # bytes of two tensors that are compared at a time
 
@@ -34,6 +36,20 @@ _CHUNK = 1 << 24  # bytes of two tensors that are compared at a time
 def is_hub_folder(path: str | Path) -> bool:
     """Of Hugging Face's kind, and no run of ours."""
     return (Path(path) / CONFIG).is_file() and not (Path(path) / "run.json").exists()
+
+
+def files_beside(folder: Path) -> list[str]:
+    """The files that belong to a model, weights excepted: their names in its folder."""
+    found = {path for pattern in _BESIDE for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def tensor_dtypes(folder: Path) -> dict[str, str]:
+    """The dtype that each tensor of a model came in, by name: from the weights' headers, or as was noted beside a copy
+    without weights. Empty: nobody knows. ConfigError."""
+    if (folder / INDEX).is_file() or (folder / WEIGHTS).is_file():
+        return {name: entry.dtype for name, entry in HubFolder(folder).entries().items()}
+    return _json(folder / TENSOR_DTYPES) if (folder / TENSOR_DTYPES).is_file() else {}
 
 
 class Entry(NamedTuple):
@@ -46,7 +62,7 @@ class Entry(NamedTuple):
 
     def reader(self) -> Reader:
         """Reads parts of the tensor, straight from the file: not even a copy of a part comes into memory by this."""
-        mapped = np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
+        mapped = np.memmap(self.file, DTYPES[self.dtype], "r", self.offset, self.shape)
         return lambda part: mapped[part]
 
 
@@ -60,9 +76,13 @@ class HubFolder:
 
     def stops(self) -> list[int]:
         """Tokens that end a text, where the model names any."""
-        said = self.values | (_json(self.path / "generation_config.json") if self._has("generation_config.json") else {})
+        own = _json(self.path / "generation_config.json") if self._has("generation_config.json") else {}
+        said = DEFAULTS[self.imported.family] | self.values | own
         found = said.get("eos_token_id")
-        return [] if found is None else [int(x) for x in (found if isinstance(found, list) else [found])]
+        ends = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(type(end) is int for end in ends):
+            raise ConfigError(f"{self.path}: eos_token_id {_short(json.dumps(found))} is no token id and no list of them")
+        return ends
 
     def _has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -70,38 +90,58 @@ class HubFolder:
     def entries(self) -> dict[str, Entry]:
         """Every tensor by name, from the files' headers alone."""
         if self._has(INDEX):
-            index = _json(self.path / INDEX).get("weight_map", {})
             found: dict[str, Entry] = {}
-            for file in sorted({self.path / str(name) for name in index.values()}):
-                if not file.is_file():
-                    lost = next(name for name, held in index.items() if self.path / str(held) == file)
-                    raise ConfigError(f"{self.path / INDEX}: {file.name} is not there, which holds {lost}")
-                found |= _header(file)
+            for file in self._indexed():
+                header = _header(file)
+                if twice := header.keys() & found.keys():
+                    name = min(twice)
+                    raise ConfigError(f"{file}: holds {_short(name)}, which {found[name].file.name} holds too; save it again")
+                found |= header
             return found
         if not self._has(WEIGHTS):
             raise ConfigError(f"{self.path}: has neither {WEIGHTS} nor {INDEX}; save the model with safe_serialization")
         return _header(self.path / WEIGHTS)
 
+    def _indexed(self) -> list[Path]:
+        """The files that the index names, all of them in this folder; ConfigError."""
+        where, index = self.path / INDEX, _json(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ConfigError(f"{where}: weight_map must map tensors to files; copy the index again")
+        files: dict[str, Path] = {}
+        for tensor, name in index.items():
+            # A path would lead anywhere. Links are followed: the cache of Hugging Face's libraries consists of them.
+            if not isinstance(name, str) or not _FILE.fullmatch(name):
+                raise ConfigError(
+                    f"{where}: {_short(tensor)} is in {_short(str(name))}, which is not the name of a .safetensors file here"
+                )
+            if name not in files and not (self.path / name).is_file():
+                raise ConfigError(f"{where}: {name} is not there, which holds {_short(tensor)}; copy it as well")
+            files[name] = self.path / name
+        return [files[name] for name in sorted(files)]
+
     def check(self) -> dict[str, Entry]:
         """The entries, which are those that the configuration asks for; ConfigError names the first that is not."""
-        found, wanted = self.entries(), shapes(self.imported.model)
+        found, cfg = self.entries(), self.imported.model
+        if cfg.layers > len(found):  # asked first: a number without bounds would be a list without bounds
+            raise ConfigError(f"{self.path}: {CONFIG} asks for {cfg.layers} layers, and its files hold {len(found)} tensors")
+        wanted = shapes(cfg)
         for name, shape in wanted.items():
             if name not in found:
-                hint = did_you_mean(name, [other for other in found if other not in wanted])
+                hint = did_you_mean(name, [_short(other) for other in found if other not in wanted])
                 raise ConfigError(f"{self.path}: the tensor {name} is missing{hint}")
             if found[name].shape != shape:
                 raise ConfigError(
-                    f"{found[name].file}: {name} is {list(found[name].shape)}, and {CONFIG} asks for {list(shape)}"
+                    f"{found[name].file}: {name} is {_short(str(list(found[name].shape)))}, and {CONFIG} asks for {list(shape)}"
                 )
-            if found[name].dtype not in _DTYPES:
+            if found[name].dtype not in DTYPES:
                 raise ConfigError(
-                    f"{found[name].file}: {name} is {found[name].dtype}; what can be read are {', '.join(_DTYPES)}"
+                    f"{found[name].file}: {name} is {found[name].dtype}; what can be read are {', '.join(DTYPES)}"
                 )
         extra = [name for name in found if name not in wanted and not _BUFFER.fullmatch(name)]
         if extra == ["lm_head.weight"] and self.imported.model.tied_embeddings:
             self._check_tied(found)
         elif extra:
-            raise ConfigError(f"{found[extra[0]].file}: holds {extra[0]}, for which {CONFIG} has no place")
+            raise ConfigError(f"{found[extra[0]].file}: holds {_short(extra[0])}, for which {CONFIG} has no place")
         return found
 
     def _check_tied(self, found: Mapping[str, Entry]) -> None:
@@ -123,32 +163,35 @@ def _json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({reason(error)})") from None
     except ValueError as error:
         raise ConfigError(f"{path}: is no JSON ({error})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply for JSON of a model; copy it again") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds no settings")
     return values
 
 
+def _short(text: str) -> str:
+    """For one line: names in files may be of any length and hold any character."""
+    shown = text if text.isprintable() else ascii(text)
+    return shown if len(shown) <= 120 else f"{shown[:100]}... ({len(text):,} characters)"
+
+
 def _header(file: Path) -> dict[str, Entry]:
-    """What a file says that it holds; ConfigError names a tensor of which a part is missing."""
+    """The tensors of a file. Whether it is one, and whole, the library decides; ConfigError."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        size = file.stat().st_size
+        with safe_open(file, framework="numpy"):
+            pass
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ConfigError(f"{file}: is cut within its header; copy it again")
             header = json.loads(opened.read(length))
-        entries, header = {}, {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][1]):
-            shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
-            if 8 + length + stop > size:
-                raise ConfigError(f"{file}: is cut: the end of {name} is missing; copy it again")
-            if entry["dtype"] in _DTYPES and stop - start != math.prod(shape) * _DTYPES[entry["dtype"]].itemsize:
-                raise ConfigError(f"{file}: {name} has {stop - start} bytes, which is not {entry['dtype']} of {list(shape)}")
-            entries[name] = Entry(file, entry["dtype"], shape, 8 + length + start)
-        return entries
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({reason(error)})") from None
-    except ConfigError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{file}: is no safetensors file, or its header is damaged") from None
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError(f"{file}: is damaged, or no safetensors file; copy it again ({_short(str(error))})") from None
+    return {
+        name: Entry(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

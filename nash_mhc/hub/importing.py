@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from nash_mhc.checkpoint.run_folder import RUN
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.tokenizer import FILES
-from nash_mhc.hub.folder import BESIDE, HubFolder, is_hub_folder
+from nash_mhc.hub.folder import TENSOR_DTYPES, HubFolder, files_beside, is_hub_folder, tensor_dtypes
 from nash_mhc.hub.load import BESIDE_RUN, Loaded, load
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.storage.new_folder import check_free, new_folder
@@ -35,10 +34,9 @@ def import_folder(folder: Path, out: Path, say: Callable[[str], None] = lambda t
     check_free(out)
     loaded = load(folder, say=say)
     with new_folder(out) as part:
-        (part / BESIDE_RUN).mkdir()
-        for name in BESIDE:
-            if (folder / name).is_file():
-                shutil.copy(folder / name, part / BESIDE_RUN / name)
+        for name, content in contents_beside(folder).items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_bytes(content)
         config = loaded.config.to_dict()
         config["data"]["tokenizer"] = str(out / BESIDE_RUN)
         say(f"writing {out} ...")
@@ -76,13 +74,15 @@ def check_fits(folder: HubFolder, cfg: ModelConfig) -> None:
             )
 
 
-def texts_beside(folder: Path) -> dict[str, str]:
-    """The small files of a model, for the folder of a run that starts from it: file name -> text.
+def contents_beside(folder: Path) -> dict[str, bytes]:
+    """The small files of a model, for the folder of a run that starts from it: file name -> content.
 
     `folder` is of Hugging Face's kind, or a run's that has them from there. Empty: they are of no such origin.
     """
     folder = folder if is_hub_folder(folder) else folder / BESIDE_RUN
     if not is_hub_folder(folder):
         return {}
-    found = [folder / name for name in BESIDE if (folder / name).is_file() and name != "tokenizer.model"]
-    return {f"{BESIDE_RUN}/{path.name}": path.read_text(encoding="utf-8") for path in found}
+    found = {f"{BESIDE_RUN}/{name}": (folder / name).read_bytes() for name in files_beside(folder)}
+    if dtypes := tensor_dtypes(folder):
+        found[f"{BESIDE_RUN}/{TENSOR_DTYPES}"] = (json.dumps(dtypes, indent=0) + "\n").encode()
+    return found

@@ -52,6 +52,7 @@ class NashMhcConfig(PretrainedConfig):
         rope_theta: float = 10_000.0,
         rope_multipliers: list[float] | None = None,  # of the head_dim / 2 rotary frequencies
         rope_amplitude: float = 1.0,  # of cosines and sines
+        rope_scaling_text: str | None = None,  # what both were made from, for those who read the folder without this file
         norm_eps: float = 1e-6, qk_norm: bool = True, qkv_bias: bool = False, tied_embeddings: bool = True,
         embed_scale: str = "unit",  # embeddings enter times sqrt(width); "table": as they are
         max_position_embeddings: int | None = None,  # tokens of a row in training; positions have no limit
@@ -67,6 +68,7 @@ class NashMhcConfig(PretrainedConfig):
         self.residual, self.streams, self.sinkhorn_iterations = residual, streams, sinkhorn_iterations
         self.norm_eps, self.qk_norm, self.qkv_bias, self.embed_scale = norm_eps, qk_norm, qkv_bias, embed_scale
         self.rope_theta, self.rope_multipliers, self.rope_amplitude = rope_theta, rope_multipliers, rope_amplitude
+        self.rope_scaling_text = rope_scaling_text
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         kwargs.setdefault("tie_word_embeddings", tied_embeddings)
         super().__init__(bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **kwargs)
@@ -149,6 +151,22 @@ class NashMhcCache:
         self.read_B = self.read_B[beam_idx.to(self.read_B.device)]
         for memory in self.layers:
             memory.rows = {name: rows[beam_idx.to(rows.device)] for name, rows in memory.rows.items()}
+
+
+def own_cache(cache: Any, config: NashMhcConfig, batch: int, device: torch.device) -> NashMhcCache:
+    """The cache itself, if it is one of ours. An empty one of transformers becomes one in place: its maker can pass the
+    same object again."""
+    if isinstance(cache, NashMhcCache):
+        return cache
+    if not hasattr(cache, "get_seq_length") or cache.get_seq_length():
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} with tokens in it, and Nash-MHC keeps more than keys and values; "
+            "leave it out, or pass an empty one or that of an earlier output"
+        )
+    cache.__dict__.clear()
+    cache.__class__ = NashMhcCache
+    cache.__init__(config, batch, device)
+    return cache
 
 
 class RMSNorm(nn.Module):
@@ -410,19 +428,27 @@ class NashMhcModel(NashMhcPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: NashMhcCache | None = None,
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | tuple:
+        """`output_hidden_states`: the sum of a token's streams before each layer, and what comes out at the end."""
         if kwargs.get("position_ids") is not None:
             raise ValueError("Nash-MHC counts positions by itself, from the first token that attention_mask leaves")
-        config, cache = self.config, past_key_values
+        if kwargs.get("output_attentions"):
+            raise ValueError("Nash-MHC weighs keys at several resolutions, and has no attention weights to put out")
+        config = self.config
         x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if config.embed_scale == "unit":
             x_BTD = x_BTD * math.sqrt(config.width)
         B, T, _ = x_BTD.shape
-        if cache is None and (config.use_cache if use_cache is None else use_cache):
+        cache = None
+        if past_key_values is not None:
+            cache = own_cache(past_key_values, config, B, x_BTD.device)
+        elif config.use_cache if use_cache is None else use_cache:
             cache = NashMhcCache(config, B, x_BTD.device)
         read_B = torch.zeros(B, dtype=torch.long, device=x_BTD.device) if cache is None else cache.read_B
 
@@ -437,14 +463,20 @@ class NashMhcModel(NashMhcPreTrainedModel):
         columns = T + (0 if cache is None else cache.columns)
         scales = lay_out(config, read_B, new_B, T, columns)
         state = x_BTD if config.residual == "plain" else x_BTD[:, :, None].expand(-1, -1, config.streams, -1)
+        summed = lambda state: state if config.residual == "plain" else state.float().sum(2).to(state.dtype)
+        in_order = lambda x_BTD: x_BTD if order_BT is None else rows_at(x_BTD, order_BT.argsort(dim=1))
+        shown = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden = []
         for number, layer in enumerate(self.layers):
+            hidden += [in_order(summed(state))] if shown else []
             state = layer(state, scales, Memory(keeps=False) if cache is None else cache.layers[number])
-        x_BTD = self.norm(state if config.residual == "plain" else state.float().sum(2).to(state.dtype))
+        x_BTD = in_order(self.norm(summed(state)))
         if cache is not None:
             cache.read_B, cache.columns = read_B + new_B, columns
-        if order_BT is not None:
-            x_BTD = rows_at(x_BTD, order_BT.argsort(dim=1))
-        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=cache)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x_BTD, past_key_values=cache, hidden_states=(*hidden, x_BTD) if shown else None
+        )
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 class NashMhcForCausalLM(NashMhcPreTrainedModel, GenerationMixin):
@@ -464,17 +496,23 @@ class NashMhcForCausalLM(NashMhcPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: NashMhcCache | None = None,
+        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        outputs = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, **kwargs)
+    ) -> CausalLMOutputWithPast | tuple:
+        asked = {"use_cache": use_cache, "output_hidden_states": output_hidden_states, "return_dict": True}
+        outputs = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, **asked, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits_BTV, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()

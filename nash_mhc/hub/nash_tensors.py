@@ -1,59 +1,56 @@
-"""Our parameters under the names, and in the layouts, of `modeling_nash_mhc.py`, one tensor at a time."""
+"""Our parameters under the names, and in the layouts, of `modeling_nash_mhc.py`, and its config.json."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import math
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nash_mhc.config.rope_scaling import RopeScaling
 from nash_mhc.config.schema import ConfigError, ModelConfig
 
 CODE = Path(__file__).with_name("modeling_nash_mhc.py")  # goes with the folder
+TYPE = "nash_mhc"
 
-Layout = Callable[[np.ndarray], np.ndarray]
+_SCALING = "rope_scaling_text"  # of config.json: what its multipliers and its amplitude were made from
 
-_as_it_is: Layout = lambda x: x
-_one_input: Layout = lambda x_DNH: x_DNH.reshape(len(x_DNH), -1).T  # -> [outputs, inputs], as torch has matrices
-_one_output: Layout = lambda x_NHD: x_NHD.reshape(-1, x_NHD.shape[-1]).T
-_in_a_row: Layout = lambda x_NH: x_NH.reshape(-1)
+# A layout: how many of the axes of one layer's parameter are inputs of a matrix, which torch has as [outputs, inputs].
+_ONE_INPUT, _ONE_OUTPUT, _IN_A_ROW, _AS_IT_IS = "one input", "one output", "in a row", "as it is"
+Layout = str
 
 # Our leaf of a layer, its name there, and how it is laid out there. A model has those that its configuration asks for.
 _RESIDUAL: dict[str, tuple[str, Layout]] = {
-    "phi_RDM": ("weight", _one_output),  # all streams of a token in one vector
-    "bias_M": ("bias", _as_it_is),
-    "alpha_3": ("gain", _as_it_is),
+    "phi_RDM": ("weight", _ONE_OUTPUT),  # all streams of a token in one vector
+    "bias_M": ("bias", _AS_IT_IS),
+    "alpha_3": ("gain", _AS_IT_IS),
 }
 _ATTENTION: dict[str, tuple[str, Layout]] = {
-    "q_DNH": ("q_proj.weight", _one_input),
-    "k_DKH": ("k_proj.weight", _one_input),
-    "v_DKH": ("v_proj.weight", _one_input),
-    "out_NHD": ("o_proj.weight", _one_output),
-    "q_bias_NH": ("q_proj.bias", _in_a_row),
-    "k_bias_KH": ("k_proj.bias", _in_a_row),
-    "v_bias_KH": ("v_proj.bias", _in_a_row),
-    "q_norm.scale_D": ("q_norm.weight", _as_it_is),
-    "k_norm.scale_D": ("k_norm.weight", _as_it_is),
+    "q_DNH": ("q_proj.weight", _ONE_INPUT),
+    "k_DKH": ("k_proj.weight", _ONE_INPUT),
+    "v_DKH": ("v_proj.weight", _ONE_INPUT),
+    "out_NHD": ("o_proj.weight", _ONE_OUTPUT),
+    "q_bias_NH": ("q_proj.bias", _IN_A_ROW),
+    "k_bias_KH": ("k_proj.bias", _IN_A_ROW),
+    "v_bias_KH": ("v_proj.bias", _IN_A_ROW),
+    "q_norm.scale_D": ("q_norm.weight", _AS_IT_IS),
+    "k_norm.scale_D": ("k_norm.weight", _AS_IT_IS),
 }
 _SCALES = {"pool_k_CJKH": "pool_k", "pool_v_CJKH": "pool_v", "offset_CN": "offset", "tau_N": "tau"}
 _FFN = {"gate_DF": "gate_proj.weight", "up_DF": "up_proj.weight", "down_FD": "down_proj.weight"}
 
 _LAYER: dict[str, tuple[str, Layout]] = {
     **{f"attention_residual.{ours}": (f"attention_residual.{name}", layout) for ours, (name, layout) in _RESIDUAL.items()},
-    "attention_norm.scale_D": ("attention_norm.weight", _as_it_is),
-    "attention_conv.taps_JD": ("attention_conv.taps", _as_it_is),
+    "attention_norm.scale_D": ("attention_norm.weight", _AS_IT_IS),
+    "attention_conv.taps_JD": ("attention_conv.taps", _AS_IT_IS),
     **{f"attention.{ours}": (f"attention.{name}", layout) for ours, (name, layout) in _ATTENTION.items()},
     # With several scales, the projections are inside of the module that has the scales.
     **{f"attention.base.{ours}": (f"attention.{name}", layout) for ours, (name, layout) in _ATTENTION.items()},
-    **{f"attention.{ours}": (f"attention.{name}", _as_it_is) for ours, name in _SCALES.items()},
+    **{f"attention.{ours}": (f"attention.{name}", _AS_IT_IS) for ours, name in _SCALES.items()},
     **{f"ffn_residual.{ours}": (f"ffn_residual.{name}", layout) for ours, (name, layout) in _RESIDUAL.items()},
-    "ffn_norm.scale_D": ("ffn_norm.weight", _as_it_is),
-    **{f"ffn.{ours}": (f"ffn.{name}", _one_output) for ours, name in _FFN.items()},
+    "ffn_norm.scale_D": ("ffn_norm.weight", _AS_IT_IS),
+    **{f"ffn.{ours}": (f"ffn.{name}", _ONE_OUTPUT) for ours, name in _FFN.items()},
 }
-_OUTSIDE = {"embed_VD": "model.embed_tokens.weight", "norm.scale_D": "model.norm.weight", "output_VD": "lm_head.weight"}
 
 
 def projections() -> dict[str, str]:
@@ -65,24 +62,14 @@ def projections() -> dict[str, str]:
     }
 
 
-def tensors(named: Mapping[str, Any], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of the folder, made when it is asked for. `named`: leaves by `named_leaves`' names.
-
-    Tables lose the rows that only pad the vocabulary; a tied model has one table.
-    """
-    layer_leaves = [name for name in _LAYER if f"layers.{name}" in named]
-    known = {f"layers.{name}" for name in layer_leaves} | set(_OUTSIDE)
-    if unknown := sorted(set(named) - known):
-        raise ConfigError(f"{', '.join(unknown)} has no place in an exported model; merge adapters into their weights first")
-    table = lambda ours: (_OUTSIDE[ours], np.asarray(named[ours][: cfg.vocab_size]))
-    yield table("embed_VD")
-    for i in range(cfg.layers):
-        for ours in layer_leaves:
-            name, layout = _LAYER[ours]
-            yield f"model.layers.{i}.{name}", np.ascontiguousarray(layout(np.asarray(named[f"layers.{ours}"][i])))
-    yield _OUTSIDE["norm.scale_D"], np.asarray(named["norm.scale_D"])
-    if not cfg.tied_embeddings:
-        yield table("output_VD")
+def place_of(parameter: str, rank: int) -> tuple[str, int, bool] | None:
+    """Where a layer's parameter, with so many axes, is in a folder: (name, with {i} for the layer's number; how many of
+    its axes are inputs; whether they stay apart). None: nowhere."""
+    if (found := _LAYER.get(parameter.removeprefix("layers."))) is None:
+        return None
+    name, layout = found
+    inputs = {_ONE_INPUT: 1, _ONE_OUTPUT: rank - 1}.get(layout, 0)
+    return f"model.layers.{{i}}.{name}", inputs, layout == _AS_IT_IS
 
 
 def config_json(cfg: ModelConfig, **more: Any) -> dict[str, Any]:
@@ -95,7 +82,7 @@ def config_json(cfg: ModelConfig, **more: Any) -> dict[str, Any]:
     if scaling is not None:
         found = RopeScaling.parse(scaling)
         multipliers = found.multipliers(cfg.rope_theta, cfg.head_dim)
-        values |= {"rope_multipliers": list(multipliers), "rope_amplitude": found.cos_and_sin}
+        values |= {"rope_multipliers": list(multipliers), "rope_amplitude": found.cos_and_sin, _SCALING: scaling}
     return {
         "architectures": ["NashMhcForCausalLM"],
         "auto_map": {
@@ -103,7 +90,31 @@ def config_json(cfg: ModelConfig, **more: Any) -> dict[str, Any]:
             "AutoModel": f"{file}.NashMhcModel",
             "AutoModelForCausalLM": f"{file}.NashMhcForCausalLM",
         },
-        "model_type": "nash_mhc",
+        "model_type": TYPE,
         **values,
         **more,
     }
+
+
+def read_config(values: dict[str, Any]) -> ModelConfig:
+    """The model of such a config.json, whether we or transformers wrote it; ConfigError."""
+    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope_scaling"]
+    # transformers has names of its own for some; where it has saved the model again, the file may have those.
+    theirs = {"tied_embeddings": values.get("tie_word_embeddings", True)}
+    cfg = ModelConfig(**theirs | {name: values[name] for name in names if name in values}, rope_scaling=values.get(_SCALING))
+    said = values.get("rope_multipliers"), values.get("rope_amplitude", 1.0)
+    if cfg.rope_scaling is None:
+        if said != (None, 1.0):
+            raise ConfigError(f"rope_multipliers without {_SCALING}: an older version wrote it; export the run once more")
+        return cfg
+    scaling = RopeScaling.parse(cfg.rope_scaling)
+    made = scaling.multipliers(cfg.rope_theta, cfg.head_dim)
+    try:
+        same = math.isclose(said[1], scaling.cos_and_sin) and all(
+            math.isclose(a, b) for a, b in zip(said[0], made, strict=True)
+        )
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ConfigError(f"rope_multipliers or rope_amplitude are not those of {_SCALING} {cfg.rope_scaling!r}")
+    return cfg

@@ -7,13 +7,16 @@ array. A device that holds a part of a parameter reads no more than that part of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from nash_mhc.config.schema import ModelConfig
-from nash_mhc.hub.config_json import is_tied
+from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.hub import nash_tensors
+from nash_mhc.hub.config_json import family_of, is_tied
+from nash_mhc.model.architectures import abstract_model
+from nash_mhc.parallel.params import named_leaves
 
 Slices = tuple[slice, ...]
 Reader = Callable[[Slices], np.ndarray]  # a part of a tensor, as it stands in the file
@@ -28,10 +31,13 @@ class Tensor(NamedTuple):
     outputs: tuple[int, ...]
     is_table: bool = False  # a row a token: not turned round, and of ours the last rows may be padding
     times: float = 1.0  # ours times this is theirs
+    is_apart: bool = False  # its axes are not made one, but stay as they are
 
     @property
     def shape(self) -> tuple[int, ...]:
         """In the file."""
+        if self.is_apart:
+            return self.outputs
         sizes = (self.outputs, self.inputs) if self.inputs and not self.is_table else (self.inputs + self.outputs,)
         return (*self.inputs, *self.outputs) if self.is_table else tuple(math.prod(group) for group in sizes)
 
@@ -43,29 +49,54 @@ class Tensor(NamedTuple):
             rows = min(parts[0].stop, self.shape[0])
             found = reader((slice(min(parts[0].start, rows), rows), parts[1]))
             return np.concatenate([found, np.zeros((wanted[0] - len(found), wanted[1]), found.dtype)])
+        if self.is_apart:
+            return reader(tuple(parts))
         count = len(self.inputs)
-        outputs = _flat(parts[count:], self.outputs)
-        found = reader((outputs, _flat(parts[:count], self.inputs))).T if self.inputs else reader((outputs,))
+        inputs, outputs = _flat(parts[:count], self.inputs), _flat(parts[count:], self.outputs)
+        if inputs is None or outputs is None:  # not in one piece: that part of a view of the whole
+            whole = reader((slice(None), slice(None))).T
+            return whole.reshape(*self.inputs, *self.outputs)[tuple(parts)]
+        found = reader((outputs, inputs)).T if self.inputs else reader((outputs,))
         return found.reshape(wanted)
 
     def write(self, ours: np.ndarray) -> np.ndarray:
         """The whole tensor, from our whole parameter."""
         theirs = ours * np.float32(self.times) if self.times != 1 else ours
+        if self.is_apart:
+            return theirs
         if self.is_table:
             return theirs[: self.shape[0]]
         flat = theirs.reshape(*([math.prod(self.inputs)] if self.inputs else []), math.prod(self.outputs))
         return flat.T if self.inputs else flat
 
 
-def _flat(parts: Sequence[slice], sizes: Sequence[int]) -> slice:
-    """The same part of these axes made one: no mesh splits another than the first of them."""
+def _flat(parts: Sequence[slice], sizes: Sequence[int]) -> slice | None:
+    """The same part of these axes made one, where only the first of them is split; None: another is."""
     inner = math.prod(sizes[1:])
-    assert all(part == slice(0, size, 1) for part, size in zip(parts[1:], sizes[1:], strict=True)), parts
-    return slice(parts[0].start * inner, parts[0].stop * inner)
+    if any(part != slice(0, size, 1) for part, size in zip(parts[1:], sizes[1:], strict=True)):
+        return None
+    return slice(parts[0].start * inner, parts[0].stop * inner) if parts else slice(0, 1)
 
 
 def tensors(cfg: ModelConfig) -> list[Tensor]:
-    """Of a plain decoder; those of a layer once."""
+    """Of a folder with such a model; those of a layer once."""
+    return of_nash(cfg) if family_of(cfg) is None else _of_plain(cfg)
+
+
+def of_nash(cfg: ModelConfig) -> list[Tensor]:
+    """As `modeling_nash_mhc.py` names them, whatever the model."""
+    table = lambda name, parameter: Tensor(name, parameter, (cfg.vocab_size,), (cfg.width,), is_table=True)
+    found = [table("model.embed_tokens.weight", "embed_VD"), Tensor("model.norm.weight", "norm.scale_D", (), (cfg.width,))]
+    found += [] if cfg.tied_embeddings else [table("lm_head.weight", "output_VD")]
+    for parameter, leaf in named_leaves(abstract_model(cfg)).items():
+        shape = leaf.shape[1:]
+        if parameter.startswith("layers.") and (place := nash_tensors.place_of(parameter, len(shape))) is not None:
+            name, inputs, is_apart = place
+            found.append(Tensor(name, parameter, shape[:inputs], shape[inputs:], is_apart=is_apart))
+    return found
+
+
+def _of_plain(cfg: ModelConfig) -> list[Tensor]:
     D, N, K, H, F, V = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.vocab_size
     layer, attention = "model.layers.{i}.", "model.layers.{i}.self_attn."
     ours = "layers.attention."
@@ -97,6 +128,20 @@ def tensors(cfg: ModelConfig) -> list[Tensor]:
         source = "embed_VD" if cfg.tied_embeddings else "output_VD"  # our one table becomes two of theirs
         found.append(Tensor("lm_head.weight", source, (V,), (D,), is_table=True))
     return found
+
+
+def written(leaves: Mapping[str, Any], layers: int, known: Sequence[Tensor]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of every tensor of the folder, made when it is asked for. `leaves`: by `named_leaves`' names."""
+    if strange := sorted(set(leaves) - {tensor.parameter for tensor in known}):
+        raise ConfigError(f"{', '.join(strange)} has no place in an exported model; merge adapters into their weights first")
+    of_layers = [tensor for tensor in known if "{i}" in tensor.name]
+    for tensor in known:
+        if "{i}" not in tensor.name:
+            yield tensor.name, np.ascontiguousarray(tensor.write(np.asarray(leaves[tensor.parameter])))
+    for i in range(layers):
+        for tensor in of_layers:
+            layer = np.asarray(leaves[tensor.parameter][i])
+            yield tensor.name.format(i=i), np.ascontiguousarray(tensor.write(layer))
 
 
 def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:

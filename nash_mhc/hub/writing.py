@@ -17,33 +17,42 @@ from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.begin_token import prefix_of
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
 from nash_mhc.hub import byte_tokenizer, nash_tensors
-from nash_mhc.hub.config_json import family_of, read_config, written_config
-from nash_mhc.hub.folder import BESIDE, CONFIG, INDEX, WEIGHTS
+from nash_mhc.hub.config_json import family_of, is_tied, read_config, written_config
+from nash_mhc.hub.folder import CONFIG, INDEX, WEIGHTS, files_beside, tensor_dtypes
+from nash_mhc.hub.folder import DTYPES as HUB_DTYPES
 from nash_mhc.hub.load import Loaded
 from nash_mhc.hub.narrowed import narrowed
-from nash_mhc.hub.tensors import tensors
+from nash_mhc.hub.tensors import tensors, written
 from nash_mhc.model.quantized import baked, has_few_bits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.new_folder import new_folder
 
+_TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # some write both for a tied model, too
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def export(
-    loaded: Loaded, out: Path, *, dtype: str, shard_bytes: int, card: str, say: Callable[[str], None] = lambda text: None
+    loaded: Loaded, out: Path, *, dtype: str | None, shard_bytes: int, card: str, say: Callable[[str], None] = lambda text: None
 ) -> list[Path]:
-    """The files of the new folder, which appears when it is whole, or not at all. ConfigError."""
+    """The files of the new folder, which appears when it is whole, or not at all. ConfigError.
+
+    `dtype`: of all tensors; None: each leaves in the one that it came in, and those of ours are float32.
+    """
     if not isinstance(loaded.config.model, ModelConfig):
         raise ConfigError(f"a model of the kind {loaded.config.model.architecture!r} cannot be exported")
+    came = tensor_dtypes(loaded.beside) if loaded.beside is not None else {}
+    rest = DTYPES[dtype or imported_dtype(loaded)]
+    own = {name: HUB_DTYPES[kind] for name, kind in came.items() if kind in HUB_DTYPES} if dtype is None else {}
     with new_folder(out) as part:
-        _write_weights(named_tensors(loaded), part, DTYPES[dtype], shard_bytes, say)
+        found = named_tensors(loaded, twice=_OUTPUT in came)
+        _write_weights(found, part, lambda name: own.get(name, rest), shard_bytes, say)
         _write_beside(loaded, part, dtype)
         (part / "README.md").write_text(card, encoding="utf-8")
     return sorted(out.iterdir())
 
 
 def imported_dtype(loaded: Loaded) -> str:
-    """As the model came, so that what was not trained leaves as it came; ours are float32."""
+    """What config.json says of all tensors, for those of which nobody knows more; ours are float32."""
     if loaded.beside is None:
         return "float32"
     values = json.loads((loaded.beside / CONFIG).read_text())
@@ -51,25 +60,23 @@ def imported_dtype(loaded: Loaded) -> str:
     return found if found in DTYPES else "float32"
 
 
-def named_tensors(loaded: Loaded) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under the name that it has there, float32, one at a time."""
+def named_tensors(loaded: Loaded, *, twice: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor under the name that it has there, float32, one at a time; of a tied model `twice` the one table."""
     plain = jax.jit(baked)(loaded.model) if has_few_bits(loaded.model) else loaded.model
     cfg, leaves = loaded.config.model, named_leaves(plain)
     assert isinstance(cfg, ModelConfig)
-    if family_of(cfg) is None:
-        yield from nash_tensors.tensors(leaves, cfg)
-        return
-    of_layers = [tensor for tensor in tensors(cfg) if "{i}" in tensor.name]
-    for tensor in tensors(cfg):
-        if tensor not in of_layers:
-            yield tensor.name, tensor.write(np.asarray(leaves[tensor.parameter]))
-    for i in range(cfg.layers):
-        for tensor in of_layers:
-            yield tensor.name.format(i=i), tensor.write(np.asarray(leaves[tensor.parameter][i]))
+    for name, array in written(leaves, cfg.layers, tensors(cfg)):
+        yield name, array
+        if twice and is_tied(cfg) and name == _TABLE:
+            yield _OUTPUT, array
 
 
 def _write_weights(
-    found: Iterator[tuple[str, np.ndarray]], folder: Path, dtype: Any, shard_bytes: int, say: Callable[[str], None]
+    found: Iterator[tuple[str, np.ndarray]],
+    folder: Path,
+    dtype_of: Callable[[str], Any],
+    shard_bytes: int,
+    say: Callable[[str], None],
 ) -> None:
     """Files of at most so many bytes (a tensor is never cut), and an index where there are several."""
     from safetensors.numpy import save_file
@@ -86,7 +93,7 @@ def _write_weights(
         held.clear()
 
     for name, wide in found:
-        array = np.ascontiguousarray(narrowed(name, wide, dtype, "bfloat16 or float32"))
+        array = narrowed(name, wide, dtype_of(name), "bfloat16 or float32")
         if held and sum(a.nbytes for a in held.values()) + array.nbytes > shard_bytes:
             write()
         held[name] = array
@@ -103,21 +110,25 @@ def _write_weights(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_beside(loaded: Loaded, folder: Path, dtype: str) -> None:
-    """Configuration and tokenizer: those that the model came with, where it is still that model."""
+def _write_beside(loaded: Loaded, folder: Path, dtype: str | None) -> None:
+    """Configuration and tokenizer: those that the model came with, where it is still that model; byte for byte, unless
+    all tensors were given another `dtype`."""
     cfg, tokenizer = loaded.config.model, loaded.tokenizer
     assert isinstance(cfg, ModelConfig)
     positions, family = loaded.config.data.seq_len, family_of(cfg)
+    if family is None:
+        shutil.copy(nash_tensors.CODE, folder)
     if loaded.beside is not None:
-        for name in BESIDE:
-            if (loaded.beside / name).is_file():
-                shutil.copy(loaded.beside / name, folder / name)
+        for name in files_beside(loaded.beside):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(loaded.beside / name, folder / name)
         if tokenizer.begin is not None and isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.adds_begin:
             tokenizer.save_backend(folder, begins=True)  # it was trained on documents that begin with the end token
-        original = json.loads((folder / CONFIG).read_text())
+        original = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if read_config(original, CONFIG).model == cfg:
             key = "torch_dtype" if "torch_dtype" in original and "dtype" not in original else "dtype"
-            _write_json(folder / CONFIG, original | {key: dtype})
+            if dtype is not None:
+                _write_json(folder / CONFIG, original | {key: dtype})
             return
     else:
         if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -127,11 +138,11 @@ def _write_beside(loaded: Loaded, folder: Path, dtype: str) -> None:
         _write_json(folder / "generation_config.json", {"bos_token_id": prefix_of(tokenizer), "eos_token_id": tokenizer.end})
     if family is None:
         values = nash_tensors.config_json(cfg, max_position_embeddings=positions)
-        shutil.copy(nash_tensors.CODE, folder)
     else:
         values = written_config(cfg, family, positions)
+    said = dtype or imported_dtype(loaded)
     ends = {"bos_token_id": prefix_of(tokenizer), "eos_token_id": tokenizer.end, "pad_token_id": None}
-    _write_json(folder / CONFIG, values | ends | {"dtype": dtype, "torch_dtype": dtype})
+    _write_json(folder / CONFIG, values | ends | {"dtype": said, "torch_dtype": said})
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.inspection import rows_of_step
-from nash_mhc.hub.importing import texts_beside
+from nash_mhc.hub.importing import contents_beside
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.hardware import peak_flops, peak_memory
@@ -208,7 +208,8 @@ def begin(
         "wandb": wandb,
         "commands": [*before, *(text for text in known["commands"] if text not in before[-1:])],
     }
-    texts = described(cfg, mesh, inputs.floor, inputs.identity, start.state.model, known) | _beside(start)
+    about = described(cfg, mesh, inputs.floor, inputs.identity, start.state.model, known)
+    texts: dict[str, str | bytes] = {**about, **_beside(start)}
     telemetry: Telemetry = Nowhere()
     if jax.process_index() == 0:
         others = [*sinks, *wandb_sink(inputs, wandb, reporter)]
@@ -262,10 +263,10 @@ def _begin_evaluation(inputs: Inputs, mesh: Mesh, model: Any, step: Program) -> 
     return program
 
 
-def _beside(start: Start) -> dict[str, str]:
+def _beside(start: Start) -> dict[str, bytes]:
     """The small files of the Hugging Face model that the run began with, so that it can become one again."""
     began = (start.init_from or {}).get("folder")
-    return texts_beside(Path(began)) if began is not None and not is_remote(began) else {}
+    return contents_beside(Path(began)) if began is not None and not is_remote(began) else {}
 
 
 def _evaluation_missing(inputs: Inputs, start: Start) -> bool:
@@ -290,7 +291,7 @@ def _profile(inputs: Inputs, start: Start, step_fn: CompiledStep, reporter: Repo
 
 
 def _open_files(
-    inputs: Inputs, texts: dict[str, str], evaluated: int, step: int, reporter: Reporter, others: Sequence[Sink]
+    inputs: Inputs, texts: dict[str, str | bytes], evaluated: int, step: int, reporter: Reporter, others: Sequence[Sink]
 ) -> Telemetry:
     """Writes what is known of the run; opens its rows, of which those after `step`, and evaluations after `evaluated`,
     go."""
