@@ -140,6 +140,7 @@ def _of_hub(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str]
     if step is not None:
         raise ConfigError(f"--step {step}: {path} is no run, and has no steps")
     folder = HubFolder(path)
+    folder.check()  # before anything is made of the sizes that its config.json names
     cfg = _hub_config(folder)
     tokenizer = tokenizer_of(str(path))
     say(f"reading {path} ...")
