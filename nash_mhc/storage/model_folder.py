@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+from nash_mhc.config.commands import module_command
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import one_line
@@ -23,7 +25,7 @@ def model_name(text: str) -> str | None:
 
 def how_to_get(name: str) -> str:
     """The command that makes a folder of that name from a model on Hugging Face."""
-    return f"hf download {model_name(name) or 'OWNER/NAME'} --local-dir {name.removeprefix('hf:')}"
+    return shlex.join(["hf", "download", model_name(name) or "OWNER/NAME", "--local-dir", name.removeprefix("hf:")])
 
 
 def check_model_folder(flag: str, name: str, hint: str = "") -> None:
@@ -34,10 +36,8 @@ def check_model_folder(flag: str, name: str, hint: str = "") -> None:
         if is_there and (is_remote(name) or any((Path(folder) / held).exists() for held in _HELD)):
             return
     if is_there and (Path(folder) / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{shown}: holds adapters of PEFT without their base; make one folder of both with "
-            f"python -m nash_mhc.hub import {name} --base BASE --out RUN"
-        )
+        command = module_command("nash_mhc.hub", "import", name, "--base", "BASE", "--out", "RUN")
+        raise ConfigError(f"{shown}: holds adapters of PEFT without their base; make one folder of both with {command}")
     wrong = "holds neither a run nor a model" if is_there else "no such folder"
     remedy = "give the folder of a run or of a Hugging Face model"
     raise ConfigError(f"{shown}: {wrong}; {remedy} ({how_to_get(name)}){hint}")
