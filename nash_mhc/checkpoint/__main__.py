@@ -18,6 +18,7 @@ from nash_mhc.config.commands import OneLineParser, chosen_command, module_comma
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.json_files import number, table
 from nash_mhc.storage.paths import Folder, place
 
 ABOUT = {
@@ -79,10 +80,10 @@ def list_command(folder: Folder, step: int | None) -> int:
     lines = [("step", "size", "tokens seen", "held-out loss", "saved", "state")]
     for name in sorted(names, key=lambda n: (int(n.partition(".")[0]), n)):
         checkpoint = folder / name
-        loss, tokens = manifest.held_out_loss(checkpoint), manifest.values_of(checkpoint).get("tokens_seen")
+        loss, tokens = manifest.held_out_loss(checkpoint), number(manifest.values_of(checkpoint), "tokens_seen")
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(files.changed(checkpoint)))
         shown = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
-        lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,}", shown, saved, _state(folder, name)))
+        lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,.0f}", shown, saved, _state(folder, name)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print("\n".join("  ".join(f"{word:<{width}}" for word, width in zip(line, widths, strict=True)).rstrip() for line in lines))
     return 0
@@ -114,7 +115,7 @@ def inspect_command(folder: Folder, step: int | None) -> int:
 
     files, values = manifest.read(checkpoint), manifest.values_of(checkpoint)
     print(f"{checkpoint}: {_size(checkpoint)} in {len(files)} files, whole; manifest {manifest.identity(checkpoint)}")
-    evaluation = values.get("evaluation") or {}  # its names begin with eval/ already
+    evaluation = table(values, "evaluation")  # its names begin with eval/ already
     shown = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | evaluation
     print("\n".join(f"{name}: {value}" for name, value in _lines(shown)))
     arrays = arrays_of(checkpoint)
@@ -128,11 +129,11 @@ def inspect_command(folder: Folder, step: int | None) -> int:
 
 def verify_command(folder: Folder, step: int | None) -> int:
     wrong = 0
-    for number in _steps(folder, step):
-        began, problem = time.monotonic(), manifest.problem(folder / str(number))
+    for each in _steps(folder, step):
+        began, problem = time.monotonic(), manifest.problem(folder / str(each))
         wrong += problem is not None
         print(
-            f"{number}: {problem or f'whole ({_size(folder / str(number))} read in {time.monotonic() - began:.1f} s)'}",
+            f"{each}: {problem or f'whole ({_size(folder / str(each))} read in {time.monotonic() - began:.1f} s)'}",
             flush=True,
         )
     return 1 if wrong or not manifest.numbered(folder) else 0

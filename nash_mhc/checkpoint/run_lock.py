@@ -25,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors
 from nash_mhc.storage.files import create_whole, exists, write_whole
+from nash_mhc.storage.json_files import parse_json
 from nash_mhc.storage.paths import Folder, is_remote, still_names
 
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
@@ -70,7 +71,8 @@ def _about_me() -> dict[str, Any]:
 def _read_json(path: Folder) -> dict[str, Any]:
     """Empty where nobody has written it, or not all of it yet."""
     with as_os_errors(), contextlib.suppress(FileNotFoundError, ValueError):
-        return json.loads(path.read_text())
+        values = parse_json(path.read_bytes())
+        return values if isinstance(values, dict) else {}
     return {}
 
 

@@ -108,6 +108,12 @@ def resume_command(folder: object, *flags: str) -> str:
     return module_command("nash_mhc.train", name if "/" in name else f"./{name}", *flags)
 
 
+def printable(text: str) -> str:
+    """The text on one line. What a file holds may be in it: control characters are spelled out, and it has an end."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
+    return line if len(line) <= 4000 else f"{line[:3000]} ... {line[-900:]}"
+
+
 def one_line_errors(main: Callable[[], int]) -> int:
     """Runs a command's main and returns its exit code: a user's mistake is one line on stderr and 2, Ctrl-C is 130."""
     try:
@@ -116,7 +122,7 @@ def one_line_errors(main: Callable[[], int]) -> int:
             return 0
         return main()
     except ConfigError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print("error: " + printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -66,6 +66,14 @@ def type_name(annotation: Any) -> str:
     return " or ".join(names[t] for t in accepted_types(annotation))
 
 
+def _can_be_passed_on(text: str) -> bool:
+    """Whether the operating system takes it as a name or an argument."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
     """One key against its declaration; raises ConfigError."""
     types_ = accepted_types(annotation)
@@ -79,8 +87,15 @@ def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
         raise ConfigError(f"{name} must not be empty")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, not {value}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{name} must be an integer of 64 bits, not {value}")
+    if isinstance(value, str) and not _can_be_passed_on(value):
+        raise ConfigError(f"{name} must be text without NUL characters and halves of characters, not {value!r}")
     if metadata.get("path"):
         check_scheme(name, value, remote=metadata["remote"])
+        longest = max((part for path, _ in weighted_parts(value) or [(value, "")] for part in path.split("/")), key=len)
+        if len(os.fsencode(longest)) > 255:
+            raise ConfigError(f"{name}: {longest[:40]}... is too long for the name of a file or folder")
     choices, low, above, high = (metadata.get(k) for k in ("choices", "low", "above", "high"))
     if choices is not None and value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
@@ -107,7 +122,8 @@ class Section:
         hints = _hints(type(self))  # type: ignore[arg-type]  # a class can be hashed
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            if isinstance(value, int) and not isinstance(value, bool) and accepted_types(hints[f.name])[0] is float:
+            is_integer = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+            if is_integer and accepted_types(hints[f.name])[0] is float:
                 value = float(value)
                 object.__setattr__(self, f.name, value)
             if f.metadata["path"] and isinstance(value, str):

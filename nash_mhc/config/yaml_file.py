@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -36,14 +38,24 @@ def _is_text(node: yaml.nodes.Node) -> bool:
 
 def _composed(file: str) -> yaml.nodes.Node | None:
     check_scheme("--config", file)
+    return _parsed(file, "--config cannot read", lambda text: yaml.compose(text, Loader=yaml.SafeLoader))
+
+
+def values_of(file: str) -> Any:
+    """The plain values of a YAML file; ConfigError."""
+    return _parsed(file, "cannot read", yaml.safe_load)
+
+
+def _parsed(file: str, cannot: str, parse: Callable[[str], Any]) -> Any:
     try:
-        return yaml.compose(Path(file).expanduser().read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+        return parse(Path(file).expanduser().read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--config cannot read {file}: {reason}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{cannot} {file}: {reason}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # dates and numbers that are none are ValueErrors
         mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or getattr(error, "reason", None) or "nested too deeply"
+        plain = str(error) if isinstance(error, ValueError) else "nested too deeply"
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or plain
         raise ConfigError(f"{file}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {what}") from None
 
 

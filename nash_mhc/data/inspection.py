@@ -14,10 +14,11 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.mixture import Mixture, RowSource, passes
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.prepared.manifest import FILE, Manifest, check_files
+from nash_mhc.data.prepared.manifest import FILE, Damaged, Manifest, check_files
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
+from nash_mhc.storage.json_files import reading
 
 
 def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
@@ -25,9 +26,10 @@ def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
     shard, inside = source.locate(row)
     name = f"{source.shards[shard].name}.origins"
     check_files(source.folder, {name: (None, source.shards[shard].origins_sha256)})
-    table = np.load(source.folder / name)
-    mine = table[np.searchsorted(table[:, 0], inside, "left") : np.searchsorted(table[:, 0], inside, "right")]
-    return [(int(slot), f"{source.manifest.files[file]}:{line}", int(offset)) for _, slot, file, line, offset in mine]
+    with reading(source.folder / FILE, "prepare the data again", Damaged):
+        table = np.load(source.folder / name)
+        mine = table[np.searchsorted(table[:, 0], inside, "left") : np.searchsorted(table[:, 0], inside, "right")]
+        return [(int(slot), f"{source.manifest.files[file]}:{line}", int(offset)) for _, slot, file, line, offset in mine]
 
 
 def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int, str, int]], *, color: bool = False) -> str:

@@ -9,6 +9,7 @@ is read again from its beginning, to the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -24,7 +25,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import find_files, kind_of
 from nash_mhc.data.documents.holdout import EVALUATED, TRAINED_ON, HeldOut, by_share
 from nash_mhc.data.documents.hub import Hub
-from nash_mhc.data.documents.readers import Columns, Raw, columns_of, first_fields, format_of, parquet_batches
+from nash_mhc.data.documents.readers import Columns, Raw, columns_of, first_fields, format_of, open_parquet, parquet_batches
 from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Laid, Rows, lay, unfold
@@ -33,6 +34,7 @@ from nash_mhc.data.prepared.manifest import VERSION
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.json_files import MALFORMED, parse_json
 
 LANES = 16  # at most: divisible by the usual numbers of processes
 LEAST_DOCUMENTS = 1000  # of a lane, on average: a short lane would come round again long before the others
@@ -60,9 +62,6 @@ class ParquetLanes:
     splits: tuple[str, ...] = ()
 
     def __init__(self, dataset: str, cfg: DataConfig) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         self._paths, _ = find_files(dataset, cfg.extensions)
         self.names = tuple(str(p) for p in self._paths)
         is_table = kind_of(self._paths[0]) == "parquet"
@@ -75,12 +74,9 @@ class ParquetLanes:
                 raise ConfigError(
                     f"{path}: --streaming reads Parquet and Hugging Face data; leave it out to prepare the data first"
                 )
-            try:
-                with pq.ParquetFile(path) as table:
-                    self._columns.among(table.schema_arrow.names, str(path))
-                    counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
-            except (OSError, pa.ArrowInvalid) as error:
-                raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
+            with open_parquet(path) as table:
+                self._columns.among(table.schema_arrow.names, str(path))
+                counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
             self._documents += sum(counts)
             self.units += [(number, i, sum(counts[:i])) for i in range(len(counts))]
             shapes.append([path.name, path.stat().st_size, counts])
@@ -168,24 +164,24 @@ class Lane:
         self.volumes: OrderedDict[int, tuple[Laid, np.ndarray]] = OrderedDict()
         self.reader: tuple[Any, Reader] | None = None  # of the newest volume, to go on with the next
         if file.exists():
-            for line in file.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:  # cut by a crash, or between two processes
-                    continue
-                if entry["volume"] == len(self.ends) - 1:
-                    self._append(entry["rows"], entry["after"])
+            for line in file.read_bytes().splitlines():
+                with contextlib.suppress(*MALFORMED):  # cut by a crash, between two processes, or damaged: read again
+                    *entry, digest = parse_json(line)
+                    volume, rows, after = entry
+                    if volume == len(self.ends) - 1 and digest == digest_of(entry):
+                        self._append(rows, after)
 
     def _append(self, rows: int, after: Any) -> None:
         self.ends.append(self.ends[-1] + rows)
         self.states.append(after)
 
     def add(self, rows: int, after: Any) -> None:
-        entry = {"volume": len(self.ends) - 1, "rows": rows, "after": after}
+        entry = [len(self.ends) - 1, rows, after]
         self._append(rows, after)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a") as out:
-            out.write("\n" + json.dumps(entry))  # on a line of its own, whatever a crash has left of the one before
+            # on a line of its own, whatever a crash has left of the one before
+            out.write("\n" + json.dumps([*entry, digest_of(entry)]))
 
 
 class StreamRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -15,6 +16,7 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
+from nash_mhc.storage.json_files import read_json
 from nash_mhc.storage.model_folder import how_to_get, model_name
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
@@ -281,11 +283,9 @@ def _auto_tokenizer() -> Any:
 
 def _values(file: Path) -> dict[str, Any]:
     """What such a file of the transformers library says; nothing, where it cannot be read."""
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    with contextlib.suppress(ConfigError):
+        return read_json(file)
+    return {}
 
 
 def _brings_code(folder: Path) -> bool:

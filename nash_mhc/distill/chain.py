@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
 from nash_mhc.config.commands import module_command, what_there_is
 from nash_mhc.config.fields import check_scheme
 from nash_mhc.config.key_names import find, keys
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.yaml_file import values_of
 from nash_mhc.data.prepared.taught import FILE
 
 TEACHER, CACHE = "teacher", "cache"
@@ -43,6 +42,8 @@ def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]
         raise ConfigError(f"{where}: must hold keys and values, such as total_steps: 300")
     words: list[str] = []
     for name, value in settings.items():
+        if not isinstance(value, str | int | float | None) or (isinstance(value, int) and abs(value) >= 2**63):
+            raise ConfigError(f"{where}: {name} takes a single value")
         if name in others:
             words += [f"--{name.replace('_', '-')}", str(value)]
             continue
@@ -58,16 +59,13 @@ def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]
 
 def read_chain(file: Path, out: Path) -> list[Link]:
     """Every command of it, checked; ConfigError says where in the file it is wrong."""
-    try:
-        chain = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: is no YAML ({' '.join(str(error).split())})") from None
+    chain = values_of(str(file))
     if not isinstance(chain, dict) or not isinstance(chain.get("stages"), list) or not chain["stages"]:
         raise ConfigError(f"{file}: must have stages, a list of runs; recipes/kd-qat-2bit.yaml is an example")
     if unknown := [name for name in chain if name not in _PARTS]:
         raise ConfigError(f"{file}: unknown part {unknown[0]}{what_there_is(str(unknown[0]), _PARTS)}")
+    if not isinstance(student := chain.get("student", {}), dict):
+        raise ConfigError(f"{file}: student: must hold keys and values of a run")
     links, folders = [], {}
     if isinstance(given := chain.get(TEACHER, {}), str):
         check_scheme(f"{file}: teacher", given)
@@ -87,9 +85,9 @@ def read_chain(file: Path, out: Path) -> list[Link]:
         if name in folders or name == CACHE or Path(name).name != name:
             raise ConfigError(f"{where}: its name {name!r} must be a folder's, and no other's")
         origin = stage.get("from", before)
-        if origin != "fresh" and origin not in folders:
+        if not isinstance(origin, str) or (origin != "fresh" and origin not in folders):
             raise ConfigError(f"{where}: from {origin}{what_there_is(str(origin), ['fresh', *folders])}")
-        given = {"dataset": str(out / CACHE)} | chain.get("student", {}) | settings
+        given = {"dataset": str(out / CACHE)} | student | settings
         if origin != "fresh":
             given["init_from"] = str(folders[origin])
         folders[name] = out / name
@@ -108,9 +106,9 @@ def read_chain(file: Path, out: Path) -> list[Link]:
 
 
 def _named(value: Any, folders: dict[str, Path], file: Path) -> list[str]:
-    names = [value] if isinstance(value, str) else list(value or [])
+    names = value if isinstance(value, list) else [] if value is None else [value]
     for name in names:
-        if name not in folders:
+        if not isinstance(name, str) or name not in folders:
             raise ConfigError(f"{file}: pack {name}{what_there_is(str(name), folders)}")
     return names
 

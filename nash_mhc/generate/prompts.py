@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.begin_token import begun
 from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.storage.json_files import parse_json
 
 
 class Prompt(NamedTuple):
@@ -58,7 +58,7 @@ def read_prompts(path: Path, *, chat: bool, system: str | None) -> list[Prompt]:
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: is no JSON ({error})") from None
     is_text = isinstance(record, dict) and isinstance(record.get("prompt"), str)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, Row, RunFolder
 from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import duration
-from nash_mhc.storage.json_files import number
+from nash_mhc.storage.json_files import number, table
 from nash_mhc.storage.paths import Folder
 
 _STRETCHES = 500  # of a long run: each keeps its lowest and highest value of what is looked at for spikes
@@ -54,12 +54,17 @@ def _short(value: Any) -> Any:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
+def _total(info: dict[str, Any]) -> float | None:
+    """The steps that the run was to take."""
+    return number(table(table(info, "config"), "train"), "total_steps")
+
+
 def facts(run: Run) -> dict[str, str]:
     """The run in a few numbers, ready to show; what is not known is left out."""
     info, last, held_out = run.info, run.rows[-1] if run.rows else {}, run.evals[-1] if run.evals else {}
-    config, devices, mesh, floor = (info.get(k) or {} for k in ("config", "devices", "mesh", "floor"))
+    devices, mesh, floor = (table(info, name) for name in ("devices", "mesh", "floor"))
     loss, nats = number(held_out, "eval/loss"), number(floor, "nats_per_token")
-    test, expected = run.result.get("test") or {}, info.get("expected") or {}
+    test, expected = table(run.result, "test"), table(info, "expected")
 
     def median(name: str) -> float | None:
         known = [v for row in run.rows if (v := number(row, name)) is not None]
@@ -68,12 +73,12 @@ def facts(run: Run) -> dict[str, str]:
     def show(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
 
-    total = config.get("train", {}).get("total_steps", "?")
+    total = _total(info)
     found = {
         "parameters": show(number(info, "parameters"), "{:,.0f}"),
-        "device": f"{devices['count']} x {devices['kind']}" if devices else "",
+        "device": f"{devices.get('count')} x {devices.get('kind')}" if devices else "",
         "mesh": f"{'x'.join(map(str, mesh.values()))} ({' x '.join(mesh)})" if mesh else "",
-        "steps": f"{last.get('step', held_out.get('step', 0)):,} of {total:,}" if isinstance(total, int) else "",
+        "steps": f"{last.get('step', held_out.get('step', 0)):,} of {total:,.0f}" if total is not None else "",
         "tokens seen": show(number(last, "tokens_seen"), "{:,.0f}"),
         "final loss, nats a token": show(number(last, "loss"), "{:.4f}"),
         "held-out loss, nats a token": show(loss, "{:.4f}"),
@@ -117,20 +122,20 @@ def in_words(run: Run) -> str:
     """What became of the run, in two or three sentences."""
     if not run.rows:
         return "The run has no rows of metrics yet."
-    last, total = run.rows[-1], (run.info.get("config") or {}).get("train", {}).get("total_steps")
+    last, total = run.rows[-1], _total(run.info)
     step = int(last["step"])
     done = step == total
-    told = [f"All {step:,} steps are done." if done else f"Step {step:,}{f' of {total:,}' if isinstance(total, int) else ''}."]
+    told = [f"All {step:,} steps are done." if done else f"Step {step:,}{'' if total is None else f' of {total:,.0f}'}."]
     losses = [(int(row["step"]), loss) for row in run.evals if (loss := number(row, "eval/loss")) is not None]
     if losses:
         at, loss = losses[-1]
         text = f"The held-out loss is {loss:.4f} nats a token at step {at:,}"
-        if floor := number(run.info.get("floor") or {}, "nats_per_token"):
+        if floor := number(table(run.info, "floor"), "nats_per_token"):
             text += f", {loss / floor:.2f} times the floor of this text"
         best_at, best = min(losses, key=lambda found: found[1])
         told.append(text + (f"; it was lowest at step {best_at:,} ({best:.4f})." if best_at != at else "."))
-        if (ends := run.result.get("step")) is not None and ends != at:
-            told.append(f"The run ends with the checkpoint of step {ends:,}.")
+        if (ends := number(run.result, "step")) is not None and ends != at:
+            told.append(f"The run ends with the checkpoint of step {ends:,.0f}.")
     elif (loss := number(last, "loss")) is not None:
         told.append(f"The training loss is {loss:.4f}; nothing was evaluated.")
     spent = _seconds(last)
@@ -227,9 +232,8 @@ def contents(run: Run) -> dict[str, Any]:
     at = [float(row["step"]) for row in run.evals]
     held_out = {name: [number(row, name) for row in run.evals] for name in _HELD_OUT}
     mixing = run.evals[-1].get("health/res") if run.evals else None
-    devices = info.get("devices") or {}
-    environment = {f"device {k}": str(v) for k, v in devices.items()} | {
-        str(k): str(v) for k, v in (info.get("versions") or {}).items()
+    environment = {f"device {k}": str(v) for k, v in table(info, "devices").items()} | {
+        str(k): str(v) for k, v in table(info, "versions").items()
     }
     samples = [{"step": row["step"], "text": row["sample"]} for row in run.evals if isinstance(row.get("sample"), str)]
     known = lambda table: {name: _short(values) for name, values in table.items() if any(v is not None for v in values)}
@@ -239,7 +243,7 @@ def contents(run: Run) -> dict[str, Any]:
         "words": in_words(run),
         "facts": facts(run),
         "count": [len(run.rows), len(run.evals)],
-        "floor": number(info.get("floor") or {}, "nats_per_token"),
+        "floor": number(table(info, "floor"), "nats_per_token"),
         "flopsPerToken": per_token,
         "rows": {"step": steps, "tokens": _short(tokens), "seconds": _short(seconds)} | known(columns),
         "evals": {

@@ -49,6 +49,21 @@ def read_json(path: Folder, remedy: str = "", kind: type[ConfigError] = ConfigEr
         return values
 
 
+def check_types(values: Mapping[str, Any], **kinds: type) -> None:
+    """Check that each of these names has a value of that type; KeyError or TypeError. Numbers must not be negative."""
+    for name, kind in kinds.items():
+        value = values[name]
+        is_right = isinstance(value, kind | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        if not is_right or (kind in (int, float) and not 0 <= value < 2**63):
+            raise TypeError(f"{name} is {str(value)[:40]!r}")
+
+
+def table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the object of that name; empty where there is none."""
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}
+
+
 def number(values: Mapping[str, Any], name: str) -> float | None:
     """Return the finite number of that name; None where there is none."""
     value = values.get(name)

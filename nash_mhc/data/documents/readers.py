@@ -20,7 +20,7 @@ from nash_mhc.data.documents.files import FORMATS, ending_of, find_files, kind_o
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.storage.digests import digest_of, digests_of_sources
-from nash_mhc.storage.json_files import parse_json
+from nash_mhc.storage.json_files import MALFORMED, parse_json
 
 BLOCK = 4 << 20  # bytes of a text file that are handled at once: a document may be larger than memory
 
@@ -146,7 +146,7 @@ def first_fields(path: Path) -> list[str] | None:
     whoever reads it tells."""
     with _readable(path):
         if kind_of(path) == "parquet":
-            with _parquet(path) as table:
+            with open_parquet(path) as table:
                 return list(table.schema_arrow.names)
         with open_unpacked(path) as file, contextlib.suppress(ValueError):
             if kind_of(path) == "registered":
@@ -204,20 +204,24 @@ def _line_end(data: bytes) -> int:
 
 
 @contextlib.contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
+def open_parquet(path: Path) -> Iterator[Any]:
+    """Open a table; ConfigError where it is damaged, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as table:
             yield table
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{path}: not a whole Parquet file ({str(error).splitlines()[0]}); make it again") from error
+    except ConfigError:
+        raise
+    except (OSError, MemoryError, pa.ArrowException, *MALFORMED) as error:  # each of its decoders has errors of its own
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path}: not a whole Parquet file ({why}); make it again") from error
 
 
 def parquet_batches(path: Path, columns: Columns, groups: list[int] | None = None) -> Iterator[list[Any]]:
     """Lists of texts, or of records; of some row groups or of all."""
-    with _parquet(path) as table:
+    with open_parquet(path) as table:
         names = columns.among(table.schema_arrow.names, str(path))
         for batch in table.iter_batches(batch_size=1024, columns=names, row_groups=groups):
             yield batch.to_pylist() if columns.is_record else batch.column(0).to_pylist()

@@ -15,6 +15,7 @@ from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfi
 from nash_mhc.data.documents.files import counted_endings
 from nash_mhc.storage.digests import digest_of, digests_of_files
 from nash_mhc.storage.files import write_whole
+from nash_mhc.storage.json_files import check_types, read_json, reading, table
 
 FILE = "manifest.json"
 _ALIGN = ModelConfig().alignment  # of documents in their rows, where nothing else is said
@@ -25,7 +26,7 @@ class OlderForm(ConfigError):
     """Prepared by an earlier version; `recipe` is what it was made by."""
 
     def __init__(self, folder: Path, values: dict[str, Any]) -> None:
-        self.recipe, self.files = values.get("recipe") or {}, values.get("files") or []
+        self.recipe, self.files = table(values, "recipe"), values.get("files") or []
         super().__init__(
             f"{folder}: was prepared by an earlier version (form {values['version']}, this one reads {VERSION}), which held "
             f"out parts of documents that it also trained on; make it anew: {again_command(folder, values)}"
@@ -103,7 +104,26 @@ class Manifest:
             for name, split in values["splits"].items()
         }
         rest = {key: values[key] for key in ("recipe", "bytes", "empty", "about")}
-        return Manifest(files=tuple(values["files"]), splits=splits, **rest)
+        found = Manifest(files=tuple(values["files"]), splits=splits, **rest)
+        found._check_types()
+        return found
+
+    def _check_types(self) -> None:
+        """KeyError or TypeError for what was not written so: the readers of a manifest rely on it."""
+        check_types(vars(self), recipe=dict, bytes=int, empty=int, about=dict)
+        check_types(self.recipe, seq_len=int, align=int, content=str, split=str, eval_split=str, validation_fraction=float)
+        check_types(self.recipe["tokenizer"], fingerprint=str, vocab_size=int, end=int)
+        for split in self.splits.values():
+            check_types(vars(split), tokens=int, slots=int, documents=int, most_documents=int)
+            for shard in split.shards:
+                check_types(vars(shard), name=str, rows=int, sha256=str, origins_sha256=str)
+                if Path(shard.name).name != shard.name:
+                    raise ValueError(f"{shard.name!r} is not in this folder")
+        if not all(isinstance(name, str) for name in self.files):
+            raise TypeError("files must be names")
+        for what, kind in (("held_out", str), ("near_identical", str), ("dataset", str), ("left_out", dict)):
+            if self.about.get(what) is not None:
+                check_types(self.about, **{what: kind})
 
     def write(self, folder: Path) -> None:
         write_file(folder / FILE, json.dumps(self.to_dict(), indent=1, sort_keys=True).encode() + b"\n")
@@ -111,8 +131,8 @@ class Manifest:
     @staticmethod
     def read(folder: Path) -> Manifest:
         again = "prepare the data again"
-        try:
-            values = json.loads((folder / FILE).read_text())
+        values = read_json(folder / FILE, again, Damaged)
+        with reading(folder / FILE, again, Damaged):
             if values["version"] < VERSION:
                 raise OlderForm(folder, values)
             if values["version"] > VERSION:
@@ -120,12 +140,6 @@ class Manifest:
                     f"{folder / FILE}: form {values['version']}, this version reads {VERSION}; update nash_mhc, or {again}"
                 )
             return Manifest.from_dict(values)
-        except OSError as error:
-            raise ConfigError(f"{folder / FILE}: cannot be read ({error.strerror}); {again}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise Damaged(f"{folder / FILE}: damaged ({type(error).__name__}: {error}); {again}") from error
 
 
 def again_command(folder: Path, values: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from nash_mhc.data.prepared.near_identical import file_of, in_words
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
+from nash_mhc.storage.json_files import MALFORMED, parse_json
 from nash_mhc.storage.paths import still_names
 
 RECIPE = "recipe.json"
@@ -56,14 +57,14 @@ def _work(chunk: Chunk) -> dict[str, Any]:
 def _note_of(job: Job, number: int) -> dict[str, Any] | None:
     """The note of a chunk that an earlier process has finished, if its shards are whole."""
     try:
-        note = json.loads((job.folder / f"chunk-{number:05d}.json").read_text())
+        note = parse_json((job.folder / f"chunk-{number:05d}.json").read_bytes())
         if note["rule"] != rule_digest(job):
             return None
         shards = [part["shard"] for part in note["splits"].values()]
         hashes = {f"{s['name']}.rows": (None, s["sha256"]) for s in shards}
         file_of(job.folder, number).stat()
         check_files(job.folder, hashes | {f"{s['name']}.origins": (None, s["origins_sha256"]) for s in shards})
-    except (OSError, ValueError, KeyError):
+    except (OSError, *MALFORMED):
         return None
     return note
 

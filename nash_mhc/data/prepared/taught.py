@@ -8,7 +8,6 @@ is exact), and a float32 for every temperature: the log-sum-exp over all tokens,
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from nash_mhc.data.pack import Taught
 from nash_mhc.data.prepared.manifest import Damaged, check_files
 from nash_mhc.data.prepared.rows import PreparedRows, few_open_files
 from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.json_files import check_types, read_json, reading
 
 FILE = "teacher.json"
 _MAKE = "python -m nash_mhc.distill cache --teacher RUN --dataset ... --out FOLDER makes one"
@@ -65,12 +65,17 @@ class TeacherFormat:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """What teacher.json says; ConfigError."""
-    try:
-        return dict(json.loads((folder / FILE).read_text()))
-    except FileNotFoundError:
-        raise ConfigError(f"--dataset {folder}: no teacher has read it; {_MAKE}") from None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{folder / FILE}: cannot be read ({error}); make it again") from None
+    if not (folder / FILE).exists():
+        raise ConfigError(f"--dataset {folder}: no teacher has read it; {_MAKE}")
+    about = read_json(folder / FILE, "make it again", Damaged)
+    with reading(folder / FILE, "make it again", Damaged):
+        check_types(about, rows=str, top_k=int, temperatures=list, files=dict)
+        check_types({"random": 0, "vocab_size": 0} | about, random=int, vocab_size=int)
+        for temperature in about["temperatures"]:
+            check_types({"a temperature": temperature}, **{"a temperature": float})
+        for digest in about["files"].values():
+            check_types({"a hash": digest}, **{"a hash": str})
+        return about
 
 
 class TaughtRows(PreparedRows):
