@@ -38,6 +38,12 @@ def untrained_run(folder, cfg, model=None):
         model = jax.jit(lambda: architecture_of(cfg.model).init(cfg.model, key=jax.random.key(0)))()
     with Store(folder) as store:
         store.save(0, _Weights(model), {})
+    return described_run(folder, cfg)
+
+
+def described_run(folder, cfg):
+    """What a run says of itself, without a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
     RunFolder(folder).write({"run.json": json.dumps({"config": cfg.to_dict(), "rows": "none", "parameters": 0})})
     return folder
 

@@ -119,6 +119,15 @@ def test_lines_of_prose_are_as_wide_as_those_of_the_code(page: Path) -> None:
     assert [line for line in outside.splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "!["))] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_wrapped_line_becomes_a_bullet(page: Path) -> None:
+    """A line that goes on with `- 1)` after half a sentence would be shown as a bullet."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for before, line in itertools.pairwise(text.splitlines()):
+        begins, ended = re.match(r"\s*([-*+]|\d+[.)])\s", line), re.search(r"[.:;!?)`>|*]$", before.rstrip())
+        assert not begins or ended or not before.strip() or before.startswith("#"), f"{page.name}: {before!r}, then {line!r}"
+
+
 def test_the_page_of_all_keys_is_the_one_that_the_declarations_make() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == reference.page(), f"a key has changed; run: {reference.COMMAND}"

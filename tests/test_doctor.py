@@ -192,6 +192,8 @@ def test_wrong_flags_are_one_line_each(tmp_path: Path) -> None:
         (["--quik"], "unknown flag --quik; did you mean --quick"),
         (["a", "b"], "unexpected argument 'b'; name one folder"),
         (["--timeout", "0"], "--timeout 0: must be"),
+        (["--quick", "device_type=tpu"], "'device_type=tpu': .* doctor takes no settings of a run"),
+        (["tpu"], "'tpu': there is no such folder; a new one has a slash in its name"),
         (["--json", str(tmp_path / "no" / "file.json")], "cannot be written; name a file in a folder that is there"),
     ]:
         with pytest.raises(ConfigError, match=told):

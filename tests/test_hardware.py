@@ -8,7 +8,14 @@ from pathlib import Path
 import jax
 import pytest
 
+from nash_mhc.config.schema import MeshConfig
+from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import hardware
+
+
+def test_a_cpu_has_no_peak_to_compare_with():
+    assert hardware.peak_flops(make_mesh(MeshConfig()), "float32") is None
+    assert hardware.peak_flops(make_mesh(MeshConfig()), "bfloat16", measured_rate=1e12) is None
 
 
 def test_a_busy_cpu_is_not_taken_for_a_slow_one(monkeypatch):

@@ -1,5 +1,6 @@
 """Hugging Face datasets, from local folders: as a corpus to prepare, and as a stream."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from corpora import BYTES, DOCUMENTS, prepared, texts
 
 from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.documents.hub import Hub
 from nash_mhc.data.sources import open_corpus, open_test
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -96,3 +98,16 @@ def test_an_own_test_split_is_kept_for_the_test(tmp_path: Path) -> None:
         assert any("only this" in BYTES.decode(source[row].targets) for row in range(12))
     with pytest.raises(ConfigError, match="--test-split final: the data has no such split, there are train, test; choose"):
         prepared(tmp_path / "other", tmp_path / "d", test_split="final")
+
+
+def test_a_dataset_with_several_variants_names_them_all(tmp_path):
+    names = [f"variant_{number}" for number in range(12)]
+    files = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in names)
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    read = lambda variant: Hub(str(tmp_path), DataConfig(dataset=f"hf:{tmp_path}", dataset_name=variant))
+    for variant in (None, "variant"):
+        with pytest.raises(ConfigError, match=r"--dataset-name: " + ", ".join(names)):
+            read(variant)
+    assert [raw.content for raw in read("variant_7").read("train")] == ["variant_7"]

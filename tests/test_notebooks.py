@@ -136,6 +136,8 @@ def test_the_training_notebook_shows_what_it_promises(executed, tmp_path):
         archive.extractall(tmp_path)
     loaded = load(tmp_path / "run")
     assert (loaded.step, loaded.config.model.width) == (STEPS, 16)
+    assert json.loads((tmp_path / "transformers" / "config.json").read_text())["model_type"] == "nash_mhc"
+    assert (tmp_path / "transformers" / "model.safetensors").stat().st_size > 1000
 
 
 def test_the_notebook_that_looks_inside_trains_a_model_and_shows_every_picture(executed):

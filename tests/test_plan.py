@@ -12,12 +12,14 @@ from nash_mhc.config import parsing, presets
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.help import as_flags
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.model.architectures import count_parameters
 from nash_mhc.plan import __main__ as command
 from nash_mhc.plan import verify
 from nash_mhc.runtime.chips import by_kind, chips, machine
 from nash_mhc.train.fit.candidates import candidates, nearest_that_fit, rows_for, smaller_remats
 from nash_mhc.train.fit.memory import estimate
 from nash_mhc.train.fit.roofline import ERROR, speed
+from nash_mhc.train.inferred_settings import found_settings
 from nash_mhc.train.resolve_devices import for_platform
 
 
@@ -127,6 +129,57 @@ def test_the_command_of_the_winner_is_one_that_train_takes(monkeypatch, capsys, 
     assert best["figures"] == "computed"
     assert best["hours"] == pytest.approx(100e9 / best["tokens_per_s"] / 3600)
     assert best["dollars"] == pytest.approx(best["hours"] * 8 * chips()["v6e"].dollars)
+
+
+QWEN = {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def figures_of(monkeypatch, capsys, *words):
+    code, out, err = planned(monkeypatch, capsys, *words, "--json", "-")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_named_folders_and_profiles_are_planned_for(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    found = figures_of(monkeypatch, capsys, "--chip", "v6e-8", "--init-from", str(tmp_path), "--tokens", "1B")
+    assert found["parameters"] == 596_049_920  # of Qwen3-0.6B
+    assert found["candidates"][0]["dollars"] > 1 and f"--init-from {tmp_path}" in found["command"]
+    tall = figures_of(monkeypatch, capsys, "--chip", "v6e", "--profile-for", "tpu")
+    assert "1 x 64 x " in tall["candidates"][0]["batch"]
+    puzzle = figures_of(monkeypatch, capsys, "--chip", "v6e", "--model-kind", "recursive", "--dataset", "sudoku4",
+                        "--objective", "puzzle", "--no-model-causal")  # fmt: skip
+    assert puzzle["candidates"][0]["batch"].endswith(" x 16")  # cells
+    code, _, err = planned(monkeypatch, capsys, "--chip", "v6e-8", "--init-from", str(tmp_path / "nowhere"))
+    assert code == 2 and "nowhere: no such folder" in err
+
+
+def test_a_preset_has_its_own_vocabulary_until_data_is_named_and_the_command_trains_that_model(monkeypatch, capsys):
+    own = figures_of(monkeypatch, capsys, "--chip", "v6e-8", "--model-size", "small")
+    assert own["parameters"] == count_parameters(presets.model("small"))
+    assert parsing.parse(own["command"].split()[3:], found=found_settings).config.model == presets.model("small")
+    named = figures_of(monkeypatch, capsys, "--chip", "v6e-8", "--model-size", "small", "--dataset", "stories")
+    assert named["parameters"] == own["parameters"] - 640 * (65_536 - 384)  # bytes, padded
+    model = parsing.parse(named["command"].split()[3:], found=found_settings).config.model
+    assert count_parameters(model) == named["parameters"]
+
+
+def test_a_teacher_costs_its_bytes_and_its_time(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    words = ["--chip", "h200", "--init-from", str(tmp_path), "--batch-size", "8", "--grad-accum", "1", "--remat", "full"]
+    alone = figures_of(monkeypatch, capsys, *words)["candidates"][0]
+    distill = ["--objective", "distill", "--distill-teacher", str(tmp_path), "--distill-anchor", "0.1"]
+    taught = figures_of(monkeypatch, capsys, *words, *distill)["candidates"][0]
+    weights = 2 * 4 * 596_049_920 / 2**30
+    assert taught["gib_by_category"]["teachers"] == pytest.approx(weights)
+    assert weights <= taught["gib"] - alone["gib"] < 1.1 * weights
+    assert taught["compute_s"] == pytest.approx(alone["compute_s"] * (1 + 2 / 4), rel=0.05)  # two forward passes more
+    code, _, err = planned(monkeypatch, capsys, *words, *distill[:2], "--distill-teacher", str(tmp_path / "nobody"))
+    assert code == 2 and "nobody" in err and err.count("\n") == 1
 
 
 def test_one_chip_is_no_mesh_of_eight(monkeypatch, capsys):

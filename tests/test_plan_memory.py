@@ -6,11 +6,13 @@ import math
 import jax
 import pytest
 import small
+from runs import described_run, drawn_run
 
 from nash_mhc.config import presets
 from nash_mhc.config.schema import (
     ConfigError,
     DataConfig,
+    DistillConfig,
     MeshConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -20,12 +22,15 @@ from nash_mhc.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from nash_mhc.data.stories.rows import StoryRows
+from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.fit.memory import estimate
 from nash_mhc.train.state import sharded_abstract_state
+from nash_mhc.train.teacher import Teachers
 
 # Many layers, which a loop compiles as fast as few, so that what grows with them counts as it does in a real model.
 _SIZES = {"vocab_size": 1000, "width": 128, "layers": 16, "heads": 8, "kv_heads": 8, "head_dim": 16, "ffn": 384}
@@ -70,14 +75,20 @@ COMPILED += [("attending", (2, 2, 2), "dots"), ("tanh", (8, 1, 1), "none")]
 COMPILED += [("recursive", (1, 8, 1), "none"), ("puzzle", (2, 2, 2), "full")]
 
 
+def size_of(found):
+    """Bytes that a compiled program holds at the worst moment."""
+    return (
+        found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("model", "mesh", "remat"), COMPILED, ids=str)
 def test_the_estimate_is_within_15_percent_of_the_compiler(model, mesh, remat):
     cfg = run(model, mesh, remat)
     devices, step = small._compiled(cfg)
     batch = abstract_batch(cfg.data, cfg.train.grad_accum, devices)
     found = step.compile(sharded_abstract_state(cfg, devices), batch).memory_analysis()
-    held = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
-    assert estimate(cfg, cfg.mesh.axes).total == pytest.approx(held, rel=0.15)
+    assert estimate(cfg, cfg.mesh.axes).total == pytest.approx(size_of(found), rel=0.15)
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, (1, 1, 1), (4, 2, 1)], ids=str)
@@ -130,6 +141,46 @@ def test_averaged_weights_and_parts_of_a_batch_are_counted():
     halves = dataclasses.replace(cfg.train, grad_accum=2)
     in_parts = estimate(dataclasses.replace(cfg, data=DataConfig(batch_size=32, seq_len=32), train=halves), mesh)
     assert in_parts.streams == plain.streams / 2
+
+
+def test_teachers_are_counted_as_the_compiler_counts_them(tmp_path):
+    """Of a teacher whose layers are compared, and an anchor: their weights, what they say of this batch and of the
+    next one, and the step of the student."""
+    plain = run("dense", (2, 2, 2), "dots")
+    for name in ("teacher", "begun"):
+        drawn_run(tmp_path / name, plain)
+    cfg = dataclasses.replace(
+        plain,
+        train=dataclasses.replace(plain.train, init_from=str(tmp_path / "begun")),
+        objective=ObjectiveConfig(name="distill"),
+        distill=DistillConfig(teacher=str(tmp_path / "teacher"), top_k=16, layers=0.3, anchor=0.5),
+    )
+    devices, step = small._compiled(cfg)
+    teachers = Teachers(cfg, load_tokenizer("bytes"), devices, lambda text: None)
+    rows = StoryRows(load_tokenizer("bytes"), seed=0, split="train", seq_len=32)
+    bare = abstract_batch(cfg.data, 1, devices)
+    batch = teachers.abstract(rows, bare)
+    held = size_of(step.compile(sharded_abstract_state(cfg, devices), batch).memory_analysis())
+    weights = 0
+    for one in teachers._each.values():
+        weights += sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(one._loaded.model))
+        reading = one.program(rows).compile(one._loaded.model, bare).memory_analysis()
+        held += reading.output_size_in_bytes
+    found = estimate(cfg, cfg.mesh.axes)
+    assert found.teachers == weights > 0
+    assert found.total == pytest.approx(held + weights, rel=0.15)
+    without = dataclasses.replace(cfg, objective=ObjectiveConfig(), distill=DistillConfig())
+    assert found.total - estimate(without, cfg.mesh.axes).total >= weights
+
+
+def test_a_teacher_larger_than_its_student_is_counted_while_it_reads(tmp_path):
+    """Its rows are wide: what it works with is more than a step of the student needs."""
+    wide = dataclasses.replace(MODELS["dense"], width=1024, heads=64, kv_heads=64, ffn=16384, layers=1)
+    described_run(tmp_path, dataclasses.replace(run("dense", (1, 1, 1), "full"), model=wide))
+    student = dataclasses.replace(MODELS["dense"], layers=1)
+    cfg = dataclasses.replace(run("dense", (1, 1, 1), "full"), model=student, objective=ObjectiveConfig(name="distill"))
+    taught = dataclasses.replace(cfg, distill=DistillConfig(teacher=str(tmp_path)))
+    assert estimate(taught, cfg.mesh.axes).temporaries > estimate(cfg, cfg.mesh.axes).temporaries + 2**20
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused():

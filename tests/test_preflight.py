@@ -8,9 +8,11 @@ import shlex
 import jax
 import pytest
 import small
-from runs import RUN, at
+from runs import RUN, at, described_run
 
 from nash_mhc.config import ConfigError, parsing
+from nash_mhc.config.schema import DistillConfig, ObjectiveConfig
+from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import __main__ as command
 from nash_mhc.train.fit import preflight
@@ -74,6 +76,27 @@ def test_who_insists_gets_a_warning_and_a_run_that_knows_what_was_expected(monke
     expected = preflight.preflight(cfg, mesh, said.append, insist=True)
     assert said[0].endswith("it was told to begin all the same")
     assert expected["gib"] == pytest.approx(total / 2**30) == pytest.approx(sum(expected["gib_by_category"].values()))
+
+
+def test_a_teacher_and_an_anchor_count(monkeypatch, tmp_path):
+    """Where there is room for the student alone, a run with teachers is refused, and what holds most is named."""
+    wide = dataclasses.replace(small.MODEL, width=512, ffn=1024, head_dim=64)
+    described_run(tmp_path / "teacher", dataclasses.replace(RUN, model=wide))
+    taught = dataclasses.replace(
+        RUN,
+        objective=ObjectiveConfig(name="distill"),
+        distill=DistillConfig(teacher=str(tmp_path / "teacher"), anchor=0.5, top_k=4),
+        train=dataclasses.replace(RUN.train, init_from=str(tmp_path / "teacher")),
+    )
+    cfg, mesh, total = sizes_of(taught)
+    alone = sizes_of(RUN)[2]
+    weights = 2 * 4 * count_parameters(wide)
+    assert weights <= total - alone < 1.2 * weights
+    expected = preflight.preflight(cfg, mesh, print)
+    assert expected["gib_by_category"]["teachers"] == weights / 2**30
+    monkeypatch.setattr(preflight, "room_of", lambda mesh: 2.0 * alone)
+    with pytest.raises(ConfigError, match=r"teachers [\d.]+ [GM]iB from --distill-teacher and --distill-anchor"):
+        preflight.preflight(cfg, mesh, print)
 
 
 def test_the_runs_folder_keeps_what_was_expected(tmp_path):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from runs import assert_equal_states, at
 
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import presets
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.data.inspection import of_run
 from nash_mhc.data.puzzles.kinds import find_kind
 from nash_mhc.data.puzzles.maze import OPEN, PATH
 from nash_mhc.data.puzzles.rows import PuzzleRows
@@ -52,6 +54,17 @@ def test_a_run_learns_and_measures_whole_puzzles(solving):
     assert found["eval/exact"] == found["eval/exact_after/4"] <= found["eval/accuracy"] <= 1
     proposed = next_commands(run)  # of which each is to run: this model has nothing to write
     assert f"-m nash_mhc.evaluate {run.folder} --tasks held_out\n" in proposed and "generate" not in proposed
+
+
+def test_inspect_shows_the_question_beside_the_solution(solving):
+    cfg, run = solving
+    title, head, *lines = of_run(RunFolder(run.folder), 2, 3).splitlines()
+    source = PuzzleRows("sudoku4", seed=cfg.train.seed, split="train", cache_dir=cfg.data.cache_dir)
+    row, kind = source[cfg.data.batch_size + 3], source.kind
+    assert "step 2, row 3" in title and head.split() == ["question", "solution"]
+    given, answers = zip(*(line.split() for line in lines), strict=True)
+    np.testing.assert_array_equal(kind.tokenizer().encode("".join(given)), row.inputs)
+    np.testing.assert_array_equal(kind.tokenizer().encode("".join(answers)), row.targets)
 
 
 def test_a_stopped_run_goes_on_with_what_it_was_thinking(solving, tmp_path):

@@ -20,7 +20,7 @@ from nash_mhc.train import programs, run
 from nash_mhc.train.evaluate import Evaluator
 
 ROW = {
-    "step", "loss", "objective", "loss/sparsity", "lr", "grad_norm", "tokens_per_s", "mfu", "tokens_seen", "step_ms",
+    "step", "loss", "objective", "loss/sparsity", "lr", "grad_norm", "tokens_per_s", "tokens_seen", "step_ms",
     "data_wait_ms", "save_ms",
 }  # fmt: skip
 

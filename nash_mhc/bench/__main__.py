@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.config.commands import chosen_command, file_to_write, local_path, one_line_errors
-from nash_mhc.config.parsing import Settings, parse, shown
+from nash_mhc.config.parsing import Settings, keys, parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {
@@ -131,6 +131,35 @@ def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     return found_settings(given, values)
 
 
+def _found_for_figures(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    from nash_mhc.train.inferred_settings import found_for_figures
+
+    return found_for_figures(given, values)
+
+
+def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
+    from nash_mhc.train.inferred_settings import recorded_settings
+
+    return recorded_settings(folder, given)
+
+
+def _refuse_without_meaning(command: str, given: Mapping[str, Any]) -> None:
+    """ConfigError for a flag of `train` that a benchmark would ignore."""
+    if command == "telemetry":  # a real run
+        return
+    folders = ("train.init_from", "train.resume_from", "train.checkpoint_dir")
+    own, fresh = "its rows are made up", "every variant starts from fresh weights"
+    refused = {
+        "data": dict.fromkeys(("data.dataset", "data.tokenizer", *folders), own),
+        "quality": dict.fromkeys(folders, fresh),
+    }.get(command, {})
+    for path, why in refused.items():
+        if given.get(path):
+            raise ConfigError(f"{keys()[path].flag}: `bench {command}` does not use it, {why}; leave it out")
+    if given.get("objective.name") == "distill":
+        raise ConfigError(f"--objective distill: `bench {command}` has no teacher; leave it out")
+
+
 def main() -> int:
     if (chosen := chosen_command(ABOUT, USAGE, "benchmark")) is None:
         return 0
@@ -140,12 +169,13 @@ def main() -> int:
 
         return corpus_command(argv)
     own = lambda group: _own_flags(command, group)
-    options: dict[str, Any] = (
-        {"found": _found} if command in ("quality", "telemetry") else {}
-    )  # those that read the user's data
-    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
+    how: dict[str, Any] = {"found": _found_for_figures, "folder": "train.checkpoint_dir", "recorded": _recorded}
+    if command in ("quality", "telemetry"):  # which read the user's data, in runs of their own
+        how = {"found": _found}
+    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **how)
     if shown(parsed):
         return 0
+    _refuse_without_meaning(command, parsed.given)
     file = file_to_write("--json", parsed.own.json) if parsed.own.json != "-" else None
     drawn = file_to_write("--picture", getattr(parsed.own, "picture", None))
     figures = _run(command, parsed.config, parsed.own)

@@ -64,6 +64,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     seconds = statistics.median(times)
     tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
     flops = flops_per_token(cfg) * tokens
+    peak_rate = peak_flops(mesh, cfg.train.dtype, rate)
     return {
         "devices": describe(mesh),
         "model_size": cfg.model_size,
@@ -80,7 +81,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
         "tflops_per_s": flops / seconds / 1e12,
         "matmul_tflops_per_s": rate * processors(mesh) / 1e12,
         "share_of_matmul": flops / seconds / (rate * processors(mesh)),
-        "mfu": flops / seconds / peak_flops(mesh, cfg.train.dtype, rate),
+        "mfu": None if peak_rate is None else flops / seconds / peak_rate,
         "peak_memory_gib": None if (peak := _peak_memory(compiled, mesh)) is None else peak / 2**30,
         "first_loss": losses[0],
         "last_loss": losses[-1],

@@ -56,7 +56,7 @@ def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     ours = bench_step(cfg, steps=steps, warmup=warmup)
     ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
     return ours | {f"torch_{name}": value for name, value in theirs.items()} | {
-        "torch_mfu": ours["mfu"] / ratio, "ours_over_torch": ratio,
+        "torch_mfu": ours["mfu"] and ours["mfu"] / ratio, "ours_over_torch": ratio,
     }  # fmt: skip
 
 

@@ -43,6 +43,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not 0 < args.timeout < 1e6:
         raise ConfigError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     file_to_write("--json", args.json)
+    name = args.folder
+    if name is not None and not ("/" in name or os.path.isdir(name)):  # a setting, or a typo
+        setting = "; doctor takes no settings of a run" if "=" in name else ""
+        raise ConfigError(f"{name!r}: there is no such folder{setting}; a new one has a slash in its name: runs/NAME")
     return args
 
 

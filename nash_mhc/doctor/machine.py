@@ -91,7 +91,8 @@ def _why_hidden(kind: str, names: tuple[str, ...], installed: list[str], env: Ma
             return f"{variable}={env[variable]} hides it", f"unset {variable}"
     extra, part = ("cuda", "cuda") if kind == "GPU" else ("tpu", "libtpu")
     if not any(part in name for name in installed):
-        return f"JAX is not installed for a {kind}", f"pip install 'nash_mhc[{extra}]'"
+        older = ", or [cuda12] for a driver before CUDA 13" if kind == "GPU" else ""
+        return f"JAX is not installed for a {kind}", f"pip install 'nash_mhc[{extra}]'{older}"
     return "JAX does not say why", "another process may hold it; python -c 'import jax; jax.devices()' shows JAX's own words"
 
 

@@ -131,6 +131,13 @@ def config_of(folder: str, flag: str = "") -> RunConfig:
     return RunFolder(folder).config()
 
 
+def shape_of(folder: str, flag: str = "") -> tuple[RunConfig, Any]:
+    """Its configuration, and the tree of the model that `load` gives, with shapes for arrays. ConfigError."""
+    cfg = config_of(folder, flag)
+    is_run = is_remote(folder) or not (is_hub_folder(folder) or is_packed(folder))
+    return cfg, model_shape(cfg) if is_run and not cfg.lora.rank else adapted_shape(cfg)
+
+
 def _hub_config(folder: HubFolder) -> RunConfig:
     data = DataConfig(tokenizer=str(folder.path), begin_with_end=False, seq_len=folder.imported.positions)
     return RunConfig(model=folder.imported.model, data=data)

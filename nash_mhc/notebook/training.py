@@ -27,6 +27,7 @@ from nash_mhc.storage.paths import is_remote
 _WAIT_FOR_LOCK = "600"  # seconds: the process that the kernel before this one has started may still be saving
 _DRAWING = 9  # for each second of drawing, so many without: a CPU that trains needs them
 _BUCKET_PAUSE = 20.0  # seconds: rows reach an object store every half a minute
+TRANSFORMERS = "transformers"  # folder of an archive with the model as transformers reads it
 _TAIL = 20  # lines of a log that are shown when something went wrong
 
 
@@ -171,15 +172,21 @@ def _floor(folder: RunFolder) -> float | None:
 
 def generate(folder: str, *flags: str) -> str:
     """What the run's newest checkpoint writes; the flags are those of `nash_mhc.generate`."""
-    argv = [sys.executable, "-m", "nash_mhc.generate", folder, *flags]
-    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False)
+    return _command("nash_mhc.generate", folder, *flags)
+
+
+def _command(module: str, *argv: str) -> str:
+    """What a command writes; Stopped with its last line where it fails."""
+    words = [sys.executable, "-m", module, *argv]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise Stopped((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
     return done.stdout
 
 
 def pack(folder: str, archive: str) -> Path:
-    """A zip of the newest whole checkpoint and what the run says about itself: enough to generate, or to go on."""
+    """A zip of the newest complete checkpoint and what the run says about itself: enough to generate, or to continue.
+    The same model as transformers reads it goes along."""
     run = RunFolder(folder)
     if is_remote(run.path):
         raise Stopped(f"{folder} is in a bucket already; fetch it with: gcloud storage cp --recursive {folder} .")
@@ -193,4 +200,9 @@ def pack(folder: str, archive: str) -> Path:
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as out:  # arrays are compressed already
         for path in files:
             out.write(path, Path(run.path.absolute().name) / path.relative_to(run.path))
+        with tempfile.TemporaryDirectory() as scratch:
+            exported = Path(scratch) / TRANSFORMERS
+            _command("nash_mhc.hub", "export", folder, "--out", str(exported))
+            for path in sorted(exported.iterdir()):
+                out.write(path, path.relative_to(scratch))
     return target

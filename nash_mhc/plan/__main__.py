@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nash_mhc.config.commands import file_to_write, local_path, one_line_errors
-from nash_mhc.config.parsing import Parsed, as_flags, parse, shown
+from nash_mhc.config.parsing import Parsed, Settings, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -81,8 +81,21 @@ def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
     )
 
 
+def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    from nash_mhc.train.inferred_settings import found_for_figures  # with JAX: after the flags
+
+    return found_for_figures(given, values)
+
+
+def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
+    from nash_mhc.train.inferred_settings import recorded_settings
+
+    return recorded_settings(folder, given)
+
+
 def main() -> int:
-    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.plan", own=own_flags)
+    how: dict[str, Any] = {"found": _found, "folder": "train.checkpoint_dir", "recorded": _recorded}
+    parsed = parse(sys.argv[1:], prog="python -m nash_mhc.plan", own=own_flags, **how)
     if shown(parsed):
         return 0
     own = parsed.own
@@ -97,7 +110,9 @@ def main() -> int:
     from nash_mhc.model.architectures import count_parameters  # with JAX: after the flags
     from nash_mhc.plan import show
     from nash_mhc.train.fit import candidates
+    from nash_mhc.train.inferred_settings import with_vocabulary
 
+    given = with_vocabulary(parsed.given, parsed.config.model.vocab_size)
     cfg = candidates.rows_for(parsed.config, machine, parsed.given)
     found = candidates.candidates(cfg, machine, parsed.given, also_smaller=True)
     if not found:
@@ -106,11 +121,12 @@ def main() -> int:
             f"no mesh of {machine.chips} chips divides this model and {rows} rows a step; try --batch-size "
             f"{-(-rows // machine.chips) * machine.chips}, or another --chip"
         )
+    parameters = count_parameters(cfg.model)
     rows_shown = [show.row(c, machine, tokens) for c in found]
     fits = found[0].fits != "no"
-    command = show.train_command(found[0], parsed.given) if fits else None
-    verified = _verify(own, found, parsed.given, machine) if own.method == "compile" and fits else []
-    figures = show.as_json(machine, rows_shown, command) | {"compiled": verified, "remark": remark}
+    command = show.train_command(found[0], given) if fits else None
+    verified = _verify(own, found, given, machine) if own.method == "compile" and fits else []
+    figures = show.as_json(machine, rows_shown, command) | {"compiled": verified, "remark": remark, "parameters": parameters}
     if file:
         file.write_text(json.dumps(figures, indent=2) + "\n")
     if own.json == "-":
@@ -118,7 +134,7 @@ def main() -> int:
         return 0
     if remark:
         print(remark)
-    show.show(machine, rows_shown[: own.top], parameters=count_parameters(cfg.model), tokens=tokens, looked_at=len(found))
+    show.show(machine, rows_shown[: own.top], parameters=parameters, tokens=tokens, looked_at=len(found))
     for line in verified:
         print("\n" + line["sentence"])
     print(f"\n{command}" if command else "\n" + _advice(parsed, cfg, machine, min(found, key=lambda c: c.memory.total)))

@@ -19,7 +19,7 @@ from nash_mhc.train.fit.roofline import ERROR
 _GIB = 2**30
 _CATEGORIES = {
     "parameters": "params", "gradients": "grads", "optimizer": "moments", "streams": "streams", "activations": "acts",
-    "logits": "logits", "collectives": "gathered", "temporaries": "temps",
+    "logits": "logits", "collectives": "gathered", "temporaries": "temps", "teachers": "teacher",
 }  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def _kept(row: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
+    shown = [name for name in _CATEGORIES if name != "teachers" or any(row["gib_by_category"][name] for row in rows)]
     out = Table(box=None, pad_edge=False, header_style="bold")
     heads = [
         "mesh",
@@ -81,7 +82,7 @@ def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
         "kept",
         "fits",
         "GiB",
-        *_CATEGORIES.values(),
+        *(_CATEGORIES[name] for name in shown),
         "ms",
         "compute",
         "memory",
@@ -102,7 +103,7 @@ def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
             _kept(each),
             each["fits"],
         ]
-        cells += [_number(each["gib"]), *(_number(each["gib_by_category"][name]) for name in _CATEGORIES)]
+        cells += [_number(each["gib"]), *(_number(each["gib_by_category"][name]) for name in shown)]
         cells += [_number(each[key] * 1e3) for key in ("step_s", "compute_s", "memory_s", "exchange_s", "gather_s")]
         cells += [each["binds"], short(each["tokens_per_s"]), f"{each['mfu']:.0%}"]
         if tokens:

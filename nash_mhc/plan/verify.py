@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nash_mhc.config.parsing import as_flags
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.schema import ConfigError, DistillConfig, ObjectiveConfig
 from nash_mhc.runtime.chips import Machine
 from nash_mhc.train.fit.candidates import Candidate
 from nash_mhc.train.fit.memory import estimate
@@ -48,16 +48,20 @@ def verify(candidate: Candidate, given: Mapping[str, Any], machine: Machine) -> 
         raise ConfigError(
             f"--method compile goes up to {_MOST_COMPILED} chips, and {machine.name} has {machine.chips}; leave it out"
         )
+    cfg, teacher = candidate.cfg, ""
+    if cfg.objective.name == "distill":  # the step alone is compiled
+        given = {key: value for key, value in given.items() if not key.startswith(("distill.", "objective."))}
+        cfg, teacher = dataclasses.replace(cfg, objective=ObjectiveConfig(), distill=DistillConfig()), ", without its teacher"
     flags = as_flags({**given, **candidate.settings})
     mesh = "x".join(map(str, candidate.mesh.values()))
-    label = f"{mesh} {candidate.cfg.train.kept}, {candidate.cfg.train.grad_accum} x {candidate.cfg.data.batch_size} rows"
+    label = f"{mesh} {cfg.train.kept}, {cfg.train.grad_accum} x {cfg.data.batch_size} rows{teacher}"
     here = importlib.util.find_spec("libtpu") is not None
     if machine.chip.platform == "tpu" and machine.slices == 1 and here:
-        topology, computed = f"{machine.chip.name}:{machine.topology}", candidate.memory.total
+        topology, computed = f"{machine.chip.name}:{machine.topology}", estimate(cfg, candidate.mesh).total
         what, left_out = f"compiled for {topology}", ""
     else:
         topology = "cpu"
-        cfg = dataclasses.replace(candidate.cfg, train=dataclasses.replace(candidate.cfg.train, dtype="auto", attention="auto"))
+        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype="auto", attention="auto"))
         computed = estimate(for_platform(cfg, "cpu"), candidate.mesh).total
         flags = as_flags({key: v for key, v in ({**given, **candidate.settings}).items() if key not in _OF_THE_MACHINE})
         what, left_out = f"compiled for {machine.chips} emulated CPU device{'s' * (machine.chips > 1)} in float32", _LEFT_OUT

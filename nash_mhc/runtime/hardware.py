@@ -94,10 +94,14 @@ def processors(mesh: Mesh) -> int:
     return 1 if mesh.devices.flat[0].platform == "cpu" else mesh.size
 
 
-def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> float:
-    """FLOP/s of the whole mesh: the data sheet's for bfloat16 on a known chip,
-    the measured matmul rate for anything else."""
+def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> float | None:
+    """FLOP/s of the whole mesh: the data sheet's for bfloat16 on a known chip, the measured matmul rate for any other.
+
+    None on a CPU: what is measured there depends on what else runs, and so would MFU.
+    """
     device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+    if device.platform == "cpu":
+        return None
     if dtype == "bfloat16" and (teraflops := known_peak(device.device_kind)):
         return teraflops * 1e12 * mesh.size
     return (measured_rate or _rate_here(dtype, device)) * processors(mesh)

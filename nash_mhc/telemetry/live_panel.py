@@ -73,7 +73,7 @@ class LivePanel(Reporter):
         curve = sparkline(self._losses, max(0, min(_MOST, width - len(loss) - len(self._held_out) - 6)))
         loss.append(f"  {curve}", style="cyan").append(f"  {self._held_out}", style="magenta")
         speed = [f"{row['tokens_per_s']:,.0f} tok/s", f"{row['step_ms']:.0f} ms a step"]
-        speed += [f"mfu {row['mfu']:.0%}"] * (row["mfu"] >= 0.01)
+        speed += [f"mfu {row['mfu']:.0%}"] * (row.get("mfu", 0) >= 0.01)
         speed += [f"memory {row['memory_gib']:.1f} GiB"] if "memory_gib" in row else []
         speed += [f"{short(row['tokens_seen'])} tokens", *filter(None, [self._read(row)])]
         rest = [f"grad {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}"]

@@ -71,7 +71,7 @@ class Reporter:
             )
 
     def _line(self, step: int, row: dict[str, Any]) -> None:
-        mfu = f"  mfu {row['mfu']:.0%}" if row["mfu"] >= 0.01 else ""
+        mfu = f"  mfu {row['mfu']:.0%}" if row.get("mfu", 0) >= 0.01 else ""
         data = f"  {read}" if (read := self._read(row)) else ""
         self.say(
             f"step {step:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.4f}{self._against(row)}  "

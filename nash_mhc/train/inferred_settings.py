@@ -114,6 +114,20 @@ def _has_begun(folder: str) -> bool:
         return RunFolder(folder).has_begun()
 
 
+_NAME_A_VOCABULARY = ("data.dataset", "data.tokenizer", "train.init_from", "train.resume_from", "train.checkpoint_dir")
+
+
+def with_vocabulary(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """For a plan or a benchmark: the preset keeps its own vocabulary, unless data or a model is named."""
+    named = any(given.get(path) is not None for path in _NAME_A_VOCABULARY)
+    return dict(given) if named or "model.vocab_size" in given else {**given, "model.vocab_size": vocab_size}
+
+
+def found_for_figures(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    """`found_settings` for a plan or a benchmark, which need no tokenizer."""
+    return found_settings(with_vocabulary(given, values["model.vocab_size"]), values)
+
+
 def _vocabulary(values: Mapping[str, Any]) -> Settings:
     """As many tokens as the tokenizer has."""
     name = values["data.tokenizer"]

@@ -87,10 +87,17 @@ class Meter:
     Times are between completions seen, so they are the device's own."""
 
     def __init__(
-        self, cfg: RunConfig, flops_per_token: float, peak_flops: float, *, step: int, updates: int, saved: dict[str, Any]
+        self,
+        cfg: RunConfig,
+        flops_per_token: float,
+        peak_flops: float | None,
+        *,
+        step: int,
+        updates: int,
+        saved: dict[str, Any],
     ) -> None:
         """`saved` is what lies beside the checkpoint that the run goes on from,
-        at `step` with so many `updates` made."""
+        at `step` with so many `updates` made. Without a peak there is no MFU."""
         self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
         self.tokens_seen: int = saved.get("tokens_seen", 0)
         self.empty: int = saved.get("empty_steps", 0)
@@ -145,7 +152,7 @@ class Meter:
         row = self._interval.means(self.last) | {
             "steps": self._interval.steps,
             "tokens_per_s": self._tokens / seconds,
-            "mfu": slots * self._flops_per_token / seconds / self._peak,
+            **({} if self._peak is None else {"mfu": slots * self._flops_per_token / seconds / self._peak}),
             "tokens_seen": self.tokens_seen,
             "skipped": self.skipped,
             "step_ms": seconds / max(self._steps, 1) * 1e3,

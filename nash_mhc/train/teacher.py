@@ -140,7 +140,7 @@ class OnlineTeacher:
             "random": cfg.distill.random,
         }  # fmt: skip
 
-    def _program(self, source: RowSource) -> Callable[[LanguageModel, Batch], Teacher]:
+    def _every_part(self, source: RowSource) -> Callable[[LanguageModel, Batch], Teacher]:
         find = finder(self._loaded, source, self._mesh, **self._asked)
 
         def every_part(model: LanguageModel, batch: Batch) -> Teacher:
@@ -161,12 +161,15 @@ class OnlineTeacher:
     def abstract(self, source: RowSource, batch: Batch) -> Teacher:
         """Shapes and shardings of what it will say of batches like this one."""
         with jax.set_mesh(self._mesh):
-            shapes = jax.eval_shape(self._program(source), self._loaded.model, batch)
+            shapes = jax.eval_shape(self._every_part(source), self._loaded.model, batch)
         place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
         return jax.tree.map(place, shapes, self._places)
 
+    def program(self, source: RowSource) -> CompiledStep:
+        return CompiledStep(self._every_part(source), self._mesh, out_shardings=self._places, warn=lambda text: None)
+
     def reader(self, source: RowSource) -> Callable[[Batch], Teacher]:
-        program = CompiledStep(self._program(source), self._mesh, out_shardings=self._places, warn=lambda text: None)
+        program = self.program(source)
         return lambda batch: program(self._loaded.model, batch)
 
 

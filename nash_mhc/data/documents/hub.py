@@ -3,6 +3,7 @@ or from one that `load_dataset` reads."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Hub:
         except ConfigError:
             raise
         except Exception as error:  # the library raises whatever its many readers raise
+            self._check_variant()
             if self._path is not None:
                 raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({_first_line(error)})") from error
             raise Unreachable(
@@ -71,6 +73,20 @@ class Hub:
             self.total = sum(p.stat().st_size for p in files)
             marks = [[p.relative_to(self._path).as_posix() for p in files], digests_of_sources(files)]
         self.content = digest_of(marks)
+
+    def _check_variant(self) -> None:
+        """ConfigError with the names of all variants, where the one that is asked for is not among them.
+
+        The library names them as well, in a line that is not its first.
+        """
+        names: list[str] = []
+        with contextlib.suppress(Exception):  # what cannot be listed has another fault, which the caller reports
+            names = self._library.get_dataset_config_names(self._name)
+        if self._variant in names or (self._variant is None and len(names) < 2):
+            return
+        if names:
+            wrong = "has several variants" if self._variant is None else f"has no variant {self._variant!r}"
+            raise ConfigError(f"--dataset {self._name}: {wrong}; choose one with --dataset-name: {', '.join(names)}")
 
     def _stream(self, split: str, least: int = 1) -> Any:
         if self._saved is None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nash_mhc.config.schema import PrecisionConfig, RunConfig
-from nash_mhc.parallel.divisibility import misfits
 from nash_mhc.runtime.chips import Machine, next_larger
 from nash_mhc.train.fit.memory import Memory, estimate
 from nash_mhc.train.fit.roofline import Speed, speed
+from nash_mhc.train.fit.teachers import all_misfits, teachers_of
 from nash_mhc.train.resolve_devices import for_platform
 
 # Of a chip's memory: what an estimate may come to and still be believed, by its error against the compiler.
@@ -110,7 +110,7 @@ def ways(
                     mesh=dataclasses.replace(cfg.mesh, **axes),
                     train=dataclasses.replace(cfg.train, grad_accum=parts, remat=remat, remat_keep=keep),
                 )
-                if not misfits(one, mesh):
+                if not all_misfits(one, mesh):
                     yield one, mesh
 
 
@@ -120,6 +120,7 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
     `given` are the user's own settings, which stay as they are: a mesh, a remat, parts of a batch. `also_smaller`:
     where nothing fits easily, with weights and moments in bfloat16 as well, after what fits without.
     """
+    teachers_of(cfg)  # a folder that holds no model is an error, and not a mesh that does not divide
     found = _divided(cfg, machine, given)
     if also_smaller and not any(key.startswith("precision.") for key in given) and all(c.fits != "yes" for c in found):
         for smaller in smaller_precisions(cfg):

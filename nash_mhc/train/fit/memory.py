@@ -22,8 +22,8 @@ from nash_mhc.objectives.registry import fresh_carry_of
 from nash_mhc.ops.xent import chunk_length
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.sharding import GATHERED, RULES, logical_axes
+from nash_mhc.train.fit.teachers import check_all_fit, teaching
 from nash_mhc.train.state import abstract_state, registered, shaping
 
 _BATCH_BYTES = 16  # a token: input, target and segment as int32, weight as float32
@@ -47,6 +47,7 @@ class Memory:
     logits: float  # of the loss: a chunk of them, and the output projection's gradient
     collectives: float  # weights and rows that are put together from several devices
     temporaries: float  # the compiler's: what a layer works with, and copies of the state
+    teachers: float = 0.0  # weights of frozen models that read every batch: a teacher, an anchor
 
     @property
     def total(self) -> float:
@@ -102,7 +103,7 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
 
     ConfigError where the mesh does not divide it, and for a model that does not say what it holds.
     """
-    check_fit(cfg, mesh)
+    check_all_fit(cfg, mesh)
     counted = architecture_of(cfg.model).activations
     if counted is None:
         raise ConfigError(
@@ -114,30 +115,35 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
     rows = cfg.data.batch_size // math.prod(mesh[a] for a in RULES["batch"])
     tp = math.prod(mesh[a] for a in RULES["time_split"])
     execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention)
-    held = counted(cfg.model, execution, rows, cfg.data.seq_len, tp)
+    layers = counted(cfg.model, execution, rows, cfg.data.seq_len, tp)
     chunk, table = _loss(cfg, mesh, rows)
-    gathered = _gathered(cfg, mesh, leaves) + held.gathered
+    gathered = _gathered(cfg, mesh, leaves) + layers.gathered
     batch = _BATCH_BYTES * cfg.train.grad_accum * rows * cfg.data.seq_len
     # Three moments of the step may be the worst: the end of the forward pass, whose loss works on the last chunk or
     # whose last layer is just done; the start of the backward pass; the update.
     trained = [leaf for leaf in leaves if leaf.part == "trained"]
-    kept = held.streams + held.saved + (gradients if cfg.train.grad_accum > 1 else 0.0)
-    forward = kept + _GRADIENTS_APART * gradients + table + gathered + max(held.forward, chunk)
-    backward = kept + gradients + table / 2 + gathered + held.backward
+    kept = layers.streams + layers.saved + (gradients if cfg.train.grad_accum > 1 else 0.0)
+    forward = kept + _GRADIENTS_APART * gradients + table + gathered + max(layers.forward, chunk)
+    backward = kept + gradients + table / 2 + gathered + layers.backward
     # Updates stay until their norm is known: of all weights, or of a part of them as large as weights of half the bits.
     update = 2 * gradients + _UPDATE_LEAVES * max(leaf.on(mesh) for leaf in trained)
     held_most = max(forward, backward, update)
     if held_most == update:  # the layers are done by then
         named = Memory(parameters, gradients, optimizer, 0.0, 0.0, 0.0, 0.0, 0.0)
     elif held_most == backward:
-        named = Memory(parameters, gradients, optimizer, held.streams, held.saved, table / 2, gathered, 0.0)
+        named = Memory(parameters, gradients, optimizer, layers.streams, layers.saved, table / 2, gathered, 0.0)
     else:
-        logits = table + (chunk if chunk > held.forward else 0)
-        named = Memory(parameters, gradients, optimizer, held.streams, held.saved, logits, gathered, 0.0)
+        logits = table + (chunk if chunk > layers.forward else 0)
+        named = Memory(parameters, gradients, optimizer, layers.streams, layers.saved, logits, gathered, 0.0)
     # The state is an argument, all else is the compiler's; gradients may lie where other things were.
     rest = parameters + optimizer + held_most - named.total
     streams = named.streams + _carried(cfg, mesh)
-    return replace(named, gradients=gradients + min(rest, 0.0), streams=streams, temporaries=max(rest, 0.0) + batch)
+    held = replace(named, gradients=gradients + min(rest, 0.0), streams=streams, temporaries=max(rest, 0.0) + batch)
+    taught = teaching(cfg, mesh)
+    # Teachers read the next batch before this step has ended. What they need for it counts where a step needs less.
+    reading = parameters + optimizer + _carried(cfg, mesh) + batch + taught.reading
+    temporaries = held.temporaries + 2 * taught.known + taught.compared + max(0.0, reading - held.total)
+    return replace(held, temporaries=temporaries, teachers=taught.weights)
 
 
 def _carried(cfg: RunConfig, mesh: Mapping[str, int]) -> float:

@@ -18,6 +18,7 @@ from nash_mhc.model.remat import kept_names
 from nash_mhc.parallel.sharding import GATHERED, RULES
 from nash_mhc.runtime.chips import Machine
 from nash_mhc.train.fit.memory import Memory
+from nash_mhc.train.fit.teachers import reading_flops
 from nash_mhc.train.state import flops_per_token
 
 # Shares of the data sheet that our programs attain, from `bench` on an H200 (docs/performance.md: 1b and small, dense
@@ -108,6 +109,7 @@ def speed(cfg: RunConfig, mesh: Mapping[str, int], machine: Machine, memory: Mem
     rows = cfg.data.batch_size // math.prod(mesh[a] for a in RULES["batch"])
     own_tokens = parts * rows * cfg.data.seq_len
     useful = flops_per_token(cfg) * tokens / machine.chips
+    reading = reading_flops(cfg) * tokens / machine.chips
     counted = architecture_of(cfg.model).activations
     assert counted is not None  # `estimate` has asked
     execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention)
@@ -123,7 +125,7 @@ def speed(cfg: RunConfig, mesh: Mapping[str, int], machine: Machine, memory: Mem
     links, network = _gathered_bytes(cfg, mesh, memory, machine.slices)
     over_network = network / ((chip.network_gbps or math.inf) * 1e9)
     times = Times(
-        compute=useful * (1 + recomputed(cfg)) / (chip.tflops * 1e12 * MATMUL),
+        compute=(useful * (1 + recomputed(cfg)) + reading) / (chip.tflops * 1e12 * MATMUL),
         memory=moved / (chip.memory_gbps * 1e9 * BANDWIDTH),
         exchange=exchanged / (chip.links_gbps * 1e9 * LINKS),
         gather=links / (chip.links_gbps * 1e9 * LINKS) + over_network / LINKS,

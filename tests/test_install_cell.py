@@ -1,0 +1,80 @@
+"""The notebook's cell that installs the package, run for real where it is not installed: with git and pip."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CELLS = [
+    cell for cell in nbformat.read(ROOT / "notebooks" / "train_3b_tpu.ipynb", as_version=4).cells if cell.cell_type == "code"
+]
+CELL = "\n".join(cell.source for cell in CELLS[:2])
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """An environment without the package, which finds pip and setuptools in this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # whose own .pth files are not read
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A small repository of the package's name."""
+    folder = tmp_path_factory.mktemp("origin") / "nash_mhc"
+    (folder / "nash_mhc").mkdir(parents=True)
+    (folder / "nash_mhc" / "__init__.py").write_text("__version__ = '7.0'\n")
+    extras = "".join(f"{name} = []\n" for name in ("notebook", "gcs", "hf", "tpu", "cuda"))
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n[project]\nname = "nash_mhc"\n'
+        f'version = "7.0"\n[project.optional-dependencies]\n{extras}[tool.setuptools.packages.find]\ninclude = ["nash_mhc*"]\n'
+    )
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    return folder
+
+
+def run(python, folder, *, then="", **env):
+    """(exit code, all output) of the cell in that folder; pip needs no network."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHONPATH", "PIP_"))}
+    env = clean | {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"} | env
+    done = subprocess.run(
+        [python, "-c", f"{CELL}\n{then}"], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_without_an_address_or_a_clone_it_says_what_to_fill_in(python, tmp_path):
+    code, out = run(python, tmp_path)
+    assert code == 1 and "fill in REPO" in out and "Traceback" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_a_failure_it_is_run_again_and_takes_the_clone_that_is_there(python, source, tmp_path):
+    """A failed pip leaves a clone, which hides what is installed later by its name, were it not for PYTHONPATH."""
+    subprocess.run(["git", "clone", "-q", str(source), str(tmp_path / "nash_mhc")], check=True)
+    code, out = run(python, tmp_path, PIP_NO_BUILD_ISOLATION="1")  # which is: with isolation, for which there is no index
+    assert code == 1 and "failed, see above; mend it and run this cell again" in out
+    assert re.search(r"\$ .*-m pip install -e .*/nash_mhc\[.*notebook,gcs,hf\]\n", out)
+    child = f"subprocess.run([{str(python)!r}, '-c', 'import nash_mhc; print(nash_mhc.__file__)'], check=True)"
+    code, out = run(python, tmp_path, then=child)
+    assert code == 0 and "Successfully installed nash_mhc" in out, out
+    assert "nash_mhc 7.0\n" in out and out.endswith(f"{tmp_path}/nash_mhc/nash_mhc/__init__.py\n")
+
+
+@pytest.mark.long
+def test_an_interrupted_clone_is_made_again(python, source, tmp_path):
+    (tmp_path / "nash_mhc_source" / ".git").mkdir(parents=True)
+    subprocess.run([python, "-m", "pip", "-q", "uninstall", "-y", "nash_mhc"], check=False, capture_output=True)
+    code, out = run(python, tmp_path, NASH_MHC_REPO=str(source))
+    assert code == 0 and out.endswith("nash_mhc 7.0\n"), out
