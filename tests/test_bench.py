@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import small
 from jax.experimental import topologies
+from runs import described_run
 
 from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import findings, plot, quality, step, variants
@@ -474,6 +475,10 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --model-vocab-size 100", "--tokenizer bytes: set --model-vocab-size 257 or more"),
         ("quality --warmup 3 --seeds 0", "unknown flag --warmup; did you mean --warmup-steps?"),
         ("quality --json /nowhere/figures.json --seeds 0", "--json /nowhere/figures.json: cannot be written"),
+        ("quality --init-from x", "--init-from"),
+        ("data --dataset x", "--dataset: `bench data` does not use it"),
+        ("data --tokenizer x", "--tokenizer"),
+        ("step --objective distill", "--objective distill: `bench step` has no teacher"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | parts |"),
@@ -490,6 +495,16 @@ def test_mistakes_are_one_line_and_exit_code_2(argv, message, monkeypatch, capsy
     assert printed.err.startswith(f"error: {message}")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+@pytest.mark.parametrize("name", ["step", "parts", "kernels", "compile"])
+def test_a_named_model_is_the_one_that_is_timed(monkeypatch, capsys, tmp_path, name):
+    described_run(tmp_path / "run", small.config())
+    assert run_command(monkeypatch, name, "--init-from", str(tmp_path / "run"), "--print-config") == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"width: 32 .*--init-from {tmp_path}", out) and "ffn: 64 " in out
+    assert run_command(monkeypatch, name, "--profile-for", "tpu", "--print-config") == 0
+    assert re.search(r"batch_size: 64 ", capsys.readouterr().out)
 
 
 def test_help_names_the_benchmarks_and_each_its_own_flags(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -15,6 +16,7 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.runtime.library_output import hidden
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.resolve_devices import for_platform
@@ -57,6 +59,11 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
 
     `cpu` needs neither: as many emulated devices as the mesh has, for what does not depend on the chip.
     """
+    with contextlib.nullcontext() if topology == "cpu" else hidden("libtpu", "TPU_STDERR_LOG_LEVEL"):
+        return _compiled(cfg, topology)
+
+
+def _compiled(cfg: RunConfig, topology: str) -> dict[str, Any]:
     emulated = dataclasses.replace(cfg.mesh, platform="cpu")
     mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg, topology)
     check_fit(cfg, mesh.shape)
