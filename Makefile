@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The device's own jax: CUDA or TPU where one is, plain CPU elsewhere; EXTRA=cuda, EXTRA=tpu or EXTRA= says otherwise.
-EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
+# The device's own jax: CUDA (12 for a driver before 13) or TPU where one is, plain CPU elsewhere; EXTRA=cuda,
+# EXTRA=cuda12, EXTRA=tpu or EXTRA= says otherwise.
+EXTRA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && { nvidia-smi | grep -q 'CUDA Version: 12' && echo cuda12 || echo cuda; } || { ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1 && echo tpu; })
 # Memory in huge pages (glibc; others do not look at it): on a CPU, a step's temporary memory is mapped anew every time,
 # and a fifth of a tiny step was spent on that, page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1

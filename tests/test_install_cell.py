@@ -78,3 +78,14 @@ def test_an_interrupted_clone_is_made_again(python, source, tmp_path):
     subprocess.run([python, "-m", "pip", "-q", "uninstall", "-y", "nash_mhc"], check=False, capture_output=True)
     code, out = run(python, tmp_path, NASH_MHC_REPO=str(source))
     assert code == 0 and out.endswith("nash_mhc 7.0\n"), out
+
+
+@pytest.mark.parametrize(("version", "extra"), [("12.4", "cuda12"), ("13.0", "cuda")])
+def test_an_older_driver_gets_the_older_cuda(tmp_path, version, extra):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '| Driver Version: 1 CUDA Version: {version} |'\n")
+    smi.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    code = f"import glob\nglob.glob = lambda _: []  # no TPU here\n{CELLS[0].source}\nprint(EXTRA)"
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert out.split("\n")[0] == "An NVIDIA GPU is plugged in." and out.split()[-1] == extra
