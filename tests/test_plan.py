@@ -7,6 +7,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import small
+from runs import described_run
 
 from nash_mhc.config import parsing, presets
 from nash_mhc.config.commands import one_line_errors
@@ -156,6 +158,14 @@ def test_named_folders_and_profiles_are_planned_for(monkeypatch, capsys, tmp_pat
     assert puzzle["candidates"][0]["batch"].endswith(" x 16")  # cells
     code, _, err = planned(monkeypatch, capsys, "--chip", "v6e-8", "--init-from", str(tmp_path / "nowhere"))
     assert code == 2 and "nowhere: no such folder" in err
+
+
+def test_the_folder_of_a_run_is_planned_for_by_its_recorded_settings(monkeypatch, capsys, tmp_path):
+    cfg = small.config(data__batch_size=16)
+    described_run(tmp_path / "run", cfg)
+    found = figures_of(monkeypatch, capsys, "--chip", "v6e", str(tmp_path / "run"))
+    assert found["parameters"] == count_parameters(cfg.model)
+    assert f"{tmp_path}/run" in found["command"] and found["candidates"][0]["batch"].endswith(" x 32")
 
 
 def test_a_preset_has_its_own_vocabulary_until_data_is_named_and_the_command_trains_that_model(monkeypatch, capsys):
