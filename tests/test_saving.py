@@ -196,7 +196,7 @@ def test_a_full_disk_is_rid_of_what_can_be_made_again(store, heard, monkeypatch)
     saver = saver_of(store, heard, make_room=make_room)
     saver.save(tree(2), 2, {}, wait=True)
     assert names(store) == ["1", "2"]
-    assert sum("5 MB of compiled programs" in line for line in heard) == 1
+    assert sum("5.0 MB of compiled programs" in line for line in heard) == 1
     with full_disk():  # a file that may not grow is no full disk
         saver.save(tree(3), 3, {})
         until_due(saver)

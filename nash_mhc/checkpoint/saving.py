@@ -144,7 +144,7 @@ class Saver:
         self._store.give_up()  # in every process: the next attempt is made by all of them
         self._failed += 1
         if fault.errno in _FULL and (freed := self._make_room()):
-            self._say(f"the disk is full: {freed / 1e6:,.0f} MB of compiled programs are removed; the next start compiles anew")
+            self._say(f"the disk is full: {freed / 1e6:,.1f} MB of compiled programs are removed; the next start compiles anew")
         attempts = min(self._attempts, _ATTEMPTS_WHILE_STOPPING) if self._agreed(self._stopping()) else self._attempts
         why = f"{reason(fault)}, {self._store.folder}"
         if self._failed >= attempts:

@@ -15,6 +15,7 @@ from nash_mhc.config.commands import what_there_is
 from nash_mhc.config.key_names import FURTHER, OURS, SMALL, Key, keys, of_any_kind, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 
+_DIR = "run directory (--checkpoint-dir), with a slash in its name; a run there continues by its own settings"
 TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
 
 
@@ -107,7 +108,7 @@ def usage(prog: str, *, folder: bool = False, kind: str = OURS) -> str:
         f"  {prog} --model-size small --batch-size 32 learning_rate=1e-3",
         f"  {prog} --config run.yaml --seed 1 --print-config\n",
         textwrap.fill(note, width, break_on_hyphens=False) + "\n\ngeneral:",
-        *([_line("DIR", "the folder of the run, with a slash in its name: the same as --checkpoint-dir", width)] * folder),
+        *([_line("DIR", _DIR, width)] * folder),
         _line("-h, --help", "show this text", width),
         _line("--config FILE", "read keys from a YAML file, at this place in the order", width),
         _line("--print-config", "print every key with its origin, as YAML for --config, and stop", width),

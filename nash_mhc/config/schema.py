@@ -147,7 +147,7 @@ class TrainConfig(Section):
     )
     init_from: str | None = key(
         None,
-        "folder of a run whose weights to start from; optimizer, schedule, data and step count are fresh",
+        "folder of a run or a Hugging Face model whose weights to start from, with a run's data where --dataset names none",
         path=True,
         remote=True,
     )
