@@ -58,7 +58,10 @@ def walk(line, folder, *, depth=2, code=0, done=None):
 
 
 def test_the_command_that_a_stopped_run_prints_continues_it(tmp_path):
-    run, flags = tmp_path / "my run", ["--total-steps", "40", "--log-interval", "1", "--grad-accum", "20"]  # slow steps
+    run, flags = (
+        tmp_path / "my run",
+        ["--total-steps", "40", "--log-interval", "1", "--grad-accum", "20", "--model-layers", "1"],
+    )
     life = TrainingProcess(run, *flags, model=DENSE).until("step  3/").send(signal.SIGTERM)
     assert life.end() == 75
     saved = RunFolder(run).steps()[-1]

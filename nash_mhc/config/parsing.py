@@ -184,7 +184,7 @@ def with_origins(error: ConfigError, parsed: Parsed) -> ConfigError:
     for path, key in keys(parsed.config.model_kind).items():
         origin, value = parsed.origins[path], key.of(values)
         named = rf"(?<![\w-])(?:{re.escape(key.flag)}|{re.escape(path)}) {re.escape(str(value))}(?![\w.])"
-        if not origin.startswith((*_TYPED, "default", "preset", "argument")) and (match := re.search(named, text)):
+        if not origin.startswith((*_TYPED, "default", "preset", "argument", "the run")) and (match := re.search(named, text)):
             told.append(f"{match[0]} from {origin}")
     return ConfigError(f"{text} ({', '.join(told)})" if told else text)
 
