@@ -15,9 +15,11 @@ from training_process import DENSE, TrainingProcess, arrays, pair, slurm_pair
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
+from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.place import Place, find_place, unread_variables
 from nash_mhc.runtime.signals import TRY_AGAIN
+from nash_mhc.train.same_everywhere import settings_of_run
 
 STEPS, HALF = 12, 8
 MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
@@ -238,3 +240,19 @@ def test_a_variable_that_is_not_read_is_named_with_its_flag(env, cfg, flags):
     for line, flag in zip(lines, flags, strict=True):
         assert flag in line
         assert any(f"{name}={value}" in line for name, value in env.items())
+
+
+def test_what_processes_compare_follows_from_settings_and_files_and_not_from_what_each_has_for_itself(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one\n" * 1000)
+
+    def compared(*flags):
+        return settings_of_run(parse(["--dataset", str(text), *flags], prog="train").config)
+
+    before = compared("--process-id", "0", "--coordinator-address", "a:1", "--num-processes", "2")
+    assert compared("--process-id", "1", "--coordinator-address", "b:1", "--num-processes", "2") == before
+    changed = compared("--seed", "3")
+    assert {name for name in before if before[name] != changed[name]} == {"--seed"}
+    text.write_text("two\n" * 1000)
+    changed = compared()
+    assert {name for name in before if before[name] != changed[name]} == {f"the files of {text}"}
