@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ConfigError, MeshConfig
-from nash_mhc.parallel.board import joined
+from nash_mhc.parallel.board import coordinator_answers, joined
 from nash_mhc.parallel.place import find_place
 
 _CONNECT_S = 300  # a peer whose container is still being pulled comes late
@@ -46,6 +46,8 @@ def start(cfg: MeshConfig) -> int:
 
 
 def _leave() -> None:
+    if coordinator_answers():
+        return  # an abort for another reason
     print(f"error: {coordinator()} is gone; start again to go on from the last checkpoint", file=sys.stderr, flush=True)
     os._exit(_TRY_AGAIN)
 
@@ -71,18 +73,23 @@ def _own_words_for_a_lost_coordinator() -> Iterator[None]:
     JAX 0.10 cannot convert the status to the function's argument and ends in std::terminate, which leads here as well.
     Should the function in `jax._src.lib` vanish, its own message comes first, and ours when it aborts.
     """
+    global _terminate  # noqa: PLW0603
     ended = ctypes.CFUNCTYPE(None)(_ended)
     aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _when_lost())
     _kept.extend((ended, aborted))
     # A handler in Python would not run: abort() waits for nobody. This one is called inside of it.
     ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
     with contextlib.suppress(OSError, AttributeError):  # another C++ library than GNU's
-        ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(ended)
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate.restype = ctypes.CFUNCTYPE(None)
+        _terminate = set_terminate(ended)
     try:
         from jax._src.lib import _jax
 
         make = _jax.get_distributed_runtime_client
     except (ImportError, AttributeError):
+        make = None
+    if "missed_heartbeat_callback" not in (getattr(make, "__doc__", None) or ""):
         yield
         return
     _jax.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *_: _ended())
@@ -92,7 +99,10 @@ def _own_words_for_a_lost_coordinator() -> Iterator[None]:
         _jax.get_distributed_runtime_client = make
 
 
+_terminate: Callable[[], None] = os.abort  # what C++ would do by itself: it names the exception
+
+
 def _ended() -> None:
     _when_lost()
     ctypes.CDLL(None).signal(signal.SIGABRT, signal.SIG_DFL)
-    os.abort()
+    _terminate()
