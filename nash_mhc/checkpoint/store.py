@@ -264,7 +264,9 @@ class Store:
         return None
 
     def trust(self, step: int | None) -> None:
-        """Another process has verified it."""
+        """Another process has verified it, and may have set aside later ones, which may be saved again."""
+        if jax.process_index():
+            self._manager.reload()
         if step is not None:
             self._verified.add(step)
 
