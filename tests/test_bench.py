@@ -99,7 +99,7 @@ def test_peaks_are_those_of_the_named_chip():
 # The full architecture, as quick to compile as it gets.
 MINUTE = ModelConfig(
     width=32, layers=1, heads=4, kv_heads=4, head_dim=8, ffn=64, scales=2, ratio=4, window=8, nash_iterations=1, streams=2,
-    sinkhorn_iterations=2, conv_taps=2,
+    conv_taps=2,
 )  # fmt: skip
 # Stories are longer than 32 tokens: only the last rows of each 64 hold several, and all batches together reach them.
 STEPS, SEEDS, B, EVAL_BATCHES = 3, 2, 24, 4  # the last is four times what the configuration says

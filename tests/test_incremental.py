@@ -17,9 +17,7 @@ from nash_mhc.model.incremental import empty_cache, step
 from nash_mhc.model.protocol import Execution
 
 # Few iterations compile faster, and every one is the same code as in the whole model.
-BASE = dataclasses.replace(
-    small.NASH, vocab_size=40, width=16, heads=4, kv_heads=4, ffn=24, sinkhorn_iterations=2, nash_iterations=2
-)
+BASE = dataclasses.replace(small.NASH, vocab_size=40, width=16, heads=4, kv_heads=4, ffn=24, nash_iterations=2)
 
 # Every option that attention or the residual has appears with another value somewhere.
 CONFIGS: dict[str, dict[str, Any]] = {

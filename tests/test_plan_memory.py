@@ -36,9 +36,7 @@ from nash_mhc.train.teacher import Teachers
 _SIZES = {"vocab_size": 1000, "width": 128, "layers": 16, "heads": 8, "kv_heads": 8, "head_dim": 16, "ffn": 384}
 MODELS = {
     "dense": ModelConfig(**_SIZES, scales=1, conv_taps=0, residual="plain"),
-    "nash": ModelConfig(
-        **_SIZES, scales=2, ratio=4, window=32, conv_taps=2, residual="mhc", streams=2, nash_iterations=1, sinkhorn_iterations=1
-    ),
+    "nash": ModelConfig(**_SIZES, scales=2, ratio=4, window=32, conv_taps=2, residual="mhc", streams=2, nash_iterations=1),
 }
 MODELS["once"] = dataclasses.replace(MODELS["nash"], residual="mhc-layer")
 MODELS["nash"] = dataclasses.replace(MODELS["nash"], window=None)

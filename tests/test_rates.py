@@ -27,7 +27,7 @@ def model_of_width(width: int) -> ModelConfig:
     heads = width // 32
     return ModelConfig(
         vocab_size=64, width=width, layers=2, heads=heads, kv_heads=heads, head_dim=32, ffn=width,
-        scales=2, ratio=4, nash_iterations=1, conv_taps=3, residual="mhc-layer", streams=2, sinkhorn_iterations=3,
+        scales=2, ratio=4, nash_iterations=1, conv_taps=3, residual="mhc-layer", streams=2,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nash_mhc.config.schema import MeshConfig
-from nash_mhc.model.residual import Projection, Rules, read_and_norm_streams, read_streams, write_streams
+from nash_mhc.model.residual import Projection, read_and_norm_streams, read_streams, write_streams
 from nash_mhc.ops import residual_streams, stream_maps
 from nash_mhc.ops.norm import rms_norm_reference
 from nash_mhc.ops.platform import compared
@@ -17,8 +17,8 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import named
 
 R, B, T, D, M = 4, 2, 64, 96, 24  # 128 tokens: a whole block of every kernel; three chunks of columns
-# Of Sinkhorn's. The plain form has each of them written out, there and back, and is compiled for as long.
-ITERATIONS = 3
+EPS = 1e-6
+ROUNDS = 4000  # of the plain form, after which it has converged for the logits of these tests
 
 
 def inputs(dtype=jnp.float32, seed=0, streams=R):
@@ -35,21 +35,21 @@ def logits(dtype, spread=0.5):
 
 def sub_layer(xs, y_BTD, projection):
     """(what is read, the new streams) of a sub-layer that makes something of what it reads."""
-    x_BTD, maps = read_streams(Rules(ITERATIONS, 1e-6), xs, residual_streams.squares(xs), projection)
+    x_BTD, maps = read_streams(EPS, xs, residual_streams.squares(xs), projection)
     return x_BTD, write_streams(maps.xs, jnp.tanh(x_BTD) * y_BTD, maps.all_BTM)[0]
 
 
 def plain_sub_layer(xs, y_BTD, projection, norm=lambda x_BTD: x_BTD):
     logits_BTM = residual_streams.project_reference(xs, projection.phi_RDM, 1e-6)
     logits_BTM = projection.alpha_M[None, None] * logits_BTM + projection.bias_M[None, None]
-    maps_BTM = stream_maps.maps_reference(logits_BTM, ITERATIONS)
+    maps_BTM = stream_maps.maps_reference(logits_BTM, ROUNDS)
     x_BTD = norm(residual_streams.read_reference(xs, maps_BTM))
     return x_BTD, residual_streams.write_reference(xs, jnp.tanh(x_BTD) * y_BTD, maps_BTM)
 
 
 def normed_sub_layer(xs, y_BTD, projection, scale_D):
     """With the kernels that also normalise what is read."""
-    x_BTD, maps = read_and_norm_streams(Rules(ITERATIONS, 1e-6), xs, residual_streams.squares(xs), projection, scale_D)
+    x_BTD, maps = read_and_norm_streams(EPS, xs, residual_streams.squares(xs), projection, scale_D)
     return x_BTD, write_streams(maps.xs, jnp.tanh(x_BTD) * y_BTD, maps.all_BTM)[0]
 
 
@@ -72,8 +72,8 @@ def forms(name, dtype=jnp.float32):
         "write": (lambda *args: residual_streams.write(*args)[0], residual_streams.write_reference, (xs, y, maps)),
         "products": (residual_streams.products, residual_streams.products_reference, (xs, phi)),
         "maps": (
-            lambda x: stream_maps.maps(x, ITERATIONS)[0],
-            lambda x: stream_maps.maps_reference(x, ITERATIONS),
+            stream_maps.maps,
+            lambda x: stream_maps.maps_reference(x, ROUNDS),
             (logits(jnp.promote_types(dtype, jnp.float32)),),
         ),
     }[name]
@@ -116,7 +116,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(name, request):
 
 def test_on_a_mesh_the_gradients_of_all_tokens_are_added_up(in_kernels):
     """Those of phi and of the norm's scale, which every device has of its own tokens."""
-    with jax.enable_x64(True):  # in float32, a rounding decides on which side of a kink of `balance` some tokens are
+    with jax.enable_x64(True):
         _, _, args = forms("normed", jnp.float64)
         want, _ = gradient(plain_normed_sub_layer)(args)
         mesh = make_mesh(MeshConfig(data=1, fsdp=2, tp=4))
@@ -157,11 +157,11 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
             here(residual_streams._gradient_in_kernel),
             (xs, others, y, maps, dproducts, maps[..., 0], phi),
         ),
-        (functools.partial(stream_maps._maps_in_xla, ITERATIONS), here(stream_maps._maps_in_kernel, ITERATIONS), (x,)),
+        (functools.partial(stream_maps._in_xla, stream_maps._maps), here(stream_maps._maps_in_kernel), (x,)),
         (
-            functools.partial(stream_maps._maps_backward_in_xla, ITERATIONS),
-            here(stream_maps._maps_backward_in_kernel, ITERATIONS),
-            (x, dmaps),
+            functools.partial(stream_maps._in_xla, stream_maps._maps_backward),
+            here(stream_maps._maps_backward_in_kernel),
+            (stream_maps.maps(x), dmaps),
         ),
     ]
     for in_xla, in_kernel, args in pairs if dtype == jnp.float32 else pairs[:3]:  # maps are never in bfloat16
@@ -173,13 +173,11 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
 
 
 def test_the_mixing_is_doubly_stochastic_for_every_token():
-    """Also where Sinkhorn's iteration has not arrived after 20 rounds; `unbalanced` says by how much it had not."""
-    maps, unbalanced = jax.jit(stream_maps.maps, static_argnums=1)(logits(jnp.float32, spread=2.0), 20)
+    maps = jax.jit(stream_maps.maps)(logits(jnp.float32, spread=2.0))
     res = np.array(jax.tree.map(np.asarray, stream_maps.coefficients(maps)[2]))
     assert res.min() >= 0.0
     np.testing.assert_allclose(res.sum(axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(res.sum(axis=0), 1.0, atol=2e-6)
-    assert float(unbalanced.max()) > 1e-3
 
 
 def test_squares_are_those_of_the_streams_as_written():

@@ -40,9 +40,7 @@ def torch_is_imported():
     globals().update(torch=torch, modeling_nash_mhc=modeling_nash_mhc)
 
 
-BASE = dataclasses.replace(
-    small.NASH, vocab_size=40, width=16, heads=4, kv_heads=4, ffn=24, sinkhorn_iterations=3, nash_iterations=2
-)
+BASE = dataclasses.replace(small.NASH, vocab_size=40, width=16, heads=4, kv_heads=4, ffn=24, nash_iterations=2)
 # Every option that the architecture has appears with another value somewhere.
 CONFIGS: dict[str, dict[str, Any]] = {
     "whole": {"scales": 4, "window": 8},

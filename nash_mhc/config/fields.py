@@ -22,6 +22,10 @@ class ConfigError(ValueError):
         return [f"error: {self}"]
 
 
+# Keys of earlier versions -> what to do instead. Runs that recorded them still load.
+REMOVED = {"model.sinkhorn_iterations": "the mixing of streams converges without it; leave it out"}
+
+
 def key(
     default: Any,
     help: str,

@@ -122,7 +122,10 @@ def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
 
 
 def of_another_kind(name: str, kind: str) -> str:
-    """What to add about a name that is no key of this kind of model, where it is one of another; else nothing."""
+    """What to add about a name that is not a key of this kind of model: it was removed, or another kind has it."""
+    for path, instead in declared.REMOVED.items():
+        if name in (path, path.replace(".", "_")):
+            return f": {path} was removed; {instead}"
     for other in ARCHITECTURES:
         if (key := find(name, kind=other, loose=True)) is not None and find(name, kind=kind, loose=True) is None:
             return f": {key.path} is a key of --model-kind {other}, and this is {kind}"

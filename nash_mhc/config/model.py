@@ -100,8 +100,7 @@ class ModelConfig(ArchitectureConfig):
         "is added to",
         choices=("mhc", "mhc-layer", "plain"),
     )
-    streams: int = key(4, "residual streams (R) of mhc", low=2, high=16)
-    sinkhorn_iterations: int = key(20, "normalisations that make the mixing of streams doubly stochastic", low=1, high=200)
+    streams: int = key(4, "residual streams (R) of mhc", low=2, high=8)
     rope_theta: float = key(10_000.0, "base of the rotary position frequencies", above=0)
     rope_scaling: str | None = key(
         None, "stretched frequencies: linear, llama3 or yarn, such as yarn,factor=4,original=32768", further="hub"

@@ -20,6 +20,7 @@ from nash_mhc.config.capabilities import (
 )
 from nash_mhc.config.data import TEMPLATE, DataConfig
 from nash_mhc.config.fields import (
+    REMOVED,
     ConfigError,
     Section,
     accepted_types,
@@ -281,7 +282,7 @@ class RunConfig:
             if (kind := section_class(sections[name])) is not None:
                 if not isinstance(value, dict):
                     raise ConfigError(f"{name} must hold keys and values, not {value!r}")
-                given = dict(value)
+                given = {k: v for k, v in value.items() if f"{name}.{k}" not in REMOVED}  # old runs wrote them down
                 if name == "model":
                     kind = model_kind
                 known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class NashMhcConfig(PretrainedConfig):
         aggregation: str = "nash",  # how the scales find their weights: nash, convex or mean
         nash_iterations: int = 3,
         residual: str = "mhc-layer",  # streams that each layer mixes; "mhc": each sub-layer; "plain": one that is added to
-        streams: int = 4, sinkhorn_iterations: int = 20,
+        streams: int = 4,
         rope_theta: float = 10_000.0,
         rope_multipliers: list[float] | None = None,  # of the head_dim / 2 rotary frequencies
         rope_amplitude: float = 1.0,  # of cosines and sines
@@ -65,7 +65,7 @@ class NashMhcConfig(PretrainedConfig):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scales, self.ratio, self.window, self.full_every = scales, ratio, window, full_every
         self.conv_taps, self.aggregation, self.nash_iterations = conv_taps, aggregation, nash_iterations
-        self.residual, self.streams, self.sinkhorn_iterations = residual, streams, sinkhorn_iterations
+        self.residual, self.streams = residual, streams
         self.norm_eps, self.qk_norm, self.qkv_bias, self.embed_scale = norm_eps, qk_norm, qkv_bias, embed_scale
         self.rope_theta, self.rope_multipliers, self.rope_amplitude = rope_theta, rope_multipliers, rope_amplitude
         self.rope_scaling_text = rope_scaling_text
@@ -327,7 +327,7 @@ class HyperConnection(nn.Module):
     def __init__(self, config: NashMhcConfig) -> None:
         super().__init__()
         R, D = config.streams, config.width
-        self.iterations, self.eps = config.sinkhorn_iterations, config.norm_eps
+        self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.randn(R * R + 2 * R, R * D) * (R * D) ** -0.5)
         # In the beginning every stream is read alike and written alike, and each keeps to itself.
         bias = [torch.full((R,), -math.log(R - 1.0)), torch.zeros(R), 6.0 * torch.eye(R).flatten()]
@@ -343,7 +343,7 @@ class HyperConnection(nn.Module):
         parts = zip(raw_BTM.split(sizes, -1), self.bias.float().split(sizes), self.gain.float(), strict=True)
         pre_BTR, post_BTR, res_BTM = (gain * raw + bias for raw, bias, gain in parts)
         reading_BTD = torch.einsum("btr,btrd->btd", pre_BTR.sigmoid(), wide_BTRD).to(x_BTRD.dtype)
-        res_BTRR = doubly_stochastic(res_BTM.unflatten(-1, (R, R)), self.iterations)
+        res_BTRR = doubly_stochastic(res_BTM.unflatten(-1, (R, R)))
         return reading_BTD, (2.0 * post_BTR.sigmoid(), res_BTRR)
 
     def write(self, x_BTRD: Tensor, y_BTD: Tensor, maps: Any) -> Tensor:
@@ -351,18 +351,64 @@ class HyperConnection(nn.Module):
         return (res_BTRR @ x_BTRD.float() + post_BTR[..., None] * y_BTD.float()[:, :, None]).to(x_BTRD.dtype)
 
 
-def doubly_stochastic(logits: Tensor, iterations: int) -> Tensor:
-    """Sinkhorn's iteration on matrices [..., R, R], and one step that makes up for what it leaves open."""
-    # 30 below the largest of its column is as good as nothing, and keeps every sum above 0.
-    p = torch.exp((logits - logits.amax(-2, keepdim=True)).clamp(min=-30.0))
-    for _ in range(iterations):
-        p = p / p.sum(-2, keepdim=True)
-        p = p / p.sum(-1, keepdim=True)
-    # Rows sum to 1 now, columns nearly so. Those above 1 are scaled down; what their rows lose goes to those below 1.
+class _DoublyStochastic(torch.autograd.Function):
+    """diag(u) exp(logits) diag(v) with rows and columns that sum to 1, and the gradient of the limit."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        # 30 below the largest of its column is close to 0 and keeps every sum above 0.
+        k = torch.exp((logits - logits.amax(-2, keepdim=True)).clamp(min=-30.0))
+        v = 1.0 / k.sum(-2, keepdim=True)
+        for _ in range(3):
+            v = 1.0 / (k / (k * v).sum(-1, keepdim=True)).sum(-2, keepdim=True)
+        for _ in range(5):
+            p = _rows_to_1(k * v)
+            step = _solve_laplacian(p, 1.0 - p.sum(-2))[..., None, :]
+            v = v * torch.exp((step - step.mean(-1, keepdim=True)).clamp(-2.0, 2.0))
+        p = _columns_to_1(_rows_to_1(k * v))
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        shift = _solve_laplacian(p, _centered(p, grad).sum(-2))
+        return _centered(p, grad - shift[..., None, :])
+
+
+def doubly_stochastic(logits: Tensor) -> Tensor:
+    """Sinkhorn rounds, then Newton steps on the column scales, for matrices [..., R, R]."""
+    return _DoublyStochastic.apply(logits)
+
+
+def _rows_to_1(p: Tensor) -> Tensor:
+    return p / p.sum(-1, keepdim=True)
+
+
+def _columns_to_1(p: Tensor) -> Tensor:
+    """Columns above 1 give, the others take: rounding only, except for logits that differ by 20 and more."""
     column = p.sum(-2, keepdim=True)
-    kept = p / column.clamp(min=1.0)
-    lack = (1.0 - column).clamp(min=0.0)
-    return kept + (p - kept).sum(-1, keepdim=True) * (lack / lack.sum(-1, keepdim=True).clamp(min=1e-12))
+    left, lack = p / column.clamp(min=1.0), (1.0 - column).clamp(min=0.0)
+    return left + (p - left).sum(-1, keepdim=True) * (lack / lack.sum(-1, keepdim=True).clamp(min=1e-12))
+
+
+def _centered(p: Tensor, g: Tensor) -> Tensor:
+    """p_ij (g_ij - sum_k p_ik g_ik), from differences: products of large numbers would cancel."""
+    return p * (p[..., None, :] * (g[..., :, None] - g[..., None, :])).sum(-1)
+
+
+def _solve_laplacian(p: Tensor, b: Tensor) -> Tensor:
+    """x with (diag(W 1) - W) x = b and x[-1] = 0, where W = p^T p off the diagonal: elimination that only adds."""
+    weight, eliminated = (p[..., :, :, None] * p[..., :, None, :]).sum(-3), []
+    for _ in range(b.shape[-1] - 1):
+        row, rest, value = weight[..., 0, 1:], weight[..., 1:, 1:], b[..., :1]
+        degree = row.sum(-1, keepdim=True) + 1e-30
+        eliminated.append((row, degree, value))
+        b, weight = b[..., 1:] + row / degree * value, rest + (row / degree)[..., None] * row[..., None, :]
+    x = torch.zeros_like(b)
+    for row, degree, value in reversed(eliminated):
+        x = torch.cat([(value + (row * x).sum(-1, keepdim=True)) / degree, x], -1)
+    return x
 
 
 class SwiGLU(nn.Module):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from nash_mhc.model.multiscale import GameReport
 from nash_mhc.model.residual import Maps, State
-from nash_mhc.ops.sinkhorn import Matrix
+from nash_mhc.ops.doubly_stochastic import Matrix
 
 UNUSED = 1e-3  # mean weight of a scale in a head, below which the head does without it
 
@@ -27,7 +27,6 @@ class StreamReport(NamedTuple):
     """The residual streams of one layer, for each token."""
 
     mixing_PMBT: Float[Array, "*L P M B T"]  # its H_res (P), row by row
-    unbalanced_BT: Float[Array, "*L B T"]  # how far the worst of them was from doubly stochastic before `balance`
     rms_BTR: Float[Array, "*L B T R"]  # of each stream as it enters the layer
 
 
@@ -43,7 +42,6 @@ def watch_streams(entered: State, maps: Sequence[Maps]) -> StreamReport:
     numbers = len(entered.xs) ** 2
     return StreamReport(
         mixing_PMBT=jnp.stack([jnp.moveaxis(m.all_BTM[..., -numbers:], -1, 0) for m in maps]),
-        unbalanced_BT=_largest([m.unbalanced_BT for m in maps]),
         rms_BTR=jnp.sqrt(entered.squares_BTR / entered.xs[0].shape[-1]),
     )
 
@@ -94,7 +92,6 @@ def summary(reports: LayerReport) -> dict[str, Array]:
         largest = lambda x_LBT: jnp.max(x_LBT, axis=tuple(range(1, x_LBT.ndim)))
         deviation = lambda axis: largest(jnp.abs(jnp.sum(mixing_LPRRBT, axis=axis) - 1.0))
         out["res_deviation"] = jnp.maximum(deviation(2), deviation(3))
-        out["sinkhorn_deviation"] = largest(streams.unbalanced_BT)
         out["gain_forward"], out["gain_backward"] = map(largest, _gains(streams.mixing_PMBT))
         out["stream_rms"] = jnp.mean(streams.rms_BTR, axis=(1, 2))
         out["res"] = jnp.mean(mixing_LPRRBT, axis=(4, 5))

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_small
 from nash_mhc.ops import residual_streams, stream_maps
+from nash_mhc.ops.doubly_stochastic import Matrix, Vector
 from nash_mhc.ops.platform import is_gpu
 from nash_mhc.ops.residual_streams import Streams
-from nash_mhc.ops.sinkhorn import Matrix, Vector
 from nash_mhc.parallel.params import GATE, param
 from nash_mhc.parallel.sharding import constrain, on_shards
 
@@ -45,7 +45,6 @@ class Maps(NamedTuple):
     """The three maps of one sub-layer, for each token, float32, and the streams that they are for."""
 
     all_BTM: Float[Array, "B T M"]
-    unbalanced_BT: Float[Array, "B T"]  # how far Sinkhorn's columns were from 1 before they were balanced
     xs: Streams  # for `write_streams` alone: their gradient is not what it seems
 
     @property
@@ -69,24 +68,13 @@ class Projection(NamedTuple):
     bias_M: Float[Array, "M"]
 
 
-class Rules(NamedTuple):
-    iterations: int  # of Sinkhorn's
-    eps: float  # of the norms
-
-
 def _kept(x: Any) -> Any:
     return jax.tree.map(functools.partial(checkpoint_name, name=COEFFICIENTS), x)
 
 
-def _logits(projection: Projection, products_BTM: Array, scale_BT: Array) -> tuple[Array, Array]:
-    """(the logits, what alpha is multiplied with). The division after the product saves a pass over the streams."""
-    h_BTM = products_BTM * scale_BT[..., None]
-    return projection.alpha_M[None, None] * h_BTM + projection.bias_M[None, None], h_BTM
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def read_streams(
-    rules: Rules, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection
+    eps: float, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection
 ) -> tuple[Float[Array, "B T D"], Maps]:
     """(what a sub-layer reads, its maps).
 
@@ -94,43 +82,41 @@ def read_streams(
     goes to the streams. Three things come back to them, from what is read, written and projected. They are added up in
     one pass, here: `write_streams` hands on its own gradient as it is, before the mixing.
     """
-    return _read_forward(rules, xs, squares_BTR, projection)[0]
+    return _read_forward(eps, xs, squares_BTR, projection)[0]
 
 
-def _maps_of(rules: Rules, xs: Streams, squares_BTR: Array, projection: Projection) -> tuple[Maps, tuple[Array, Array]]:
+def _maps_of(eps: float, xs: Streams, squares_BTR: Array, projection: Projection) -> tuple[Maps, tuple[Array, Array]]:
     """(the maps, what their gradient needs)."""
     size, streams = len(xs) * xs[0].shape[-1], (_TOKENS,) * len(xs)
     products_BTM = _kept(on_shards(residual_streams.products, [streams, _PHI], _MAPS)(xs, projection.phi_RDM))
-    scale_BT = _kept(jax.lax.rsqrt(jnp.sum(squares_BTR, axis=-1) / size + rules.eps))
-    to_maps = on_shards(functools.partial(stream_maps.maps, iterations=rules.iterations), [_MAPS], (_MAPS, _NUMBER))
+    scale_BT = _kept(jax.lax.rsqrt(jnp.sum(squares_BTR, axis=-1) / size + eps))
+    to_maps = on_shards(stream_maps.maps, [_MAPS], _MAPS)
     # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials;
     # and kept for the backward pass.
-    logits_BTM, _ = _logits(projection, products_BTM, scale_BT)
-    maps_BTM, unbalanced_BT = _kept(jax.lax.optimization_barrier(to_maps(logits_BTM)))
-    return Maps(maps_BTM, unbalanced_BT, xs), (products_BTM, scale_BT)
+    # The division after the product saves a pass over the streams.
+    logits_BTM = projection.alpha_M[None, None] * (products_BTM * scale_BT[..., None]) + projection.bias_M[None, None]
+    maps_BTM = _kept(jax.lax.optimization_barrier(to_maps(logits_BTM)))
+    return Maps(maps_BTM, xs), (products_BTM, scale_BT)
 
 
-def _read_forward(rules, xs, squares_BTR, projection):  # type: ignore[no-untyped-def]
-    maps, aside = _maps_of(rules, xs, squares_BTR, projection)
+def _read_forward(eps, xs, squares_BTR, projection):  # type: ignore[no-untyped-def]
+    maps, aside = _maps_of(eps, xs, squares_BTR, projection)
     x_BTD = checkpoint_name(constrain(residual_streams.read(xs, maps.all_BTM), *_TOKENS), READ)
     return (x_BTD, maps), (xs, projection, aside, maps.all_BTM)
 
 
-def _read_backward(rules, saved, cotangents):  # type: ignore[no-untyped-def]
+def _read_backward(eps, saved, cotangents):  # type: ignore[no-untyped-def]
     dx_BTD, dmaps = cotangents
-    return _gradients(rules, saved, dx_BTD, residual_streams.read_sums(saved[0], dx_BTD), dmaps)
+    return _gradients(saved, dx_BTD, residual_streams.read_sums(saved[0], dx_BTD), dmaps)
 
 
-def _gradients(
-    rules: Rules, saved: tuple[Any, ...], dx_BTD: Array, dpre_BTR: Array, dmaps: Maps
-) -> tuple[Streams, Array, Projection]:
+def _gradients(saved: tuple[Any, ...], dx_BTD: Array, dpre_BTR: Array, dmaps: Maps) -> tuple[Streams, Array, Projection]:
     """Of all that `read_streams` was given, from those of what was read, of pre, and of what was written."""
     xs, projection, (products_BTM, scale_BT), maps_BTM = saved
     R, size, streams = len(xs), len(xs) * xs[0].shape[-1], (_TOKENS,) * len(xs)
     dmaps_BTM = dmaps.all_BTM + jnp.pad(dpre_BTR, ((0, 0), (0, 0), (0, maps_BTM.shape[-1] - R)))
-    logits_BTM, h_BTM = _logits(projection, products_BTM, scale_BT)
-    backward = functools.partial(stream_maps.maps_backward, iterations=rules.iterations)
-    dlogits_BTM = jax.lax.optimization_barrier(on_shards(backward, [_MAPS, _MAPS], _MAPS)(logits_BTM, dmaps_BTM))
+    to_logits = on_shards(stream_maps.maps_backward, [_MAPS, _MAPS], _MAPS)
+    dlogits_BTM = jax.lax.optimization_barrier(to_logits(maps_BTM, dmaps_BTM))
     dh_BTM = dlogits_BTM * projection.alpha_M[None, None]
     along_BT = -jnp.sum(dh_BTM * products_BTM, axis=-1) * scale_BT**3 / size
     dproducts_BTM = (dh_BTM * scale_BT[..., None]).astype(xs[0].dtype)
@@ -139,7 +125,7 @@ def _gradients(
     )
     dxs, dphi = gradient(xs, dmaps.xs, dx_BTD, maps_BTM, dproducts_BTM, along_BT, projection.phi_RDM)
     over_tokens = lambda x_BTM: jnp.sum(x_BTM, axis=(0, 1))
-    sums = over_tokens(dphi), over_tokens(dlogits_BTM * h_BTM), over_tokens(dlogits_BTM)
+    sums = over_tokens(dphi), over_tokens(dlogits_BTM * products_BTM * scale_BT[..., None]), over_tokens(dlogits_BTM)
     dprojection = Projection(*(d.astype(w.dtype) for d, w in zip(sums, projection, strict=True)))
     return dxs, jnp.zeros((*scale_BT.shape, R), scale_BT.dtype), dprojection
 
@@ -149,23 +135,23 @@ read_streams.defvjp(_read_forward, _read_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def read_and_norm_streams(
-    rules: Rules, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection, scale_D: Float[Array, "D"]
+    eps: float, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection, scale_D: Float[Array, "D"]
 ) -> tuple[Float[Array, "B T D"], Maps]:
     """`read_streams`, then RMSNorm of what was read, in kernels for a GPU: there and back, the streams are read once,
     and what they come to is never written down. Of the result, which is kept, nothing has to be computed again."""
-    return _read_and_norm_forward(rules, xs, squares_BTR, projection, scale_D)[0]
+    return _read_and_norm_forward(eps, xs, squares_BTR, projection, scale_D)[0]
 
 
-def _read_and_norm_forward(rules, xs, squares_BTR, projection, scale_D):  # type: ignore[no-untyped-def]
-    maps, aside = _maps_of(rules, xs, squares_BTR, projection)
+def _read_and_norm_forward(eps, xs, squares_BTR, projection, scale_D):  # type: ignore[no-untyped-def]
+    maps, aside = _maps_of(eps, xs, squares_BTR, projection)
     streams = (_TOKENS,) * len(xs)
-    read = functools.partial(residual_streams.read_and_norm, eps=rules.eps)
+    read = functools.partial(residual_streams.read_and_norm, eps=eps)
     normed_BTD, inverse_BT = on_shards(read, [streams, _MAPS, _WIDTH], (_TOKENS, _NUMBER))(xs, maps.all_BTM, scale_D)
     normed_BTD = checkpoint_name(constrain(normed_BTD, *_TOKENS), READ)
     return (normed_BTD, maps), ((xs, projection, aside, maps.all_BTM), scale_D, _kept(inverse_BT))
 
 
-def _read_and_norm_backward(rules, saved, cotangents):  # type: ignore[no-untyped-def]
+def _read_and_norm_backward(eps, saved, cotangents):  # type: ignore[no-untyped-def]
     read, scale_D, inverse_BT = saved
     xs, maps_BTM = read[0], read[-1]
     streams = (_TOKENS,) * len(xs)
@@ -174,7 +160,7 @@ def _read_and_norm_backward(rules, saved, cotangents):  # type: ignore[no-untype
     )
     dnormed_BTD, dmaps = cotangents
     dx_BTD, dpre_BTR, dscale = backward(xs, maps_BTM, scale_D, inverse_BT, dnormed_BTD)
-    return *_gradients(rules, read, dx_BTD, dpre_BTR, dmaps), jnp.sum(dscale, axis=(0, 1)).astype(scale_D.dtype)
+    return *_gradients(read, dx_BTD, dpre_BTR, dmaps), jnp.sum(dscale, axis=(0, 1)).astype(scale_D.dtype)
 
 
 read_and_norm_streams.defvjp(_read_and_norm_forward, _read_and_norm_backward)
@@ -240,7 +226,6 @@ class HyperConnection(eqx.Module):
     phi_RDM: Float[Array, "R D M"] = param("streams", "embed", "maps", role=GATE)
     bias_M: Float[Array, "M"] = param("maps", role=GATE)
     alpha_3: Float[Array, "3"] = param("maps", role=GATE)  # of pre, post and res
-    iterations: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
 
     @staticmethod
@@ -251,7 +236,7 @@ class HyperConnection(eqx.Module):
         # What it makes of a normalised token is of size 1 at every width, and so is what alpha, as it learns,
         # makes of that.
         phi = init_small(key, (R, cfg.width, R * R + 2 * R), (R * cfg.width) ** -0.5)
-        return HyperConnection(phi, jnp.concatenate(bias), jnp.full(3, 0.01), cfg.sinkhorn_iterations, cfg.norm_eps)
+        return HyperConnection(phi, jnp.concatenate(bias), jnp.full(3, 0.01), cfg.norm_eps)
 
     @staticmethod
     def enter(cfg: ModelConfig, x_BTD: Float[Array, "B T D"]) -> State:
@@ -266,7 +251,7 @@ class HyperConnection(eqx.Module):
         R = len(state.xs)
         alpha_M = jnp.repeat(self.alpha_3, np.array([R, R, R * R]), total_repeat_length=R * R + 2 * R)
         with jax.named_scope("mhc"):
-            given = Rules(self.iterations, self.eps), *state, Projection(self.phi_RDM, alpha_M, self.bias_M)
+            given = self.eps, *state, Projection(self.phi_RDM, alpha_M, self.bias_M)
             devices = max(jax.sharding.get_abstract_mesh().size, 1)
             if is_gpu() and residual_streams.fits_norm(state.xs[0], devices) and norm.eps == self.eps:
                 return read_and_norm_streams(*given, norm.scale_D)
