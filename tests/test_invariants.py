@@ -2,7 +2,7 @@
 causal, packed = alone, C = 1 is plain, meshes agree, no NaN.
 
 Invariants of single operations (doubly stochastic mixing, weights on the simplex, gradients against finite differences)
-are in test_sinkhorn, test_streams, test_pyramid, test_nash and test_residual;
+are in test_doubly_stochastic, test_residual_streams, test_pyramid, test_nash and test_residual;
 decoding with caches is in test_incremental.
 """
 
