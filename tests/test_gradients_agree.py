@@ -18,7 +18,10 @@ MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 2, 1), (2, 1, 4), (1, 
 
 
 def random_case(seed):
-    """(a run on one device, the same on a mesh with another remat, how large the noise on its weights is)."""
+    """(a run on one device, the same on a mesh with another remat, noise on its weights, share of the maps' biases).
+
+    Without their biases, the maps of streams are nearly uniform; with them, near the identity.
+    """
     rng = np.random.default_rng(seed)
     pick = lambda *values: values[rng.integers(len(values))]
     cfg = small.nash_config(train__remat="none")
@@ -31,16 +34,20 @@ def random_case(seed):
     data, fsdp, tp = MESHES[rng.integers(len(MESHES))]
     other = small.mesh_config(cfg, data=data, fsdp=fsdp, tp=tp)
     other = dataclasses.replace(other, train=dataclasses.replace(other.train, remat=pick("none", "dots", "full")))
-    return cfg, other, pick(0.01, 0.1, 0.3)
+    return cfg, other, (pick(0.01, 0.1, 0.3), pick(0.0, 0.3, 1.0))
 
 
-def gradients(cfg, noise):
+def gradients(cfg, noise, share):
     """Of the same weights and rows on any mesh. At the start all streams are alike; noise makes them differ."""
     objective, rows, mesh = make_objective(cfg), small.random_rows(cfg, 0), make_mesh(cfg.mesh)
     rng = np.random.default_rng(1)
-    noisy = lambda a, sharding: jax.device_put(np.asarray(a) + (noise * rng.normal(size=a.shape)).astype(a.dtype), sharding)
+
+    def changed(path, a, sharding):
+        size = share if "bias_M" in jax.tree_util.keystr(path) else 1.0
+        return jax.device_put(size * np.asarray(a) + (noise * rng.normal(size=a.shape)).astype(a.dtype), sharding)
+
     one = small.start(dataclasses.replace(cfg, mesh=MeshConfig()), make_mesh(MeshConfig())).model
-    model = jax.tree.map(noisy, one, state_shardings(cfg, mesh).model)
+    model = jax.tree_util.tree_map_with_path(changed, one, state_shardings(cfg, mesh).model)
     with jax.set_mesh(mesh):
         batch = jax.tree.map(lambda a: a[0], to_device(rows, mesh))
         found = jax.jit(jax.grad(lambda model, batch: objective(model, batch)[0]))(model, batch)
@@ -48,14 +55,14 @@ def gradients(cfg, noise):
 
 
 def assert_agree(seed):
-    cfg, other, noise = random_case(seed)
-    want, got = gradients(cfg, noise), gradients(other, noise)
+    cfg, other, start = random_case(seed)
+    want, got = gradients(cfg, *start), gradients(other, *start)
     norm = lambda leaves: np.sqrt(sum(np.sum(a**2) for a in leaves))
     whole = norm(want.values())
     assert np.isfinite(whole) and want.keys() == got.keys()
     case = f"seed {seed}: {other.mesh}, remat {other.train.remat}, {other.model}"
     assert norm([got[name] - want[name] for name in want]) <= 1e-4 * whole, case
-    far = {name: norm([got[name] - want[name]]) / max(norm([want[name]]), 1e-2 * whole) for name in want}
+    far = {name: norm([got[name] - want[name]]) / max(norm([want[name]]), 1e-3 * whole) for name in want}
     assert max(far.values()) <= 1e-4, f"{max(far, key=far.__getitem__)} {max(far.values()):.1e} in {case}"
 
 

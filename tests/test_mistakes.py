@@ -6,6 +6,7 @@ import pytest
 from settings import error, leaf
 
 from nash_mhc.config import parsing, presets
+from nash_mhc.config.schema import ConfigError, RunConfig
 
 # --- mistakes on the command line ---------------------------------------------------------------------------------
 
@@ -173,3 +174,21 @@ def test_mistakes_in_yaml(text, message, write):
 
 def test_a_folder_is_no_config_file(tmp_path):
     assert error("--config", str(tmp_path)) == f"--config cannot read {tmp_path}: Is a directory"
+
+
+# --- keys of earlier versions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv", [["--model-sinkhorn-iterations", "20"], ["model.sinkhorn_iterations=20"], ["--config", "run.yaml"]], ids=str
+)
+def test_a_removed_key_is_answered_by_what_to_do(argv, write):
+    write("model:\n  sinkhorn_iterations: 20\n")
+    with pytest.raises(ConfigError, match="sinkhorn_iterations was removed; .* leave it out"):
+        parsing.parse(argv)
+
+
+def test_a_recorded_configuration_with_a_removed_key_still_loads():
+    values = RunConfig().to_dict()
+    values["model"]["sinkhorn_iterations"] = 20
+    assert RunConfig.from_dict(values) == RunConfig()
