@@ -184,7 +184,7 @@ def test_a_folder_is_no_config_file(tmp_path):
 )
 def test_a_removed_key_is_answered_by_what_to_do(argv, write):
     write("model:\n  sinkhorn_iterations: 20\n")
-    with pytest.raises(ConfigError, match="sinkhorn_iterations was removed; .* leave it out"):
+    with pytest.raises(ConfigError, match=r"sinkhorn_iterations was removed; .* leave it out"):
         parsing.parse(argv)
 
 
