@@ -74,7 +74,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _TOGETHER = {
     "steps": "invariants health hlo step bad_steps spikes mesh_axes precision".split(),
     "waiting": "processes process_faults kills run_lock run_owner start_signals signals doctor watchdog moved".split(),
-    "torch": "torch_model doubly_stochastic hub_import evaluate adapters generate_prompts torch_step model_and_tokenizer".split(),
+    "torch": (
+        "torch_model doubly_stochastic hub_import evaluate adapters generate_prompts torch_step model_and_tokenizer".split()
+    ),
 }
 # They begin first, then the files that take longest, so that at the end there are many short ones for whoever is free.
 _LONGEST = (
