@@ -102,17 +102,16 @@ def read_config(values: dict[str, Any]) -> ModelConfig:
     # transformers has names of its own for some; where it has saved the model again, the file may have those.
     theirs = {"tied_embeddings": values.get("tie_word_embeddings", True)}
     cfg = ModelConfig(**theirs | {name: values[name] for name in names if name in values}, rope_scaling=values.get(_SCALING))
-    said = values.get("rope_multipliers"), values.get("rope_amplitude", 1.0)
+    multipliers, amplitude = values.get("rope_multipliers"), values.get("rope_amplitude", 1.0)
     if cfg.rope_scaling is None:
-        if said != (None, 1.0):
+        if (multipliers, amplitude) != (None, 1.0):
             raise ConfigError(f"rope_multipliers without {_SCALING}: an older version wrote it; export the run once more")
         return cfg
     scaling = RopeScaling.parse(cfg.rope_scaling)
-    made = scaling.multipliers(cfg.rope_theta, cfg.head_dim)
+    made = [scaling.cos_and_sin, *scaling.multipliers(cfg.rope_theta, cfg.head_dim)]
     try:
-        same = math.isclose(said[1], scaling.cos_and_sin) and all(
-            math.isclose(a, b) for a, b in zip(said[0], made, strict=True)
-        )
+        said = [amplitude, *(multipliers or ())]
+        same = all(math.isclose(a, b) for a, b in zip(said, made, strict=True))
     except (TypeError, ValueError):
         same = False
     if not same:
