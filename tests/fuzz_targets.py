@@ -120,7 +120,7 @@ def import_adapters(folder: Path) -> int:
 
 
 _HUB = {
-    "hf/config.json": "json", "hf/model.safetensors.index.json": "json",
+    "hf/config.json": "json", "hf/generation_config.json": "json", "hf/model.safetensors.index.json": "json",
     "hf/*.safetensors": "safetensors",
 }  # fmt: skip
 _RUN_FILES = {"run/metrics.jsonl": "jsonl", "run/eval.jsonl": "jsonl", "run/run.json": "json", "run/result.json": "json"}

@@ -25,6 +25,7 @@ from nash_mhc.hub.narrowed import narrowed
 from nash_mhc.model.quantized import Exported, Quantized, is_quantized
 from nash_mhc.ops import quantize as ops
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.storage.json_files import MALFORMED, check_types, read_json, reading
 from nash_mhc.storage.new_folder import new_folder
 
 ABOUT, WEIGHTS = "packed.json", "packed.safetensors"
@@ -94,20 +95,21 @@ def _packed(codes: np.ndarray, weight: Quantized) -> np.ndarray:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    about = read_json(folder / ABOUT, "pack it again")
+    with reading(folder / ABOUT, "pack it again"):
         if about["version"] != _VERSION:
             raise ConfigError(f"{folder / ABOUT}: form {about['version']}, this version reads {_VERSION}; pack it again")
-        return dict(about)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{folder / ABOUT}: cannot be read ({type(error).__name__}: {error}); pack it again") from None
+        check_types(about, weights=dict, config=dict)
+        for weight in about["weights"].values():
+            check_types(weight, bits=int, inputs=int)
+    return about
 
 
 def read_packed_config(folder: Path) -> RunConfig:
     """With its tokenizer where it lies now, and nothing of what was done to its weights: they are arrays again."""
-    cfg = RunConfig.from_dict(_about(folder)["config"])
+    about = _about(folder)
+    with reading(folder / ABOUT, "pack it again"):
+        cfg = RunConfig.from_dict(about["config"])
     name = str(folder) if cfg.data.tokenizer == "." else cfg.data.tokenizer
     data = dataclasses.replace(cfg.data, tokenizer=name)
     return dataclasses.replace(cfg, data=data, quantize=QuantizeConfig())
@@ -128,7 +130,7 @@ def read_packed(folder: Path, like: Any) -> Any:
             about = weights.get(name)
             array = tensors[name].astype(np.float32) if about is None else _array(name, about, tensors, place.shape)
             leaves.append(jax.device_put(np.asarray(array).reshape(place.shape).astype(place.dtype), place.sharding))
-        except (KeyError, ValueError) as error:
+        except MALFORMED as error:
             raise ConfigError(f"{folder / WEIGHTS}: does not hold {name} as {ABOUT} says ({error}); pack it again") from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
