@@ -70,7 +70,7 @@ class FieldTemplate(NamedTuple):
 def _value(value: Any, where: str, name: str) -> str:
     """Numbers as they are written; a table writes a hole among numbers as NaN."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return "" if math.isnan(value) else str(value)
+        return "" if isinstance(value, float) and math.isnan(value) else str(value)
     return text_of(value, where, name)
 
 
