@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from nash_mhc.bench import __main__ as bench
 from nash_mhc.config import parsing
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.tokenizer import load_tokenizer
@@ -11,6 +12,7 @@ from nash_mhc.distill import __main__ as distill
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.hub import __main__ as hub
+from nash_mhc.plan import __main__ as plan
 from nash_mhc.train.inferred_settings import found_settings
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -24,6 +26,8 @@ COMMANDS = {
     "hub pack": (hub.main, ["pack", MODEL, "--out", "out"]),
     "hub check": (hub.main, ["check", MODEL, "run"]),
     "distill cache": (distill.main, ["cache", "--teacher", MODEL, "--out", "out"]),
+    "plan --init-from": (plan.main, ["--init-from", MODEL]),
+    "bench step --init-from": (bench.main, ["step", "--init-from", MODEL]),
     "train --init-from": (None, ["--init-from", MODEL]),
     "train --distill-teacher": (None, ["--objective", "distill", "--distill-teacher", MODEL]),
 }
