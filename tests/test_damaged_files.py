@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import time
 from pathlib import Path
 
 import bigram
@@ -12,10 +13,11 @@ import runs
 from nash_mhc.checkpoint import __main__ as checkpoint_command
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
+from nash_mhc.generate.prompts import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +140,23 @@ def test_a_record_without_an_answer_is_left_out_and_counted(tmp_path, name):
     found = prepared(tmp_path, *good, record, format=form)
     assert found.empty == 1
     assert sum(split.documents for split in found.splits.values()) == 9
+
+
+def test_half_a_character_in_a_prompt_is_one_line(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800"}\n')
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: prompt holds half a character"):
+        read_prompts(tmp_path / "p.jsonl", chat=False, system=None)
+
+
+@pytest.mark.parametrize("name", ["[" * 100_000, ":" * 100_000, "a:" * 50_000])
+def test_a_long_name_of_a_dataset_is_refused_at_once(name):
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="too long"):
+        DataConfig(dataset=name)
+    assert time.process_time() - began < 1
+
+
+def test_weights_of_a_mixture_are_read_as_they_are_written():
+    assert weighted_parts("a:0.7,b:.3") == [("a", "0.7"), ("b", ".3")]
+    assert weighted_parts("C:1/a,b:0.7,c d:2") == [("C:1/a,b", "0.7"), ("c d", "2")]
+    assert [weighted_parts(text) for text in ("", "a", "a:0.7,", "a:0.7,b", ":0.7", "a:x")] == [[]] * 6

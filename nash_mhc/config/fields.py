@@ -138,8 +138,12 @@ class Section:
 
 def weighted_parts(text: str) -> list[tuple[str, str]]:
     """`a:0.7,b:0.3` -> [(a, 0.7), (b, 0.3)]; empty for a text that is no list of names with weights."""
-    parts = re.findall(r"(.+?):(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text)
-    return parts if ",".join(":".join(part) for part in parts) == text else []
+    parts, end = [], 0
+    for weight in re.finditer(r":(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text):
+        parts.append((text[end : weight.start()], weight[1]))
+        end = weight.end()
+    is_whole = end == len(text) and not text.endswith(",") and all(name for name, _ in parts)
+    return parts if is_whole else []
 
 
 def at_home(path: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.begin_token import begun
+from nash_mhc.data.documents.spans import text_of
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.json_files import parse_json
 
@@ -66,6 +67,10 @@ def _record(line: str, where: str) -> dict[str, Any]:
     is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
     if not (is_text or is_chat):
         raise ConfigError(f"{where}: has neither a prompt (text) nor messages (a list with role and content)")
+    for said in messages if is_chat else [record]:
+        for name in ("prompt", "role", "content"):
+            if isinstance(said.get(name), str):
+                text_of(said[name], where, name)  # no half of a character, which no tokenizer takes
     return dict(record)
 
 
