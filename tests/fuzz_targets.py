@@ -99,7 +99,6 @@ def inspect_checkpoint(folder: Path) -> int:
 
 def signed_again(folder: Path) -> int:
     """A checkpoint whose values were wrong before they were hashed."""
-    manifest.write(folder / "run" / "checkpoints" / "3")
     return list_checkpoints(folder) or inspect_checkpoint(folder) or init_from_run(folder)
 
 
@@ -176,7 +175,8 @@ TARGETS: dict[str, Target] = {
     "checkpoints, verified": Target(made.run, _CHECKPOINT_FILES, verify_checkpoints, codes=(0, 1, 2)),
     "checkpoints, inspected": Target(made.run, _CHECKPOINT_FILES, inspect_checkpoint),
     "values, signed again": Target(
-        made.run, {"run/checkpoints/3/values/metadata": "json"}, signed_again, makes=("run/checkpoints/3/manifest.json",)
+        made.run, {"run/checkpoints/3/values/metadata": "json"}, signed_again,
+        then=lambda folder: manifest.write(folder / "run" / "checkpoints" / "3"),
     ),
     "lock": Target(made.lock, {"run/.lock": "json"}, take_lock, makes=("run/",)),
     "hub model, imported": Target(made.hub_model, _HUB, import_model, makes=("out",)),

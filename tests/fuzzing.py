@@ -193,6 +193,7 @@ class Target(NamedTuple):
     read: Callable[[Path], int]
     makes: tuple[str, ...] = ()
     codes: tuple[int, ...] = (0, 2)
+    then: Callable[[Path], object] = lambda folder: None  # done to the damaged files before they are read
 
 
 def run_main(main: Callable[[], int], *argv: object) -> int:
@@ -268,6 +269,7 @@ def run_case(name: str, target: Target, seed: int, valid: Path, scratch: Path) -
     folder = scratch / f"{name}-{seed}".replace(" ", "-")
     shutil.copytree(valid, folder)
     what = damage(target, random.Random(f"{name} {seed}"), folder)
+    target.then(folder)
     before = tree(folder)
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict", write_through=True)
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace", write_through=True)

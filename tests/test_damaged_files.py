@@ -148,6 +148,13 @@ def test_half_a_character_in_a_prompt_is_one_line(tmp_path):
         read_prompts(tmp_path / "p.jsonl", chat=False, system=None)
 
 
+@pytest.mark.parametrize("messages", [3, [], [3], {}, "x"])
+def test_messages_that_are_none_are_refused_beside_a_prompt(tmp_path, messages):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "why?", "messages": messages}))
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: "):
+        read_prompts(tmp_path / "p.jsonl", chat=False, system=None)
+
+
 @pytest.mark.parametrize("name", ["[" * 100_000, ":" * 100_000, "a:" * 50_000])
 def test_a_long_name_of_a_dataset_is_refused_at_once(name):
     began = time.process_time()

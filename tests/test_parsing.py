@@ -87,7 +87,7 @@ def test_no_jax_is_imported():
         (["--mesh-data", "-1"], "mesh.data", -1),
         (["--total-steps", "1_000"], "train.total_steps", 1000),
         (["--total-steps", "1e4"], "train.total_steps", 10_000),
-        (["--total-steps", "123456789012345678901"], "train.total_steps", 123456789012345678901),
+        (["--total-steps", "1234567890123456789"], "train.total_steps", 1234567890123456789),
         (["--weight-decay", "0"], "optim.weight_decay", 0.0),
         (["--model-window", "None"], "model.window", None),
         (["model_window=64", "model.window=none"], "model.window", None),

@@ -65,9 +65,9 @@ def _record(line: str, where: str) -> dict[str, Any]:
     is_text = isinstance(record, dict) and isinstance(record.get("prompt"), str)
     messages = record.get("messages") if isinstance(record, dict) else None
     is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
-    if not (is_text or is_chat):
+    if not (is_chat or (is_text and messages is None)):
         raise ConfigError(f"{where}: has neither a prompt (text) nor messages (a list with role and content)")
-    for said in messages if is_chat else [record]:
+    for said in messages if isinstance(messages, list) else [record]:
         for name in ("prompt", "role", "content"):
             if isinstance(said.get(name), str):
                 text_of(said[name], where, name)  # no half of a character, which no tokenizer takes
