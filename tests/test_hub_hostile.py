@@ -163,6 +163,7 @@ def test_code_that_a_folder_names_is_never_run_and_nobody_is_asked(where, folder
     assert not (folder / "harmed").exists()
 
 
+@pytest.mark.long
 def test_a_command_answers_with_one_line_and_2(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "harm.Config"}}))
     command = [sys.executable, "-m", "nash_mhc.hub", "import", str(folder), "--out", str(folder.parent / "out")]
