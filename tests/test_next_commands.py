@@ -77,16 +77,17 @@ def test_the_command_that_a_stopped_run_prints_continues_it(tmp_path):
 def test_what_training_proposes(tmp_path):
     lines = walk(python("train", *TINY), tmp_path)
     assert [line.split()[2] for line in lines[1:4]] == ["nash_mhc.generate", "nash_mhc.report", "nash_mhc.train"]
-    stopped = subprocess.Popen(
-        f"exec {python('train', *TINY, '--total-steps', '100000', '--log-interval', '1')}", shell=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    for line in stopped.stdout:
-        if "step      3/" in line:
-            stopped.send_signal(signal.SIGINT)
-            break
-    (command,) = proposed(stopped.stdout.read())
-    assert stopped.wait() == 75
+    line = python("train", *TINY, "--total-steps", "100000", "--log-interval", "1")
+    env, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    with subprocess.Popen(
+        f"exec {line}", shell=True, cwd=tmp_path, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as stopped:
+        for row in stopped.stdout:
+            if "step      3/" in row:
+                stopped.send_signal(signal.SIGINT)
+                break
+        (command,) = proposed(stopped.stdout.read())
+    assert stopped.returncode == 75
     folder = RunFolder(tmp_path / shlex.split(command)[-1])
     walk(f"{command} --total-steps {folder.steps()[-1] + 2}", tmp_path, depth=1)
 
