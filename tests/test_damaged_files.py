@@ -148,6 +148,11 @@ def test_half_a_character_in_a_prompt_is_one_line(tmp_path):
         read_prompts(tmp_path / "p.jsonl", chat=False, system=None)
 
 
+def test_messages_that_are_null_leave_the_prompt(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "why?", "messages": null}')
+    assert [prompt.text for prompt in read_prompts(tmp_path / "p.jsonl", chat=False, system=None)] == ["why?"]
+
+
 @pytest.mark.parametrize("messages", [3, [], [3], {}, "x"])
 def test_messages_that_are_none_are_refused_beside_a_prompt(tmp_path, messages):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "why?", "messages": messages}))

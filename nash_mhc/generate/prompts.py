@@ -47,7 +47,7 @@ def read_prompts(path: Path, *, chat: bool, system: str | None) -> list[Prompt]:
             found.append(asked(line, system) if chat else Prompt(line))
             continue
         record = _record(line, f"--prompts {path}:{number}")
-        if "messages" in record:
+        if record.get("messages"):
             messages = tuple(record["messages"])
             found.append(Prompt(str(messages[-1].get("content", "")), messages))
         else:
