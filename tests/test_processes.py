@@ -97,7 +97,7 @@ def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
     assert both[1 - killed].end() == TRY_AGAIN, both[1 - killed].said
     last = both[1 - killed].said.splitlines()[-1]
     assert last.startswith(f"error: process {killed} ")
-    assert "start again to go on from the last checkpoint" in last
+    assert "resume from the last checkpoint" in last
     assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
 
 

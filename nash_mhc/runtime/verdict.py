@@ -44,7 +44,7 @@ class Verdicts:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for index, stack in self._board.read("stacks").items():  # one log shall tell it all
                     print(f"stack of process {index}:\n{stack}", file=sys.stderr)
-        print(f"error: {verdict}; start again to go on from the last checkpoint", file=sys.stderr)
+        print(f"error: {verdict}; start it again to resume from the last checkpoint", file=sys.stderr)
         if SIGNALS.listening or self._board is not None:
             leave(code)
         SIGNALS.interrupt()

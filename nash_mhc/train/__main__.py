@@ -153,7 +153,7 @@ def command() -> int:
     try:
         code = one_line_errors(main)
     except LostProcess as lost:
-        print(f"error: {lost}; start again to go on from the last checkpoint", file=sys.stderr)
+        print(f"error: {lost}; start it again to resume from the last checkpoint", file=sys.stderr)
         leave()
     except Exception:
         traceback.print_exc()

@@ -116,7 +116,7 @@ class Hub:
             raise
         except Exception as error:
             raise Unreachable(
-                f"--dataset {self._name}: reading stopped ({_first_line(error)}); start again to go on"
+                f"--dataset {self._name}: reading stopped ({_first_line(error)}); start it again to continue"
             ) from error
 
 

@@ -213,7 +213,7 @@ def prepare(
             return _prepare_in(partial, out, recipe, tokenizer, corpus, workers, watch, dataset)
     except BrokenProcessPool:
         raise ConfigError(
-            f"{partial}: a worker process was stopped from outside (no memory left?); start again to go on"
+            f"{partial}: a worker process was stopped from outside (no memory left?); start it again to continue"
         ) from None
     except OSError as error:
         where = error.filename or out
