@@ -1,8 +1,7 @@
 """A seeded fuzzer: small valid files, one of them damaged, read by a command.
 
 Every command must accept the files or end with one line and exit code 2, and leave no file behind that it does not
-finish. `python tests/fuzzing.py TARGET SEED` runs one case again and shows it.
-"""
+finish. `python tests/fuzzing.py TARGET SEED` runs one case again and shows it."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_an_accelerator_that_jax_does_not_see_is_told_with_what_hides_it(
     cpu, cuda = {"platform": "cpu", "local": 1}, ("jax-cuda13-plugin",)
     assert compared(cpu, cuda, JAX_PLATFORMS="cpu")[0][1] == "unset JAX_PLATFORMS"
     assert compared(cpu, cuda, CUDA_VISIBLE_DEVICES="")[0][1] == "unset CUDA_VISIBLE_DEVICES"
-    assert compared(cpu)[0][1] == "pip install 'nash_mhc[cuda]'"
+    assert "pip install 'nash_mhc[cuda]'" in compared(cpu)[0][1]
     assert "JAX does not say why" in compared(cpu, cuda)[0][0]
     assert compared({"platform": "gpu", "local": 1}, cuda, CUDA_VISIBLE_DEVICES="0")[0][0] == "JAX sees 1 of 2 GPUs"
     assert compared({"platform": "gpu", "local": 2}, cuda) == []

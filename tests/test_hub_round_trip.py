@@ -34,7 +34,7 @@ SIZES = {
 }  # fmt: skip
 NASH = ModelConfig(
     vocab_size=300, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=24, scales=2, ratio=2, window=8, conv_taps=2,
-    streams=2, sinkhorn_iterations=2, nash_iterations=1, rope_scaling="yarn,factor=2,original=32", tied_embeddings=False,
+    streams=2, nash_iterations=1, rope_scaling="yarn,factor=2,original=32", tied_embeddings=False,
 )  # fmt: skip
 CONFIGS = {
     "llama": SIZES | {"model_type": "llama"},

@@ -40,7 +40,7 @@ def test_a_run_on_a_mesh_of_four_axes_is_the_run_on_one_device(one_device):
 def test_messages_and_checks_know_the_axis():
     mesh = WithPods(pod=4, fsdp=2)
     assert describe(make_mesh(mesh)) == "8 x cpu, mesh 1x2x1x4 (data x fsdp x tp x pod)"
-    with pytest.raises(ConfigError, match=r"--batch-size 12 cannot be split over pod x data x fsdp = 8; .* is --batch-size 16"):
+    with pytest.raises(ConfigError, match=r"--batch-size 12 cannot be split over pod x data x fsdp = 8"):
         resolve(dataclasses.replace(small.config(data__batch_size=12), mesh=mesh))
     with pytest.raises(ConfigError, match=r"only one mesh axis may be -1 \(the rest\), not mesh.tp and mesh.pod"):
         WithPods(tp=-1, pod=-1)

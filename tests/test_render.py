@@ -14,7 +14,7 @@ from nash_mhc.config.schema import RunConfig
 from nash_mhc.train.inferred_settings import found_settings
 
 ODD_TEXT = ["none", "None", "null", "~", "true", "12", "1e-3", " a ", "a # b", "a: b", "é😀", 'it\'s "q"', "- x"]
-ODD_TEXT += ["a\nb", "\x07", "x" * 300 + " y" * 100]
+ODD_TEXT += ["a\nb", "\x07", "x" * 200 + " y" * 20]
 
 
 @pytest.mark.parametrize("size", presets.sizes())

@@ -48,7 +48,11 @@ def start(cfg: MeshConfig) -> int:
 def _leave() -> None:
     if coordinator_answers():
         return  # an abort for another reason
-    print(f"error: {coordinator()} is gone; start all processes again to resume from the last checkpoint", file=sys.stderr, flush=True)
+    print(
+        f"error: {coordinator()} is gone; start all processes again to resume from the last checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(_TRY_AGAIN)
 
 

@@ -180,7 +180,9 @@ class Watch:
             # Process 0 may be gone a moment before JAX has taken leave of it here: everything is done, and that counts.
             leave(SIGNALS.ending)
         if not coordinator_answers():
-            print(f"error: {coordinator()} is gone; start all processes again to resume from the last checkpoint", file=sys.stderr)
+            print(
+                f"error: {coordinator()} is gone; start all processes again to resume from the last checkpoint", file=sys.stderr
+            )
             leave()
         # Gloo, too, may end a process that has lost another one.
         self._let_the_thread_find_out()
