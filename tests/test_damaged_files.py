@@ -13,17 +13,24 @@ import runs
 from nash_mhc.checkpoint import __main__ as checkpoint_command
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
+from nash_mhc.config.schema import ARCHITECTURES, ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.prompts import read_prompts
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The bigram model is known to the tests of this file alone: others look at all kinds of models."""
+    bigram.register()
+    yield
+    del ARCHITECTURES["bigram"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A run of four steps with checkpoints at two of them."""
-    bigram.register()
     cfg = dataclasses.replace(runs.RUN, model=bigram.BigramConfig())
     folder = tmp_path_factory.mktemp("trained") / "run"
     runs.at(folder, cfg, evaluated=False, total_steps=4, eval_interval=0, log_interval=1, checkpoint_interval=2)

@@ -23,7 +23,7 @@ CFG = small.nash_config(train__total_steps=8, train__eval_interval=4, train__log
 CFG = dataclasses.replace(CFG, telemetry=TelemetryConfig(sample_tokens=8))
 EVERY_CHART = (
     "loss", "gradient norm", "token accuracy", "learning rate", "tokens a second", "ms a step", "ms a step waiting for data",
-    "share of the peak rate (MFU)", "goodput",
+    "goodput",
 )  # fmt: skip
 
 
