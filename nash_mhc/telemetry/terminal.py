@@ -153,7 +153,8 @@ def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float
     text = f"held out at step {step}: loss {loss:.4f}"
     if "eval/bits_per_byte" in evaluation and "eval/exact" not in evaluation:
         text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
-        text += f", perplexity {evaluation['eval/perplexity']:.2f}"
+        perplexity = evaluation["eval/perplexity"]
+        text += f", perplexity {perplexity:{'.2f' if perplexity < 1e6 else '.3g'}}"
     if "eval/accuracy" in evaluation:
         text += f", accuracy {evaluation['eval/accuracy']:.1%}"
     if "eval/kl" in evaluation:
