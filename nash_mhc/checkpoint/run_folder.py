@@ -51,6 +51,14 @@ class Description(NamedTuple):
     commands: tuple[str, ...] = ()  # of its starts, as they were typed
 
 
+def _object(values: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The object of that name, or None; TypeError for anything else, and for a folder that is not text."""
+    value = values.get(name)
+    if value is not None and not (isinstance(value, dict) and isinstance(value.get("folder", ""), str)):
+        raise TypeError(f"{name} is {str(value)[:40]!r}")
+    return value
+
+
 class RunFolder:
     """`path` may be on this machine or in an object store. Nothing is read, made or checked until it is asked for."""
 
@@ -96,14 +104,14 @@ class RunFolder:
             info = parse_json((self.path / RUN).read_bytes())
             config, history = _usable(flat(_configured(info))), list(info.get("history", []))
             commands = tuple(map(str, info.get("commands", ())))
-            init_from, wandb, drawn = (info.get(name) for name in ("init_from", "wandb", "drawn"))
+            init_from, wandb, drawn = (_object(info, name) for name in ("init_from", "wandb", "drawn"))
             return Description(config, str(info["rows"]), history, init_from, wandb, drawn, commands)
         except (OSError, *MALFORMED):
             pass  # lost or damaged: every checkpoint knows it as well
         for step in reversed(self.steps()):
             values = values_of(self.checkpoints / str(step))
             try:
-                return Description(_usable(flat(values["config"])), str(values["data"]["rows"]), [], values.get("base"))
+                return Description(_usable(flat(values["config"])), str(values["data"]["rows"]), [], _object(values, "base"))
             except MALFORMED:
                 continue
         return None

@@ -12,6 +12,7 @@ from typing import Any
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import presets
 from nash_mhc.config.device_profiles import of_profile
+from nash_mhc.config.fields import type_name
 from nash_mhc.config.key_names import OURS, keys
 from nash_mhc.config.parsing import Settings
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
@@ -143,13 +144,17 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
     with one_line(f"--checkpoint-dir {folder}"):
         known = {} if run.is_imported() else run.settings()
         has_begun = bool(known) and run.has_begun()
-    # What is damaged may hold anything; what is no value of a key is found when the configuration is built.
+    # What is damaged may hold anything; bounds and choices are checked when the configuration is built.
     known = {path: value for path, value in known.items() if value is None or isinstance(value, bool | int | float | str)}
     kind = known.get("model_kind", OURS)
     if kind not in ARCHITECTURES or known.get("model_size", RunConfig.model_size) not in presets.sizes(kind):
         return {}
     if any(given.get(name, known.get(name)) != known.get(name) for name in ("model_size", "model_kind")):
         return {}
+    for path, key in keys(kind).items():
+        value = known.get(path)
+        if isinstance(value, str) != (str in key.kinds) and value is not None:
+            raise ConfigError(f"{folder}: its run.json has {path} {value!r}, which must be {type_name(key.annotation)}")
     left_out: set[str] = set()
     if has_begun:  # it has its weights, and whose it began with is written down
         known.setdefault(_BEGIN, True)  # as older versions had it
