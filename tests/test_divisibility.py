@@ -3,37 +3,22 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from settings_small import SMALL, changed
 
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import (
     ConfigError,
-    DataConfig,
     MeshConfig,
     ModelConfig,
-    OptimConfig,
     RecursiveConfig,
     ReservoirConfig,
     RunConfig,
-    TrainConfig,
 )
 from nash_mhc.parallel.divisibility import check_fit, misfits
 from nash_mhc.parallel.mesh import mesh_shape
-
-SMALL = RunConfig(
-    model=ModelConfig(vocab_size=257, width=16, layers=1, heads=4, kv_heads=4, head_dim=4, ffn=16, scales=4, ratio=2),
-    data=DataConfig(batch_size=8, seq_len=64),
-    optim=OptimConfig(warmup_steps=0),
-    train=TrainConfig(total_steps=1, eval_batches=1),
-)
-
-
-def changed(cfg: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
-
 
 FITS: dict[str, tuple[RunConfig, dict[str, int]]] = {
     "--batch-size": (changed(SMALL, data={"batch_size": 10}), {"data": 2, "fsdp": 2, "tp": 1}),

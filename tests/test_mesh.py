@@ -1,43 +1,27 @@
 """Devices, meshes and what fits on them; and what a user is told when something does not."""
 
-import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
+from settings_small import SMALL, changed
 
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import (
     ConfigError,
-    DataConfig,
     MeshConfig,
-    ModelConfig,
-    OptimConfig,
     RunConfig,
-    TrainConfig,
 )
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
 from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.run import run
-
-SMALL = RunConfig(
-    model=ModelConfig(vocab_size=257, width=16, layers=1, heads=4, kv_heads=4, head_dim=4, ffn=16, scales=4, ratio=2),
-    data=DataConfig(batch_size=8, seq_len=64),
-    optim=OptimConfig(warmup_steps=0),
-    train=TrainConfig(total_steps=1, eval_batches=1),
-)
-
-
-def changed(cfg: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    return dataclasses.replace(cfg, **{k: dataclasses.replace(getattr(cfg, k), **v) for k, v in sections.items()})
 
 
 def refusal(cfg: RunConfig) -> str:

@@ -234,7 +234,7 @@ def test_hidden_states_and_tuples_come_when_they_are_asked_for() -> None:
 
 
 def test_an_empty_cache_of_transformers_becomes_ours() -> None:
-    """Whoever makes one by hand goes on with it, call by call; one with keys in it says nothing to this model."""
+    """A caller may pass an empty one and reuse it call by call; one that holds keys is refused."""
     from transformers import DynamicCache
 
     model, ids, cache = torch_model("whole"), torch.tensor(tokens("whole")), DynamicCache()

@@ -180,7 +180,7 @@ class Lane:
         self._append(rows, after)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a") as out:
-            # on a line of its own, whatever a crash has left of the one before
+            # on a new line: a crash may have left half a line
             out.write("\n" + json.dumps([*entry, digest_of(entry)]))
 
 

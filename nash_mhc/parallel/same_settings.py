@@ -28,7 +28,7 @@ def check_same(settings: Mapping[str, Any], patience: float = _PATIENCE_S) -> No
     board.write(f"settings/{me}", {"--num-processes": count} | dict(settings))
     with waiting():
         _until_all(board, "settings", 1, patience)
-        count = board.read("settings")["0"]["--num-processes"]  # which is how many there are, whatever this one was told
+        count = board.read("settings")["0"]["--num-processes"]  # what process 0 was started with
         _until_all(board, "settings", count, patience)
     everyone = board.read("settings")
     first = everyone["0"]
@@ -41,11 +41,13 @@ def check_same(settings: Mapping[str, Any], patience: float = _PATIENCE_S) -> No
         if me == 0:  # the notes end with process 0: the others read them first
             _until_all(board, "read", count, patience)
             time.sleep(1.0)
-        told = [f"{name} {_shown(first.get(name))} in process 0, {_shown(its.get(name))} in process {other}" for name in names]
-        more = f", and {len(told) - 3} more" if len(told) > 3 else ""
+        differences = [
+            f"{name} {_shown(first.get(name))} in process 0, {_shown(its.get(name))} in process {other}" for name in names
+        ]
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise ConfigError(
-            f"the processes of this run differ: {'; '.join(told[:3])}{more}; start all of them with the same flags, files and "
-            "packages"
+            f"the processes of this run differ: {'; '.join(differences[:3])}{more}; start all of them with the same "
+            "flags, files and packages"
         )
 
 

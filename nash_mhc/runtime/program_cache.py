@@ -41,7 +41,7 @@ def write_programs_whole() -> None:
     """Has JAX write programs whole, and only where there is room for them.
 
     JAX writes a compiled program in place. A kill in that moment leaves one that every later start stumbles over,
-    and a process beside this one may read half of it: here it is written beside its place, and then put there.
+    and another process may read half of it. Here it is written to a temporary file, then renamed.
     A program that would take more than a tenth of the free space is not kept: checkpoints need it.
     """
     try:
