@@ -12,16 +12,16 @@ from nash_mhc import __version__
 from nash_mhc.config.commands import chosen_command, one_line_errors
 
 ABOUT = {
-    "train": "trains a model, or goes on with a run",
+    "train": "trains a model or resumes a run",
     "generate": "writes text with a trained model",
-    "evaluate": "puts tasks to a model: lm-evaluation-harness, held-out text",
+    "evaluate": "evaluates a model: lm-evaluation-harness tasks, held-out text",
     "data": "prepares and inspects data, trains tokenizers",
-    "distill": "has a teacher read a dataset, for students to learn from",
+    "distill": "caches a teacher's logits, runs distillation chains",
     "checkpoint": "lists, verifies and inspects a run's checkpoints",
-    "hub": "models from and for Hugging Face's libraries",
-    "plan": "says what fits a machine, how fast it will be and what it costs, before you rent it",
+    "hub": "imports and exports Hugging Face models",
+    "plan": "estimates what fits a machine, its speed and its cost",
     "report": "one HTML page about a run",
-    "doctor": "looks at this machine: is it ready to train?",
+    "doctor": "checks whether this machine is ready to train",
     "bench": "measures speed, quality, memory and the input pipeline",
 }
 

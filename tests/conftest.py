@@ -125,7 +125,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def pytest_sessionstart():
-    from nash_mhc.runtime.program_cache import write_programs_whole  # not before its types are checked at run time
+    from nash_mhc.runtime.compat.jax import write_programs_whole  # not before its types are checked at run time
 
     write_programs_whole()
 

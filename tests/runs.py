@@ -14,6 +14,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.train import run
+from nash_mhc.train.callbacks import EachStep
 
 RUN = small.config(optim__schedule="constant", optim__warmup_steps=0, train__total_steps=6, train__eval_interval=3)
 
@@ -24,7 +25,7 @@ def at(folder, cfg=RUN, *, each_step=None, evaluated=True, **changes):
     with pytest.MonkeyPatch.context() as patch:
         if not evaluated:
             patch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)
-        return run(cfg, quiet=True, each_step=each_step)
+        return run(cfg, quiet=True, callbacks=[EachStep(each_step)] if each_step else [])
 
 
 class _Weights(eqx.Module):

@@ -97,7 +97,7 @@ def random_rows(cfg: RunConfig, seed: int, *, parts: int | None = None, batch: i
 
 def change_batches(change: Callable[[int, Rows], Rows], setattr: Callable[[Any, str, Any], None] = setattr) -> None:
     """Whatever run reads rows from now on reads `change(step, rows)`; `setattr` may be monkeypatch's."""
-    module = sys.modules["nash_mhc.train.run"]  # the package's own `run` is the function
+    module = sys.modules["nash_mhc.train.trainer"]  # the package's own `run` is the function
     read = module.host_batches
 
     def batches(*args: Any, start_step: int = 0, **options: Any) -> Iterator[Rows]:
@@ -205,7 +205,7 @@ def assert_same_run(got: Any, want: Any, *, rtol: float = 1e-4, health: bool = T
 
 def small_meter(history, saved=None, **state):
     """A meter that has taken in the metrics of these steps."""
-    meter = Meter(config(), 1.0, 1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
+    meter = Meter(slots=256, flops_per_token=1.0, peak_flops=1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
     for number, metrics in enumerate(history, start=1 + state.get("step", 0)):
         meter.add(number, {k: np.asarray(v) for k, v in metrics.items()})
     return meter

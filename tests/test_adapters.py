@@ -119,34 +119,34 @@ def test_every_field_of_peft_is_handled_refused_or_ignored():
     assert [name for name, values in REFUSED.items() if plain[name] not in values] == []
 
 
+RANKS = {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 9}}
+ALPHAS = {"alpha_pattern": {"v_proj": 1, "^model.layers.0.*o_proj": 17}}
+# By the names of the fields; each field is compared in every run of the tests.
 ACCEPTED = {
-    "peft_type": {},
-    "r": {"r": 7},
-    "lora_alpha": {"lora_alpha": 5},
-    "lora_dropout": {"lora_dropout": 0.5},
-    "use_rslora": {"use_rslora": True},
-    "rank_pattern": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 9}},
-    "alpha_pattern": {"alpha_pattern": {"v_proj": 1, "^model.layers.0.*o_proj": 17}, "use_rslora": True},
+    "peft_type, r, lora_alpha, lora_dropout": {"r": 7, "lora_alpha": 5, "lora_dropout": 0.5},
+    "use_rslora, rank_pattern, alpha_pattern": {"use_rslora": True} | RANKS | ALPHAS,
     "init_lora_weights": {"init_lora_weights": "pissa"},
-    "init_lora_weights, olora": {"init_lora_weights": "olora", "use_rslora": True, "rank_pattern": {"o_proj": 3}},
-    "init_lora_weights, gaussian": {"init_lora_weights": "gaussian"},
-    "init_lora_weights, orthogonal": {"init_lora_weights": "orthogonal"},
-    "init_lora_weights, mica": {"init_lora_weights": "mica"},
+    "init_lora_weights, use_rslora, rank_pattern": {
+        "init_lora_weights": "olora", "use_rslora": True, "rank_pattern": {"o_proj": 3}
+    },
     "target_modules": {"target_modules": r".*\.0\..*(q|up)_proj"},
-    "target_modules, all": {"target_modules": "all-linear"},
     "exclude_modules": {"exclude_modules": ["layers.0.self_attn.v_proj"]},
-    "layers_to_transform": {"layers_to_transform": [1]},
-    "layers_pattern": {"layers_to_transform": 0, "layers_pattern": "layers", "init_lora_weights": "pissa"},
-}
+    "layers_pattern, layers_to_transform, init_lora_weights": {
+        "layers_to_transform": 0, "layers_pattern": "layers", "init_lora_weights": "pissa"
+    },
+}  # fmt: skip
+# Each field alone, and more of its values.
+LONG = [
+    {"r": 7}, {"lora_alpha": 5}, {"lora_dropout": 0.5}, {"use_rslora": True}, RANKS, ALPHAS | {"use_rslora": True},
+    *({"init_lora_weights": name} for name in ("gaussian", "orthogonal", "mica")),
+    {"target_modules": "all-linear"}, {"layers_to_transform": [1]},
+]  # fmt: skip
+CASES = [*ACCEPTED.values(), *(pytest.param(settings, marks=pytest.mark.long) for settings in LONG)]
 
 
-# One of each field is compared in every run of the tests.
-LONG = [name for name in ACCEPTED if "," in name and name != "init_lora_weights, olora"]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in ACCEPTED])
-def test_a_field_that_is_handled_means_what_it_means_to_peft(base, tmp_path, name):
-    theirs = their_adapters(base, tmp_path / "theirs", **ACCEPTED[name])
+@pytest.mark.parametrize("settings", CASES, ids=lambda settings: " ".join(map(str, settings.values()))[:40])
+def test_a_field_that_is_handled_means_what_it_means_to_peft(base, tmp_path, settings):
+    theirs = their_adapters(base, tmp_path / "theirs", **settings)
     call("import", tmp_path / "theirs", "--base", base, "--out", tmp_path / "ours")
     tokens = np.random.default_rng(0).integers(0, 250, (2, 24)).astype(np.int32)
     expected = logits(theirs.merge_and_unload(), tokens)
@@ -165,7 +165,8 @@ def forward(model, tokens_BT):
 
 
 def test_every_handled_field_is_compared_with_peft():
-    assert {name.partition(",")[0] for name in ACCEPTED} == HANDLED
+    assert {name for names in ACCEPTED for name in names.split(", ")} == HANDLED
+    assert all(set(settings) <= set(names.split(", ")) for names, settings in ACCEPTED.items())
 
 
 MORE = {

@@ -18,7 +18,7 @@ from nash_mhc.generate.decode import generate_tokens, load
 from nash_mhc.model import architectures
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.train.resolve_devices import resolve
+from nash_mhc.train.devices import resolve
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nash_mhc.ops.attend import attend, best_kernel, why_not
-from nash_mhc.ops.attend_cudnn import documents_of
-from nash_mhc.ops.attend_splash import _kernel
+from nash_mhc.ops.kernels.attend_cudnn import documents_of
+from nash_mhc.ops.kernels.attend_splash import _kernel
 from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
 
 

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
+from sampled import long
 
 from nash_mhc.config.schema import MeshConfig
-from nash_mhc.ops import attend_cudnn
 from nash_mhc.ops.attend import attend, attend_with_evidence
 from nash_mhc.ops.attend_rows import Rows
+from nash_mhc.ops.kernels import attend_cudnn
+from nash_mhc.ops.platform import in_any_order, sums_in_any_order
 from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.runtime.compat import cudnn
 from nash_mhc.runtime.compiled import CompiledStep
 
 T = 24
@@ -89,8 +92,8 @@ def acted_out(monkeypatch):
         _dot_product_attention_fwd_p=primitive(forward), _dot_product_attention_bwd_p=primitive(backward),
         MaskType=fused.MaskType, AttentionLayout=fused.AttentionLayout,
     )  # fmt: skip
-    monkeypatch.setattr(attend_cudnn, "_fused", lambda: acted)
-    monkeypatch.setattr(attend_cudnn, "walks_documents", lambda: True)
+    monkeypatch.setattr(cudnn, "fused", lambda: acted)
+    monkeypatch.setattr(cudnn, "walks_documents", lambda: True)
     # The branch for rows of too many documents is traced and not taken.
     monkeypatch.setattr(attend_cudnn, "_masked", lambda rows, window: rows.q_BTNH)
 
@@ -118,11 +121,12 @@ def computed(kernel, packed, window, most=None, at_once=None):
     return jax.tree.leaves(jax.jit(both)(q, k, v))
 
 
-# How many documents there are is asked for packed rows only.
-@pytest.mark.parametrize(
-    ("packed", "most", "at_once"), [(True, None, T), (True, 3, T), (True, 3, 10), (False, None, T), (False, None, 10)]
-)
-@pytest.mark.parametrize("window", [None, 4])
+# How many documents there are is asked for packed rows only. (packed, most, at once, window)
+CASES = [(True, None, T, None), (True, 3, T, 4), (True, 3, 10, None), (False, None, T, None), (False, None, 10, 4)]
+CASES += long((True, None, T, 4), (True, 3, T, None), (True, 3, 10, 4), (False, None, T, 4), (False, None, 10, None))
+
+
+@pytest.mark.parametrize(("packed", "most", "at_once", "window"), CASES)
 def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, window, most, at_once, monkeypatch):
     monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", at_once)
     found = computed("cudnn", packed, window, most, at_once)
@@ -132,7 +136,7 @@ def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, win
 
 def test_no_two_backward_passes_of_a_program_are_alike(monkeypatch):
     """A function that is called twice, once of them by another: XLA makes four calls of it."""
-    monkeypatch.setattr(attend_cudnn, "_fused", lambda: fused)
+    monkeypatch.setattr(cudnn, "fused", lambda: fused)
     x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
 
     @jax.jit
@@ -146,20 +150,20 @@ def test_no_two_backward_passes_of_a_program_are_alike(monkeypatch):
     before = _seeds_by_call(module)
     assert len(before) == 4
     assert len(set(before)) == 1
-    attend_cudnn.tell_apart(module)
+    cudnn.number_backward_passes(module)
     after = _seeds_by_call(module)
     assert len(after) == len(set(after)) == 4
     assert module.operation.verify()
 
 
 def test_long_rows_go_backwards_in_parts_only_where_sums_have_an_order(monkeypatch):
-    monkeypatch.setattr(attend_cudnn, "_fused", lambda: fused)
+    monkeypatch.setattr(cudnn, "fused", lambda: fused)
     monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", 128)
     x = jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)
 
     def passes(any_order):
         loss = lambda x: jnp.sum(attend(x, x, x, kernel="cudnn").astype(jnp.float32))
-        with attend_cudnn.in_any_order(any_order):
+        with in_any_order(any_order):
             lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
         return len(_seeds_by_call(lowered.compiler_ir("stablehlo")))
 
@@ -169,7 +173,7 @@ def test_long_rows_go_backwards_in_parts_only_where_sums_have_an_order(monkeypat
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_step_adds_up_in_any_order_unless_it_is_deterministic(deterministic):
     asked = []
-    step = CompiledStep(lambda x, y: asked.append(attend_cudnn._ANY_ORDER.get()) or x, make_mesh(MeshConfig()))
+    step = CompiledStep(lambda x, y: asked.append(sums_in_any_order()) or x, make_mesh(MeshConfig()))
     step._deterministic_gpu = deterministic  # as it would be on a GPU
     step(jnp.zeros(()), jnp.zeros(()))
     assert asked == [not deterministic]
@@ -180,10 +184,10 @@ def _seeds_by_call(module):
     functions = {op.attributes["sym_name"].value: op for op in module.body.operations}
 
     def seeds(name):
-        for op in attend_cudnn._operations(functions[name]):
-            if attend_cudnn._is_backward(op):
+        for op in cudnn._operations(functions[name]):
+            if cudnn._is_backward(op):
                 yield json.loads(op.attributes["backend_config"].value)["cudnn_fmha_backend_config"]["seed"]
-            elif callee := attend_cudnn._callee(op):
+            elif callee := cudnn._callee(op):
                 yield from seeds(callee)
 
     return list(seeds("main"))

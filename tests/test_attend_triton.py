@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops import attend_triton, attend_triton_gpu
 from nash_mhc.ops.attend import attend, attend_with_evidence
-from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Found, Rows, bounds_of
-from nash_mhc.ops.attend_triton import find_reference, fits_triton, found_by_triton
+from nash_mhc.ops.kernels import attend_triton, attend_triton_gpu
+from nash_mhc.ops.kernels.attend_cudnn import documents_of
+from nash_mhc.ops.kernels.attend_triton import find_reference, fits_triton, found_by_triton
 
 B, T, N, H, STRIDE = 2, 512, 4, 16, 4
 # Documents end within a tile of keys, within one of queries, and with the row.
@@ -87,7 +87,7 @@ def asked_of_cudnn(monkeypatch):
     with_evidence = lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
     monkeypatch.setattr("nash_mhc.ops.attend.found_by_cudnn", with_evidence)
     monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn", lambda rows, window: asked.append(window) or rows.q_BTNH)
-    monkeypatch.setattr("nash_mhc.ops.attend.walks_documents", lambda: True)
+    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: True)
     monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)
     return asked
 
@@ -121,7 +121,7 @@ def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, mon
 
     assert [run(None, nothing), run(segments, known)] == [2, 2]
     assert [run(segments, counted), run(segments, nothing)] == [0, 0]
-    monkeypatch.setattr("nash_mhc.ops.attend.walks_documents", lambda: False)
+    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: False)
     assert run(segments, known) == 0
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from nash_mhc.bench import __main__ as bench
 from nash_mhc.bench import kernels
-from nash_mhc.ops import conv_gpu
+from nash_mhc.ops.kernels import conv_gpu
 
 # A plain decoder with a convolution: few kernels, which the interpreter compiles in seconds.
 FLAGS = (

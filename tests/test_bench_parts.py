@@ -14,14 +14,16 @@ from nash_mhc.bench import step
 from nash_mhc.bench.parts import bench_parts, least, one_group, parts_and_arrays, step_ms
 from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
-from nash_mhc.config.schema import LoraConfig, ObjectiveConfig, ReservoirConfig
-from nash_mhc.model.attention import lay_out
+from nash_mhc.config.schema import LoraConfig, ObjectiveConfig
+from nash_mhc.estimate.roofline import flops_per_token
+from nash_mhc.kits.reservoir.settings import ReservoirConfig
+from nash_mhc.model.attention import attention_layout
+from nash_mhc.model.device_settings import for_platform
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import for_compute
 from nash_mhc.runtime.hardware import memory_rate
 from nash_mhc.train.device_batches import abstract_batch, to_device
-from nash_mhc.train.resolve_devices import for_platform
-from nash_mhc.train.state import abstract_state, flops_per_token
+from nash_mhc.train.state import abstract_state
 
 NASH = dataclasses.replace(small.config(train__grad_accum=2), model=small.NASH)
 
@@ -90,8 +92,8 @@ def test_they_come_to_what_the_layer_computes():
         def compared(model, batch):
             given, segments_BT = walk(model, batch), batch.segments[0]
             layer = for_compute(jax.tree.map(lambda a: a[0], model.layers), "float32")
-            layout = lay_out(segments_BT.shape, segments_BT, cfg.model.strides, "xla", 2)
-            mixed_BTD, _ = layer.attention(given["qkv"].arrays, layout, window=cfg.model.window, kernel="xla")
+            layout = attention_layout(segments_BT.shape, segments_BT, cfg.model.strides, "xla", 2)
+            mixed_BTD = layer.attention(given["qkv"].arrays, layout, window=cfg.model.window, kernel="xla")
             return (given["output"].out, given["ffn-down"].out), (mixed_BTD, layer.ffn(given["ffn-up"].arrays))
 
         with jax.set_mesh(mesh):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampled import long
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import ShortConv
@@ -64,8 +65,9 @@ def test_it_adds_up_in_float32_and_starts_as_nearly_nothing():
     assert np.std(exact - x_BTD.astype(np.float32)) < 0.06
 
 
-@pytest.mark.parametrize("segmented", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("segmented", "dtype"), [(True, jnp.float32), (False, jnp.bfloat16), *long((False, jnp.float32), (True, jnp.bfloat16))]
+)
 def test_the_kernels_equal_the_plain_form(segmented, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. Rows and documents end within a tile's reach."""
     rng = np.random.default_rng(0)

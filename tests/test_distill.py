@@ -2,26 +2,27 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
+from command_process import CommandProcess
 from runs import RUN, assert_equal_states, at, rows, untrained_run
 
 from nash_mhc.config.schema import ConfigError, DistillConfig, MeshConfig, ObjectiveConfig
 from nash_mhc.data.prepared.taught import TaughtRows
 from nash_mhc.distill import cache as making
+from nash_mhc.distill import chain
 from nash_mhc.distill.__main__ import cache_command, chain_command
 from nash_mhc.distill.chain import read_chain, show
 from nash_mhc.hub.load import load
 from nash_mhc.report.contents import contents, open_run
+from nash_mhc.train.teacher import check_drawn
 
 K = 12
 DATA = ["--dataset", "stories", "--max-documents", "20", "--seq-len", "32", "--batch-size", "8", "--model-scales", "1"]
@@ -89,6 +90,13 @@ def test_random_tokens_are_cached_beside_the_likeliest_and_learned_from(teacher,
         at(tmp_path / "other", other)
 
 
+@pytest.mark.parametrize(("init_from", "remedy"), [(None, "set --model-vocab-size 300, or leave out"), ("base", "leave out")])
+def test_the_vocabulary_is_advised_only_where_it_can_be_set(init_from, remedy):
+    cfg = small.config(train__init_from=init_from)
+    with pytest.raises(ConfigError, match=f"the model has 257; {remedy} --distill-random$"):
+        check_drawn("--distill-teacher t", 5, 300, cfg, without="leave out --distill-random")
+
+
 def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monkeypatch):
     out, seen = tmp_path / "cache", 0
     write = making._own_records
@@ -139,12 +147,11 @@ def test_two_processes_find_what_one_does(teacher, cache, tmp_path):
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     asked = words(teacher, tmp_path / "two", "--temperatures", "1,2", "--mesh-data", "2", rows=cache)
-    command = [sys.executable, "-m", "nash_mhc.distill", "cache", *asked]
+    command = ["-m", "nash_mhc.distill", "cache", *asked]
     command += ["--coordinator-address", address, "--num-processes", "2", "--process-id"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    both = [subprocess.Popen([*command, number], env=env, stderr=subprocess.PIPE, text=True) for number in "01"]
-    said = [process.communicate(timeout=240)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    both = [CommandProcess([*command, number], tmp_path) for number in "01"]
+    ended = [process.end() for process in both]
+    assert [process.returncode for process in ended] == [0, 0], ended
     assert_the_same_is_found(cache, tmp_path / "two")  # its hashes were right, too
     assert not list((tmp_path / "two").glob("*.partial*"))
 
@@ -323,9 +330,9 @@ pack: few
 """
 
 
-def test_a_chain_makes_what_is_missing_and_its_mistakes_are_found_before_anything_begins(teacher, tmp_path):
-    """As after a stop: its teacher has taken all of its steps, its cache is there, made by the chain's very words. The
-    other parts are processes, of which each takes seconds to begin."""
+def test_a_chain_makes_what_is_missing_and_its_mistakes_are_found_before_anything_begins(teacher, tmp_path, monkeypatch):
+    """As after a stop: its teacher has taken all of its steps, its cache is there, made by the chain's very words."""
+    monkeypatch.setattr(chain, "_ended", lambda argv: CommandProcess(argv[1:], tmp_path).end().returncode)
     file, out = tmp_path / "chain.yaml", tmp_path / "out"
     file.write_text(CHAIN)
     links = read_chain(file, out)

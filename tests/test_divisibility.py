@@ -13,10 +13,10 @@ from nash_mhc.config.schema import (
     ConfigError,
     MeshConfig,
     ModelConfig,
-    RecursiveConfig,
-    ReservoirConfig,
     RunConfig,
 )
+from nash_mhc.kits.recursive.settings import RecursiveConfig
+from nash_mhc.kits.reservoir.settings import ReservoirConfig
 from nash_mhc.parallel.divisibility import check_fit, misfits
 from nash_mhc.parallel.mesh import mesh_shape
 

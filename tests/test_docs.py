@@ -30,7 +30,7 @@ from nash_mhc.parallel.sharding import RULES, logical_axes
 from nash_mhc.plan import __main__ as plan
 from nash_mhc.report import __main__ as report
 from nash_mhc.train import __main__ as train
-from nash_mhc.train.resolve_devices import resolve
+from nash_mhc.train.devices import resolve
 from nash_mhc.train.state import abstract_state, sharded_abstract_state
 
 # The test that really runs a command of each kind, with a small model, on this machine.
@@ -47,7 +47,7 @@ RUN_BY = {
     "checkpoint list": "test_checkpoint_command.py::test_list_shows_every_checkpoint_and_what_was_set_aside",
     "checkpoint inspect": "test_checkpoint_command.py::test_a_laptop_with_one_device_reads_what_eight_wrote",
     "checkpoint verify": "test_first_hour.py::test_the_console_script_is_every_command",
-    "checkpoint restore-test": "test_restore_drill.py::test_a_laptop_with_one_device_restores_what_eight_wrote",
+    "checkpoint restore-test": "test_restore_check.py::test_a_laptop_with_one_device_restores_what_eight_wrote",
     "generate": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "hub import": "test_hub_import.py::test_here_and_back_nothing_changes",
     "hub export": "test_hub_import.py::test_here_and_back_nothing_changes",

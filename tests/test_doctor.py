@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sampled import long
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.doctor import __main__ as doctor
@@ -140,7 +141,7 @@ def test_a_platform_that_is_not_there_is_told_with_the_variable_that_asks_for_it
     [
         # As a driver does: in C, and with the lock that all other threads of the process would need.
         ("ctypes.PyDLL(None).sleep(1000)", "no answer within 40 s while asking JAX for its devices"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "the process died of SIGSEGV while asking JAX for its devices"),
+        *long(("os.kill(os.getpid(), signal.SIGSEGV)", "the process died of SIGSEGV while asking JAX for its devices")),
     ],
 )
 def test_a_device_that_hangs_or_tears_the_process_down_is_a_line(here: Machine, does: str, told: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nash_mhc.config import kits
 from nash_mhc.config.schema import ARCHITECTURES
 from nash_mhc.data.documents import files, readers
 from nash_mhc.model import architectures
@@ -19,15 +20,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 @pytest.fixture
 def nothing_stays_registered(monkeypatch):
     monkeypatch.setattr(architectures, "_KNOWN", dict(architectures._KNOWN))
-    monkeypatch.setattr(registry, "OBJECTIVES", dict(registry.OBJECTIVES))
-    monkeypatch.setattr(optimizers, "OPTIMIZERS", dict(optimizers.OPTIMIZERS))
+    monkeypatch.setattr(registry, "OBJECTIVES", registry.OBJECTIVES.copy())
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS.copy())
+    monkeypatch.setenv(kits.OUTSIDE, "")
     monkeypatch.setattr(files, "FORMATS", formats := dict(files.FORMATS))
     monkeypatch.setattr(readers, "FORMATS", formats)
     monkeypatch.setitem(sharding.RULES, "batch", sharding.RULES["batch"])  # put back afterwards
-    known = dict(ARCHITECTURES)
     yield
-    ARCHITECTURES.clear()
-    ARCHITECTURES.update(known)
+    for kind in ("bigram", "adapted"):
+        ARCHITECTURES.pop(kind, None)
 
 
 def test_every_example_runs_as_it_stands(nothing_stays_registered, tmp_path, monkeypatch, capsys):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import shutil
-import sys
 import time
 
 import pytest
@@ -16,8 +15,7 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.telemetry.fan_out import Telemetry
 from nash_mhc.train import run as train
-
-session_module = sys.modules["nash_mhc.train.session"]
+from nash_mhc.train import run_record, trainer
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(session_module, "Saver", functools.partial(Saver, first_pause=0.01, longest_pause=0.01))
+    monkeypatch.setattr(trainer, "Saver", functools.partial(Saver, first_pause=0.01, longest_pause=0.01))
 
 
 def during(step, fault):
@@ -64,8 +62,8 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
             super()._note(*args, **options)
             folder.unlink()
 
-    monkeypatch.setattr(session_module, "Telemetry", during(2, vanish))
-    monkeypatch.setattr(session_module, "Saver", functools.partial(MendedAfterOneFailure, first_pause=0.0))
+    monkeypatch.setattr(run_record, "Telemetry", during(2, vanish))
+    monkeypatch.setattr(trainer, "Saver", functools.partial(MendedAfterOneFailure, first_pause=0.0))
     result = train(config(folder, checkpoint_interval=4, eval_interval=0))
     assert_equal_states(result.state, unbroken.state, rtol=0, atol=0)
     out = capsys.readouterr().out
@@ -97,8 +95,8 @@ def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, mo
         faults.enter_context(full_disk())
 
     with contextlib.ExitStack() as faults:
-        monkeypatch.setattr(session_module, "Telemetry", during(4, fill))
-        monkeypatch.setattr(session_module, "Saver", functools.partial(session_module.Saver, attempts=3))
+        monkeypatch.setattr(run_record, "Telemetry", during(4, fill))
+        monkeypatch.setattr(trainer, "Saver", functools.partial(trainer.Saver, attempts=3))
         cfg = config(tmp_path / "run", checkpoint_interval=2, eval_interval=0)
         assert one_line_errors(lambda: train(cfg, quiet=True) and 0) == 2
     out, err = capsys.readouterr()

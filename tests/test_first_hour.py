@@ -2,6 +2,7 @@
 nothing is in the way."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 import small
+from command_process import CommandProcess
 from corpora import prepared, save_tokenizer, stories, write_jsonl
 from runs import RUN, at, untrained_run
 from training_process import DENSE
@@ -38,12 +40,18 @@ SMALL = [*DENSE[: DENSE.index("--seq-len")], "--batch-size", "8", "--eval-batche
 WITHOUT_SAMPLE = ["--seq-len", "64", "--sample-tokens", "0"]
 
 
-def typed(line: str, folder: Path) -> str:
-    """What a shell makes of the line, in that folder; it must end well, without a word of complaint."""
+def typed(line: str, folder: Path, *, shell: bool = True) -> str:
+    """What a shell, or a forked process, makes of the line, in that folder; it must end well, without a word of
+    complaint."""
     # Where an environment is activated, commands are told with a plain `python`; here they are told in full.
     elsewhere = [folder for folder in os.environ["PATH"].split(os.pathsep) if Path(folder) != Path(sys.executable).parent]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": os.pathsep.join(elsewhere)}
-    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    env = {"PYTHONPATH": str(ROOT), "PATH": os.pathsep.join(elsewhere)}
+    if shell:
+        done = subprocess.run(line, shell=True, cwd=folder, env=os.environ | env, capture_output=True, text=True, check=False)
+    else:
+        python, *words = shlex.split(line, comments=True)
+        assert python == sys.executable
+        done = CommandProcess(words, folder, **env).end()
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert not re.search("warning|error", done.stderr, re.IGNORECASE), done.stderr
     return done.stdout
@@ -58,7 +66,9 @@ def proposed(out: str) -> list[str]:
     return lines
 
 
-def test_every_command_that_is_printed_runs_as_it_stands(tmp_path):
+@pytest.mark.parametrize("shell", [False, pytest.param(True, marks=pytest.mark.long)], ids=["forked", "shell"])
+def test_every_command_that_is_printed_runs_as_it_stands(tmp_path, shell):
+    type_ = functools.partial(typed, folder=tmp_path, shell=shell)
     notes = tmp_path / "my notes"
     notes.mkdir()
     for number, text in enumerate(stories(60)):
@@ -66,24 +76,24 @@ def test_every_command_that_is_printed_runs_as_it_stands(tmp_path):
     (notes / "empty.md").write_text("")
     python = shlex.quote(sys.executable)
     quoted = shlex.join(["--dataset", "my notes", *SMALL])
-    out = typed(f"{python} -m nash_mhc data train-bpe {quoted} --vocab-size 300 --out 'my tokenizer'", tmp_path)
+    out = type_(f"{python} -m nash_mhc data train-bpe {quoted} --vocab-size 300 --out 'my tokenizer'")
     assert proposed(out) == [f"{sys.executable} -m nash_mhc.train {quoted} --tokenizer 'my tokenizer'"]
-    out = typed(f"{python} -m nash_mhc.data prepare {quoted} --tokenizer 'my tokenizer' --seq_len 64 --out 'my data'", tmp_path)
+    out = type_(f"{python} -m nash_mhc.data prepare {quoted} --tokenizer 'my tokenizer' --seq_len 64 --out 'my data'")
     assert "60 documents" in out
     assert "61 files, 1 empty document left out" in out
     (line,) = proposed(out)
     assert line == f"{sys.executable} -m nash_mhc.train --dataset 'my data' {shlex.join(SMALL)}"
-    out = typed(f"{line} --checkpoint-dir 'my runs/first one'", tmp_path)
+    out = type_(f"{line} --checkpoint-dir 'my runs/first one'")
     assert out.startswith("1 x cpu, float32; ")  # no mesh on one device
     assert re.search(r"\nheld out: \d+ of 60 documents, \d\.\d% of the text", out)
     run = json.loads((tmp_path / "my runs" / "first one" / "run.json").read_text())["config"]
     assert (run["data"]["seq_len"], run["data"]["tokenizer"], run["model"]["vocab_size"]) == (64, "my data/tokenizer", 300)
     generate, report, board, longer = proposed(out)
     assert generate == f"{sys.executable} -m nash_mhc.generate 'my runs/first one'"
-    assert typed(f"{generate} --max_tokens 3", tmp_path)
-    assert "report.html" in typed(report, tmp_path)
+    assert type_(f"{generate} --max_tokens 3")
+    assert "report.html" in type_(report)
     assert Path(shlex.split(board)[0]).exists()
-    out = typed(longer, tmp_path)
+    out = type_(longer)
     assert "starting from step 2 of this run" in out
     assert "settings changed: train.total_steps 2 -> 20\n" in out  # all else is as the run has recorded it
 
@@ -200,14 +210,14 @@ def test_the_console_script_is_every_command(tmp_path):
     # Worker processes begin with the script as well, and a signal that stops a run is heard.
     flags = shlex.join([*SMALL, *WITHOUT_SAMPLE, "--num-workers", "1", "--checkpoint-dir", "run"])
     assert "held out at step 2" in typed(f"./nash-mhc train {flags}", tmp_path)
-    assert "whole" in typed("./nash-mhc checkpoint verify run", tmp_path)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
-    python = shlex.quote(sys.executable)
-    for command in ("nash_mhc", "nash_mhc.train --help", "nash_mhc.train --print-config"):
-        out = typed(f"{python} -u -m {command} | head -c 10", tmp_path)  # fails on a word of complaint
-        assert len(out) == 10
+@pytest.mark.parametrize(
+    "command", ["nash_mhc", pytest.param("nash_mhc.train --help", marks=pytest.mark.long), "nash_mhc.train --print-config"]
+)
+def test_a_reader_that_has_seen_enough_is_no_error(command, tmp_path):
+    out = typed(f"{shlex.quote(sys.executable)} -u -m {command} | head -c 10", tmp_path)  # fails on a word of complaint
+    assert len(out) == 10
 
 
 def test_a_step_that_never_ran_is_not_shown(tmp_path):
@@ -257,7 +267,7 @@ def test_the_snippet_of_the_readme_runs(tmp_path):
     code = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport small\n{code}"
     code = code.replace('presets.run("tiny")', "small.config()").replace('presets.model("tiny")', "small.MODEL")
     (tmp_path / "snippet.py").write_text(code)
-    out = typed(f"{shlex.quote(sys.executable)} snippet.py", tmp_path)
+    out = typed(f"{shlex.quote(sys.executable)} snippet.py", tmp_path, shell=False)
     assert "(1, 16, 257)" in out
     assert len(list(tmp_path.glob("runs/*/checkpoints/50"))) == 1
 

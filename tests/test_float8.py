@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small
+from bigram import BigramConfig
 
-from nash_mhc.config.schema import ConfigError, QuantizeConfig, RecursiveConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import ConfigError, QuantizeConfig, RunConfig, TrainConfig
 from nash_mhc.ops import float8
 
 EQUATIONS = {
@@ -96,6 +97,6 @@ def test_a_run_with_it_is_the_same_on_a_mesh_and_with_remat_and_not_that_without
 def test_what_it_cannot_go_with_is_said():
     train = TrainConfig(matmul_dtype="float8")
     with pytest.raises(ConfigError, match="only models of kind nash-mhc"):
-        RunConfig(model=RecursiveConfig(), train=train)
+        RunConfig(model=BigramConfig(), train=train)
     with pytest.raises(ConfigError, match="rounded twice"):
         RunConfig(train=train, quantize=QuantizeConfig(weights="4/8,4/8"))

@@ -4,13 +4,11 @@
 fuzz_files.py makes the valid inputs.
 """
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_process import CommandProcess
 from fuzz_targets import TARGETS
 from fuzzing import damage, run_case, tree
 
@@ -58,9 +56,7 @@ def test_a_command_of_its_own_ends_the_same_way(tmp_path, name, seed, module, ar
     TARGETS[name].make(tmp_path)
     damage(TARGETS[name], random.Random(seed), tmp_path)
     before = tree(tmp_path)
-    command = [sys.executable, "-m", f"nash_mhc.{module}", *argv]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = CommandProcess(["-m", f"nash_mhc.{module}", *argv], tmp_path).end()
     assert "Traceback" not in done.stderr
     assert done.returncode in (1, 2)
     assert done.returncode == 1 or (done.stderr.startswith("error: ") and done.stderr.count("\n") == 1)

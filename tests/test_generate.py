@@ -24,9 +24,9 @@ from nash_mhc.generate.__main__ import main
 from nash_mhc.generate.decode import MANY, Loaded, generate_tokens, keep_likely, load, sample, stream_text
 from nash_mhc.model.sampling import context_start
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.train.run import Result
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import abstract_state, state_shardings
+from nash_mhc.train.trainer import Result
 
 T = 32
 BYTES = ByteTokenizer()
@@ -160,8 +160,8 @@ def test_a_long_prompt_is_read_with_progress_by_a_program_that_is_compiled_once(
 
 def test_a_run_on_one_device_writes_its_samples_with_one_program(trained: Result, caplog: pytest.LogCaptureFixture) -> None:
     cfg = tiny_config(trained.folder)
-    data, telemetry = dataclasses.replace(cfg.data, seq_len=24), dataclasses.replace(cfg.telemetry, sample_tokens=2 * MANY)
-    samples = Samples(dataclasses.replace(cfg, data=data, telemetry=telemetry), make_mesh(cfg.mesh), BYTES, print)
+    telemetry = dataclasses.replace(cfg.telemetry, sample_tokens=2 * MANY)
+    samples = Samples(telemetry, cfg.model, make_mesh(cfg.mesh), BYTES, print, 24, cfg.train.dtype)
     with jax.log_compiles():
         assert samples.write(trained.state.model)
     assert len(compiled(caplog)) == 1

@@ -1,6 +1,7 @@
 """Meshes and remat choices change the order of additions, not the gradient: random models against one device."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -17,8 +18,8 @@ from nash_mhc.train.state import state_shardings
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 2, 1), (2, 1, 4), (1, 4, 2)]
 
 
-def random_case(seed):
-    """(a run on one device, the same on a mesh with another remat, noise on its weights, share of the maps' biases).
+def random_model(seed):
+    """(a run on one device, noise on its weights, share of the maps' biases).
 
     Without their biases, the maps of streams are nearly uniform; with them, near the identity.
     """
@@ -30,11 +31,15 @@ def random_case(seed):
         scales=pick(1, 2), ratio=pick(2, 4), window=pick(8, 16, None), nash_iterations=pick(1, 2), conv_taps=pick(0, 2),
         qk_norm=pick(True, False),
     )  # fmt: skip
-    cfg = dataclasses.replace(cfg, model=model)
+    return dataclasses.replace(cfg, model=model), pick(0.01, 0.1, 0.3), pick(0.0, 0.3, 1.0)
+
+
+def elsewhere(cfg, seed):
+    """The same run on a random mesh, with a random remat."""
+    rng = np.random.default_rng([seed, 3])
     data, fsdp, tp = MESHES[rng.integers(len(MESHES))]
     other = small.mesh_config(cfg, data=data, fsdp=fsdp, tp=tp)
-    other = dataclasses.replace(other, train=dataclasses.replace(other.train, remat=pick("none", "dots", "full")))
-    return cfg, other, (pick(0.01, 0.1, 0.3), pick(0.0, 0.3, 1.0))
+    return dataclasses.replace(other, train=dataclasses.replace(other.train, remat=str(rng.choice(["none", "dots", "full"]))))
 
 
 def gradients(cfg, noise, share):
@@ -54,9 +59,15 @@ def gradients(cfg, noise, share):
     return {name: np.asarray(a, np.float64) for name, a in named_leaves(found).items()}
 
 
-def assert_agree(seed):
-    cfg, other, start = random_case(seed)
-    want, got = gradients(cfg, *start), gradients(other, *start)
+@functools.cache
+def gradients_on_one_device(seed):
+    return gradients(*random_model(seed))
+
+
+def assert_agree(seed, seed_of_model):
+    cfg, *start = random_model(seed_of_model)
+    other = elsewhere(cfg, seed)
+    want, got = gradients_on_one_device(seed_of_model), gradients(other, *start)
     norm = lambda leaves: np.sqrt(sum(np.sum(a**2) for a in leaves))
     whole = norm(want.values())
     assert np.isfinite(whole) and want.keys() == got.keys()
@@ -68,10 +79,10 @@ def assert_agree(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_agree(seed):
-    assert_agree(seed)
+    assert_agree(seed, 1 + seed % 2)  # two models, since each is a program more: one with scales, one with all maps
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(5, 50))
 def test_gradients_agree_in_many_configurations(seed):
-    assert_agree(seed)
+    assert_agree(seed, seed)

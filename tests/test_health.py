@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import small
 
-from nash_mhc.model.attention import Layout
-from nash_mhc.model.health import LayerReport, summary
+from nash_mhc.model.attention import AttentionLayout
+from nash_mhc.model.captures import recording
+from nash_mhc.model.health import summary
 from nash_mhc.model.multiscale import Multiscale, report
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train.meter import Interval
@@ -66,7 +67,7 @@ def test_only_real_tokens_count():
     w_CBTN = jnp.array([[1.0, 0.5, 0.0], [0.0, 0.5, 1.0]])[:, None, :, None]
     residual_BTN = jnp.array([[[0.1], [0.3], [2.0]]])
     game = jax.tree.map(lambda a: a[None], jax.jit(report)(tuple(w_CBTN), residual_BTN, jnp.array([[True, True, False]])))
-    found = jax.jit(summary)(LayerReport(game, None))
+    found = jax.jit(summary)({"game": game})
     np.testing.assert_allclose(found["scale_weight"], [[0.75, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(found["scale_entropy"], [0.5], rtol=1e-6)
     np.testing.assert_allclose(found["nash_residual"], [0.2], rtol=1e-6)
@@ -76,7 +77,7 @@ def test_only_real_tokens_count():
 def test_a_scale_without_weight_is_counted_for_every_head_that_does_without_it():
     w_CBTN = jnp.array([[[1.0, 0.5], [0.9999, 1.0]], [[0.0, 0.5], [0.0001, 0.0]]])[:, None]  # of two heads, the first one never
     game = jax.jit(report)(tuple(w_CBTN), jnp.zeros((1, 2, 2)), jnp.ones((1, 2), bool))
-    found = jax.jit(summary)(LayerReport(jax.tree.map(lambda a: a[None], game), None))
+    found = jax.jit(summary)({"game": jax.tree.map(lambda a: a[None], game)})
     assert found["scales_unused"].tolist() == [1.0]
 
 
@@ -108,7 +109,13 @@ def test_scales_without_a_finished_block_have_no_weight_at_all():
     assert isinstance(mixer, Multiscale)
     x_BTD = np.random.default_rng(1).normal(size=(3, 8, cfg.width)).astype(np.float32)
     positions_BT = jnp.arange(8)[None] % jnp.array([1, 3, 8])[:, None]
-    game = jax.jit(lambda m, x: m(x, Layout(None, positions_BT), window=cfg.window, kernel="xla")[1])(mixer, x_BTD)
+
+    def forward(mixer, x_BTD):
+        with recording({"game"}) as captured:
+            mixer(x_BTD, AttentionLayout(None, positions_BT), window=cfg.window, kernel="xla")
+        return captured["game"]
+
+    game = jax.jit(forward)(mixer, x_BTD)
     weight_BCN = np.asarray(game.weight_BCN)
     np.testing.assert_allclose(weight_BCN.sum(axis=1), 8.0, rtol=1e-6)
     assert (weight_BCN > 0.0).any(axis=2).tolist() == [[True, False, False], [True, True, False], [True, True, True]]

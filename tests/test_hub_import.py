@@ -15,6 +15,7 @@ import small
 from hub_models import KINDS, by_torch, save, tensors, torch_logits
 from runs import at, drawn_run
 from safetensors.numpy import save_file
+from sampled import long
 
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.rope_scaling import RopeScaling
@@ -31,6 +32,7 @@ from nash_mhc.train.inferred_settings import found_settings
 from nash_mhc.train.resume import check_resume
 from nash_mhc.train.state import sharded_abstract_state
 
+PLAIN = ("llama", "qwen2, tied")  # of the others, each has more: pieces, windows, stretched positions, a dtype
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 96), np.int32)
 
 
@@ -65,7 +67,7 @@ def test_logits_are_those_of_transformers(folders, name):
     np.testing.assert_allclose(got, torch_logits(folders(name), TOKENS), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*(name for name in KINDS if name not in PLAIN), *long(*PLAIN)])
 def test_here_and_back_nothing_changes(folders, name, tmp_path, monkeypatch):
     assert call("import", folders(name), "--out", tmp_path / "ours", monkeypatch=monkeypatch) == 0
     assert call("export", tmp_path / "ours", "--out", tmp_path / "back", monkeypatch=monkeypatch) == 0
@@ -79,7 +81,9 @@ def test_here_and_back_nothing_changes(folders, name, tmp_path, monkeypatch):
     HubFolder(tmp_path / "pieces").check()
 
 
-@pytest.mark.parametrize("name", ["llama, far, tied, bfloat16, in pieces", "qwen3, tied, window"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama, far, tied, bfloat16, in pieces", marks=pytest.mark.long), "qwen3, tied, window"]
+)
 def test_greedy_text_is_that_of_transformers(folders, name):
     import torch
 
@@ -127,6 +131,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused_and_leave_nothing(folders, 
     assert {kind for kind, *_ in tensors(tmp_path / "half").values()} == {"F16"}
 
 
+@pytest.mark.long
 def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
     source = folders("qwen3, tied, window")
     argv = [
@@ -181,14 +186,37 @@ def test_the_whole_architecture_is_a_folder_with_its_own_code(tmp_path, monkeypa
     model = dataclasses.replace(cfg.model, rope_scaling="yarn,factor=4,original=16", tied_embeddings=False)
     run = drawn_run(tmp_path / "run", dataclasses.replace(cfg, model=model))
     assert call("export", run, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
-    with pytest.raises(ConfigError, match="allow it with --trust-remote-code"):
-        call("check", run, tmp_path / "out", monkeypatch=monkeypatch)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     capsys.readouterr()
-    assert call("check", run, tmp_path / "out", "--trust-remote-code", monkeypatch=monkeypatch) == 0
+    assert call("check", run, tmp_path / "out", monkeypatch=monkeypatch) == 0
     assert float(capsys.readouterr().out.splitlines()[1].split()[-1]) < 1e-4
     HubFolder(tmp_path / "out").check()
+
+
+@pytest.mark.parametrize("changed", ["the file", "the class", "another file", "a repository"])
+def test_check_runs_no_code_but_ours_without_being_asked(changed, tmp_path, monkeypatch):
+    """A folder of ours whose code is not byte for byte the packaged file, or not only that file."""
+    run, out = drawn_run(tmp_path / "run", small.nash_config()), tmp_path / "out"
+    assert call("export", run, "--out", out, monkeypatch=monkeypatch) == 0
+    code = "Path(__file__).with_name('was_run').touch()\n"
+    values = json.loads((out / "config.json").read_text())
+    if changed == "the file":
+        (out / "modeling_nash_mhc.py").write_text(
+            f"from pathlib import Path\n{code}" + (out / "modeling_nash_mhc.py").read_text()
+        )
+    else:
+        names = {
+            "the class": "modeling_nash_mhc.Other",
+            "another file": "more.Other",
+            "a repository": "a/b--modeling_nash_mhc.C",
+        }
+        values["auto_map"]["AutoModelForCausalLM"] = names[changed]
+        (out / "more.py").write_text(f"from pathlib import Path\n{code}class Other: pass\n")
+        (out / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="allow it with --trust-remote-code"):
+        call("check", run, out, monkeypatch=monkeypatch)
+    assert not (out / "was_run").exists()
 
 
 def test_check_says_how_far_two_models_are_apart(folders, tmp_path, monkeypatch, capsys):

@@ -13,7 +13,6 @@ import small
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model import LM
-from nash_mhc.model.incremental import empty_cache, step
 from nash_mhc.model.protocol import Execution
 
 # Few iterations compile faster, and every one is the same code as in the whole model.
@@ -22,12 +21,15 @@ BASE = dataclasses.replace(small.NASH, vocab_size=40, width=16, heads=4, kv_head
 # Every option that attention or the residual has appears with another value somewhere.
 CONFIGS: dict[str, dict[str, Any]] = {
     "whole": {"scales": 4, "window": 8},
-    "grouped, no window, biased, plain": {"scales": 3, "kv_heads": 2, "qkv_bias": True, "qk_norm": False, "window": None},
+    "grouped, no window, biased, plain": {
+        "scales": 3, "kv_heads": 2, "qkv_bias": True, "qk_norm": False, "window": None, "tied_embeddings": False
+    },
     "ratio 3, convex, plain": {"scales": 3, "ratio": 3, "window": 9, "aggregation": "convex", "conv_taps": 1},
-    "two scales, mean, wide heads, plain": {"scales": 2, "ratio": 4, "window": 4, "aggregation": "mean", "head_dim": 64},
-    "one layer in two without a window, plain": {"scales": 2, "window": 8, "kv_heads": 2, "layers": 4, "full_every": 2},
+    "two scales, mean, wide heads, one layer in two without a window, plain": {
+        "scales": 2, "ratio": 4, "window": 4, "aggregation": "mean", "head_dim": 64, "kv_heads": 2, "layers": 4, "full_every": 2
+    },
     "one scale, window, mixed once a layer": {"scales": 1, "window": 5, "kv_heads": 1},
-    "dense, plain": {"scales": 1, "window": None, "tied_embeddings": False, "conv_taps": 0},
+    "dense, plain": {"scales": 1, "window": None, "conv_taps": 0},
 }  # fmt: skip
 
 
@@ -50,10 +52,10 @@ def tokens_of(cfg: ModelConfig, B: int, T: int) -> np.ndarray:
 @jax.jit(static_argnames=("seq_len", "dtype"))
 def decoded(model: LM, tokens_BT: jax.Array, seq_len: int, dtype: str = "float32") -> jax.Array:
     def body(cache, tokens_B):
-        logits_BV, cache = step(model, cache, tokens_B)
+        logits_BV, cache = LM.decode(model, cache, tokens_B)
         return cache, logits_BV
 
-    logits_TBV = jax.lax.scan(body, empty_cache(model.cfg, tokens_BT.shape[0], seq_len, dtype), tokens_BT.T)[1]
+    logits_TBV = jax.lax.scan(body, LM.empty_cache(model.cfg, tokens_BT.shape[0], seq_len, dtype), tokens_BT.T)[1]
     return jnp.swapaxes(logits_TBV, 0, 1)
 
 
@@ -67,7 +69,8 @@ def length(cfg: ModelConfig) -> int:
     return max(3 * cfg.coarsest_stride, 20) + 1
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# A dense model is read with a cache in test_weights, too.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("dense")) for name in CONFIGS])
 def test_step_by_step_is_the_whole_forward_pass_at_every_position(name: str) -> None:
     cfg = config(name)
     T = length(cfg)
@@ -85,7 +88,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_whole_forward_pass_is() -> None:
     one_by_one, at_once = decoded(model, tokens_BT, 64, "bfloat16"), whole(model, tokens_BT, "bfloat16")
     assert 0 < error(at_once) < 0.03
     assert error(one_by_one) < 1.5 * error(at_once)
-    assert jax.eval_shape(lambda: empty_cache(cfg, 2, 64, "bfloat16")).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda: LM.empty_cache(cfg, 2, 64, "bfloat16")).dtype == jnp.bfloat16
 
 
 reader = jax.jit(small.read)
@@ -96,7 +99,7 @@ def test_a_chunk_is_read_as_its_tokens_are_and_padding_is_not_read() -> None:
     cfg = config("whole")
     model, tokens_BT = model_of(cfg), tokens_of(cfg, 2, length(cfg))
     expected_BTV = whole(model, tokens_BT)
-    cache = empty_cache(cfg, 2, ROOM)
+    cache = LM.empty_cache(cfg, 2, ROOM)
     for first, count in ((0, 7), (7, 1), (8, 12)):
         chunk = np.full((2, 16), 39, np.int32)
         chunk[:, :count] = tokens_BT[:, first : first + count]
@@ -109,9 +112,10 @@ def test_a_fresh_cache_has_no_say_wherever_its_rows_are_still_to_come() -> None:
     """A scale whose first block has not ended is absent: its weight is 0, not small, and so it is for rows and taps."""
     cfg = config("whole")
     model, tokens_BT = model_of(cfg), tokens_of(cfg, 2, 16)
-    clean = empty_cache(cfg, 2, ROOM)
-    nonsense = jax.tree.map(lambda a: np.asarray(a) + np.float32(1e4), (clean.fine, clean.coarse))
-    soiled = dataclasses.replace(clean, fine=nonsense[0], coarse=nonsense[1])
+    clean = LM.empty_cache(cfg, 2, ROOM)
+    nonsense = jax.tree.map(lambda a: np.asarray(a) + np.float32(1e4), [layer.mixer for layer in clean.layers])
+    layers = tuple(layer._replace(mixer=mixer) for layer, mixer in zip(clean.layers, nonsense, strict=True))
+    soiled = dataclasses.replace(clean, layers=layers)
     for count in range(1, 17):
         one, other = (reader(model, cache, tokens_BT, np.int32(count))[0] for cache in (clean, soiled))
         np.testing.assert_array_equal(one, other)
@@ -145,8 +149,8 @@ def matmul_flops(jaxpr, *, branches: bool) -> float:
 @functools.cache
 def traced(cfg: ModelConfig, seq_len: int) -> Any:
     model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
-    cache = jax.eval_shape(lambda: empty_cache(cfg, 1, seq_len))
-    return jax.make_jaxpr(step)(model, cache, jax.ShapeDtypeStruct((1,), jnp.int32)).jaxpr
+    cache = jax.eval_shape(lambda: LM.empty_cache(cfg, 1, seq_len))
+    return jax.make_jaxpr(LM.decode)(model, cache, jax.ShapeDtypeStruct((1,), jnp.int32)).jaxpr
 
 
 def flops_of_a_token(cfg: ModelConfig, seq_len: int, *, branches: bool) -> float:
@@ -171,11 +175,11 @@ def test_the_cache_is_written_in_place() -> None:
     which would cost as much as reading all of them."""
     cfg = dataclasses.replace(config("whole"), layers=5, residual="plain")
     model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
-    cache = jax.eval_shape(lambda: empty_cache(cfg, 1, 256))
-    lowered = jax.jit(step, donate_argnums=1).lower(model, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    cache = jax.eval_shape(lambda: LM.empty_cache(cfg, 1, 256))
+    lowered = jax.jit(LM.decode, donate_argnums=1).lower(model, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     text = lowered.compile().as_text()
-    stacks = {",".join(map(str, scale.rows.k_LBKSH.shape)) for scale in cache.coarse}
-    stacks |= {",".join(map(str, rows.k_LBKSH.shape)) for rows in cache.fine}
+    (mixer,) = (layer.mixer for layer in cache.layers)
+    stacks = {",".join(map(str, rows.k_LBKSH.shape)) for rows in [mixer.fine, *(scale.rows for scale in mixer.coarse)]}
     for stack in stacks:
         assert f"f32[{stack}]" in text  # the check can see them
         copies = [line for line in text.splitlines() if f" = f32[{stack}]" in line and " copy(" in line]

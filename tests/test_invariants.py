@@ -16,7 +16,8 @@ import pytest
 import small
 
 from nash_mhc.config.schema import MeshConfig, ModelConfig
-from nash_mhc.model.attention import Attention, lay_out
+from nash_mhc.model.attention import Attention, attention_layout
+from nash_mhc.model.captures import recording
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import StreamState
@@ -43,6 +44,9 @@ F32, BF16 = Execution(attention="xla"), Execution("bfloat16", attention="xla")
 # One of them in bfloat16 and on eight devices, where a packed document must be itself bit for bit.
 ELSEWHERE = {"three scales": (BF16, (1, 2, 4))}
 CASES = {name: (name, *ELSEWHERE.get(name, (F32, (1, 1, 1)))) for name in MIXERS}
+# The others have each part once; each is seconds of the compiler.
+_LONG = ("dense, window, mHC", "four scales, shared keys", "ratio 3, two scales, mean")
+NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in _LONG)) for name in CASES]
 
 
 class Case:
@@ -88,7 +92,7 @@ def case(name):
     return Case(name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_depend_on_their_past_and_on_nothing_else(name):
     """The whole Jacobian d logits[t] / d embedding[u] in one pass: row b of the batch asks for token t = b.
 
@@ -117,7 +121,7 @@ def test_logits_depend_on_their_past_and_on_nothing_else(name):
     assert (found_BT[seen_BT] > 0.0).all()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_packed_document_has_the_logits_it_has_alone(name):
     m = case(name)
     T, start = m.T, m.starts[1]
@@ -160,8 +164,8 @@ def test_summaries_without_a_score_leave_plain_attention_bit_for_bit():
     segments_BT = np.repeat([[1, 1, 2, 2], [1, 2, 3, 0]], 4, axis=1).astype(np.int32)
 
     def loss(mixer, x_BTD):
-        layout = lay_out(segments_BT.shape, jnp.asarray(segments_BT), BASE.strides)
-        out_BTD, _ = mixer(x_BTD, layout, window=BASE.window, kernel="xla")
+        layout = attention_layout(segments_BT.shape, jnp.asarray(segments_BT), BASE.strides)
+        out_BTD = mixer(x_BTD, layout, window=BASE.window, kernel="xla")
         return jnp.sum(out_BTD * probe_BTD), out_BTD
 
     run = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
@@ -195,8 +199,9 @@ def test_a_layer_that_mixes_its_streams_twice_is_the_same_on_a_mesh():
 
     @jax.jit
     def through(layer, xs):
-        entered, layout = StreamState(xs, residual_streams.squares(xs)), lay_out(xs[0].shape[:2], None, cfg.strides)
-        return for_compute(layer, xs[0].dtype)(entered, layout, window=None, kernel="xla")
+        entered, layout = StreamState(xs, residual_streams.squares(xs)), attention_layout(xs[0].shape[:2], None, cfg.strides)
+        with recording({"streams"}) as captured:
+            return for_compute(layer, xs[0].dtype)(entered, layout, window=None, kernel="xla"), captured
 
     found = []
     for shape in ((2, 2, 2), (1, 1, 1)):

@@ -10,13 +10,14 @@ import time
 import numpy as np
 import pytest
 from runs import losses
-from storms import times
-from training_process import DENSE, TrainingProcess, arrays
+from storms import FULL, times
+from training_process import BIGRAM, DENSE, TrainingProcess, arrays
 
 from nash_mhc.checkpoint import manifest
 
 # More steps than the lives come to before the last kill, two or three each; what is behind it is like any other run.
 STEPS, KILLS, STORMS = 40, times(10, 6), 2
+MODEL = DENSE if FULL else BIGRAM  # of a short life, most goes into tracing the step
 FLAGS = (
     f"--total-steps {STEPS} --checkpoint-interval 2 --log-interval 1 --keep-last 2 --schedule constant --warmup-steps 0 "
     "--ema-decay 0.9"
@@ -34,7 +35,7 @@ class Killed:
     def __init__(self, folder, chance, kills):
         self.folder, self.kills, self.while_saving = folder, 0, 0
         while True:
-            self.last = life = TrainingProcess(folder, *FLAGS, model=DENSE, NO_EVALUATION="1")
+            self.last = life = TrainingProcess(folder, *FLAGS, model=MODEL, NO_EVALUATION="1")
             if self.kills < kills:
                 if chance.random() < 0.25:
                     time.sleep(chance.uniform(0, 2))  # starting, restoring, setting aside
@@ -71,7 +72,7 @@ def storms(tmp_path_factory):
         thread.start()
     for thread in threads:
         thread.join()
-    unbroken = TrainingProcess(folder / "unbroken", *FLAGS, model=DENSE, NO_EVALUATION="1")
+    unbroken = TrainingProcess(folder / "unbroken", *FLAGS, model=MODEL, NO_EVALUATION="1")
     assert unbroken.end() == 0, unbroken.said
     yield folder / "unbroken", found
     shutil.rmtree(folder)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nash_mhc.runtime.library_output import hidden
+from nash_mhc.bench.aot import hidden
 
 
 def test_lines_of_a_library_become_one_and_those_after_are_shown(capfd, monkeypatch):

@@ -20,7 +20,7 @@ from nash_mhc.data.loader import batches, count_bytes
 from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, open_source
-from nash_mhc.data.stories.rows import StoryRows
+from nash_mhc.data.stories.corpus import StoryRows
 from nash_mhc.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()

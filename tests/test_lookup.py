@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops import lookup, lookup_gpu
+from nash_mhc.ops import lookup
+from nash_mhc.ops.kernels import lookup_gpu
 from nash_mhc.ops.lookup import added_rows, added_rows_by_kernel, added_rows_by_matmul, rows_of
 
 V, D, B, T = 48, 8, 3, 10

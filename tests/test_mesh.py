@@ -1,7 +1,6 @@
 """Devices, meshes and what fits on them; and what a user is told when something does not."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from command_process import CommandProcess
 from settings_small import SMALL, changed
 
 from nash_mhc.config.commands import one_line_errors
@@ -20,8 +20,8 @@ from nash_mhc.config.schema import (
 )
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
-from nash_mhc.train.resolve_devices import resolve
-from nash_mhc.train.run import run
+from nash_mhc.train.devices import resolve
+from nash_mhc.train.trainer import run
 
 
 def refusal(cfg: RunConfig) -> str:
@@ -160,21 +160,10 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
-    """All commands at once: most of their time is starting up."""
+    """All commands at once, without the flags of the tests for the compiler."""
     folder = tmp_path_factory.mktemp("commands")
-    root = str(Path(__file__).parent.parent)
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": root}
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "nash_mhc.train", *argv], cwd=folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for name, argv in COMMANDS.items()
-    }  # fmt: skip
-    done = {}
-    for name, process in started.items():
-        out, err = process.communicate()
-        done[name] = subprocess.CompletedProcess(COMMANDS[name], process.returncode, out, err)
+    started = {name: CommandProcess(["-m", "nash_mhc.train", *argv], folder, XLA_FLAGS=None) for name, argv in COMMANDS.items()}
+    done = {name: process.end() for name, process in started.items()}
     assert not list(folder.iterdir())  # a refused command leaves nothing behind
     return done
 

@@ -140,7 +140,7 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         (
             "[a]: 3",
             "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, lora, distill, quantize, "
-            "precision, telemetry, model_size, model_kind",
+            "precision, telemetry, model_size, model_kind, kit",
         ),
         ("data:\n  split: a\n  split: b", "run.yaml:3: data.split is set twice, first on line 2; keep one of them"),
         ("data: {}\ntrain: {}\ndata: {}", "run.yaml:3: data is set twice, first on line 1; keep one of them"),

@@ -19,7 +19,6 @@ from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.distill.__main__ import cache_command
 from nash_mhc.evaluate import __main__ as evaluate
-from nash_mhc.evaluate.harness_model import HarnessModel
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.generate.prompts import Prompt, asked
 from nash_mhc.hub import __main__ as hub
@@ -59,6 +58,8 @@ def theirs(folder):
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 def test_prompts_chats_and_evaluations_begin_as_transformers_has_it(name, request):
+    from nash_mhc.evaluate.harness_model import HarnessModel  # not where tests are collected: it takes seconds
+
     folder = request.getfixturevalue(name)
     ours, other = tokenizer_of(str(folder)), theirs(folder)
     for text in (*TEXTS, "<|endoftext|>x"):

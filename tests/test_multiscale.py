@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import small
 
-from nash_mhc.model.attention import lay_out
+from nash_mhc.model.attention import attention_layout
+from nash_mhc.model.captures import recording
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.ops.attend import attend_with_evidence
 from nash_mhc.ops.attend_rows import Rows, by_block, by_token
@@ -40,12 +41,12 @@ def one_softmax(mixer, x_BTD, segments_BT, window):
     """All keys of all scales in one list,
     and beside those of a coarse scale one that scores 0 and has nothing to say."""
     base = mixer.base
-    layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
+    layout = attention_layout(segments_BT.shape, segments_BT, mixer.strides)
     positions_BT = layout.positions_BT
     q, k, v = base.project(x_BTD)
     _, T, N, H = q.shape
     group = N // k.shape[2]
-    turned, keys = base.placed(q, k, positions_BT)
+    turned, keys = base.rotate(q, k, positions_BT)
     wide = lambda z: jnp.repeat(z, group, axis=2)
     t = jnp.arange(T)
     near = (t[None] <= t[:, None]) & (t[:, None] - t[None] < window)
@@ -56,7 +57,7 @@ def one_softmax(mixer, x_BTD, segments_BT, window):
     for c, stride in enumerate(mixer.strides[1:]):
         k, v = pooled_by_hand(k, mixer.pool_k_CJKH[c], of_rows), pooled_by_hand(v, mixer.pool_v_CJKH[c], of_rows)
         of_rows = segments_BT[:, ::stride]
-        keys = base.placed_keys(k, positions_BT[:, ::stride] + stride - 1)
+        keys = base.rotate_keys(k, positions_BT[:, ::stride] + stride - 1)
         keys, said = (jnp.pad(wide(z), ((0, 0), (0, 1), (0, 0), (0, 0))) for z in (keys, v))
         offset = mixer.offset_CN[c][None, :, None, None]
         scores.append(jnp.einsum("btnh,bsnh->bnts", turned, keys) / H**0.5 + offset)
@@ -90,15 +91,17 @@ def gradients(kernel, window):
         return plain_gradient(*given, np.int32(window or T))
 
     def loss(mixer, x_BTD, segments_BT, probe_BTD):
-        layout = lay_out(segments_BT.shape, segments_BT, mixer.strides)
-        out_BTD, _ = mixer(x_BTD, layout, window=window, kernel=kernel)
+        layout = attention_layout(segments_BT.shape, segments_BT, mixer.strides)
+        out_BTD = mixer(x_BTD, layout, window=window, kernel=kernel)
         return jnp.sum(out_BTD * probe_BTD), out_BTD
 
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*given)
 
 
 # That the plain kernel takes any window is in test_attend.
-@pytest.mark.parametrize(("kernel", "window"), [("xla", 8), ("xla", None), ("reference", 8)])
+@pytest.mark.parametrize(
+    ("kernel", "window"), [("xla", 8), pytest.param("xla", None, marks=pytest.mark.long), ("reference", 8)]
+)
 def test_without_the_game_it_is_one_softmax_over_all_keys_of_all_scales(kernel, window):
     (got_mixer, got_x), got = gradients(kernel, window)
     (want_mixer, want_x), want = gradients(None, window)
@@ -118,7 +121,7 @@ def test_queries_of_a_block_share_a_row_and_come_back():
     np.testing.assert_array_equal(rows[0, 1, 8:16].reshape(4, 2, 4), q[0, 4:8, 2:4])
 
 
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 8])
 def test_the_evidence_of_blocks_is_that_of_the_plain_form_and_so_are_its_gradients(window):
     evidence_equals_the_plain_form("xla", window, T=130)
 
@@ -139,7 +142,7 @@ def evidence_equals_the_plain_form(kernel, window, T):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 40])
 def test_the_evidence_of_splash_is_that_of_the_plain_form_and_so_are_its_gradients(window, monkeypatch):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -152,8 +155,14 @@ def test_a_token_in_the_first_block_of_its_document_finds_only_what_is_near():
     cfg = dataclasses.replace(CFG, aggregation="nash")
     mixer = mixer_of(cfg)
     x_BTD = jnp.asarray(np.random.default_rng(5).normal(size=(1, 16, cfg.width)), jnp.float32)
-    placed = lambda: lay_out((1, 16), 1 + jnp.arange(16)[None] // 4, cfg.strides)
-    _, game = jax.jit(lambda mixer, x: mixer(x, placed(), window=cfg.window, kernel="xla"))(mixer, x_BTD)
+    placed = lambda: attention_layout((1, 16), 1 + jnp.arange(16)[None] // 4, cfg.strides)
+
+    def forward(mixer, x_BTD):
+        with recording({"game"}) as captured:
+            mixer(x_BTD, placed(), window=cfg.window, kernel="xla")
+        return captured["game"]
+
+    game = jax.jit(forward)(mixer, x_BTD)
     weights = np.asarray(game.weight_BCN)[0] / 16  # documents of 4 tokens: two of each see one block of 2, none a block of 4
     np.testing.assert_allclose(weights.sum(axis=0), 1.0, rtol=1e-6)
     assert (weights[2] == 0.0).all()

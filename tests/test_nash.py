@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from sampled import long
 
 from nash_mhc.ops import nash
 from nash_mhc.ops.nash import Rules, aggregate, aggregate_reference
@@ -63,8 +64,10 @@ def test_the_gradient_is_that_of_finite_differences():
             np.testing.assert_allclose(predicted, measured, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("aggregation", ["nash", "convex"])
+@pytest.mark.parametrize(
+    ("aggregation", "dtype"),
+    [("nash", jnp.float32), ("convex", jnp.bfloat16), *long(("convex", jnp.float32), ("nash", jnp.bfloat16))],
+)
 def test_the_gpu_kernels_compute_what_xla_does(aggregation, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles."""
     rules, (outs, bids, tau) = Rules(aggregation, 3), inputs(dtype)

@@ -4,35 +4,35 @@ Needs no network, account or accelerator. The whole walk is long; a stopped run'
 """
 
 import dataclasses
+import functools
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import small
 from corpora import stories, write_jsonl
-from runs import drawn_run
-from training_process import DENSE, TrainingProcess
+from runs import RUN, at, drawn_run
+from training_process import DENSE, ROOT, TrainingProcess, typed
 
 from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.checkpoint.saving import Saver
+from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.commands import one_line_errors
+from nash_mhc.report.contents import contents, open_run
+from nash_mhc.train import __main__ as train
+from nash_mhc.train import run
 
-ROOT = Path(__file__).parent.parent
 TINY = shlex.split(
     "--model-width 16 --model-layers 1 --model-heads 2 --model-kv-heads 2 --model-head-dim 8 --model-ffn 16 --model-scales 1 "
     "--model-conv-taps 0 --model-residual plain --seq-len 32 --sample-tokens 0 --eval-batches 1 --batch-size 2 --total-steps 2"
 )
-
-
-def typed(line, folder):
-    """(exit code, stdout and stderr) of the line in a shell of its own, where `python` is another one or none."""
-    others = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path) != Path(sys.executable).parent]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": os.pathsep.join(others)}
-    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
 
 
 def proposed(said):
@@ -115,6 +115,10 @@ def test_what_models_of_hugging_face_and_adapters_propose(tmp_path):
     walk(python("hub", "export", "tuned", "--out", "adapters"), tmp_path)
     lines = walk(python("hub", "import", "adapters", "--base", "base", "--out", "both"), tmp_path)
     assert len(lines) >= 3
+    code, said = typed(python("train", "--init-from", "adapters"), tmp_path)
+    (command,) = proposed(said)
+    assert code == 2
+    walk(command.replace("BASE", "base").replace("RUN", "another"), tmp_path, depth=0)
 
 
 @pytest.mark.long
@@ -126,6 +130,48 @@ def test_what_distilling_proposes(tmp_path):
     assert code == 0, said
     (command,) = proposed(said)
     walk(f"{command} {shlex.join(TINY[: TINY.index('--seq-len')] + TINY[TINY.index('--sample-tokens') :])}", tmp_path, depth=0)
+
+
+CHAIN = """
+teacher: teacher
+cache: {dataset: stories, max_documents: 4, seq_len: 32, batch_size: 4, top_k: 4, model_scales: 1}
+student: {objective: distill, batch_size: 4, seq_len: 32, warmup_steps: 0, eval_batches: 1, sample_tokens: 0, log_interval: 1}
+stages:
+  - {name: few, quantize: "none,2/0", quantize_group: 8, total_steps: STEPS}
+pack: few
+"""
+
+
+def linked(said):
+    """The commands that a chain announces."""
+    return proposed("\n".join(re.findall(r"^== .*", said, re.MULTILINE)))
+
+
+@pytest.mark.long
+def test_what_a_chain_proposes(tmp_path):
+    """Interrupted as a terminal does it: the chain, and the run that it has started."""
+    drawn_run(tmp_path / "teacher", small.config())
+    (tmp_path / "chain.yaml").write_text(CHAIN.replace("STEPS", "100000"))
+    line, env = python("distill", "chain", "chain.yaml", "--out", "my chain"), os.environ | {"PYTHONPATH": str(ROOT)}
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(shlex.split(line), cwd=tmp_path, env=env, start_new_session=True, **out) as chain:
+        said = []
+        for row in chain.stdout:
+            said.append(row)
+            if "step      3/" in row:
+                os.killpg(chain.pid, signal.SIGINT)
+        said = "".join(said)
+    assert chain.returncode == 75, said
+    (cache, run_), again = linked(said), proposed(said)[-1]
+    saved = RunFolder(tmp_path / "my chain" / "few").steps()[-1]
+    (tmp_path / "chain.yaml").write_text(CHAIN.replace("STEPS", str(saved + 2)))
+    assert "nash_mhc.train 'my chain/few' " in run_ and again == line
+    code, said = typed(again, tmp_path)
+    assert code == 0 and f"starting from step {saved} of this run" in said, said
+    (few, pack), ask = linked(said), proposed(said)[-1]
+    (tmp_path / "my chain").rename(tmp_path / "done")
+    for command in (cache, few, pack, ask):
+        walk(command, tmp_path, depth=0)
 
 
 @pytest.mark.long
@@ -143,3 +189,98 @@ def test_what_refusals_propose(tmp_path):
     walk(f"{python('train', 'run')} {flags}", tmp_path, depth=0)
     walk(python("plan", *TINY, "--chip", "cpu"), tmp_path, depth=1)
     assert typed(python("doctor", "--quick"), tmp_path)[0] in (0, 1)
+
+
+@pytest.mark.long
+def test_what_data_of_an_earlier_version_propose(tmp_path):
+    """Also where a file brings the dataset: the remark on that is no part of the command."""
+    write_jsonl(tmp_path / "my stories.jsonl", stories(60))
+    data = ["--dataset", "my stories.jsonl", *TINY]
+    walk(python("data", "train-bpe", *data, "--vocab-size", "280", "--out", "tok"), tmp_path, depth=0)
+    walk(python("data", "prepare", *data, "--tokenizer", "tok", "--out", "my data"), tmp_path, depth=0)
+    manifest = tmp_path / "my data" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(values | {"version": 1}))
+    (tmp_path / "run.yaml").write_text("data:\n  dataset: my data\n  seq_len: 32\n")
+    start = python("train", "--config", "run.yaml", *TINY[: TINY.index("--seq-len")], *TINY[TINY.index("--sample-tokens") :])
+    code, said = typed(start, tmp_path)
+    assert code == 2
+    (command,) = proposed(said)
+    walk(command, tmp_path, depth=0)
+    again = json.loads(manifest.read_text())
+    assert {**again, "about": None} == {**values, "about": None}
+    walk(start, tmp_path, depth=0)
+
+
+# --- of runs that end early, in this process -------------------------------------------------------------------------
+
+
+def of(stopped, capsys):
+    """(the last command in the refusal that `stopped` ends with, all of the refusal)"""
+    assert one_line_errors(stopped) == 2
+    said = capsys.readouterr().err
+    *_, command = proposed(said)
+    return command, said
+
+
+@pytest.mark.long
+def test_what_a_run_out_of_memory_proposes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run_out(cfg, **how):
+        run(cfg, **how, quiet=True)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96.5GiB.")
+
+    monkeypatch.setattr(train, "run", run_out)
+    argv = ["train", *TINY, "--batch-size", "4", "--no-preflight", "--checkpoint-dir", "my run"]
+    monkeypatch.setattr(sys, "argv", argv)
+    command, said = of(train.main, capsys)
+    remedies = re.findall(r"(?:try|or) (--[^(]+) \([\d.]+ [KMG]iB\)", said)
+    assert remedies
+    for steps, flags in enumerate(["", *remedies], start=3):
+        out = typed(f"{command} {flags} --total-steps {steps}", tmp_path)
+        assert out[0] == 0, out[1]
+        assert f"starting from step {steps - 1} of this run" in out[1]
+
+
+@pytest.mark.long
+def test_what_bad_steps_propose(tmp_path, monkeypatch, capsys):
+    """What they read: by the run itself, and in its report."""
+    spoilt = lambda rows: rows._replace(weights=rows.weights * np.float32(np.nan))
+    small.change_batches(lambda step, rows: spoilt(rows) if step > 3 else rows, monkeypatch.setattr)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my run"
+    command, _ = of(lambda: at(folder, evaluated=False, max_bad_steps=2, log_interval=1, total_steps=9), capsys)
+    code, said = typed(command, tmp_path)
+    assert code == 0 and "step 4" in said, said
+    marks = contents(open_run(str(folder)))["marks"]
+    assert [mark["command"] for mark in marks][:1] == [command]
+
+
+@pytest.mark.long
+def test_what_a_disk_that_fails_proposes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save, folder = Store.save, tmp_path / "my run"
+
+    def full(self, step, *args, **options):
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        return save(self, step, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "save", full)
+        patch.setattr("nash_mhc.train.trainer.Saver", functools.partial(Saver, attempts=1))
+        command, _ = of(lambda: at(folder, evaluated=False, checkpoint_interval=2), capsys)
+    code, said = typed(command, tmp_path)
+    assert code == 0 and "starting from step 2 of this run" in said, said
+    assert RunFolder(folder).steps()[-1] == RUN.train.total_steps
+
+
+@pytest.mark.long
+def test_what_a_folder_of_damaged_checkpoints_proposes(tmp_path):
+    run_ = drawn_run(tmp_path / "my run", small.config())
+    (run_ / "checkpoints" / "0").rename(run_ / "checkpoints" / "0.damaged")
+    code, said = typed(python("checkpoint", "inspect", "my run"), tmp_path)
+    assert code == 2
+    (command,) = proposed(said)
+    assert "set aside" in typed(command, tmp_path)[1]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampled import long
 
 from nash_mhc.ops import norm
 from nash_mhc.ops.norm import norm_and_rope, norm_and_rope_copies, rms_norm, rms_norm_reference
@@ -69,8 +70,9 @@ def test_zeros_have_a_finite_gradient():
     assert np.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("heads", [16, 6])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(16, jnp.float32), (6, jnp.bfloat16), *long((6, jnp.float32), (16, jnp.bfloat16))]
+)
 def test_the_kernels_equal_the_plain_form(heads, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. Some heads of a token are in another tile."""
     x, *douts = drawn(1, *[(2, 1024, heads, H)] * 3, dtype=dtype)
@@ -90,8 +92,9 @@ def test_the_kernels_equal_the_plain_form(heads, dtype):
         jax.tree.map(same, got, want)
 
 
-@pytest.mark.parametrize("width", [2048, 640])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(640, jnp.float32), (2048, jnp.bfloat16), *long((2048, jnp.float32), (640, jnp.bfloat16))]
+)
 def test_the_kernels_of_the_norm_alone_equal_the_plain_form(width, dtype):
     """In Pallas's interpreter, a token whole and in chunks."""
     x, dout = drawn(4, *[(2, 32, width)] * 2, dtype=dtype)

@@ -1,30 +1,32 @@
 """The notebooks, executed from top to bottom as a person would, with a model of a few thousand parameters; and what
 they are made of."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
+import sys
 import threading
 import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from command_process import CommandProcess
 from runs import losses
-from training_process import catches
+from training_process import catches, typed
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.decode import load
-from nash_mhc.notebook import pictures
 from nash_mhc.notebook.devices import Found, device_sentence, here, mesh_flags, propose
 from nash_mhc.notebook.training import Stopped, follow, generate, pack, start
 from nash_mhc.runtime.hardware import device_memory, known_memory
@@ -34,13 +36,24 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TRAIN, INSIDE = ROOT / "notebooks" / "train_3b_tpu.ipynb", ROOT / "notebooks" / "look_inside.ipynb"
 
-STEPS, ROWS = 40, 3  # the whole run, and the rows after which it is stopped
+STEPS, SAVED, ROWS = 40, 20, 3  # the whole run, a checkpoint within it, the rows after which it is stopped
 FLAGS = (
     "--model-width 16 --model-layers 2 --model-heads 2 --model-kv-heads 2 --model-head-dim 8 --model-ffn 32 --model-streams 2 "
     "--model-scales 2 --model-ratio 2 --model-window 16 --seq-len 32 --batch-size 8 --log-interval 1 --eval-interval 0 "
-    "--eval-batches 2 --model-nash-iterations 1 --model-conv-taps 0 --sample-tokens 0"
+    f"--checkpoint-interval {SAVED} --eval-batches 2 --model-nash-iterations 1 --model-conv-taps 0 --sample-tokens 0"
 )
 _HANGS_S = 900.0  # as in training_process.py
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_of_notebooks():
+    """Imported by the worker that runs these tests alone, not by all that collect them: it takes seconds."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    from nash_mhc.notebook import pictures
+
+    globals().update(NotebookClient=NotebookClient, CellExecutionError=CellExecutionError, pictures=pictures)
 
 
 def execute(notebook, folder, *, meanwhile=None, **env):
@@ -85,18 +98,33 @@ def lines_of(path):
 
 
 class Executed(NamedTuple):
-    folder: Path  # of the run that was stopped and went on
-    ended: CellExecutionError  # how the first execution ended
-    left: list  # the losses that it left
-    again: nbformat.NotebookNode  # the second execution
-    inside: nbformat.NotebookNode  # the other notebook, which has trained the same model without a break ...
-    unbroken: Path  # ... here
+    unbroken: Path  # a run
+    inside: nbformat.NotebookNode  # the notebook that looks inside it
+    train: nbformat.NotebookNode  # the one that trains, executed where such a run had been stopped ...
+    folder: Path  # ... here
 
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebooks")
     run, unbroken, steps = folder / "run", folder / "unbroken", {"NASH_MHC_STEPS": str(STEPS)}
+    flags = ["--model-size", "tiny", "--total-steps", str(STEPS), *shlex.split(FLAGS)]
+    trained = CommandProcess(["-m", "nash_mhc.train", str(unbroken), *flags], folder).end()
+    assert trained.returncode == 0, trained.stderr
+    inside = execute(read(INSIDE), folder, NASH_MHC_TEXT="Once Mira lived.", NASH_MHC_RUN=str(unbroken))
+    shutil.copytree(unbroken, run)
+    shutil.rmtree(run / "checkpoints" / str(STEPS))
+    return Executed(unbroken, inside, execute(read(TRAIN), folder, NASH_MHC_RUN_FOLDER=str(run), **steps), run)
+
+
+def test_the_training_notebook_continues_a_run_and_ends_as_the_unbroken_one(executed):
+    assert losses(executed.folder) == losses(executed.unbroken)
+    assert [row[0] for row in losses(executed.folder)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.long
+def test_a_stopped_notebook_continues_when_it_is_executed_again_and_the_other_trains_for_itself(executed, tmp_path):
+    run, env = tmp_path / "run", {"NASH_MHC_STEPS": str(STEPS), "NASH_MHC_RUN_FOLDER": str(tmp_path / "run")}
 
     def stop(client):
         process = process_of(client.nb)
@@ -104,34 +132,26 @@ def executed(tmp_path_factory):
             time.sleep(0.005)
         os.kill(process, signal.SIGTERM)
 
-    with pytest.raises(CellExecutionError) as ended:  # first of all, by itself: the others find its program compiled
-        execute(read(TRAIN), folder, meanwhile=stop, NASH_MHC_RUN_FOLDER=str(run), **steps)
-    left = losses(run)
-    with ThreadPoolExecutor(1) as beside:
-        text = {"NASH_MHC_TEXT": "Once Mira lived.", "NASH_MHC_RUN_FOLDER": str(unbroken)}
-        inside = beside.submit(execute, read(INSIDE), folder, **steps, **text)
-        again = execute(read(TRAIN), folder, NASH_MHC_RUN_FOLDER=str(run), **steps)
-        return Executed(run, ended.value, left, again, inside.result(), unbroken)
-
-
-def test_a_stopped_notebook_goes_on_when_it_is_executed_again_and_ends_as_an_unbroken_run(executed):
-    run = executed.folder
+    with pytest.raises(CellExecutionError) as ended:
+        execute(read(TRAIN), tmp_path, meanwhile=stop, **env)
     saved = rf"stopped: step (\d+) is saved in {re.escape(str(run))}; .*nash_mhc\.train {re.escape(str(run))}"
-    assert re.fullmatch(rf"{saved}; or run this cell again", executed.ended.evalue)
-    assert ROWS <= len(executed.left) < STEPS
+    assert re.fullmatch(rf"{saved}   # or run this cell again", ended.value.evalue)
+    assert ROWS <= len(losses(run)) < STEPS
+    execute(read(TRAIN), tmp_path, **env)
     assert losses(run) == losses(executed.unbroken)
-    assert [row[0] for row in losses(run)] == list(range(1, STEPS + 1))
+    execute(read(INSIDE), tmp_path, **env | {"NASH_MHC_RUN_FOLDER": str(tmp_path / "alone")})
+    assert losses(tmp_path / "alone") == losses(executed.unbroken)
 
 
 def test_the_training_notebook_shows_what_it_promises(executed, tmp_path):
-    text = shown(executed.again, "stream")
+    text = shown(executed.train, "stream")
     assert re.match(r"This is a CPU with [\d.]+ cores?: there is no accelerator.\nProposed: tiny on a 1x1x1 mesh", text[2])
-    assert text[3].startswith(f"python -m nash_mhc.train {executed.folder} --model-size tiny --mesh-data 1 ")
+    assert re.match(rf"\S*python\S* -m nash_mhc.train {executed.folder} --model-size tiny --mesh-data 1 ", text[3])
     assert text[4].startswith("Once ")
     assert "scale_entropy        layer by layer: [0." in text[5]
-    (status,) = [line for line in shown(executed.again, "text/plain") if line.startswith("done")]
+    (status,) = [line for line in shown(executed.train, "text/plain") if line.startswith("done")]
     assert re.fullmatch(rf"done: step {STEPS}, loss \d\.\d{{4}}, [\d,]+ tokens a second", status)
-    assert len(shown(executed.again, "image/png")) == 2  # curves that were drawn again and again, and the health
+    assert len(shown(executed.train, "image/png")) == 2  # curves that were drawn again and again, and the health
     with zipfile.ZipFile(executed.folder.parent / "nash_mhc-run.zip") as archive:
         archive.extractall(tmp_path)
     loaded = load(tmp_path / "run")
@@ -140,12 +160,27 @@ def test_the_training_notebook_shows_what_it_promises(executed, tmp_path):
     assert (tmp_path / "transformers" / "model.safetensors").stat().st_size > 1000
 
 
-def test_the_notebook_that_looks_inside_trains_a_model_and_shows_every_picture(executed):
+@pytest.mark.long
+def test_the_commands_that_the_notebook_prints_run(executed, tmp_path):
+    code, out = typed(shown(executed.train, "stream")[3], executed.folder.parent)
+    assert code == 0, out
+    with zipfile.ZipFile(executed.folder.parent / "nash_mhc-run.zip") as archive:
+        archive.extractall(tmp_path)
+    (said,) = [cell.source for cell in read(TRAIN).cells if "is the same model for Hugging Face" in cell.source]
+    commands = re.findall(r"`python( -m \S+) FOLDER`", said)
+    assert commands
+    for command in commands:
+        code, out = typed(f"{sys.executable}{command} run", tmp_path)
+        assert code == 0, out
+
+
+def test_the_notebook_that_looks_inside_shows_every_picture(executed):
     told = f"step {STEPS} of {executed.unbroken}: 2 layers, 2 scales, 2 heads; the text has 17 tokens\n"
     assert shown(executed.inside, "stream") == [told]
-    assert len(shown(executed.inside, "image/png")) == 7
+    assert len(shown(executed.inside, "image/png")) == 6
 
 
+@pytest.mark.long
 def test_interrupting_the_cell_stops_the_run_with_one_signal(tmp_path):
     """Sent to all processes of the kernel's group, as "interrupt the kernel" is; a second one would mean "at once"."""
     cell = "from nash_mhc.notebook import training\ntraining.follow(training.start('run', []))"
@@ -159,7 +194,7 @@ def test_interrupting_the_cell_stops_the_run_with_one_signal(tmp_path):
 
     with pytest.raises(CellExecutionError) as ended:
         execute(notebook, tmp_path, meanwhile=interrupt)
-    told = "SIGTERM: nothing is lost; start the same command again; or run this cell again"
+    told = "SIGTERM: nothing is lost; start the same command again   # or run this cell again"
     assert (ended.value.ename, ended.value.evalue, ended.value.traceback.count("Traceback")) == ("Stopped", told, 0)
 
 
@@ -171,6 +206,7 @@ def test_an_interrupt_before_anything_is_shown_stops_the_run_as_well(tmp_path, m
 
     monkeypatch.setattr("IPython.display.display", interrupted)
     training = start(str(tmp_path / "run"), [])
+    assert os.getpgid(training.process.pid) != os.getpgrp()  # what interrupts the cell's processes leaves it alone
     with pytest.raises(Stopped, match="SIGTERM: nothing is lost"):
         follow(training)
     assert training.process.poll() == TRY_AGAIN

@@ -3,6 +3,7 @@ evaluated and written down follows from the names that it gives its sums."""
 
 import dataclasses
 import json
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from runs import RUN, at, rows
 from nash_mhc.config.schema import ConfigError, ObjectiveConfig
 from nash_mhc.objectives import registry
 from nash_mhc.objectives.base import Aux, Sum, means
+from nash_mhc.train.devices import resolve
 from nash_mhc.train.programs import make_objective
-from nash_mhc.train.resolve_devices import resolve
 
 
 def with_objective(cfg, name, **settings):
@@ -71,7 +72,7 @@ def every_second(cfg, execution):
 
 @pytest.fixture
 def another(monkeypatch):
-    monkeypatch.setattr(registry, "OBJECTIVES", dict(registry.OBJECTIVES))
+    monkeypatch.setattr(registry, "OBJECTIVES", registry.OBJECTIVES.copy())
     registry.register("every_second", every_second)
 
 
@@ -132,6 +133,40 @@ def test_another_objective_under_the_same_name_is_another_program(another):
 
     registry.register("every_second", doubled)
     assert small.train(cfg, rows_)[1][0]["loss"] == pytest.approx(2 * before, rel=1e-5)
+
+
+class Pairs(NamedTuple):
+    """Examples with a second answer."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    segments: np.ndarray
+    weights: np.ndarray
+    rejected: np.ndarray  # targets that must be less likely
+
+
+def prefers(cfg, execution):
+    """The softplus of how much less likely the chosen targets are than the rejected ones."""
+
+    def objective(model, batch):
+        x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
+        score = lambda targets_BT: jnp.sum(x_BTD * model.unembed_VD[targets_BT], axis=(1, 2))
+        loss_B = jax.nn.softplus(score(batch.extras["rejected"]) - score(batch.targets))
+        rows = jnp.float32(loss_B.size)
+        return jnp.sum(loss_B), Aux({"loss": Sum(jnp.sum(loss_B), rows)}, model.health(report))
+
+    return objective
+
+
+def test_an_objective_sees_the_fields_that_its_examples_have_of_their_own(another):
+    registry.register("prefers", prefers)
+    cfg = with_objective(small.mesh_config(small.config(train__grad_accum=2), 8, 1, 1), "prefers")
+    rows_ = small.random_rows(cfg, 0)
+    pairs = Pairs(*rows_, (rows_.targets + 1) % cfg.model.vocab_size)
+    _, history, _ = small.train(cfg, [pairs] * 4)
+    assert history[-1]["loss"] < history[0]["loss"] < 10
+    _, same, _ = small.train(cfg, [pairs._replace(rejected=rows_.targets)])
+    assert same[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)  # neither is more likely
 
 
 def test_an_unknown_objective_is_one_line(another):

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 from settings import REQUIRED, error, leaf
 
-from nash_mhc.config import parsing, presets
+from nash_mhc.config import kits, parsing, presets
 from nash_mhc.config.key_names import FURTHER
 
 # --- every key, three ways ----------------------------------------------------------------------------------------
+
+A_KIT = str(Path(kits.__file__).parents[1] / "kits" / "recursive")
 
 
 def a_value(key: parsing.Key) -> tuple[str, object]:
     """Some valid value of that key which no preset holds, as text and as the config should hold it."""
     current = leaf(presets.run(), key.path)
     if key.metadata["choices"]:
-        other = next(c for c in key.metadata["choices"] if c != current)
+        other = next((c for c in key.metadata["choices"] if c != current), current)  # one choice, until more are registered
         return other, other
     if bool in key.kinds:
         return str(not current), not current
@@ -36,7 +38,7 @@ def a_value(key: parsing.Key) -> tuple[str, object]:
         number = special.get(key.path, 97)
         return str(number), number
     special_text = {"telemetry.profile": "5:7", "model.rope_scaling": "linear,factor=2", "quantize.weights": "3/0,none"}
-    special_text |= {"mesh.platform": "tpu,cpu", "train.remat_keep": "qkv,ffn-up"}
+    special_text |= {"mesh.platform": "tpu,cpu", "train.remat_keep": "qkv,ffn-up", "kit": A_KIT, "model.pattern": "full*2"}
     text = special_text.get(key.path, "some text")
     return text, text
 
@@ -50,7 +52,7 @@ def test_every_key_by_flag_path_short_form_and_yaml(path, write):
     ways = [[key.flag, text], [f"{key.flag}={text}"], [f"{path}={text}"], [f"{key.short}={text}"], ["--config", file]]
     both = ["--format", "fields", "--prompt-template", "{q}", "--response-template", "{a}"]  # neither without the other
     needed = {"train.init_step": ["--init-from", "runs/base"], "train.remat_keep": ["--remat", "dots"]}
-    needed |= {"data.prompt_template": both, "data.response_template": both}
+    needed |= {"data.prompt_template": both, "data.response_template": both, "model.mixer": ["--model-scales", "1"]}
     for argv in ways:
         parsed = parsing.parse([*needed.get(path, []), *argv])
         assert leaf(parsed.config, path) == expected, argv

@@ -14,15 +14,15 @@ from nash_mhc.config import parsing, presets
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.help import as_flags
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.estimate.candidates import candidates, nearest_that_fit, rows_for, smaller_remats
+from nash_mhc.estimate.memory import estimate
+from nash_mhc.estimate.roofline import ERROR, speed
 from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.device_settings import for_platform
 from nash_mhc.plan import __main__ as command
 from nash_mhc.plan import verify
 from nash_mhc.runtime.chips import by_kind, chips, machine
-from nash_mhc.train.fit.candidates import candidates, nearest_that_fit, rows_for, smaller_remats
-from nash_mhc.train.fit.memory import estimate
-from nash_mhc.train.fit.roofline import ERROR, speed
 from nash_mhc.train.inferred_settings import found_settings
-from nash_mhc.train.resolve_devices import for_platform
 
 
 def planned(monkeypatch, capsys, *words):
@@ -217,8 +217,8 @@ def test_a_few_rows_are_made_enough_for_many_chips_unless_they_were_given():
 
 DENSE = {"scales": 1, "window": None, "conv_taps": 0}
 EARLIER = {"scales": 3, "ratio": 4, "residual": "mhc"}  # what the sizes were until 2026-11-18
-# Figures of docs/performance.md and docs/log.md, measured on one H200: (size, what of the model is changed, rows, T,
-# remat, unroll, tokens a second). Those from the sixth on were measured after the shares had been chosen.
+# Measured on one H200 (docs/experiments.md): (size, changes of the model, sequences, T, remat, unroll, tokens/s).
+# The shares of the roofline were chosen before those from the sixth on were measured.
 MEASURED = [
     ("1b", {**DENSE, "residual": "plain"}, 8, 4096, "dots", "auto", 77_203),
     ("1b", {**DENSE, "residual": "plain"}, 16, 4096, "dots", "auto", 79_325),

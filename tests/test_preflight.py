@@ -12,12 +12,12 @@ from runs import RUN, at, described_run
 
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import DistillConfig, ObjectiveConfig
+from nash_mhc.estimate import preflight
+from nash_mhc.estimate.memory import estimate
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import __main__ as command
-from nash_mhc.train.fit import preflight
-from nash_mhc.train.fit.memory import estimate
-from nash_mhc.train.resolve_devices import resolve
+from nash_mhc.train.devices import resolve
 
 NASH = dataclasses.replace(small.config(data__batch_size=8, data__seq_len=256), model=small.NASH)
 

@@ -5,8 +5,10 @@ import http.server
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,8 +20,9 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.place import Place, find_place, unread_variables
+from nash_mhc.parallel.roll_call import wait_for_all
 from nash_mhc.runtime.signals import TRY_AGAIN
-from nash_mhc.train.same_everywhere import settings_of_run
+from nash_mhc.train.devices import settings_of_run
 
 STEPS, HALF = 12, 8
 MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
@@ -60,10 +63,10 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
         if step > HALF:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
     flags = [flag for flag in FLAGS if flag not in MESH]
-    alone = TrainingProcess(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2", model=DENSE)
+    alone = TrainingProcess(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2", model=DENSE, NO_EVALUATION="1")
     assert alone.end() == 0, alone.said
     assert f"starting from step {HALF} of this run" in alone.said
-    first = TrainingProcess(tmp_path / "first", *flags, *MESH, model=DENSE)
+    first = TrainingProcess(tmp_path / "first", *flags, *MESH, model=DENSE, NO_EVALUATION="1")
     assert first.end() == 0, first.said
     for folder in (tmp_path / "run", tmp_path / "first"):
         for (step, loss, tokens), (wanted_step, wanted, wanted_tokens) in zip(losses(folder), losses(unbroken), strict=True):
@@ -72,14 +75,14 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
 
 
 def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on_bit_for_bit(unbroken, tmp_path):
-    both = pair(tmp_path / "run", *FLAGS, model=DENSE)
+    both = pair(tmp_path / "run", *FLAGS, model=DENSE, NO_EVALUATION="1")
     both[0].until(f"step  3/{STEPS}")
     both[1].send()
     assert [life.end() for life in both] == [TRY_AGAIN] * 2, both[0].said + both[1].said
     saved = steps(tmp_path / "run")[-1]
     assert 3 <= saved < STEPS
     assert f"stopped: step {saved} is saved in {tmp_path / 'run'}" in both[0].said
-    both = pair(tmp_path / "run", *FLAGS, model=DENSE)
+    both = pair(tmp_path / "run", *FLAGS, model=DENSE, NO_EVALUATION="1")
     assert [life.end() for life in both] == [0, 0], both[0].said + both[1].said
     assert f"starting from step {saved} of this run" in both[0].said
     assert losses(tmp_path / "run") == losses(unbroken)
@@ -88,7 +91,7 @@ def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on
         np.testing.assert_array_equal(value, wanted[name], err_msg=name)
 
 
-@pytest.mark.parametrize(("killed", "start"), [(0, pair), (1, slurm_pair)])
+@pytest.mark.parametrize(("killed", "start"), [pytest.param(0, pair, marks=pytest.mark.long), (1, slurm_pair)])
 def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
     both = start(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--keep-last", "1000", NO_EVALUATION="1")
     both[0].until("step      5/")
@@ -256,3 +259,48 @@ def test_what_processes_compare_follows_from_settings_and_files_and_not_from_wha
     text.write_text("two\n" * 1000)
     changed = compared()
     assert {name for name in before if before[name] != changed[name]} == {f"the files of {text}"}
+
+
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [(0, r"process 0 \(the coordinator\) did not answer at \S+"), (1, r"process 1 of 2 did not connect to process 0 at \S+")],
+)
+def test_a_process_that_refuses_its_own_flags_is_named_by_the_other(who, said, tmp_path):
+    both = pair(tmp_path / "run", *FLAGS, "--connect-timeout", "6", flags_of={who: ["--total-steps", "none"]})
+    assert [life.end() for life in both] == [2, 2], both[0].said + both[1].said
+    assert re.search(rf"^error: {said} within 6 s; .*--connect-timeout$", both[1 - who].said, re.MULTILINE), both[1 - who].said
+    assert "Traceback" not in both[1 - who].said and "stack trace" not in both[1 - who].said
+
+
+def test_a_roll_call_waits_for_the_port_and_takes_no_other_answer():
+    """As where all processes start again and the process 0 of before, in which JAX listens, has not left yet."""
+    with ThreadPoolExecutor(2) as threads:
+        with socket.create_server(("localhost", 0)) as before:
+            address = f"localhost:{before.getsockname()[1]}"
+            both = [threads.submit(wait_for_all, address, 2, number, 60.0) for number in range(2)]
+            with before.accept()[0] as caller:
+                caller.sendall(b"\x00\xff")
+        assert [each.result() for each in both] == [None, None]
+
+
+@pytest.mark.parametrize("missing", [(), (2,), (1, 3), (0,)])
+def test_a_roll_call_ends_alike_in_all_processes(missing):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+
+    def ended(number):
+        time.sleep(0.3 * (number == 0))  # the others may come first
+        try:
+            return wait_for_all(address, 4, number, 2.0 if missing else 60.0)
+        except ConfigError as error:
+            return str(error).partition(" within 2 s")[0]
+
+    wanted = {
+        (): None,
+        (2,): f"process 2 of 4 did not connect to process 0 at {address}",
+        (1, 3): f"processes 1, 3 of 4 did not connect to process 0 at {address}",
+        (0,): f"process 0 (the coordinator) did not answer at {address}",
+    }[missing]
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(ended, sorted({*range(4)} - {*missing}))) == {wanted}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampled import long
 
 from nash_mhc.ops import pyramid
 from nash_mhc.ops.pyramid import continues, pool, pool_reference
@@ -65,8 +66,10 @@ def test_gradients_are_those_of_the_plain_form(r):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), gradients(pool), gradients(plain))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("r", [2, 4, 16])
+@pytest.mark.parametrize(
+    ("r", "dtype"),
+    [(2, jnp.float32), (4, jnp.bfloat16), (16, jnp.float32), *long((2, jnp.bfloat16), (4, jnp.float32), (16, jnp.bfloat16))],
+)
 def test_the_gpu_kernels_compute_what_xla_does(r, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. A document ends within a piece."""
     shape, rows = (2, 40 * r, 2, 64), 40

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 from nash_mhc.config.schema import ModelConfig, OptimConfig, RunConfig
-from nash_mhc.model.attention import lay_out
+from nash_mhc.model.attention import attention_layout
+from nash_mhc.model.layer import residual_class
 from nash_mhc.model.lm import LM
-from nash_mhc.model.residual import residual_class
 from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.roles import rates
 from nash_mhc.optim.schedule import Hyperparameters
@@ -34,12 +34,12 @@ def model_of_width(width: int) -> ModelConfig:
 def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
     """The stream after each layer, the logits of the streams' maps, and those of the next token."""
     cfg, residual = model.cfg, residual_class(model.cfg)
-    layout = lay_out(tokens_BT.shape, None, cfg.strides)
+    layout = attention_layout(tokens_BT.shape, None, cfg.strides)
     state = residual.enter(cfg, model.embed_VD[tokens_BT] * cfg.width**0.5)
 
     def body(state: Any, layer: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         maps_BTM = jnp.log(layer.attention_residual.read(state, layer.attention_norm)[1].all_BTM)
-        state, _ = layer(state, layout, window=cfg.window, kernel="xla")
+        state = layer(state, layout, window=cfg.window, kernel="xla")
         return state, (maps_BTM, residual.leave(state))
 
     state, (maps_LBTM, streams_LBTD) = jax.lax.scan(body, state, model.layers)  # a layer is compiled once

@@ -18,6 +18,7 @@ from nash_mhc.report.contents import open_run
 from nash_mhc.report.page import write_page
 from nash_mhc.telemetry.sinks import scalars
 from nash_mhc.train import run
+from nash_mhc.train.callbacks import EachStep
 
 CFG = small.nash_config(train__total_steps=8, train__eval_interval=4, train__log_interval=1)
 CFG = dataclasses.replace(CFG, telemetry=TelemetryConfig(sample_tokens=8))
@@ -175,7 +176,7 @@ def test_the_live_page_of_a_run_under_way(tab: browser.Tab, tmp_path: Path) -> N
                 tab.wait_for(f"document.querySelector('.sub').textContent.includes(' {rows} row')")
                 seen.append((rows, drawn(tab)["loss"], tab.run("document.querySelector('.live').textContent")))
 
-        run(cfg, quiet=True, each_step=look)
+        run(cfg, quiet=True, callbacks=[EachStep(look)])
         tab.wait_for("document.querySelector('.words').textContent.startsWith('All 8 steps are done.')")
         nothing_is_wrong(tab, server.address)
     assert seen == [(2, 2, "live"), (5, 5 + 1, "live")]  # rows of finished steps, and the evaluation of step 4

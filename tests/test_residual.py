@@ -108,7 +108,7 @@ def test_maps_that_do_not_look_at_the_token_are_plain_addition():
 
 def test_a_layer_that_mixes_once_adds_attention_and_feed_forward_to_what_it_has_read():
     cfg = dataclasses.replace(CFG, residual="mhc-layer")
-    layer = jax.jit(lambda: Layer.init(cfg, key=jax.random.key(0)))()
+    layer = jax.jit(lambda: Layer.init(cfg, cfg.group[0], key=jax.random.key(0)))()
     layer = dataclasses.replace(layer, attention_residual=connection("wild"))
     *xs, found_BTD = normal((B, T, D), R + 1)
     heard = []
@@ -121,7 +121,7 @@ def test_a_layer_that_mixes_once_adds_attention_and_feed_forward_to_what_it_has_
             seen.append(x_BTD)
             return found_BTD, "said"
 
-        after, said, (maps,) = layer.through(StreamState(xs, residual_streams.squares(xs)), mixed)
+        after, said, (maps,) = layer._apply(StreamState(xs, residual_streams.squares(xs)), mixed)
         heard.append(said)
         return after, (maps.pre, maps.post, maps.res), seen
 
@@ -139,6 +139,6 @@ def test_a_layer_that_mixes_once_adds_attention_and_feed_forward_to_what_it_has_
     np.testing.assert_allclose(np.array(after.xs), want, atol=1e-4)
     assert heard == ["said"]
     # Half of the maps, and nothing else less.
-    twice = jax.eval_shape(lambda: Layer.init(CFG, key=jax.random.key(0)))
+    twice = jax.eval_shape(lambda: Layer.init(CFG, CFG.group[0], key=jax.random.key(0)))
     numbers = lambda tree: sum(a.size for a in jax.tree.leaves(tree))
     assert numbers(twice) - numbers(layer) == numbers(layer.attention_residual)

@@ -19,7 +19,7 @@ from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings
-from nash_mhc.train.restore_drill import wanted_state
+from nash_mhc.train.restore_check import wanted_state
 from nash_mhc.train.resume import check_resume, starting_state
 
 

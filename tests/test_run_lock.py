@@ -12,7 +12,7 @@ import pytest
 from runs import losses
 from training_process import TrainingProcess, arrays, pair
 
-from nash_mhc.checkpoint.run_lock import LOCK, OTHERS, accompany, hold
+from nash_mhc.checkpoint.run_lock import LOCK, OTHERS, hold, hold_shared
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
@@ -51,7 +51,7 @@ def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path
     assert first.end() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbroken, tmp_path, end):
     """The case that every cluster knows: the new process starts before the old one has saved and left, or has died."""
     dying = (
@@ -174,7 +174,7 @@ def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_
 
 
 def test_a_lock_that_was_deleted_is_taken_again_although_the_others_of_the_run_hold_theirs(tmp_path):
-    owner, other = hold(tmp_path), accompany(tmp_path)
+    owner, other = hold(tmp_path), hold_shared(tmp_path)
     (tmp_path / LOCK).unlink()
     owner.retake()
     owner.check()

@@ -11,7 +11,7 @@ import pytest
 from fake_gcs import serve
 
 from nash_mhc.checkpoint import manifest, run_lock
-from nash_mhc.checkpoint.run_lock import OBJECT, OTHERS, accompany, hold
+from nash_mhc.checkpoint.run_lock import OBJECT, OTHERS, hold, hold_shared
 from nash_mhc.config import ConfigError
 from nash_mhc.storage.paths import place
 
@@ -127,13 +127,15 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
     from runs import config
 
     from nash_mhc.train import run
+    from nash_mhc.train.callbacks import EachStep
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     served.objects.clear()
     name, other = ("bucket", f"run/{OBJECT}"), {"id": "other", "machine": ["far"], "pid": 1, "since": "now"}
     seen = []
-    run(config("gs://bucket/run", eval_interval=0), quiet=True, each_step=lambda _: seen.append(name in served.objects))
+    look = EachStep(lambda _: seen.append(name in served.objects))
+    run(config("gs://bucket/run", eval_interval=0), quiet=True, callbacks=[look])
     assert seen == [True] * 6
     assert name not in served.objects
 
@@ -145,13 +147,13 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
 
     longer = config("gs://bucket/run", eval_interval=0, log_interval=1, total_steps=12)
     with pytest.raises(ConfigError, match=r"gs://bucket/run: another run \(process 1 on far, since now\) has taken it over"):
-        run(longer, quiet=True, each_step=lambda step: taken_over(step - 6))
+        run(longer, quiet=True, callbacks=[EachStep(lambda step: taken_over(step - 6))])
     assert json.loads(served.objects[name][0]) == other
     assert manifest.numbered(place("gs://bucket/run") / "checkpoints") == [6]
 
 
 def test_accompanying_needs_no_lock_where_there_is_none(monkeypatch, tmp_path):
-    accompany(place("gs://bucket/x")).release()
-    owner = accompany(tmp_path)
+    hold_shared(place("gs://bucket/x")).release()
+    owner = hold_shared(tmp_path)
     assert (tmp_path / OTHERS).exists()
     owner.release()

@@ -32,6 +32,10 @@ def one_device():
     return jax.make_mesh((1, 1, 1), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
+def of_run(mesh, say, telemetry=CFG.telemetry):
+    return Samples(telemetry, CFG.model, mesh, BYTES, say, CFG.data.seq_len, CFG.train.dtype)
+
+
 def test_every_evaluation_has_a_sample_and_it_is_what_generate_writes(trained):
     rows = runs.rows(trained.folder, "eval.jsonl")
     assert [row["step"] for row in rows] == [3, 6]
@@ -55,24 +59,24 @@ def test_it_comes_from_any_mesh_and_one_device_writes_it(trained, monkeypatch):
     model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(CFG, mesh).model)
     assert len(model.embed_VD.devices()) == 8
     with jax.transfer_guard("disallow"):  # as in the loop
-        assert Samples(CFG, mesh, BYTES, print).write(model) == trained.sample
+        assert of_run(mesh, print).write(model) == trained.sample
     monkeypatch.setattr(samples, "generate_tokens", lambda model, *_, **__: [48 + len(model.embed_VD.devices())])
-    assert Samples(CFG, mesh, BYTES, print).write(model) == "1"
+    assert of_run(mesh, print).write(model) == "1"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(samples, "_fits", lambda *_: True)
-    assert Samples(CFG, mesh, BYTES, print).write(model) is None
+    assert of_run(mesh, print).write(model) is None
 
 
 def test_it_is_never_a_reason_to_stop(trained, monkeypatch):
     said = []
-    few = Samples(dataclasses.replace(CFG, telemetry=TelemetryConfig(sample_tokens=0)), one_device(), BYTES, said.append)
+    few = of_run(one_device(), said.append, TelemetryConfig(sample_tokens=0))
     assert few.write(trained.state.model) is None
     monkeypatch.setattr(samples, "stream_text", lambda tokens, tokenizer: 1 / 0)
-    broken = Samples(CFG, one_device(), BYTES, said.append)
+    broken = of_run(one_device(), said.append)
     assert broken.write(trained.state.model) is broken.write(trained.state.model) is None
     assert said == ["no more samples are written (ZeroDivisionError: division by zero); training goes on"]
     monkeypatch.setattr(samples, "_LARGEST", 1000)
-    assert Samples(CFG, one_device(), BYTES, said.append).write(trained.state.model) is None
+    assert of_run(one_device(), said.append).write(trained.state.model) is None
     assert said[1:] == ["no samples are written: a copy of the model is too large for one device beside the run"]
 
 

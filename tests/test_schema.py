@@ -104,7 +104,7 @@ plain = load_plain_schema()
         ),
         (
             lambda: plain.RunConfig.from_dict({"dat": {}}),
-            "unknown section 'dat'; there are model_size, model, data, mesh, optim, train, objective, lora, distill, "
+            "unknown section 'dat'; there are model_size, kit, model, data, mesh, optim, train, objective, lora, distill, "
             "quantize, precision, telemetry",
         ),
         (lambda: plain.RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),

@@ -118,7 +118,7 @@ class Inner(eqx.Module):
 
 class Outer(eqx.Module):
     inner: Inner
-    many: Inner = stacked()
+    many: Inner = stacked("layers")
     size: int = eqx.field(static=True, default=3)
 
 

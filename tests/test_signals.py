@@ -17,6 +17,7 @@ from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted
+from nash_mhc.train.trainer import Trainer
 
 LOSSES = ("step", "loss", "grad_norm", "tokens_seen")
 
@@ -146,7 +147,7 @@ def test_an_evaluation_that_two_runs_have_made_up_for_has_one_row(unbroken, call
         raise MemoryError
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError):  # behind the evaluation, before another checkpoint
-        patched.setattr(sys.modules["nash_mhc.train.run"], "train_loop", killed)
+        patched.setattr(Trainer, "_loop", killed)
         at(tmp_path / "run", grad_accum=2)
     assert [row["step"] for row in rows(tmp_path / "run", "eval.jsonl")] == [3]
     assert_goes_on_as_unbroken(tmp_path / "run", unbroken)

@@ -15,8 +15,7 @@ from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import RowSource, loss_floor, open_source
-from nash_mhc.data.stories.corpus import Story, StoryCorpus
-from nash_mhc.data.stories.rows import StoryRows
+from nash_mhc.data.stories.corpus import Story, StoryCorpus, StoryRows
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()

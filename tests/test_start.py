@@ -121,8 +121,10 @@ def trained(tmp_path_factory):
 def test_a_start_says_what_it_trains_on_and_records_what_continues_it(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # no evaluation to compile
     folder = shutil.copytree(trained, tmp_path / "run")
+    monkeypatch.setenv("TPU_NUM_DEVICES", "4")
     code, out = typed(monkeypatch, capsys, folder)
     assert code == 0 and "all 6 steps are done already" in out
+    assert "TPU_NUM_DEVICES=4 is not read; --num-devices 4 sets" in out
     assert "\ndata: stories (" in out and "; tokenizer bytes, 257 tokens\n" in out
     assert "\nbatch: 8 sequences/step of 32 tokens, 256 tokens/step; 1 microbatch, 8 sequences per device\n" in out
     code, out = typed(monkeypatch, capsys, folder, "--total-steps", "7", "--batch-size", "4", "--grad-accum", "2")
@@ -225,6 +227,9 @@ def test_a_refusal_says_which_file_a_setting_is_from(write, monkeypatch, capsys)
         with pytest.raises(ConfigError, match="--batch-size 6 cannot be split") as refused:
             typed(monkeypatch, capsys, *words)
         assert str(refused.value).endswith(f"(--batch-size 6 from {origin})") == (origin is not None)
+    command = "--batch-size 6: make it anew: python -m nash_mhc.data prepare --batch-size 6"
+    told = parsing.with_origins(ConfigError(command), parsed("--config", file))
+    assert str(told) == f"(--batch-size 6 from {file}:2) {command}"  # nothing is typed behind the command
 
 
 def test_a_rate_that_cannot_train_is_warned_of(trained, tmp_path, monkeypatch, capsys):

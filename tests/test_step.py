@@ -17,7 +17,8 @@ from nash_mhc.objectives.base import Batch, means
 from nash_mhc.train import spikes
 from nash_mhc.train.programs import make_objective
 
-MESHES = [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8)]  # another in test_meshes: 1x4x2, within a run
+# The first has every axis; another in test_meshes: 1x4x2, within a run.
+MESHES = [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in [(8, 1, 1), (1, 8, 1), (1, 1, 8)])]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +48,16 @@ def test_accumulation_4_of_batch_2_is_batch_8():
 
 
 @pytest.mark.parametrize(
-    ("remat", "config"), [("dots+ffn-up", small.nash_config), ("full", small.config)], ids=["dots", "full"]
+    ("remat", "config"),
+    [
+        ("dots+ffn-up", small.config),
+        ("full", small.config),
+        pytest.param("dots+ffn-up", small.nash_config, marks=pytest.mark.long),
+    ],
+    ids=["dots", "full", "whole architecture"],
 )
 def test_remat_changes_memory_not_numbers(remat, config):
+    """test_gradients_agree has the whole architecture with every remat, in every run of the tests."""
     remat, _, keep = remat.partition("+")
     batches = [small.random_rows(config(), seed) for seed in range(3)]
     run, plain = (

@@ -10,15 +10,15 @@ from runs import RUN, assert_equal_states, at
 
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, OptimConfig
+from nash_mhc.estimate.roofline import flops_per_token as flops_of_run
 from nash_mhc.model.lm import flops_per_token
 from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.train.resolve_devices import resolve
+from nash_mhc.train.devices import resolve
 from nash_mhc.train.resume import starting_state
 from nash_mhc.train.state import abstract_state
-from nash_mhc.train.state import flops_per_token as flops_of_run
 
 FROZEN = "embed_VD, layers.ffn, *norm.scale_D"  # a name, the first words of several, a pattern
 
@@ -113,7 +113,7 @@ def unbroken(tmp_path_factory):
     return at(tmp_path_factory.mktemp("muon") / "unbroken", MUON, evaluated=False)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.long)], ids=str)
 def test_muon_with_frozen_parameters_goes_on_where_it_stopped(tmp_path, unbroken, mesh):
     part = at(tmp_path / "run", small.mesh_config(MUON, *mesh), total_steps=4, evaluated=False)
     assert int(part.state.step) == 4

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import small
 from runs import RUN, assert_equal_states, at, rows, untrained_run
+from sampled import long
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data import __main__ as data
 from nash_mhc.hub.load import load
 from nash_mhc.train import __main__ as train
-from nash_mhc.train.best import Best
+from nash_mhc.train.evaluate import Best
 
 
 def test_the_best_so_far_and_how_long_it_is_ago():
@@ -107,7 +108,7 @@ def test_passes_over_the_data_are_steps(questions, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("recipe", ["sft-lora", "legal-cot"])
+@pytest.mark.parametrize("recipe", ["legal-cot", *long("sft-lora")])
 def test_recipes_run(recipe, tmp_path, monkeypatch):
     """But for their size: a smaller base, fewer questions and steps, adapters that are smaller and alike, so that both
     recipes run the same programs, and no dropout, slow when unoptimized."""

@@ -58,7 +58,7 @@ def test_a_run_that_goes_on_knows_what_was_lost_and_when_nothing_ran(calendar, w
     saved = {"at": 1040.0, "seconds": {"step": 40.0}}
     calendar.at = 1200.0
     clock = WallClock()
-    clock.go_on(saved, written=written, row=row)
+    clock.resume(saved, written=written, row=row)
     found = clock.seconds()
     assert (found["lost"], found["checkpoint"], found["down"]) == (lost, checkpoint, down)
     assert sum(found.values()) == 1200.0 - 1000.0  # since the first start, whatever became of it
@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_knows_what_was_lost_and_when_nothing_ran(calendar, w
 
 def test_a_calendar_that_is_behind_makes_no_time_negative(calendar):
     clock = WallClock()
-    clock.go_on({"at": 2000.0, "seconds": {"step": 40.0}}, written=2010.0, row=at_row(step=60.0))
+    clock.resume({"at": 2000.0, "seconds": {"step": 40.0}}, written=2010.0, row=at_row(step=60.0))
     calendar.at += 5.0
     assert clock.seconds() == dict.fromkeys(PARTS, 0.0) | {"step": 40.0, "start": 5.0}
 

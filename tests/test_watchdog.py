@@ -10,7 +10,7 @@ import pytest
 
 from nash_mhc.parallel import board
 from nash_mhc.parallel.board import Board, coordinator_answers
-from nash_mhc.runtime import heartbeat, verdict, watchdog
+from nash_mhc.runtime import heartbeat, stopping, watchdog
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 
@@ -39,7 +39,7 @@ def left(monkeypatch):
 
     monkeypatch.setattr(watchdog, "Board", Notes)
     monkeypatch.setattr(watchdog, "leave", leave)
-    monkeypatch.setattr(verdict, "leave", leave)
+    monkeypatch.setattr(stopping, "leave", leave)
     monkeypatch.setattr(watchdog.Watch, "_catch_aborts", lambda _: None)
     monkeypatch.setattr(heartbeat, "SILENCE_S", 0.2)
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -12,7 +12,7 @@ import small
 from runs import RUN, assert_equal_states, at
 
 from nash_mhc.config.schema import ARCHITECTURES, ModelConfig
-from nash_mhc.model import architectures, incremental
+from nash_mhc.model import architectures
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
 from nash_mhc.model.weights import Weight, array_of
@@ -94,7 +94,7 @@ def test_a_model_of_modules_is_the_model_of_their_arrays(plain, kind):
     merged_BTV = forward(want, tokens_BT)
     assert float(jnp.max(jnp.abs(merged_BTV - forward(plain, tokens_BT)))) > 0.05
     np.testing.assert_allclose(forward(model, tokens_BT), merged_BTV, atol=2e-4)
-    cache = lambda: incremental.empty_cache(plain.cfg, 2, 16)
+    cache = lambda: LM.empty_cache(plain.cfg, 2, 16)
     decoded = jax.jit(lambda m: small.read(m, cache(), jnp.asarray(tokens_BT), jnp.asarray(16))[0])
     np.testing.assert_allclose(decoded(model), merged_BTV[:, -1], atol=2e-4)
 
@@ -124,8 +124,8 @@ class AdaptedConfig(ModelConfig):
 ADAPTED = Architecture(  # the same for all tests, which so share what is compiled
     init=lambda cfg, *, key: adapted(LM.init(cfg, key=key)),
     flops_per_token=flops_per_token,
-    empty_cache=incremental.empty_cache,
-    decode=incremental.step,
+    empty_cache=LM.empty_cache,
+    decode=LM.decode,
     attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window),
 )
 

@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +39,7 @@ DENSE = (
     f"--model-window none --model-conv-taps 0 --model-residual plain {_SHORT}"
 ).split()
 
+ROOT = Path(__file__).parent.parent
 _HANGS_S = 900.0  # on no machine, however busy, does anything here take so long: only what would never end
 
 _server = multiprocessing.get_context("forkserver")
@@ -103,7 +105,7 @@ def _stall_at(stalled: int) -> None:
 def _shorten_the_stall_once(file: Path) -> None:
     """As soon as the file is there, a few seconds without progress are too many.
     A busy machine's first steps take as long."""
-    module = sys.modules["nash_mhc.train.run"]
+    module = sys.modules["nash_mhc.train.trainer"]
 
     class Shortened(Watch):
         def _look_after(self) -> None:
@@ -138,7 +140,7 @@ def _stick_at_save(stuck: int) -> None:
 
 def _save_again_at_once(attempts: int) -> None:
     """Pauses after failed saves are short, and it hardly ever gives up: for storage that fails all the time."""
-    module = sys.modules["nash_mhc.train.session"]
+    module = sys.modules["nash_mhc.train.trainer"]
     module.Saver = functools.partial(Saver, first_pause=0.01, longest_pause=0.05, attempts=attempts)  # type: ignore[attr-defined]
 
 
@@ -286,3 +288,11 @@ def slurm_pair(folder: Path, *flags: str, **more: str) -> tuple[TrainingProcess,
     env = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
     first, second = (env | more | {"SLURM_PROCID": number, "SLURM_LOCALID": number} for number in "01")
     return TrainingProcess(folder, *flags, log="log0", **first), TrainingProcess(folder, *flags, log="log1", **second)
+
+
+def typed(line: str, folder: Path) -> tuple[int, str]:
+    """Run a line in a fresh shell whose `python` is another one or none; return its exit code, stdout and stderr."""
+    others = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path) != Path(sys.executable).parent]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": os.pathsep.join(others)}
+    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr

@@ -33,34 +33,36 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
     if command == "step":
         group.add_argument("--steps", type=int, default=10, help="steps to time")
         group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
-        against = "time the same plain decoder in transformers as well, on one device, before ours"
+        against = "also time the same plain decoder in transformers, on one device"
         group.add_argument("--against", choices=["torch"], help=against)
     elif command == "parts":
-        group.add_argument("--parts", metavar="A,B,...", help="these alone, such as attention,mhc-write [all]")
-        known = "the time of the whole step, from bench step [measured, of a deep model with few of its layers]"
+        group.add_argument("--parts", metavar="A,B,...", help="parts to time, such as attention,mhc-write [all]")
+        known = "time of the whole step, from bench step [measured, for a deep model with few layers]"
         group.add_argument("--step-ms", type=float, metavar="MS", help=known)
-        group.add_argument("--seconds", type=float, default=0.2, help="to time each program for [0.2]")
+        group.add_argument("--seconds", type=float, default=0.2, help="seconds to time each program [0.2]")
     elif command == "compile":
         group.add_argument("--topology", default="v6e:2x4", help="TPU topology to compile for; cpu: emulated devices")
     elif command == "data":
-        group.add_argument("--megabytes", type=int, default=32, help="text to make and prepare [32]")
+        group.add_argument("--megabytes", type=int, default=32, help="megabytes of text to generate and prepare [32]")
         group.add_argument("--steps", type=int, default=40, help="steps of the training run [40]")
     elif command == "telemetry":
         group.add_argument("--steps", type=int, default=80, help="steps of the training run [80]")
     elif command == "quality":
         every = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of bench/variants.py, which imports JAX
-        group.add_argument("--seeds", type=int, default=3, help="runs of each variant, counted from --seed on [3]")
-        group.add_argument("--variants", metavar="A,B,...", default=every, help=f"what to compare [{every}]")
+        group.add_argument("--seeds", type=int, default=3, help="runs per variant, with seeds from --seed on [3]")
+        group.add_argument("--variants", metavar="A,B,...", default=every, help=f"variants to compare [{every}]")
         group.add_argument("--eval-rows", type=int, metavar="ROWS", help="held-out rows [4 x eval-batches x batch-size]")
-        rates = "rates to try with the first seed; each variant takes its own best one [the run's --learning-rate alone]"
+        rates = "learning rates to sweep with the first seed; each variant uses its best [--learning-rate]"
         group.add_argument("--learning-rates", metavar="A,B,...", help=rates)
         tasks = "what is learned: the run's dataset, or to recall what a row said before [text]"
         group.add_argument("--task", choices=["text", "recall"], default="text", help=tasks)
-        group.add_argument(
-            "--picture", type=local_path, metavar="FILE", help="draw loss against tokens and against seconds here, as SVG"
-        )
+        group.add_argument("--picture", type=local_path, metavar="FILE", help="SVG file with loss against tokens and seconds")
     group.add_argument(
-        "--json", type=local_path, metavar="FILE", default=None, help="write the figures here, too ('-': only JSON, to stdout)"
+        "--json",
+        type=local_path,
+        metavar="FILE",
+        default=None,
+        help="also write the figures to this file ('-': JSON to stdout only)",
     )
 
 

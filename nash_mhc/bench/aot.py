@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
+import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from jax.experimental import topologies
@@ -14,12 +18,11 @@ from jax.sharding import AxisType, Mesh
 
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.device_settings import for_platform
 from nash_mhc.parallel.divisibility import check_fit
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.runtime.library_output import hidden
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.resolve_devices import for_platform
 from nash_mhc.train.state import sharded_abstract_state
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -87,3 +90,27 @@ def _compiled(cfg: RunConfig, topology: str) -> dict[str, Any]:
         "live_gib_per_chip": memory.peak_memory_in_bytes / 2**30,
         "collectives": ", ".join(f"{kind} {count}" for kind, count in count_collectives(compiled).items()),
     }
+
+
+@contextlib.contextmanager
+def hidden(library: str, unless: str) -> Iterator[None]:
+    """Replace what comes to stderr meanwhile with its number of lines, unless that environment variable is set.
+
+    By the number of the file, which C++ writes to: nothing else may write there meanwhile.
+    """
+    if unless in os.environ:
+        yield
+        return
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            if lines := sum(1 for _ in file):
+                print(f"{library} wrote {lines} lines of its own, which are hidden; {unless}=0 shows them", file=sys.stderr)

@@ -29,6 +29,7 @@ from typing import Any
 
 from nash_mhc.config.commands import OneLineParser, local_path
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.runtime.compat.pip import default_index
 
 # Large manuals, and code by many hands. Versions are never changed: another list is another corpus.
 ARCHIVES = (
@@ -61,9 +62,7 @@ def _index() -> str:
     for source in (os.environ.get("PIP_INDEX_URL"), _said(["config", "get", "global.index-url"])):
         if source:
             return source.rstrip("/")
-    from pip._internal.models.index import PyPI
-
-    return PyPI.simple_url
+    return default_index()
 
 
 def _said(argv: Sequence[str]) -> str:
@@ -195,7 +194,7 @@ def command(argv: Sequence[str]) -> int:
         formatter_class=argparse.HelpFormatter,
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=local_path, metavar="DIR", help="folder to write code.jsonl and english.jsonl to (required)"
+        "--out", type=local_path, metavar="DIR", help="output folder for code.jsonl and english.jsonl (required)"
     )
     args = parser.parse_strictly(argv, "name the folder with --out")
     if not args.out:
@@ -206,6 +205,7 @@ def command(argv: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
     for kind, (documents, size, digest) in made.items():
-        same = "the one that docs/log.md measured" if digest == DIGESTS[kind] else "not the one that docs/log.md measured"
-        print(f"{out / kind}.jsonl: {documents:,} documents, {size / 1e6:.1f} MB, digest {digest[:16]}: {same}")
+        same = "the corpus" if digest == DIGESTS[kind] else "not the corpus"
+        text = f"{documents:,} documents, {size / 1e6:.1f} MB, digest {digest[:16]}: {same} of docs/experiments.md"
+        print(f"{out / kind}.jsonl: {text}")
     return 0

@@ -29,7 +29,7 @@ from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from nash_mhc.data.train_bpe import train_bpe
-from nash_mhc.train.run import run
+from nash_mhc.train.trainer import run
 
 _SECONDS = 3.0  # of reading rows
 _ROWS = 64  # of a step of reading, at least: whoever eats so many tokens a second takes them in steps of that size

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import optax
 
 from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
-from nash_mhc.model.attention import lay_out
-from nash_mhc.model.lm import kernel_for
+from nash_mhc.model.attention import Attention, AttentionLayout, attention_layout
+from nash_mhc.model.layer import ffn_class, mixer_class, residual_class
+from nash_mhc.model.lm import by_place, kernel_for
+from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.parts import SwiGLU
 from nash_mhc.model.protocol import Execution
-from nash_mhc.model.residual import StreamState, residual_class
+from nash_mhc.model.residual import StreamState
 from nash_mhc.model.weights import Weight
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_xent
@@ -109,7 +113,8 @@ class Walk:
         self._documents, self._batch = documents, batch
         self._tokens = math.prod(batch.inputs.shape)
         self._lm = trained, frozen
-        self._layer = tuple(jax.tree.map(lambda a: a[0], part.layers) for part in self._lm)
+        groups = [by_place(side.layers, len(self.model.group)) for side in self._lm]
+        self._layers = [[jax.tree.map(lambda a: a[0], stack) for stack in stacks] for stacks in groups]
         self._execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention, documents)
         x_BTD = self._inside(self._embedding())
         self._loss(x_BTD)
@@ -118,12 +123,15 @@ class Walk:
     def _take(
         self, name: str, times: int, run: Run, at: Callable[[Any], Any], weights: tuple[str, ...] = (), *, arrays: Any = (),
         aside: Any = (), flops: float = 0.0, whole: bool = False, in_layer: bool = True, reads_again: bool = True,
-        has_gradient: bool = True, accumulates: bool = True, unread: int = 0, rows: int | None = None,
+        has_gradient: bool = True, accumulates: bool = True, unread: int = 0, rows: int | None = None, layer: int = 0,
         returned: Callable[[Any], Any] = lambda out: out,
     ) -> Any:  # fmt: skip
-        """Runs a part and takes down what it met. `at`: its module, of a layer or of the whole model; `weights`: how
-        the names of those begin that it uses; `rows`: how many rows of a table count."""
-        trained, frozen = (_only(at(side), weights) for side in (self._lm if whole else self._layer))
+        """Run a part and record its arrays. `at`: its module, in layer `layer` of a group or in the whole model.
+
+        `weights`: how the names of those begin that it uses; `rows`: how many rows of a table count.
+        """
+        sides = self._lm if whole else [layers[layer] for layers in self._layers]
+        trained, frozen = (_only(at(side), weights) for side in sides)
         used, learned = (_matrix_numbers(each, rows) for each in (eqx.combine(trained, frozen), trained))
         has_gradient = bool(has_gradient and jax.tree.leaves((trained, arrays)))  # of frozen weights, there is none
         part = Part(
@@ -174,7 +182,7 @@ class Walk:
             read_BTD = self._take(
                 "conv", L, lambda own, x, slots: own(x, slots), conv, ("taps_JD",), arrays=read_BTD, aside=slots_BT
             )
-        y_BTD = self._attention(read_BTD)
+        y_BTD = self._mixers(read_BTD)
         if self.model.mixings:
             # The gradient of the old streams is made where they were read.
             write: Run = lambda own, new, state: own.write(state, new[0], new[1]._replace(xs=state.xs))
@@ -183,51 +191,91 @@ class Walk:
             self._take(
                 "add", 2 * L, lambda own, both, _: own.write(*both, None), residual, arrays=(state, y_BTD), reads_again=False
             )
-        ffn = lambda layer: layer.ffn
-        h_BTF = self._take("ffn-up", L, lambda own, x, _: own.widened(x), ffn, ("gate_DF", "up_DF"), arrays=normed_BTD)
-        self._take("ffn-down", L, lambda own, h, _: own.narrowed(h), ffn, ("down_FD",), arrays=h_BTF)
+        self._feed_forward(normed_BTD)
         return normed_BTD
 
-    def _attention(self, x_BTD: Any) -> Any:
-        model, L, segments_BT = self.model, self.model.layers, self._batch.segments
+    def _places(self, name: Callable[[LayerKind], str]) -> dict[str, list[int]]:
+        """Return the layers of a group by the name of a block."""
+        places: dict[str, list[int]] = {}
+        for i, kind in enumerate(self.model.group):
+            places.setdefault(name(kind), []).append(i)
+        return places
+
+    def _feed_forward(self, x_BTD: Any) -> None:
+        groups, at = self.model.layers // len(self.model.group), lambda layer: layer.ffn
+        for name, places in self._places(lambda kind: kind.ffn).items():
+            times, layer = groups * len(places), places[0]
+            if ffn_class(self.model.group[layer]) is SwiGLU:
+                up: Run = lambda own, x, _: own.widened(x)
+                h_BTF = self._take("ffn-up", times, up, at, ("gate_DF", "up_DF"), arrays=x_BTD, layer=layer)
+                self._take("ffn-down", times, lambda own, h, _: own.narrowed(h), at, ("down_FD",), arrays=h_BTF, layer=layer)
+            else:
+                self._take(f"ffn-{name}", times, lambda own, x, _: own(x), at, ("",), arrays=x_BTD, layer=layer)
+
+    def _mixers(self, x_BTD: Any) -> Any:
+        """Take our own mixers apart; one of another class is a part as it is, for each window."""
+        model, segments_BT = self.model, self._batch.segments
         B, T = segments_BT.shape
         kernel = kernel_for(self._execution, T, model.head_dim, model.window)
-        layout = lay_out((B, T), segments_BT, model.strides, kernel, self._documents)
-        several = model.scales > 1
+        layout = attention_layout((B, T), segments_BT, model.strides, kernel, self._documents)
+        y_BTD, at = None, lambda layer: layer.attention
+        for name, places in self._places(lambda kind: kind.mixer).items():
+            if mixer_class(model.group[places[0]]) in (Attention, Multiscale):
+                y_BTD = self._attention(x_BTD, layout, kernel, places)
+                continue
+            for window, times in Counter(model.group[i].window for i in places).items():
+                kind, layer = next((model.group[i], i) for i in places if model.group[i].window == window)
+                run = _mixing(window, kernel)
+                weights = _matrix_numbers(eqx.combine(*(at(layers[layer]) for layers in self._layers)), None)
+                flops = mixer_class(kind).flops_per_token(model, window, T // self._documents) / 3 - 2.0 * weights
+                y_BTD = self._take(
+                    f"mixer-{name}-{window or 'full'}", times * model.layers // len(model.group), run, at, ("",), arrays=x_BTD,
+                    aside=layout, flops=self._tokens * flops, layer=layer,
+                )  # fmt: skip
+        return y_BTD
+
+    def _attention(self, x_BTD: Any, layout: AttentionLayout, kernel: str, places: list[int]) -> Any:
+        model, (B, T) = self.model, self._batch.segments.shape
+        L = model.layers // len(model.group) * len(places)
+        at = places[0]
+        several = mixer_class(model.group[places[0]]) is Multiscale
+        windows, strides = [model.group[i].window for i in places], model.strides if several else (1,)
         mixer = lambda layer: layer.attention
         base = (lambda layer: layer.attention.base) if several else mixer
         names = ("q_DNH", "k_DKH", "v_DKH", "q_bias", "k_bias", "v_bias")
-        qkv = self._take("qkv", L, lambda own, x_BTD, _: own.project(x_BTD), base, names, arrays=x_BTD)
+        qkv = self._take("qkv", L, lambda own, x_BTD, _: own.project(x_BTD), base, names, arrays=x_BTD, layer=at)
         if several:
             views = self._take(
-                "scales", L, lambda own, qkv, layout: [rows[:3] for rows in own.at_each_scale(*qkv, layout)], mixer,
-                ("base.q_norm", "base.k_norm", "pool_"), arrays=qkv, aside=layout,
+                "scales", L, lambda own, qkv, layout: [rows[:3] for rows in own.rows_of_scales(*qkv, layout)], mixer,
+                ("base.q_norm", "base.k_norm", "pool_"), arrays=qkv, aside=layout, layer=at,
                 returned=lambda views: [views[0][:2], *views[1:]],  # values go through as they are
             )  # fmt: skip
         else:
             turned = self._take(
-                "positions", L, lambda own, qk, positions_BT: own.placed(*qk, positions_BT), mixer, ("q_norm", "k_norm"),
-                arrays=qkv[:2], aside=layout.positions_BT,
+                "positions", L, lambda own, qk, positions_BT: own.rotate(*qk, positions_BT), mixer, ("q_norm", "k_norm"),
+                arrays=qkv[:2], aside=layout.positions_BT, layer=at,
             )  # fmt: skip
             views = [(*turned, qkv[2])]
         found = []
-        for c, (stride, view) in enumerate(zip(model.strides, views, strict=True)):
+        for c, (stride, view) in enumerate(zip(strides, views, strict=True)):
             segments, _, documents = layout.at(c, stride)
-            for window, times in Counter(model.windows if stride == 1 else [None] * len(model.windows)).items():
+            for window, times in Counter(windows if stride == 1 else [None] * len(windows)).items():
                 name = f"pooled-{stride}" if stride > 1 else "full" if window is None else f"{window}"
                 pairs = B * self._documents * seen_keys(T // self._documents, window, stride)
                 got = self._take(
-                    f"attention-{name}", times * L // len(model.windows), _finding(several, window, kernel), mixer,
-                    arrays=view, aside=(segments, documents), flops=4.0 * model.heads * model.head_dim * pairs,
+                    f"attention-{name}", times * L // len(windows), _finding(several, window, kernel), mixer,
+                    arrays=view, aside=(segments, documents), layer=at, flops=4.0 * model.heads * model.head_dim * pairs,
                 )  # fmt: skip
             found.append(got)
         mixed_BTNH = found[0]
         if several:
             mixed_BTNH, _, _ = self._take(
-                "game", L, lambda own, found, positions_BT: own.settle(found, positions_BT), mixer, ("offset_CN", "tau_N"),
-                arrays=tuple(found), aside=layout.positions_BT,
+                "game", L, lambda own, found, positions_BT: own.solve_game(found, positions_BT), mixer, ("offset_CN", "tau_N"),
+                arrays=tuple(found), aside=layout.positions_BT, layer=at,
             )  # fmt: skip
-        return self._take("output", L, lambda own, mixed_BTNH, _: own.output(mixed_BTNH), base, ("out_NHD",), arrays=mixed_BTNH)
+        return self._take(
+            "output", L, lambda own, mixed_BTNH, _: own.output(mixed_BTNH), base, ("out_NHD",), arrays=mixed_BTNH, layer=at
+        )
 
     def _loss(self, x_BTD: Any) -> None:
         cfg, V = self.cfg, self.model.vocab_size
@@ -243,11 +291,12 @@ class Walk:
         """Of a few layers, and of all that is no layer's. In the step, those of all layers are one array: of one layer
         alone, starting the many small ones would be most of the time."""
         training, h = Training.of(self.cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(self.cfg))
-        names = tuple(name for name in named_leaves(self._lm[0]) if not name.startswith("layers."))
-        few = math.gcd(self.model.layers, _LAYERS_AT_ONCE)
-        layers = jax.tree.map(lambda a: jnp.repeat(a[:1], few, axis=0), _only(self._lm[0], ("layers.",)))
+        names = tuple(name for name in named_leaves(self._lm[0]) if not name.startswith(("layers.", "layers[")))
+        stacked = self.model.layers // (len(self._lm[0].layers) if isinstance(self._lm[0].layers, tuple) else 1)
+        few = math.gcd(stacked, _LAYERS_AT_ONCE)
+        layers = jax.tree.map(lambda a: jnp.repeat(a[:1], few, axis=0), _only(self._lm[0], ("layers.", "layers[")))
         others = _only(self._lm[0], names)
-        for name, times, trained in (("layers", self.model.layers // few, layers), ("others", 1, others)):
+        for name, times, trained in (("layers", stacked // few, layers), ("others", 1, others)):
             if jax.tree.leaves(trained):
                 ema = jax.tree.map(wide, trained) if self.cfg.optim.ema_decay else None
                 sums = jax.tree.map(lambda p: 0.5 * p, trained)
@@ -278,10 +327,14 @@ def _matrix_numbers(module: Any, rows: int | None) -> int:
     return sum(jax.tree.leaves(map_declared(module, count)))
 
 
+def _mixing(window: int | None, kernel: str) -> Run:
+    return lambda own, x_BTD, layout: own(x_BTD, layout, window=window, kernel=kernel)
+
+
 def _finding(several: bool, window: int | None, kernel: str) -> Run:
     if several:
-        return lambda own, view, aside: own.find([Rows(*view, *aside)], window=window, kernel=kernel)[0]
-    return lambda own, view, aside: own.find(Rows(*view, *aside), window=window, kernel=kernel)
+        return lambda own, view, aside: own.attend([Rows(*view, *aside)], window=window, kernel=kernel)[0]
+    return lambda own, view, aside: own.attend(Rows(*view, *aside), window=window, kernel=kernel)
 
 
 def _updating(training: Training) -> Run:

@@ -29,9 +29,9 @@ from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import abstract_batch, host_batches, prefetched
+from nash_mhc.train.devices import resolve
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.resolve_devices import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 
 _NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide

@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import Rows
+from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
 from nash_mhc.train.device_batches import to_device
+from nash_mhc.train.devices import resolve
 from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.resolve_devices import resolve
-from nash_mhc.train.state import create_state, flops_per_token
+from nash_mhc.train.state import create_state
 
 DOCUMENTS = 2  # in a row
 

@@ -13,9 +13,9 @@ from typing import Any
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.telemetry.fan_out import Telemetry
-from nash_mhc.train.run import run
+from nash_mhc.train.log import StepLog
 from nash_mhc.train.samples import Samples
-from nash_mhc.train.session import Session
+from nash_mhc.train.trainer import run
 
 MOST = 0.01  # of the time of a run at its own intervals: what is promised
 _EVALUATIONS = 4  # the first of which compiles
@@ -64,7 +64,7 @@ def bench_telemetry(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
 def _timed() -> Iterator[dict[str, list[float]]]:
     """Seconds of each call, while this lasts."""
     seconds: dict[str, list[float]] = {"row": [], "evaluation": [], "sample": []}
-    inner = Session.write_row, Telemetry.write, Samples.write
+    inner = StepLog.write_row, Telemetry.write, Samples.write
 
     def timing(name: Callable[..., str | None], call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(self: Any, *args: Any, **options: Any) -> Any:
@@ -76,11 +76,11 @@ def _timed() -> Iterator[dict[str, list[float]]]:
 
         return timed
 
-    Session.write_row = timing(lambda **_: "row", inner[0])  # type: ignore[method-assign]
+    StepLog.write_row = timing(lambda **_: "row", inner[0])  # type: ignore[method-assign]
     # The row of metrics is written through it, too, and is counted above.
     Telemetry.write = timing(lambda **options: "evaluation" if "file" in options else None, inner[1])  # type: ignore[method-assign]
     Samples.write = timing(lambda **_: "sample", inner[2])  # type: ignore[method-assign]
     try:
         yield seconds
     finally:
-        Session.write_row, Telemetry.write, Samples.write = inner  # type: ignore[method-assign]
+        StepLog.write_row, Telemetry.write, Samples.write = inner  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
 from nash_mhc.model.architectures import count_parameters
-from nash_mhc.train.resolve_devices import for_platform
+from nash_mhc.model.device_settings import for_platform
 
 # What each variant changes in the run's model. Plain attention gets no window: it sees the whole row, its best form.
 _DENSE: dict[str, Any] = {"scales": 1, "window": None, "full_every": 0}

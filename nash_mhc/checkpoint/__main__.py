@@ -36,7 +36,7 @@ def _folder(name: str) -> Folder:
     with one_line(name):
         found = files.exists(folder, kind="directory")
     if not found:
-        raise ConfigError(f"{folder}: no such folder; give the folder of a run, such as runs/tiny-20260101-120000")
+        raise ConfigError(f"{folder}: no such folder; give run directory, such as runs/tiny-20260101-120000")
     inside = RunFolder(folder).checkpoints
     folder = inside if files.exists(inside, kind="directory") else folder
     if not any(_is_step(name) for name in files.subfolders(folder)):
@@ -141,11 +141,11 @@ def verify_command(folder: Folder, step: int | None) -> int:
 
 def restore_test_command(folder: Folder, step: int | None) -> int:
     if folder.name != CHECKPOINTS:
-        raise ConfigError(f"{folder}: the folder of a run holds its checkpoints in a folder of that name; rename this one")
+        raise ConfigError(f"{folder}: run directory holds its checkpoints in a folder of that name; rename this one")
     checkpoint = _last(folder, step)
     # In a process of its own, without the accelerators that may be here: the states of models are beyond this folder,
     # which knows only files and arrays.
-    argv = [sys.executable, "-m", "nash_mhc.train.restore_drill", str(folder.parent), checkpoint.name]
+    argv = [sys.executable, "-m", "nash_mhc.train.restore_check", str(folder.parent), checkpoint.name]
     return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
 
 
@@ -154,12 +154,12 @@ COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_c
 
 def parse(command: str, argv: Sequence[str]) -> tuple[Folder, int | None]:
     parser = OneLineParser(prog=f"python -m nash_mhc.checkpoint {command}", allow_abbrev=False, description=ABOUT[command])
-    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="the folder of a run")
+    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="run directory")
     last = "the last" if command in ("inspect", "restore-test") else "all"
     parser.add_argument("--step", type=int, metavar="K", help=f"only the checkpoint of step K [{last}]")
     args = parser.parse_strictly(argv, "name one folder")
     if not args.folder:
-        raise ConfigError("the folder is missing; give the folder of a run, such as runs/tiny-20260101-120000")
+        raise ConfigError("the folder is missing; give run directory, such as runs/tiny-20260101-120000")
     return _folder(args.folder), args.step
 
 

@@ -1,11 +1,12 @@
-"""The hash of every file of a checkpoint, written last:
-what has no manifest is not finished, what differs from it is damaged.
+"""The manifest of a checkpoint, written last with the hash of every file, and which checkpoints are retained.
 
-Only the standard library: a checkpoint can be checked where no JAX is.
+A checkpoint without a manifest is unfinished; one that differs from it is damaged. Only the standard library, so that
+a checkpoint can be verified without JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -149,6 +150,8 @@ def held_out_loss(checkpoint: Folder, *, strict: bool = False) -> float:
 def kept(folder: Folder, *, last: int, every: int) -> set[int]:
     """Of the finished checkpoints: the last few, those at multiples of `every` (0: none) and the best by held-out loss.
 
+    Orbax's retention policies know nothing of manifests: here a checkpoint without one does not count.
+
     OSError where that cannot be found out just now: nothing may be deleted for want of an answer.
     """
     steps = [step for step in numbered(folder) if files.exists(folder / str(step) / FILE)]
@@ -162,3 +165,38 @@ def best_of(losses: Mapping[int, float]) -> int | None:
     """The step with the lowest loss, of equal ones the last; None where no loss is finite."""
     best = min(losses, key=lambda step: (losses[step], -step), default=None)
     return best if best is not None and losses[best] < math.inf else None
+
+
+_BEING_WRITTEN = "*.orbax-checkpoint-tmp*"  # Orbax's name for a folder that it has not finished
+
+
+def remove_unfinished(folder: Folder) -> None:
+    """What a save that never ended left;
+    a checkpoint without a manifest that has no mark was whole once, and stays."""
+    for part in folder.glob(_BEING_WRITTEN):
+        with (
+            contextlib.suppress(OSError),
+            as_os_errors(),
+        ):  # TensorStore may still be at it; nobody takes it for a checkpoint
+            files.remove(part)
+    for part in folder.glob(f"*.{FILE}.part"):
+        part.unlink()
+    for mark in folder.glob("*.saving"):
+        checkpoint = mark.with_suffix("")
+        if files.exists(checkpoint) and not files.exists(checkpoint / FILE):
+            files.remove(checkpoint)
+        mark.unlink()
+
+
+def make_room(folder: Folder, *, keep: int, keep_every: int) -> None:
+    """Of what goes, the manifest goes first, so that half of it is never taken for whole."""
+    for old in set(numbered(folder)) - kept(folder, last=keep, every=keep_every):
+        mark = folder / f"{old}.saving"
+        with contextlib.suppress(OSError):  # on a full disk there may be no room for it, and this makes some
+            mark.touch()
+        (folder / str(old) / FILE).unlink(missing_ok=True)
+        files.remove(folder / str(old))
+        mark.unlink(missing_ok=True)
+    for leftover in folder.glob("*.unfinished"):  # a newer one is whole now
+        files.remove(leftover)
+    remove_unfinished(folder)

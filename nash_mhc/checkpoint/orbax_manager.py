@@ -8,6 +8,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from nash_mhc.parallel.board import Meeting
+from nash_mhc.runtime.compat.orbax import write_replicas_in_parts
 from nash_mhc.storage.paths import Folder
 
 _LEAST_PART = 2**20  # bytes of an array that one of several processes writes, where all of them have it
@@ -18,13 +19,8 @@ def new_manager(folder: Folder, name: str) -> tuple[ocp.CheckpointManager, Meeti
 
     `name` is used once, by all processes at the same time.
     """
-    # Where devices hold the same values, Orbax has each of them write a part, cut out by a program for every shape,
-    # place and device, which is compiled while the first save waits: of no use to one process, nor in small parts.
     several = jax.process_count() > 1
-    handler = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=several, min_slice_bytes_for_replica_parallel=_LEAST_PART if several else None
-    )
-    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+    write_replicas_in_parts(_LEAST_PART if several else None)
     # A folder that cannot be made in the background leaves threads that wait for it, and hold up the exit,
     # for ten minutes.
     at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)

@@ -10,13 +10,16 @@ checkpoints/      one numbered folder a checkpoint (store.py)
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, numbered, step_of, values_of
+from nash_mhc.config import kits
 from nash_mhc.config.recorded import leaves, taken_over
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig, section_classes
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line, reason
 from nash_mhc.storage.json_files import MALFORMED, parse_json, read_json, reading
@@ -215,9 +218,22 @@ def renamed(row: Mapping[str, Any]) -> Row:
     return {new.get(name, name): value for name, value in row.items()}
 
 
+@functools.cache
+def _say_gone(section: str) -> None:
+    print(f"note: the run has settings of a kit that is not here ({section}); they are ignored", file=sys.stderr)
+
+
 def _configured(info: dict[str, Any]) -> dict[str, Any]:
-    """The configuration in run.json. A model that was imported before the key existed has no begin token of ours."""
+    """The configuration in run.json, without the sections of kits that are not here.
+
+    A model that was imported before the key existed has no begin token of ours.
+    """
     config: dict[str, Any] = info["config"]
+    if isinstance(folders := config.get("kit"), str):
+        kits.use(folders, recorded=True)
+    for name in {name for name, keys in config.items() if isinstance(keys, dict)} - {*section_classes()}:
+        _say_gone(name)
+        config = {other: value for other, value in config.items() if other != name}
     return config | {"data": {"begin_with_end": False} | config["data"]} if "imported" in info else config
 
 
@@ -233,8 +249,10 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
         f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
     }
     values["model_kind"] = config.get("model_kind", ModelConfig.architecture)  # older runs have one kind, and do not say it
-    later = ("objective", "lora", "distill", "quantize", "precision")  # sections that older runs do not have
-    return values | {f"{section}.{k}": v for section in later for k, v in config.get(section, {}).items()}
+    values["kit"] = config.get("kit")
+    # Sections that older runs do not have, and those of kits.
+    later = [name for name, keys in config.items() if isinstance(keys, dict) and name != "telemetry"]
+    return values | {f"{section}.{k}": v for section in later for k, v in config[section].items()}
 
 
 def make_run_folder(named: str | None, model_size: str) -> RunFolder:

@@ -5,6 +5,8 @@ On this machine and on shared disks it is the operating system's lock on `.lock`
 then. An object store has no locks: `owner.json` is created only where there is none and written again every few
 seconds, and who finds one that is no longer written takes it over. Several processes are one owner: the first holds the
 folder, the others are waited for before another run may have it.
+
+filelock would replace the two calls of fcntl alone: owners, moved folders and several processes are most of this file.
 """
 
 from __future__ import annotations
@@ -170,7 +172,7 @@ class _Locked:
         os.close(self._handle)
 
 
-class _Accompanying(Nobody):
+class _SharedLock(Nobody):
     def __init__(self, folder: Path, handle: int) -> None:
         self._folder, self._handle = folder, handle
 
@@ -298,12 +300,12 @@ def hold(folder: Folder, *, wait: float = 0.0, say: Callable[[str], None] = prin
         return _Beating(folder, wait, say)
 
 
-def accompany(folder: Folder) -> Owner:
-    """For the other processes of a run: while one of them is there, no other run begins."""
+def hold_shared(folder: Folder) -> Owner:
+    """Hold the folder for another process of the run: while one is alive, no other run begins there."""
     if not is_remote(folder):
         with contextlib.suppress(OSError):
             if (handle := _try_lock(Path(folder) / OTHERS, fcntl.LOCK_SH)) is not None:
-                return _Accompanying(Path(folder), handle)
+                return _SharedLock(Path(folder), handle)
     return Nobody()
 
 

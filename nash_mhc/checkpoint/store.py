@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.cleaning import make_room, remove_unfinished
+from nash_mhc.checkpoint.manifest import make_room, remove_unfinished
 from nash_mhc.checkpoint.orbax_manager import close_manager, new_manager
 from nash_mhc.checkpoint.run_lock import SEEN_S
 from nash_mhc.config.schema import ConfigError

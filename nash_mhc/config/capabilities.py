@@ -15,24 +15,25 @@ class ObjectiveConfig(Section):
 
     name: str = key(
         "next_token",
-        "what is minimized: next_token, smoothed, distill (from a teacher), puzzle (every cell's answer), or a registered one",
+        "objective to minimize: next_token, smoothed, distill (from a teacher), or a registered one",
         flag="objective",
+        seam="objectives",
     )
-    label_smoothing: float = key(0.1, "share of a target that `smoothed` gives to the whole vocabulary", above=0, high=0.99)
+    label_smoothing: float = key(0.1, "label smoothing of `smoothed`", above=0, high=0.99)
 
 
 @dataclass(frozen=True)
 class LoraConfig(Section):
-    section = "lora"
+    section, prefixed = "lora", True
 
-    rank: int = key(0, "rank of the adapters, of which alone is trained then (0: none; all weights are trained)", low=0)
-    alpha: float | None = key(None, "their product is multiplied by this over the rank (none: twice the rank)", above=0)
-    dropout: float = key(0.0, "share of an adapter's inputs that training leaves out", low=0, high=0.9)
+    rank: int = key(0, "LoRA rank; only adapters are trained (0: no LoRA, train all weights)", low=0)
+    alpha: float | None = key(None, "LoRA alpha: adapters are scaled by alpha / rank (none: twice the rank)", above=0)
+    dropout: float = key(0.0, "dropout of the adapters' inputs", low=0, high=0.9)
     targets: str = key(
-        "all", "all, attention, mlp, names such as q_proj,v_proj, or names as in parameters.txt, with commas between them"
+        "all", "LoRA targets: all, attention, mlp, or comma-separated names such as q_proj,v_proj or those of parameters.txt"
     )
-    rslora: bool = key(False, "divide alpha by the root of the rank instead, which suits large ranks")
-    base_dtype: str = key("float32", "how the weights that stay are kept", choices=("float32", "bfloat16"))
+    rslora: bool = key(False, "scale by alpha / sqrt(rank) instead, for large ranks")
+    base_dtype: str = key("float32", "dtype of the frozen weights", choices=("float32", "bfloat16"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,25 +43,27 @@ class LoraConfig(Section):
 
 @dataclass(frozen=True)
 class DistillConfig(Section):
-    section = "distill"
+    section, prefixed = "distill", True
 
-    temperature: float = key(1.0, "both softmaxes are of logits over this; one that the cache was made for", above=0)
-    text: float = key(0.0, "share of the loss that is the cross-entropy of the text itself", low=0, high=1)
-    hard: float = key(0.0, "share of the loss that is the cross-entropy of the teacher's first choice", low=0, high=1)
+    temperature: float = key(1.0, "softmax temperature; a cache must have been made for it", above=0)
+    text: float = key(0.0, "share of the loss that is the text's cross-entropy", low=0, high=1)
+    hard: float = key(0.0, "share of the loss that is the cross-entropy of the teacher's top-1 token", low=0, high=1)
     teacher: str | None = key(
-        None, "folder of a model that reads every batch on the same devices, instead of a cache; a run's, or Hugging Face's",
+        None, "online teacher that reads every batch, instead of a cache: a run directory or Hugging Face folder",
         path=True, remote=True,
     )  # fmt: skip
-    top_k: int = key(128, "tokens of each place that such a teacher names", low=1)
-    random: int = key(0, "tokens drawn at random that it names besides; a cache says so itself (distill cache --random)", low=0)
+    top_k: int = key(128, "top-k logits that an online teacher gives per position", low=1)
+    random: int = key(
+        0, "random other tokens per position from an online teacher; a cache has its own (distill cache --random)", low=0
+    )
     layers: float = key(
         0.0,
-        "share of the loss that is how far each layer is from the teacher's, which needs a --distill-teacher",
+        "share of the loss that is the distance of the layers' outputs from the teacher's; needs --distill-teacher",
         low=0,
         high=1,
     )
-    anchor: float = key(0.0, "weight of the divergence from the model that the run began with (--init-from)", low=0)
-    renormalised: bool = key(False, "compare the cached tokens alone, and forget the rest: biased, for comparison")
+    anchor: float = key(0.0, "weight of the divergence from the initial model (--init-from)", low=0)
+    renormalised: bool = key(False, "softmax over the cached tokens alone: biased, for comparison")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,22 +84,22 @@ QUANTIZED = {"q2a4": "2/32,4/8", "q4a4": "4/4,4/4", "q4_r32": "4/32,4/32", "q2a2
 
 @dataclass(frozen=True)
 class QuantizeConfig(Section):
-    section = "quantize"
+    section, prefixed = "quantize", True
 
     weights: str | None = key(
         None,
-        f"train with weights of few bits: {', '.join(QUANTIZED)}, or bits/rank of the feed-forward layers and of attention, "
-        "such as 2/32,4/8 (rank 0: a scale for each group; none instead of either: as it is)",
+        f"train with quantized weights: {', '.join(QUANTIZED)}, or bits/rank of MLP and attention, such as 2/32,4/8"
+        f" (rank 0: one scale per group; none: not quantized)",
         flag="quantize",
     )
-    group: int = key(32, "inputs that share a scale, where scales have no rank, and at the start where they have one", low=2)
-    levels: str = key("uniform", "of the codes: in equal steps, or a table that is trained", choices=("uniform", "table"))
-    magnitudes: bool = key(False, "scales of some rank as unit vectors times magnitudes, which are trained beside them")
-    rest: float = key(
-        0.0, "magnitudes that move less than this share in 100 steps, twice, stay there (0: none do)", low=0, high=1
-    )
+    group: int = key(32, "inputs per scale at rank 0, and for the initial scales of any rank", low=2)
+    levels: str = key("uniform", "quantization levels: evenly spaced, or a learned table", choices=("uniform", "table"))
+    magnitudes: bool = key(False, "split scales into unit vectors and trained magnitudes")
+    rest: float = key(0.0, "freeze magnitudes that move less than this share in 100 steps, twice (0: never)", low=0, high=1)
     trains: str = key(
-        "both", "the weights that are rounded, their scales alone, or both with all else", choices=("weights", "scales", "both")
+        "both",
+        "weights to train: the quantized ones, their scales, or both with everything else",
+        choices=("weights", "scales", "both"),
     )
 
     def __post_init__(self) -> None:
@@ -134,25 +137,24 @@ class PrecisionConfig(Section):
 
     weights_dtype: str = key(
         "float32",
-        "how matrices and tables are kept between steps; bfloat16: half the memory, rounded by chance so that small updates "
-        "add up",
+        "dtype of matrices and tables between steps; bfloat16 halves memory, with stochastic rounding",
         choices=("float32", "bfloat16"),
     )
-    moments_dtype: str = key("float32", "how AdamW's moments of them are kept, likewise", choices=("float32", "bfloat16"))
+    moments_dtype: str = key(
+        "float32", "dtype of the optimizer's moments of matrices and tables", choices=("float32", "bfloat16")
+    )
 
 
 @dataclass(frozen=True)
 class TelemetryConfig(Section):
     section = "telemetry"
 
-    wandb: str | None = key(None, "project at Weights & Biases that gets the numbers as well (none: no project)")
-    wandb_mode: str = key("online", "offline: kept in the run's folder for wandb sync", choices=("online", "offline"))
-    log_format: str = key("text", "json: an object a line on stdout, for machines", choices=("text", "json"))
-    profile: str | None = key(
-        None, "steps to profile, such as 50:55: a trace in the run's folder, and the ten most costly parts of the step"
-    )
-    sample_tokens: int = key(160, "length of the sample that is written at every evaluation (0: none)", low=0)
-    sample_prompt: str | None = key(None, "text that samples go on from (none: they begin a new text)")
+    wandb: str | None = key(None, "Weights & Biases project to log to (none: no logging)")
+    wandb_mode: str = key("online", "offline: store in the run directory, for wandb sync", choices=("online", "offline"))
+    log_format: str = key("text", "json: one JSON object per line on stdout", choices=("text", "json"))
+    profile: str | None = key(None, "steps to profile, such as 50:55: writes a trace and prints the ten most costly parts")
+    sample_tokens: int = key(160, "tokens of the sample written at every evaluation (0: none)", low=0)
+    sample_prompt: str | None = key(None, "prompt of the samples (none: start of a document)")
 
     def __post_init__(self) -> None:
         super().__post_init__()

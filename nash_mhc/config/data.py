@@ -16,55 +16,58 @@ class DataConfig(Section):
 
     dataset: str = key(
         "stories",
-        "'stories' (built in, endless, known entropy), puzzles (sudoku4, sudoku9, maze), a prepared folder, a text, .jsonl or "
-        ".parquet file (.gz, .zst), a folder or glob of them, or a Hugging Face dataset; with a weight (a:0.7) it can be given "
-        "several times, for a mixture",
+        "stories (built in), a prepared folder, text, .jsonl or .parquet files (.gz, .zst), a folder or glob of "
+        "them, or a Hugging Face dataset; repeat with weights (a:0.7) for a mixture",
+        seam="sources",
         weighted=True,
         path=True,
     )
-    dataset_name: str | None = key(None, "variant of a Hugging Face dataset, where it has several")
+    dataset_name: str | None = key(None, "variant of a Hugging Face dataset")
     split: str = key("train", "split to train on")
     eval_split: str = key("validation", "split to evaluate on, never trained on")
     validation_fraction: float = key(
-        0.05, "share of the documents to hold out where the data has no eval split (0: none)", low=0, high=0.9
+        0.05, "share of the documents to hold out if the data has no evaluation split (0: none)", low=0, high=0.9
     )
-    text_field: str = key("text", "field of a JSON line or column of a table that holds the text")
-    extensions: str | None = key(None, "endings of the files of a folder to read, such as .md,.py (none: text and data)")
+    text_field: str = key("text", "JSON field or table column that holds the text")
+    extensions: str | None = key(None, "extensions of files to read from a folder, such as .md,.py (none: text and data files)")
     format: str = key(
         "auto",
-        "what a record is: plain text, prompt and response, chat, fields that templates name, or a puzzle (a CSV file); auto "
-        "tells by the first one",
+        "format of a record: text, prompt and response, chat, fields used by templates, or puzzle (CSV); auto "
+        "decides by the first record",
         choices=("auto", "text", "prompt", "chat", "fields", "puzzle"),
     )
     template: str | None = key(
-        None, "how a message of prompt or chat data is written, with {role} and {content}; tokenizer: by its chat template"
+        None, "template of a message, with {role} and {content}; `tokenizer`: the tokenizer's chat template"
     )
-    loss_on: str = key("response", "what counts in the loss of prompt and chat data", choices=("response", "all"))
+    loss_on: str = key("response", "tokens that count in the loss of prompt and chat data", choices=("response", "all"))
     prompt_template: str | None = key(
-        None, r"what --format fields asks, such as 'Q: {question}[\nHint: {hint}]\n': [ ] vanishes without its field",
+        None, r"prompt of --format fields, such as 'Q: {question}[\nHint: {hint}]\n'; a part in [ ] is dropped if its "
+            r"field is missing",
         further="tuning",
     )  # fmt: skip
-    response_template: str | None = key(None, "what --format fields answers, likewise; only this counts", further="tuning")
+    response_template: str | None = key(
+        None, "response of --format fields, in the same form; only this part counts in the loss", further="tuning"
+    )
     test_fraction: float = key(
-        0.0, "share of the documents for a test at the end, never trained or evaluated on", low=0, high=0.9, further="tuning"
+        0.0, "share of the documents for a final test, never trained or evaluated on", low=0, high=0.9, further="tuning"
     )
     test_split: str | None = key(
-        None, "the data's own split for that test (none: `test`, where there is a --test-fraction)", further="tuning"
+        None, "existing split for the final test (none: `test`, if --test-fraction is set)", further="tuning"
     )
-    max_documents: int | None = key(None, "read no more documents than this (none: all)", low=1)
-    tokenizer: str = key("bytes", "'bytes' (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
+    max_documents: int | None = key(None, "read at most this many documents (none: all)", low=1)
+    tokenizer: str = key("bytes", "bytes (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
     begin_with_end: bool = key(
         True,
-        "begin documents with the end token where the tokenizer puts no begin token in front of a text; false with the "
-        "tokenizer of a Hugging Face model's folder",
+        "begin documents with the end token if the tokenizer adds no begin token; false for the tokenizer of a "
+        "Hugging Face model",
         further="tuning",
     )
-    streaming: bool = key(False, "pack rows while training instead of preparing them first")
-    cache_dir: str = key(".cache/data", "folder that datasets are prepared in, each once", path=True)
-    batch_size: int = key(8, "rows of one forward pass over all devices; a step reads batch-size x grad-accum rows", low=1)
-    seq_len: int = key(256, "tokens in a row (T)", low=2)
-    num_workers: int = key(0, "processes that prepare rows (0: threads of this process)", low=0, high=256)
-    worker_buffer_size: int = key(4, "batches each worker prepares ahead", low=1, high=4096)
+    streaming: bool = key(False, "pack sequences while training instead of preparing them first")
+    cache_dir: str = key(".cache/data", "folder for prepared datasets", path=True)
+    batch_size: int = key(8, "sequences per forward pass over all devices; a step has batch-size x grad-accum", low=1)
+    seq_len: int = key(256, "tokens per sequence (T)", low=2)
+    num_workers: int = key(0, "worker processes for the input pipeline (0: threads)", low=0, high=256)
+    worker_buffer_size: int = key(4, "batches that each worker prepares ahead", low=1, high=4096)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nash_mhc.config.values import Settings
+from nash_mhc.config.fields import Settings
 
 # Rows for each one of the preset, whose batch is what a CPU can wait for (`tiny`) or one small accelerator holds. An
 # accelerator is not filled by those; a TPU's matrix unit works on rows in eights.

@@ -10,8 +10,11 @@ import os
 import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
+
+Settings = dict[str, tuple[Any, str]]  # path -> value, origin
 
 
 class ConfigError(ValueError):
@@ -33,23 +36,24 @@ def key(
     low: int | float | None = None,
     above: int | float | None = None,
     high: int | float | None = None,
-    choices: tuple[str, ...] | None = None,
+    choices: Sequence[str] | None = None,
     flag: str | None = None,
     weighted: bool = False,
     path: bool = False,
     remote: bool = False,
     axis: bool = False,
     further: str | None = None,
+    seam: str | None = None,
 ) -> Any:
     """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
 
     The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path`
     may begin with ~, wherever it is written, and lies on this machine; a `remote` one may be gs:// instead. An `axis`
-    is one of the mesh. `further`: the name of what a run may do besides pretraining that this key belongs to; only
-    `--help` of that name shows it.
+    is one of the mesh. `further`: the section of `--help` that shows this key, where it is another than its own.
+    `seam`: the field of Kit whose names are values of this key; the help text lists them.
     """
     bounds = {"low": low, "above": above, "high": high}
-    kind = {"weighted": weighted, "path": path, "remote": remote, "axis": axis, "further": further}
+    kind = {"weighted": weighted, "path": path, "remote": remote, "axis": axis, "further": further, "seam": seam}
     return field(default=default, metadata=bounds | {"help": help, "choices": choices, "flag": flag} | kind)
 
 
@@ -120,7 +124,9 @@ def _hints(kind: type) -> dict[str, Any]:
 class Section:
     """Shared by all sections: every field is checked against its declaration at construction."""
 
-    section = ""
+    section: ClassVar[str] = ""
+    about: ClassVar[str] = ""  # one line for `--help`, of a kit's section
+    prefixed: ClassVar[bool] = False  # whether its flags begin with its name: --mesh-data
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]  # a class can be hashed
@@ -134,6 +140,9 @@ class Section:
                 value = at_home(value)
                 object.__setattr__(self, f.name, value)
             check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
+
+    def check_run(self, run: Any) -> None:
+        """ConfigError where the section does not fit the rest of a RunConfig; a kit's is asked where it is set."""
 
 
 def weighted_parts(text: str) -> list[tuple[str, str]]:

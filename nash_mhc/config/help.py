@@ -12,10 +12,10 @@ import yaml
 
 from nash_mhc.config import presets
 from nash_mhc.config.commands import what_there_is
-from nash_mhc.config.key_names import FURTHER, OURS, SMALL, Key, keys, of_any_kind, sections
+from nash_mhc.config.key_names import OURS, SMALL, Key, further, keys, of_any_kind, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 
-_DIR = "run directory (--checkpoint-dir), with a slash in its name; a run there continues by its own settings"
+_DIR = "run directory (--checkpoint-dir), with a slash in its name; an existing run is resumed"
 TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
 
 
@@ -73,18 +73,18 @@ def _described(key: Key, defaults: dict[str, Any]) -> str:
     choices = key.metadata["choices"]
     kind = "{" + ",".join(choices) + "}" if choices else "|".join(names[t] for t in key.kinds)
     default = "none" if key.of(defaults) is None else _scalar(key, key.of(defaults))
-    return _line(f"{key.flag} {kind}", f"{key.metadata['help']} [{default}]", _width())
+    return _line(f"{key.flag} {kind}", f"{key.help} [{default}]", _width())
 
 
 def section_help(section: str, kind: str = OURS) -> str:
     """The keys of one section, or of one kind of model; ConfigError if there is none of that name."""
-    known = list(dict.fromkeys([*sections(), *FURTHER, *ARCHITECTURES]))
+    known = list(dict.fromkeys([*sections(), *further(), *ARCHITECTURES]))
     if section not in known:
         raise ConfigError(f"--help {section}: no such section{what_there_is(section, known)}")
     if section in ARCHITECTURES:
         section, kind = "model", section
     defaults = presets.run(kind=kind).to_dict()
-    title = FURTHER.get(section, TITLES.get(section, section))
+    title = further().get(section, TITLES.get(section, section))
     if section == "model":
         title = f"{title} of {kind}"
     lines = [_described(key, defaults) for key in keys(kind).values() if key.section == section]
@@ -117,6 +117,6 @@ def usage(prog: str, *, folder: bool = False, kind: str = OURS) -> str:
     ]
     for section in TITLES:
         out += ["", section_help(section, kind).rstrip("\n")]
-    out += ["", "further:", *(_line(f"--help {name}", text, width) for name, text in FURTHER.items())]
+    out += ["", "further:", *(_line(f"--help {name}", text, width) for name, text in further().items())]
     out += [_line(f"--help {name}", f"the keys of --model-kind {name}", width) for name in ARCHITECTURES if name != kind]
     return "\n".join(out) + "\n"

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from nash_mhc.config import fields as declared
-from nash_mhc.config import presets
+from nash_mhc.config import kits, presets
 from nash_mhc.config.schema import (
     ARCHITECTURES,
+    KIT_SECTIONS,
     ModelConfig,
     RunConfig,
+    Section,
     accepted_types,
-    architecture_config,
-    section_class,
+    section_classes,
 )
 
 SMALL = "--use-small-model"  # the same as --model-size small
@@ -25,23 +26,28 @@ SMALL = "--use-small-model"  # the same as --model-size small
 NICKNAMES = {
     "lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", "use_small_model": "model_size",
     "global_batch_size": "batch_size", "device_type": "platform", "device": "platform", "arch": "model_kind",
-    "H_cycles": "outer_cycles", "L_cycles": "inner_cycles", "halt_max_steps": "most_passes", "hidden_size": "width",
-    "halt_exploration_prob": "explore", "num_heads": "heads", "spectral_radius": "radius", "reservoir_size": "units",
+    "hidden_size": "width", "num_heads": "heads",
 }  # fmt: skip
 
 
 # What a run may do besides pretraining: --help names these sections, and --help SECTION shows one.
 FURTHER = {
-    "objective": "what is minimized, where it is not the next token's cross-entropy",
-    "hub": "what models from elsewhere have and ours do not; --init-from sets it for a Hugging Face folder",
-    "tuning": "fine-tuning: how questions and answers are written, how long a run is, which checkpoint is its own",
-    "lora": "fine-tuning with adapters, of a model that --init-from names",
-    "distill": "learning from a teacher: from its cache, or beside it on the same devices (--objective distill)",
-    "quantize": "training with weights of two to four bits, as they will be used",
-    "precision": "memory: weights and moments in half of it, what is kept for the way back; a larger model on the same chips",
-    "profile": "the batch and the rate that suit a kind of device",
-    "telemetry": "what is seen of a run: Weights & Biases, JSON for machines, a profile of its steps",
+    "objective": "the objective, if it is not next-token cross-entropy",
+    "layers": "blocks of the layers: mixers, feed-forward networks, patterns",
+    "hub": "features of imported models; --init-from sets them for a Hugging Face folder",
+    "tuning": "fine-tuning: templates, epochs, early stopping, the final checkpoint",
+    "lora": "LoRA fine-tuning of the model in --init-from",
+    "distill": "distillation from a cached or online teacher (--objective distill)",
+    "quantize": "quantization-aware training with 2 to 4 bits",
+    "precision": "precision and memory: dtypes of weights, moments and matmuls, remat",
+    "profile": "batch size and learning rate for a kind of device",
+    "telemetry": "telemetry: Weights & Biases, JSON logs, profiles, samples",
 }
+
+
+def further() -> dict[str, str]:
+    """Sections that `--help` only names, each with its line; those of kits last."""
+    return FURTHER | {name: kind.about for name, kind in KIT_SECTIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,12 @@ class Key:
     def kinds(self) -> tuple[type, ...]:
         return accepted_types(self.annotation)
 
+    @property
+    def help(self) -> str:
+        """The help text, with the names that kits add."""
+        offered = kits.provided(self.metadata["seam"]) if self.metadata.get("seam") else []
+        return self.metadata["help"] + (f"; of kits: {', '.join(offered)}" if offered else "")
+
     def of(self, values: Mapping[str, Any]) -> Any:
         section, _, name = self.path.rpartition(".")
         return (values[section] if section else values)[name]
@@ -76,30 +88,27 @@ OURS = ModelConfig.architecture
 
 def keys(kind: str = OURS) -> dict[str, Key]:
     """Every leaf of the RunConfig of that kind of model by its path, in the order of the schema."""
-    return _keys(kind, tuple(ARCHITECTURES))
+    return _keys(kind, tuple(ARCHITECTURES), tuple(section_classes(kind).items()))
 
 
 @functools.cache
-def _keys(model_kind: str, kinds: tuple[str, ...]) -> dict[str, Key]:
+def _keys(model_kind: str, kinds: tuple[str, ...], sections: tuple[tuple[str, type[Section]], ...]) -> dict[str, Key]:
     found: list[Key] = []
     hints = typing.get_type_hints(RunConfig)
     for top in dataclasses.fields(RunConfig):
-        kind = section_class(top)
-        if kind is None:
-            metadata = dict(top.metadata, choices=presets.sizes(model_kind)) if top.name == "model_size" else top.metadata
-            found.append(Key(top.name, "--" + top.name.replace("_", "-"), hints[top.name], metadata))
-            if top.name == "model_size":
-                about = "kind of the model, each with keys and sizes of its own; --help KIND shows them"
-                of_kind = declared.key(OURS, about, choices=kinds).metadata
-                found.append(Key("model_kind", "--model-kind", str, of_kind))
+        if not top.metadata:  # a section
             continue
-        if top.name == "model":
-            kind = architecture_config(model_kind)
+        metadata = dict(top.metadata, choices=presets.sizes(model_kind)) if top.name == "model_size" else top.metadata
+        found.append(Key(top.name, "--" + top.name.replace("_", "-"), hints[top.name], metadata))
+        if top.name == "model_size":
+            about = "model kind, each with keys and sizes of its own; --help KIND lists them"
+            of_kind = declared.key(OURS, about, choices=kinds).metadata
+            found.append(Key("model_kind", "--model-kind", str, of_kind))
+    for name, kind in sections:
         inner = typing.get_type_hints(kind)
         for f in dataclasses.fields(kind):  # type: ignore[arg-type]
-            prefix = f"{top.name}-" if top.name in ("mesh", "model", "lora", "distill", "quantize") else ""
-            flag = f.metadata["flag"] or prefix + f.name.replace("_", "-")
-            found.append(Key(f"{top.name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))
+            flag = f.metadata["flag"] or (f"{name}-" if kind.prefixed else "") + f.name.replace("_", "-")
+            found.append(Key(f"{name}.{f.name}", f"--{flag}", inner[f.name], f.metadata))
     return {key.path: key for key in found}
 
 
@@ -116,7 +125,7 @@ def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
     """The key with that path or short form; `loose` also goes by the last component, to guess what was meant."""
     found = [key for key in keys(kind).values() if name in (key.path, key.short)]
     last = name.rsplit(".", maxsplit=1)[-1]
-    last = NICKNAMES.get(last, last)
+    last = (NICKNAMES | kits.nicknames()).get(last, last)
     found += [key for key in keys(kind).values() if loose and last in (key.path.split(".")[-1], key.short)]
     return found[0] if found else None
 

@@ -12,31 +12,32 @@ PLATFORMS = ("tpu", "gpu", "cpu")  # what `auto` takes, in this order
 
 @dataclass(frozen=True)
 class MeshConfig(Section):
-    section = "mesh"
+    section, prefixed = "mesh", True
 
     # The axes of the mesh, outermost first.
     # Another one is a line here, and a name in the RULES of parallel/sharding.py.
-    data: int = axis("devices along data: whole copies, each with its share of the batch (-1: the rest)")
+    data: int = axis("devices along data: each group holds all parameters and a share of the batch (-1: the rest)")
     fsdp: int = axis("devices along fsdp: batch and parameters are split (-1: the rest)")
-    tp: int = axis("devices along tp: heads, ffn and vocabulary are split (-1: the rest)")
-    num_devices: int | None = key(None, "use only this many of the devices there are", low=1, flag="num-devices")
+    tp: int = axis("devices along tp: heads, MLP and vocabulary are split (-1: the rest)")
+    num_devices: int | None = key(None, "number of devices to use (none: all)", low=1, flag="num-devices")
     platform: str = key(
-        "auto", "tpu, gpu or cpu, or several in the order of your wish (tpu,cpu); auto is tpu,gpu,cpu", flag="platform"
+        "auto", "tpu, gpu, cpu, or several in order of preference (tpu,cpu); auto: tpu,gpu,cpu", flag="platform"
     )
     profile_for: str | None = key(
         None,
-        "take the batch and the learning rate that suit this kind of device; keys of your own go before",
+        "use the batch size and learning rate for this kind of device; your own flags override them",
         choices=PLATFORMS,
         flag="profile-for",
         further="profile",
     )
     coordinator_address: str | None = key(
-        None, "HOST:PORT of process 0 (none: from the scheduler, else one process)", flag="coordinator-address"
+        None, "HOST:PORT of process 0 (none: from the scheduler, else a single process)", flag="coordinator-address"
     )
     num_processes: int | None = key(
-        None, "processes of the whole run (1: alone, whatever the scheduler says)", low=1, flag="num-processes"
+        None, "processes of the run (1: a single process, whatever the scheduler says)", low=1, flag="num-processes"
     )
-    process_id: int | None = key(None, "number of this process, from 0 on", low=0, flag="process-id")
+    process_id: int | None = key(None, "index of this process, from 0", low=0, flag="process-id")
+    connect_timeout: float = key(60.0, "seconds to wait for the other processes at the start", above=0, flag="connect-timeout")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from nash_mhc.config.fields import ConfigError, Section, key, nearest_multiple
+from nash_mhc.config.fields import ConfigError, Section, Settings, key, nearest_multiple
 from nash_mhc.config.rope_scaling import RopeScaling
+
+# Names of the blocks that a layer may be made of. `register_mixer` and the like in model/layer.py add to them.
+MIXERS = ["attention", "multiscale"]
+FFNS = ["swiglu"]
+RESIDUALS = ["mhc", "mhc-layer", "plain"]
+
+
+class LayerKind(NamedTuple):
+    """What may differ from layer to layer."""
+
+    mixer: str
+    window: int | None
+    ffn: str
+
+
+@functools.lru_cache(64)
+def _layer_kinds(pattern: str, default: str, window: int | None, ffn_kind: str) -> tuple[LayerKind, ...]:
+    """Return the layers of `local*3,full`; ConfigError for a block that is not registered."""
+    kinds: list[LayerKind] = []
+    for entry in pattern.split(","):
+        block, _, count = entry.strip().partition("*")
+        mixer, _, ffn = block.partition("/")
+        kind = LayerKind(
+            mixer=default if mixer in ("local", "full") else mixer,
+            window=None if mixer == "full" else window,
+            ffn=ffn or ffn_kind,
+        )
+        if kind.mixer not in MIXERS or kind.ffn not in FFNS or not (count or "1").isdigit() or count == "0":
+            raise ConfigError(
+                f"model.pattern {pattern!r}: {entry!r} is no layer. Write MIXER, MIXER/FFN or either with *COUNT, where "
+                f"MIXER is local, full, {', '.join(MIXERS)} and FFN is {', '.join(FFNS)}"
+            )
+        kinds += [kind] * int(count or 1)
+    return tuple(kinds)
 
 
 class Length(NamedTuple):
@@ -23,7 +59,7 @@ class ArchitectureConfig(Section):
     `register` in `model/architectures.py` makes a kind known: `--model-kind` takes its name, and run.json has it.
     """
 
-    section = "model"
+    section, prefixed = "model", True
     architecture: ClassVar[str]
     vocab_size: int
 
@@ -38,10 +74,20 @@ class ArchitectureConfig(Section):
         return 1
 
     @property
+    def some_length(self) -> int:
+        """A row length that the model accepts, where shapes of rows do not matter."""
+        return 64 * self.alignment
+
+    @property
     def padded_vocab(self) -> int:
         """Vocabulary rounded up to a multiple of 128:
         full matmul tiles, and any power-of-two tp up to 128 divides it."""
         return -(-self.vocab_size // 128) * 128
+
+    @classmethod
+    def infers(cls, values: Mapping[str, Any], found: Settings) -> Settings:
+        """Return keys that follow from other settings: from all `values`, and from those `found` in named folders."""
+        return {}
 
     def lengths(self) -> list[Length]:
         """What a mesh must divide."""
@@ -78,39 +124,47 @@ class ModelConfig(ArchitectureConfig):
 
     architecture = "nash-mhc"
 
-    vocab_size: int = key(256 + 1, "tokens in the vocabulary (V); padded up to a multiple of 128 inside", low=2)
+    vocab_size: int = key(256 + 1, "vocabulary size (V); padded to a multiple of 128", low=2)
     width: int = key(128, "width of the residual stream (D)", low=1)
     layers: int = key(2, "number of layers (L)", low=1)
     heads: int = key(8, "query heads (N)", low=1)
     kv_heads: int = key(8, "key and value heads (K); fewer than heads is grouped-query attention", low=1)
-    head_dim: int = key(16, "width of one head (H), an even number", low=2)
-    ffn: int = key(384, "width of the feed-forward layer (F)", low=1)
+    head_dim: int = key(16, "width of a head (H); even", low=2)
+    ffn: int = key(384, "width of the MLP (F)", low=1)
     # Streams mixed once a layer and two scales cost half of what `mhc` and three scales do beside dense. With the
-    # latter, `small` learned less than dense in the same seconds; now it does not (docs/log.md).
-    scales: int = key(2, "resolutions that attention looks at (C); 1 is plain attention", low=1, high=8)
-    ratio: int = key(16, "how much coarser each scale is than the one before (r)", low=2, high=64)
-    window: int | None = key(None, "tokens that the finest scale looks back, itself included (none: all)", low=1)
-    full_every: int = key(0, "one layer in so many has no window (0: none of them)", low=0)
-    conv_taps: int = key(4, "tokens that a convolution in front of attention mixes, itself included (0: none)", low=0, high=16)
-    aggregation: str = key("nash", "how the scales find their weights", choices=("nash", "convex", "mean"))
-    nash_iterations: int = key(3, "best responses that the scales play", low=1, high=64)
+    # latter, `small` learned less than dense in the same seconds; now it does not (docs/experiments.md).
+    scales: int = key(2, "resolutions of attention (C); 1 is plain attention", low=1, high=8)
+    ratio: int = key(16, "ratio of strides between one scale and the next (r)", low=2, high=64)
+    window: int | None = key(None, "tokens that the finest scale sees, itself included (none: all)", low=1)
+    full_every: int = key(0, "one layer in this many has no window (0: none)", low=0, further="layers")
+    conv_taps: int = key(4, "taps of the convolution before attention (0: no convolution)", low=0, high=16)
+    aggregation: str = key("nash", "how the scales get their weights", choices=("nash", "convex", "mean"))
+    nash_iterations: int = key(3, "rounds of the game", low=1, high=64)
     residual: str = key(
         "mhc-layer",
-        "residual: streams that attention and feed-forward each read and mix (mhc), or both together (mhc-layer), or one that "
-        "is added to",
-        choices=("mhc", "mhc-layer", "plain"),
+        "residual connection: mhc (streams mixed in every sub-layer), mhc-layer (once per layer), or plain",
+        choices=RESIDUALS,
     )
     streams: int = key(4, "residual streams (R) of mhc", low=2, high=8)
-    rope_theta: float = key(10_000.0, "base of the rotary position frequencies", above=0)
+    rope_theta: float = key(10_000.0, "base of the RoPE frequencies", above=0)
     rope_scaling: str | None = key(
-        None, "stretched frequencies: linear, llama3 or yarn, such as yarn,factor=4,original=32768", further="hub"
+        None, "RoPE scaling: linear, llama3 or yarn, such as yarn,factor=4,original=32768", further="hub"
     )
-    norm_eps: float = key(1e-6, "epsilon inside RMSNorm", above=0)
-    qk_norm: bool = key(True, "normalise queries and keys per head before the rotation")
-    qkv_bias: bool = key(False, "add a bias to the query, key and value projections", further="hub")
-    tied_embeddings: bool = key(True, "use the embedding table as the output projection too")
+    norm_eps: float = key(1e-6, "epsilon of RMSNorm", above=0)
+    qk_norm: bool = key(True, "normalize queries and keys per head before RoPE")
+    qkv_bias: bool = key(False, "biases in the query, key and value projections", further="hub")
+    tied_embeddings: bool = key(True, "use the embedding as the output projection")
     embed_scale: str = key(
-        "unit", "embeddings enter times sqrt(width), or as the table has them", choices=("unit", "table"), further="hub"
+        "unit", "scale of embeddings: unit (times sqrt(width)) or table (as stored)", choices=("unit", "table"), further="hub"
+    )
+    ffn_kind: str = key("swiglu", "kind of feed-forward layer", choices=FFNS, further="layers")
+    mixer: str | None = key(
+        None, "sequence mixer (none: attention with one scale, multiscale with more)", choices=MIXERS, further="layers"
+    )
+    pattern: str | None = key(
+        None,
+        "layers of one repeated group: local (windowed), full (no window) or mixers, such as local*3,full",
+        further="layers",
     )
 
     def __post_init__(self) -> None:
@@ -131,6 +185,18 @@ class ModelConfig(ArchitectureConfig):
             )
         if self.rope_scaling is not None:
             RopeScaling.parse(self.rope_scaling)
+        if self.pattern is not None and self.full_every:
+            raise ConfigError("model.pattern and model.full_every both say which layers differ; leave full_every at 0")
+        mixers = {kind.mixer for kind in self.group}
+        if mixers == {"attention"} and self.scales > 1:
+            raise ConfigError(f"model.scales {self.scales} needs the multiscale mixer, and no layer has it; set model.scales 1")
+        if "multiscale" in mixers and self.scales == 1:
+            raise ConfigError("model.mixer multiscale needs at least 2 scales; set model.scales 2")
+        if self.layers % len(self.group) and self.pattern is not None:
+            raise ConfigError(
+                f"model.pattern {self.pattern!r} is a group of {len(self.group)} layers, which does not divide model.layers "
+                f"{self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
+            )
         if self.full_every and self.window is None:
             raise ConfigError("model.full_every leaves a window out, and there is none; set model.window, or leave it at 0")
         if self.full_every and self.layers % self.full_every:
@@ -144,12 +210,20 @@ class ModelConfig(ArchitectureConfig):
     @property
     def mixings(self) -> int:
         """How often a layer mixes streams."""
-        return {"mhc": 2, "mhc-layer": 1, "plain": 0}[self.residual]
+        return {"mhc": 2, "mhc-layer": 1}.get(self.residual, 0)
+
+    @property
+    def group(self) -> tuple[LayerKind, ...]:
+        """The layers of one group; the model is a stack of such groups."""
+        default = self.mixer or ("attention" if self.scales == 1 else "multiscale")
+        pattern = self.pattern or (f"local*{self.full_every - 1},full" if self.full_every > 1 else "")
+        pattern = pattern or ("full" if self.full_every else "local")
+        return _layer_kinds(pattern, default, self.window, self.ffn_kind)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the layers of one group, of which the model is a stack; in each, the last one may see everything."""
-        return (*(self.window,) * (self.full_every - 1), None) if self.full_every else (self.window,)
+        """The windows of one group's layers."""
+        return tuple(kind.window for kind in self.group)
 
     @property
     def embed_multiplier(self) -> float:

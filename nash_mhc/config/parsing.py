@@ -20,12 +20,13 @@ from typing import Any
 
 import yaml
 
-from nash_mhc.config import presets
+from nash_mhc.config import kits, presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
+from nash_mhc.config.fields import Settings
 from nash_mhc.config.help import as_flags, render, section_help, usage
 from nash_mhc.config.key_names import OURS, SMALL, Key, find, keys, of_another_kind, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
-from nash_mhc.config.values import BOOLS, Settings, at, convert
+from nash_mhc.config.values import BOOLS, at, convert
 from nash_mhc.config.yaml_file import nodes_of, read_yaml
 
 __all__ = ["Key", "Parsed", "Settings", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
@@ -72,19 +73,30 @@ def _named_folder(argv: Sequence[str], key: Key) -> str | None:
     return found
 
 
-def _kind(argv: Sequence[str], found: str = OURS) -> str:
-    """The last kind of model that is named: it says which keys there are. What is wrong is found when they are read."""
+def _last_named(argv: Sequence[str], key: str, found: str | None = None) -> str | None:
+    """Return the last value of a key at the top, before anything is checked: it says which keys there are."""
     for word, follows in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        flag, equals, text = word.replace("--model_kind", "--model-kind").partition("=")
+        flag, equals, text = word.partition("=")
         text = text if equals else follows
         if flag == "--config":
             with contextlib.suppress(ConfigError):
                 root = nodes_of(text)
                 top = root.value if isinstance(root, yaml.MappingNode) else []
-                found = next((str(child.value) for name, child in top if name.value == "model_kind"), found)
-        elif flag == "--model-kind" or (flag == "model_kind" and equals):
+                found = next((str(child.value) for name, child in top if name.value == key), found)
+        elif flag.replace("_", "-") == f"--{key.replace('_', '-')}" or (flag == key and equals):
             found = text
-    return found if found in ARCHITECTURES else OURS
+    return found
+
+
+def _kind(argv: Sequence[str], found: str = OURS) -> str:
+    """Load the kits that argv names, and return the model kind."""
+    kits.use(_none_or(_last_named(argv, "kit")))
+    named = _last_named(argv, "model_kind", found)
+    return named if named in ARCHITECTURES else OURS  # type: ignore[return-value]
+
+
+def _none_or(text: str | None) -> str | None:
+    return None if text is None or text.strip().lower() in ("none", "null", "~", "") or text.startswith("--") else text
 
 
 def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = None, kind: str = OURS) -> tuple[Settings, bool]:
@@ -186,7 +198,11 @@ def with_origins(error: ConfigError, parsed: Parsed) -> ConfigError:
         named = rf"(?<![\w-])(?:{re.escape(key.flag)}|{re.escape(path)}) {re.escape(str(value))}(?![\w.])"
         if not origin.startswith((*_TYPED, "default", "preset", "argument", "the run")) and (match := re.search(named, text)):
             told.append(f"{match[0]} from {origin}")
-    return ConfigError(f"{text} ({', '.join(told)})" if told else text)
+    if not told:
+        return ConfigError(text)
+    remark = f"({', '.join(told)})"
+    # Behind a command it would be typed with it.
+    return ConfigError(f"{remark} {text}" if " -m nash_mhc." in text else f"{text} {remark}")
 
 
 def _one_length(settings: Settings) -> None:
@@ -264,10 +280,13 @@ def parse(
             print(usage(prog, folder=folder is not None, kind=kind) + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
+    _kind(rest)
     named = None if folder is None else _named_folder(rest, keys()[folder])
     kind = _kind(rest, recorded(named, {}).get("model_kind", (OURS, ""))[0] if named is not None else OURS)
     settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings], folder, kind)
     _one_length(settings)
+    if (kit := settings.get("kit")) is not None and kit[0] is not None:
+        settings["kit"] = (kits.absolute(kit[0]), kit[1])
     given = {path: value for path, (value, _) in settings.items()}
     known = recorded(given[folder], given) if given.get(folder) is not None else {}  # type: ignore[index, arg-type]
     return Parsed(*_build(settings, found, known, kind), print_config, given, namespace)

@@ -7,7 +7,7 @@ from typing import Any
 # Keys of one start of a run, which the next one does not take over.
 PER_START = {
     "train.checkpoint_dir", "train.resume", "train.wait_for_lock", "mesh.coordinator_address", "mesh.num_processes",
-    "mesh.process_id", "telemetry.log_format",
+    "mesh.process_id", "mesh.connect_timeout", "telemetry.log_format",
 }  # fmt: skip
 _FILLED_IN = {"train.dtype", "train.attention", "train.unroll"}
 

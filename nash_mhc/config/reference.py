@@ -10,7 +10,7 @@ from typing import Any
 
 from nash_mhc.config import presets
 from nash_mhc.config.help import TITLES
-from nash_mhc.config.key_names import FURTHER, OURS, SMALL, Key, keys
+from nash_mhc.config.key_names import OURS, SMALL, Key, further, keys
 from nash_mhc.config.schema import ARCHITECTURES, RunConfig
 
 COMMAND = "python -m nash_mhc.config.reference > docs/configuration.md"
@@ -86,7 +86,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _section(name: str, title: str, about: str = "", kind: str = OURS) -> str:
     defaults = presets.run(kind=kind).to_dict()
     rows = [
-        (f"`{key.path}`", f"`{key.flag}`", f"`{_value(key.of(defaults))}`", f"{key.metadata['help']}{_limits(key)}")
+        (f"`{key.path}`", f"`{key.flag}`", f"`{_value(key.of(defaults))}`", f"{key.help}{_limits(key)}")
         for key in keys(kind).values()
         if key.section == name
     ]
@@ -123,7 +123,7 @@ def page() -> str:
     parts = [_BEGINNING, _section("", "General"), f"`{SMALL}` is the same as `--model-size small`.\n"]
     parts += [_section(name, title.capitalize()) for name, title in TITLES.items()]
     parts += _other_kinds()
-    parts += [_section(name, name.capitalize(), f"{text[0].upper()}{text[1:]}.\n\n") for name, text in FURTHER.items()]
+    parts += [_section(name, name.capitalize(), f"{text[0].upper()}{text[1:]}.\n\n") for name, text in further().items()]
     return "\n".join([*parts, _other_sizes()])
 
 

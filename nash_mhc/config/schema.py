@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from nash_mhc.config import kits
 from nash_mhc.config.capabilities import (
     DistillConfig,
     LoraConfig,
@@ -30,18 +31,19 @@ from nash_mhc.config.fields import (
     nearest_multiple,
     weighted_parts,
 )
+from nash_mhc.config.kits import Registry
 from nash_mhc.config.mesh import PLATFORMS, MeshConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
-from nash_mhc.config.recursive import RecursiveConfig
-from nash_mhc.config.reservoir import ReservoirConfig
 
 __all__ = [
-    "ARCHITECTURES", "PLATFORMS", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig", "DistillConfig", "Length",
-    "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig", "PrecisionConfig", "QuantizeConfig",
-    "RecursiveConfig", "ReservoirConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
+    "ARCHITECTURES", "KIT_SECTIONS", "PLATFORMS", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig",
+    "DistillConfig", "Length", "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig", "PrecisionConfig",
+    "QuantizeConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
     "accepted_types", "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
 
+
+S = TypeVar("S", bound=Section)
 
 # What a layer makes on its way that the backward pass may find saved; `model/remat.py` knows what is meant.
 KEEPABLE = ("qkv", "attention", "mixed", "output", "ffn-up", "ffn-down", "read", "coefficients")
@@ -51,24 +53,28 @@ KEEPABLE = ("qkv", "attention", "mixed", "output", "ffn-up", "ffn-down", "read",
 class OptimConfig(Section):
     section = "optim"
 
-    learning_rate: float = key(1.2e-3, "peak learning rate of matrices at width 640; others follow by role and width", above=0)
-    min_lr_ratio: float = key(0.05, "learning rate at the end, as a share of the peak", low=0, high=1)
-    warmup_steps: int = key(25, "steps of linear warm-up", low=0)
-    optimizer: str = key("adamw", "adamw, adam_atan2, muon (matrices by Muon, all else by AdamW), or one that was registered")
-    freeze: str | None = key(
-        None, "parameters that stay as they are: names as in parameters.txt or the first words of them, * for any, with commas"
+    learning_rate: float = key(
+        1.2e-3, "peak learning rate of matrices at width 640; other parameters follow by role and width", above=0
     )
-    train_only: str | None = key(None, "parameters that are trained, named likewise; all others stay as they are")
-    schedule: str = key("cosine", "shape after the warm-up", choices=("cosine", "wsd", "constant"))
-    decay_fraction: float = key(0.2, "share of the steps that wsd spends decaying at the end", low=0, high=1)
-    weight_decay: float = key(0.1, "AdamW weight decay, on matrices only", low=0)
-    b1: float = key(0.9, "AdamW first-moment decay", low=0, high=1)
-    b2: float = key(0.95, "AdamW second-moment decay", low=0, high=1)
-    eps: float = key(1e-8, "AdamW epsilon", above=0)
-    max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: never)", low=0)
-    z_loss: float = key(0.0, "weight of the squared log-partition term", low=0)
-    sparsity: float = key(0.0, "weight of the entropy of the scales' weights in the loss", low=0)
-    ema_decay: float = key(0.0, "decay of the averaged copy of the weights (0: none is kept)", low=0, high=0.999999)
+    min_lr_ratio: float = key(0.05, "final learning rate as a share of the peak", low=0, high=1)
+    warmup_steps: int = key(25, "steps of linear warm-up", low=0)
+    optimizer: str = key(
+        "adamw", "adamw, adam_atan2, muon (Muon for matrices, AdamW for the rest), or a registered optimizer", seam="optimizers"
+    )
+    freeze: str | None = key(
+        None, "parameters not to train, comma-separated: names from parameters.txt or prefixes of them; * matches anything"
+    )
+    train_only: str | None = key(None, "parameters to train, in the same form; all others are frozen")
+    schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("cosine", "wsd", "constant"))
+    decay_fraction: float = key(0.2, "share of the steps in which wsd decays, at the end", low=0, high=1)
+    weight_decay: float = key(0.1, "weight decay of AdamW, on matrices only", low=0)
+    b1: float = key(0.9, "decay of AdamW's first moment", low=0, high=1)
+    b2: float = key(0.95, "decay of AdamW's second moment", low=0, high=1)
+    eps: float = key(1e-8, "epsilon of AdamW", above=0)
+    max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: no clipping)", low=0)
+    z_loss: float = key(0.0, "weight of the squared log-partition term in the loss", low=0)
+    sparsity: float = key(0.0, "weight of the scales' entropy in the loss", low=0)
+    ema_decay: float = key(0.0, "decay of the averaged weights (0: no averaging)", low=0, high=0.999999)
 
 
 @dataclass(frozen=True)
@@ -76,86 +82,80 @@ class TrainConfig(Section):
     section = "train"
 
     total_steps: int = key(300, "optimizer steps of the whole run", low=1)
-    epochs: float | None = key(
-        None, "passes over the data, from which --total-steps follows (none: as many as that makes)", above=0, further="tuning"
-    )
+    epochs: float | None = key(None, "passes over the data; sets --total-steps", above=0, further="tuning")
     patience: int = key(
-        0, "end after this many evaluations in a row without a lower held-out loss (0: never)", low=0, further="tuning"
+        0, "stop after this many evaluations in a row without a lower held-out loss (0: never)", low=0, further="tuning"
     )
     end_with: str = key(
         "auto",
-        "the checkpoint that a run ends with, and that other commands take: the last, or the best by held-out loss (auto: the "
-        "best where --lora-rank, --epochs or --patience is given)",
+        "checkpoint a run ends with: last, or best by held-out loss (auto: best with --lora-rank, --epochs or --patience)",
         choices=("auto", "last", "best"),
         further="tuning",
     )
     seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
-    grad_accum: int = key(1, "forward passes gathered into one step", low=1)
-    remat: str = key("none", "what the backward pass computes again", choices=("none", "dots", "full"))
+    grad_accum: int = key(1, "microbatches per step (gradient accumulation)", low=1)
+    remat: str = key(
+        "none",
+        "activations to recompute in the backward pass: none, all but matmul results (dots), or all (full)",
+        choices=("none", "dots", "full"),
+    )
     remat_keep: str | None = key(
         None,
-        f"what it finds saved besides, to compute less again: some of {', '.join(KEEPABLE)}, with commas between",
+        f"extra activations to save under remat, comma-separated: {', '.join(KEEPABLE)}",
         further="precision",
     )
-    dtype: str = key(
-        "auto", "compute dtype; auto is float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16")
-    )
+    dtype: str = key("auto", "compute dtype; auto: float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16"))
     matmul_dtype: str = key(
         "compute",
-        "of the products with the feed-forward layers' and attention's weights: float8, which GPUs from Hopper on are faster "
-        "with, or as computed",
+        "dtype of attention and MLP matmuls: `compute` (the compute dtype) or `float8` (faster on Hopper and newer)",
         choices=("compute", "float8"),
         further="precision",
     )
     attention: str = key(
-        "auto", "attention kernel; auto takes the platform's best", choices=("auto", "xla", "cudnn", "pallas", "splash")
+        "auto", "attention kernel; auto: the fastest on this platform", choices=("auto", "xla", "cudnn", "pallas", "splash")
     )
-    deterministic: bool = key(
-        True, "the same bits in every run, which a GPU does not give by itself; costs it memory, and speed where rows are long"
-    )
+    deterministic: bool = key(True, "give the same bits in every run; costs a GPU some memory, and speed for long sequences")
     unroll: str = key(
         "auto",
-        "layers one after the other, not in a loop: slower to compile, faster on a GPU (auto: on one)",
+        "unroll the layers instead of scanning over them: slower to compile, faster on a GPU (auto: on one GPU)",
         choices=("auto", "yes", "no"),
     )
     log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
     eval_interval: int = key(150, "steps between evaluations (0: only at the end)", low=0)
-    eval_batches: int = key(16, "batches of one evaluation", low=1)
+    eval_batches: int = key(16, "batches per evaluation", low=1)
     checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
     checkpoint_dir: str | None = key(
-        None, "folder of the run; one that holds a run is continued (none: runs/SIZE-DATE-TIME)", path=True, remote=True
+        None, "run directory; an existing run is resumed (none: runs/SIZE-DATE-TIME)", path=True, remote=True
     )
-    max_bad_steps: int = key(10, "stop after this many skipped steps in a row: no finite loss or gradients (0: never)", low=0)
+    max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
     on_spike: str = key(
-        "report", "what to do with a sudden rise of loss or gradient norm", choices=("report", "skip", "ignore")
+        "report", "what to do about a sudden rise of loss or gradient norm", choices=("report", "skip", "ignore")
     )
-    spike_score: float = key(20.0, "robust standard deviations above the last steps' median that make a spike", above=0)
+    spike_score: float = key(20.0, "robust standard deviations above the median of recent steps that count as a spike", above=0)
     stall_timeout: float = key(
-        600.0, "seconds without progress after which the run names the process that holds it up, and leaves (0: never)", low=0
+        600.0, "seconds without progress after which the run names the process that hangs and exits (0: never)", low=0
     )
-    keep_last: int = key(3, "checkpoints to keep, the newest; the best by held-out loss is kept as well", low=1)
-    keep_every: int = key(0, "also keep the checkpoints at multiples of this many steps (0: none)", low=0)
+    keep_last: int = key(3, "newest checkpoints to retain; the best by held-out loss is retained too", low=1)
+    keep_every: int = key(0, "also retain checkpoints at multiples of this many steps (0: none)", low=0)
     resume: str = key(
         "auto",
-        "go on from the folder's last whole checkpoint: if it has one, never, or not without",
+        "resume from the latest complete checkpoint: if there is one (auto), never, or fail without one (must)",
         choices=("auto", "never", "must"),
     )
     resume_from: str | None = key(
         None,
-        "folder of a run to go on with in another one: its weights, optimizer, place in the schedule and step count",
+        "run directory to continue in another one, with weights, optimizer, schedule and step count",
         path=True,
         remote=True,
     )
     init_from: str | None = key(
         None,
-        "folder of a run or a Hugging Face model whose weights to start from, with a run's data where --dataset names none",
+        "run directory or Hugging Face folder with the initial weights; without --dataset, also a run's data",
         path=True,
         remote=True,
     )
-    init_step: int | None = key(None, "checkpoint of --init-from to take (none: its last)", low=0)
-    wait_for_lock: float = key(
-        0.0, "seconds to wait for --checkpoint-dir where another run still holds it (0: leave at once)", low=0
-    )
+    init_step: int | None = key(None, "checkpoint of --init-from to use (none: the last)", low=0)
+    wait_for_lock: float = key(0.0, "seconds to wait if another run uses --checkpoint-dir (0: exit at once)", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,32 +182,36 @@ class TrainConfig(Section):
         return "+".join([self.remat, *([",".join(sorted(self._kept_names))] if self.remat_keep else [])])
 
 
-# The configurations of all kinds of models that are known, by name.
-ARCHITECTURES: dict[str, type[ArchitectureConfig]] = {
-    kind.architecture: kind for kind in (ModelConfig, ReservoirConfig, RecursiveConfig)
-}
+# Model configurations by kind.
+ARCHITECTURES: Registry[type[ArchitectureConfig]] = Registry("model_kinds", {ModelConfig.architecture: ModelConfig})
+# Sections of kits by name; those of the core are fields of RunConfig.
+KIT_SECTIONS: Registry[type[Section]] = Registry("sections", {})
 
 
 def architecture_config(name: str) -> type[ArchitectureConfig]:
     if name not in ARCHITECTURES:
         raise ConfigError(
-            f"model_kind {name}: this process knows no such model; there are {', '.join(ARCHITECTURES)} (import the "
-            "module that registers it)"
+            f"model_kind {name}: this process knows no such model; there are {', '.join(ARCHITECTURES)} (name its kit with "
+            "--kit, or import the module that registers it)"
         )
     return ARCHITECTURES[name]
 
 
-def section_class(of_run: dataclasses.Field[Any]) -> type[Section] | None:
-    """Of a field of RunConfig; None for one that is no section. The model's is that of our own."""
-    made = of_run.default_factory
-    return made if isinstance(made, type) and issubclass(made, Section) else None
+def section_classes(model_kind: str = ModelConfig.architecture) -> dict[str, type[Section]]:
+    """Return every section by name: the fields of RunConfig that are sections, then those of kits."""
+    made = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}
+    ours: dict[str, Any] = {name: kind for name, kind in made.items() if kind is not dataclasses.MISSING}
+    if taken := [name for name in KIT_SECTIONS if name in made]:
+        raise ConfigError(f"a kit has a section named {taken[0]}, which the core has; rename the kit's")
+    return ours | {"model": architecture_config(model_kind)} | dict(KIT_SECTIONS)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """A whole run. `model_size` names the preset that the other keys started from."""
 
-    model_size: str = key("tiny", "preset that the other keys start from")
+    model_size: str = key("tiny", "preset to start from")
+    kit: str | None = key(None, "kit folders outside of the package to load, separated by commas")
     model: ArchitectureConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -219,9 +223,13 @@ class RunConfig:
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    of_kits: tuple[Section, ...] = ()  # kits' sections, those that differ from their defaults: see `section`
 
     def __post_init__(self) -> None:
         check_field("model_size", self.model_size, str, {})
+        check_field("kit", self.kit, str | None, {})
+        changed = [section for section in self.of_kits if section != type(section)()]
+        object.__setattr__(self, "of_kits", tuple(sorted(changed, key=lambda section: section.section)))
         if self.optim.warmup_steps > self.train.total_steps:
             raise ConfigError(
                 f"optim.warmup_steps {self.optim.warmup_steps} is more than train.total_steps {self.train.total_steps}; "
@@ -240,13 +248,18 @@ class RunConfig:
             raise ConfigError(
                 "--matmul-dtype float8: weights that --quantize has rounded would be rounded twice; leave one out"
             )
-        sees_all = isinstance(self.model, RecursiveConfig) and not self.model.causal
-        if sees_all and self.objective.name in ("next_token", "smoothed", "distill"):
-            raise ConfigError(
-                f"--no-model-causal: with --objective {self.objective.name}, every place would see its own answer; use "
-                "--objective puzzle, or a causal model"
-            )
         self.model.check_rows(self.data.seq_len)
+        for section in (self.model, *self.of_kits):
+            section.check_run(self)
+
+    def section(self, kind: type[S]) -> S:
+        """Return a kit's section by its class; its defaults where nothing was set."""
+        return next((section for section in self.of_kits if type(section) is kind), kind())
+
+    def with_section(self, section: Section) -> RunConfig:
+        """Return the same run with another section of a kit."""
+        others = tuple(other for other in self.of_kits if type(other) is not type(section))
+        return dataclasses.replace(self, of_kits=(*others, section))
 
     @property
     def model_kind(self) -> str:
@@ -267,29 +280,35 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, ready for JSON or YAML; `from_dict` is the inverse."""
-        values = dataclasses.asdict(self)
-        return {"model_size": values.pop("model_size"), "model_kind": self.model_kind, **values}
+        values = dataclasses.asdict(dataclasses.replace(self, of_kits=()))
+        del values["of_kits"]
+        of_kits = {name: dataclasses.asdict(self.section(kind)) for name, kind in KIT_SECTIONS.items()}  # type: ignore[call-overload]
+        return {"model_size": values.pop("model_size"), "model_kind": self.model_kind, **values, **of_kits}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RunConfig:
-        sections = {f.name: f for f in dataclasses.fields(RunConfig)}
-        built: dict[str, Any] = {}
         values = dict(values)
-        model_kind = architecture_config(values.pop("model_kind", ModelConfig.architecture))
+        if isinstance(folders := values.get("kit"), str):
+            kits.use(folders, recorded=True)
+        known = section_classes(values.pop("model_kind", ModelConfig.architecture))
+        plain = [f.name for f in dataclasses.fields(RunConfig) if f.name not in known and f.name != "of_kits"]
+        built: dict[str, Any] = {}
         for name, value in values.items():
-            if name not in sections:
-                raise ConfigError(f"unknown section {name!r}; there are {', '.join(sections)}")
-            if (kind := section_class(sections[name])) is not None:
-                if not isinstance(value, dict):
-                    raise ConfigError(f"{name} must hold keys and values, not {value!r}")
-                given = {k: v for k, v in value.items() if f"{name}.{k}" not in REMOVED}  # old runs wrote them down
-                if name == "model":
-                    kind = model_kind
-                known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-                unknown = sorted(set(given) - known)
-                if unknown:
-                    raise ConfigError(f"unknown key {name}.{unknown[0]}; there are {', '.join(sorted(known))}")
-                built[name] = kind(**given)
-            else:
+            if name in known:
+                built[name] = _section_of(name, known[name], value)
+            elif name in plain:
                 built[name] = value
-        return RunConfig(**built)
+            else:
+                raise ConfigError(f"unknown section {name!r}; there are {', '.join([*plain, *known])}")
+        of_kits = tuple(built.pop(name) for name in KIT_SECTIONS if name in built)
+        return RunConfig(**built, of_kits=of_kits)
+
+
+def _section_of(name: str, kind: type[S], value: Any) -> S:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must hold keys and values, not {value!r}")
+    given = {k: v for k, v in value.items() if f"{name}.{k}" not in REMOVED}  # old runs wrote them down
+    known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(f"unknown key {name}.{unknown[0]}; there are {', '.join(sorted(known))}")
+    return kind(**given)

@@ -12,7 +12,6 @@ from nash_mhc.config.key_names import Key
 from nash_mhc.config.schema import ConfigError, at_home, check_field
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-Settings = dict[str, tuple[Any, str]]  # path -> value, origin
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ USAGE = f"python -m nash_mhc.data {' | '.join(ABOUT)} ..."
 
 def _prepare_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--out", type=local_path, metavar="DIR", help="folder to prepare into (required)")
-    group.add_argument("--workers", type=int, metavar="N", default=0, help="processes (0: as many as there are cores)")
+    group.add_argument("--workers", type=int, metavar="N", default=0, help="processes (0: one per core)")
 
 
 def _train_command(given: Mapping[str, Any], **instead: Any) -> str:
@@ -83,9 +83,9 @@ def inspect_command(argv: Sequence[str]) -> int:
         prog="python -m nash_mhc.data inspect", allow_abbrev=False,
         description="Shows what a prepared folder holds, or what a run has read in a step (as metrics.jsonl counts them).",
     )  # fmt: skip
-    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="a prepared folder, or the folder of a run")
-    parser.add_argument("--step", type=int, metavar="K", help="the documents of step K, counted from 1")
-    parser.add_argument("--row", type=int, metavar="R", help="the documents of one row: of the split, or of the step")
+    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="prepared folder or run directory")
+    parser.add_argument("--step", type=int, metavar="K", help="show the documents of step K, counted from 1")
+    parser.add_argument("--row", type=int, metavar="R", help="show the documents of one sequence of the split or step")
     parser.add_argument("--split", help="split of a prepared folder [train]")
     for flag, default, text in (("batch-size", 8, "rows"), ("grad-accum", 1, "batches"), ("seed", 0, "seed")):
         about = f"{text} of a step of a run on a prepared folder [{default}]; a run's folder knows its own"
@@ -116,7 +116,7 @@ def inspect_command(argv: Sequence[str]) -> int:
 
 def _bpe_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--out", type=local_path, metavar="DIR", help="folder to write the tokenizer to (required)")
-    group.add_argument("--vocab-size", type=int, metavar="N", default=8192, help="tokens of the vocabulary [8192]")
+    group.add_argument("--vocab-size", type=int, metavar="N", default=8192, help="vocabulary size [8192]")
 
 
 def train_bpe_command(argv: Sequence[str]) -> int:
@@ -140,14 +140,14 @@ def questions_command(argv: Sequence[str]) -> int:
         prog="python -m nash_mhc.data questions", allow_abbrev=False,
         description="Writes questions about stories: question, answer, topic, difficulty, reasoning, case_citation.",
     )  # fmt: skip
-    parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write, a JSON object a line (required)")
-    parser.add_argument("--count", type=int, metavar="N", default=4000, help="how many [4000]")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="others for every seed [0]")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="JSONL file to write (required)")
+    parser.add_argument("--count", type=int, metavar="N", default=4000, help="number of questions [4000]")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="random seed [0]")
     args = parser.parse_strictly(argv, "the file to write is --out {word}")
     out = _given_out(args, "questions.jsonl")
     if args.count < 1:
         raise ConfigError(f"--count must be at least 1, not {args.count}")
-    from nash_mhc.data.stories.questions import write_questions
+    from nash_mhc.data.stories.corpus import write_questions
 
     write_questions(out, args.count, args.seed)
     print(f"{args.count:,} questions are in {out}; docs/fine-tuning.md goes on from there")

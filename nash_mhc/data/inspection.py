@@ -11,18 +11,14 @@ import numpy as np
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.data.mixture import Mixture, RowSource, passes
+from nash_mhc.data.mixture import Mixture, RowSource, ShowsRows, passes
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.prepared.manifest import FILE, Damaged, Manifest, check_files
 from nash_mhc.data.prepared.rows import PreparedRows
-from nash_mhc.data.puzzles.kinds import Kind
-from nash_mhc.data.puzzles.rows import GridRows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.storage.json_files import reading
-
-_QUESTION, _ANSWER = "question", "solution"
 
 
 def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
@@ -49,14 +45,6 @@ def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int
         lines.append(f"-- slots {slots[0]} to {slots[-1]}{f', {place}' if place else ''}{continued}")
         lines.append(_text(row, slots, tokenizer, color))
     return "\n".join(lines)
-
-
-def show_puzzle(title: str, row: Rows, kind: Kind) -> str:
-    """The cells as given, and beside them the solution."""
-    given, answer = (kind.tokenizer().grid_text(cells, kind.width).split("\n") for cells in (row.inputs, row.targets))
-    pairs = zip([_QUESTION, *given], [_ANSWER, *answer], strict=True)
-    width = max(len(_QUESTION), kind.width)
-    return "\n".join([f"== {title}", *(f"{left:<{width}}   {right}" for left, right in pairs)])
 
 
 def _text(row: Rows, slots: np.ndarray, tokenizer: Tokenizer, color: bool) -> str:
@@ -106,8 +94,8 @@ def of_step(
         leaf, index = _at(source, (step - 1) * rows + number, seed)
         places = origins(leaf, index) if isinstance(leaf, PreparedRows) else []
         title = f"step {step}, row {number}: row {index} of {leaf.name}"
-        if isinstance(leaf, GridRows):
-            shown.append(show_puzzle(title, leaf[index], leaf.kind))
+        if isinstance(leaf, ShowsRows):
+            shown.append(f"== {title}\n{leaf.show(index)}")
         else:
             shown.append(show_row(title, leaf[index], tokenizer, places, color=color))
     return "\n".join(shown)

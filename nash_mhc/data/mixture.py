@@ -24,6 +24,11 @@ def passes(epochs: Mapping[str, float]) -> str:
     return f"reads {', '.join(parts)}" if parts else ""
 
 
+# Fields that the examples of a source have after those of `Rows`, by name: dtype and shape for one example. A source
+# that has some says so in an attribute `extras`; they become `Batch.extras`.
+Extras = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
 @runtime_checkable
 class RowSource(Protocol):
     endless: bool  # fresh rows for ever: no epochs, no shuffling
@@ -48,6 +53,14 @@ class RowSource(Protocol):
 
     def epochs(self, position: int) -> dict[str, float]:
         """How often each finite dataset has been read before that position of a run."""
+
+
+@runtime_checkable
+class ShowsRows(Protocol):
+    """A source whose rows are not text in their order."""
+
+    def show(self, index: int) -> str:
+        """A row for people, in lines."""
 
 
 class Mixture:

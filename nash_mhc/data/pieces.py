@@ -11,7 +11,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.documents.readers import Raw
 from nash_mhc.data.documents.records import spans_of
-from nash_mhc.data.documents.spans import Span
+from nash_mhc.data.documents.templates import Span
 from nash_mhc.data.pack import Piece, cut
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import Tokenizer

@@ -7,10 +7,14 @@ import dataclasses
 import glob
 import shutil
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from nash_mhc.config.fields import Settings
+from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.documents.hub import Hub, is_saved
 from nash_mhc.data.documents.readers import Corpus, Files, Stories
@@ -21,18 +25,71 @@ from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.prepared.taught import TaughtRows, read_about
-from nash_mhc.data.puzzles.csv_file import CsvRows, is_puzzle_file
-from nash_mhc.data.puzzles.kinds import is_puzzle
-from nash_mhc.data.puzzles.rows import PuzzleRows
 from nash_mhc.data.recipe import make_recipe
-from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
-from nash_mhc.data.stories.rows import StoryRows
+from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus, StoryRows
 from nash_mhc.data.streamed_rows import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 from nash_mhc.storage.digests import digest_of
-from nash_mhc.storage.model_folder import model_name
+from nash_mhc.storage.folders import model_name
 
 _SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same
+
+
+class Opening(NamedTuple):
+    """What rows are asked for."""
+
+    cfg: DataConfig
+    tokenizer: Tokenizer
+    split: str
+    seed: int
+    align: int  # documents start at multiples of this
+
+
+class DataSource(NamedTuple):
+    """How some names of --dataset become rows."""
+
+    takes: Callable[[str, str], bool]  # whether a --dataset with this --format is one of them
+    open: Callable[[Opening], RowSource]
+    # Settings that follow from the dataset, of (all values by path); ConfigError where they do not fit it.
+    infers: Callable[[Mapping[str, Any]], Settings] = lambda values: {}
+    has_test: bool = True  # whether a part of it can be a test at the end
+
+
+def _open_stories(asked: Opening) -> RowSource:
+    if asked.split not in SPLITS:
+        raise ConfigError(f"split {asked.split!r}: there are {' and '.join(SPLITS)}")
+    if asked.cfg.dataset_name is not None:
+        raise ConfigError(f"--dataset-name {asked.cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
+    return StoryRows(asked.tokenizer, seed=asked.seed, split=asked.split, seq_len=asked.cfg.seq_len, align=asked.align)
+
+
+def _open_prepared(asked: Opening) -> RowSource:
+    cfg, folder = asked.cfg, Path(asked.cfg.dataset)
+    _check_recipe(folder, cfg, asked.tokenizer, asked.align)
+    return PreparedRows(folder, asked.split, vocab_size=asked.tokenizer.vocab_size, name=cfg.dataset)
+
+
+# What takes no name here is read as documents: files, folders, globs and Hugging Face datasets.
+SOURCES: Registry[DataSource] = Registry(
+    "sources",
+    {
+        "stories": DataSource(lambda name, form: name == "stories", _open_stories, has_test=False),
+        "prepared": DataSource(lambda name, form: (Path(name) / FILE).exists(), _open_prepared),
+    },
+)
+
+
+def source_of(dataset: str, form: str) -> DataSource | None:
+    """Return the registered source of a dataset; None for documents."""
+    return next((source for source in SOURCES.values() if source.takes(dataset, form)), None)
+
+
+def _open_documents(asked: Opening) -> RowSource:
+    cfg, tokenizer, split, seed, align = asked
+    if cfg.streaming:
+        hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
+        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, hub=hub)
+    return _open_in_cache(cfg, tokenizer, split, align)
 
 
 def _is_hub(dataset: str) -> bool:
@@ -120,27 +177,8 @@ def open_source(
     if parts := parts_of(cfg):
         sources = [open_source(part, tokenizer, split=split, seed=seed, align=align) for part, _ in parts]
         return Mixture([part.dataset for part, _ in parts], sources, [weight for _, weight in parts], seed=seed)
-    if cfg.dataset == "stories":
-        if split not in SPLITS:
-            raise ConfigError(f"split {split!r}: there are {' and '.join(SPLITS)}")
-        if cfg.dataset_name is not None:
-            raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
-        return StoryRows(tokenizer, seed=seed, split=split, seq_len=cfg.seq_len, align=align)
-    if is_puzzle(cfg.dataset):
-        if cfg.dataset_name is not None:
-            raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no variants; leave it out")
-        return PuzzleRows(cfg.dataset, seed=seed, split=split, cache_dir=cfg.cache_dir)
-    if is_puzzle_file(cfg.dataset, cfg.format):
-        share = cfg.validation_fraction
-        return CsvRows(cfg.dataset, seed=seed, split=split, validation_fraction=share, cache_dir=cfg.cache_dir)
-    folder = Path(cfg.dataset)
-    if cfg.streaming and not (folder / FILE).exists():
-        hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
-        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, hub=hub)
-    if not (folder / FILE).exists():
-        return _open_in_cache(cfg, tokenizer, split, align)
-    _check_recipe(folder, cfg, tokenizer, align)
-    return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
+    source = source_of(cfg.dataset, cfg.format)
+    return (_open_documents if source is None else source.open)(Opening(cfg, tokenizer, split, seed, align))
 
 
 def _open_taught(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int, temperature: float) -> RowSource:
@@ -178,7 +216,8 @@ def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperat
     name, folder = cfg.test_part, Path(cfg.dataset)
     if (folder / FILE).exists():
         name = Manifest.read(folder).recipe.get("test_split", name)
-    if name is not None and (cfg.dataset == "stories" or is_puzzle(cfg.dataset)):
+    source = source_of(cfg.dataset, cfg.format)
+    if name is not None and source is not None and not source.has_test:
         raise ConfigError(f"--dataset {cfg.dataset}: has no test part; leave out --test-fraction and --test-split")
     return None if name is None else open_source(cfg, tokenizer, split=name, seed=0, align=align, temperature=temperature)
 

@@ -8,24 +8,25 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
+from nash_mhc.storage.folders import how_to_get, model_name
 from nash_mhc.storage.json_files import read_json
-from nash_mhc.storage.model_folder import how_to_get, model_name
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
-
 
 # What a folder has at least one of that holds a tokenizer. Without, transformers makes one that knows no word.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 # Names of the token that ends a document, where a tokenizer.json comes without a tokenizer_config.json that says so.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<s>", "<bos>")
+# Of kits: each returns the tokenizer of a name, or None for names that are not its own.
+TOKENIZERS: Registry[Callable[[str], Tokenizer | None]] = Registry("tokenizers", {})
 
 
 @runtime_checkable
@@ -223,8 +224,9 @@ def load_tokenizer(name: str, *, begin_with_end: bool = True) -> Tokenizer:
     """By name, folder or file, read once in a process. `begin_with_end` is that of DataConfig."""
     if name == "bytes":
         return ByteTokenizer()
-    if is_puzzle(name):
-        return find_kind(name).tokenizer()
+    for of_kit in TOKENIZERS.values():
+        if (found := of_kit(name)) is not None:
+            return found
     from_hub = None if Path(name).exists() else model_name(name)
     if from_hub is None and not Path(name).exists():
         raise ConfigError(

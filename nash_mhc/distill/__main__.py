@@ -25,14 +25,14 @@ USAGE = f"python -m nash_mhc.distill {' | '.join(ABOUT)} ..."
 
 
 def _flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--teacher", type=run_path, metavar="DIR", help="folder of a run, or of a Hugging Face model (required)")
-    group.add_argument("--teacher-step", type=int, metavar="INT", help="its checkpoint [the one that the run ends with]")
+    group.add_argument("--teacher", type=run_path, metavar="DIR", help="run directory or Hugging Face folder (required)")
+    group.add_argument("--teacher-step", type=int, metavar="INT", help="checkpoint of the teacher [the run's final one]")
     group.add_argument(
-        "--out", type=local_path, metavar="DIR", help="folder to make: the rows, and what the teacher knows of them (required)"
+        "--out", type=local_path, metavar="DIR", help="folder to create, with the sequences and the teacher's logits (required)"
     )
-    group.add_argument("--top-k", type=int, default=128, metavar="K", help="tokens of each place that are kept [128]")
-    group.add_argument("--random", type=int, default=0, metavar="R", help="and so many others, drawn at random [0]")
-    group.add_argument("--temperatures", default="1", metavar="T,T", help="that students may be trained at [1]")
+    group.add_argument("--top-k", type=int, default=128, metavar="K", help="top-k logits to cache per position [128]")
+    group.add_argument("--random", type=int, default=0, metavar="R", help="random other tokens per position [0]")
+    group.add_argument("--temperatures", default="1", metavar="T,T", help="temperatures that students may use [1]")
 
 
 def _wanted(own: argparse.Namespace, batch_size: int, vocab_size: int) -> Any:
@@ -75,7 +75,7 @@ def cache_command(argv: Sequence[str]) -> int:
     from nash_mhc.parallel.divisibility import check_fit
     from nash_mhc.parallel.mesh import describe, make_mesh
     from nash_mhc.runtime.program_cache import use_compilation_cache
-    from nash_mhc.train.same_everywhere import join
+    from nash_mhc.train.devices import join
 
     join(cfg, **vars(own))  # first of all
     mesh = make_mesh(cfg.mesh)
@@ -115,7 +115,7 @@ def _rows(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
     from nash_mhc.data.recipe import make_recipe
     from nash_mhc.data.sources import open_corpus
     from nash_mhc.data.tokenizer import load_tokenizer
-    from nash_mhc.storage.new_folder import new_folder
+    from nash_mhc.storage.folders import new_folder
 
     tokenizer, given = loaded.tokenizer, Path(cfg.data.dataset)
     align = math.lcm(cfg.model.alignment, loaded.config.model.alignment)
@@ -147,7 +147,7 @@ def chain_command(argv: Sequence[str]) -> int:
     parser = OneLineParser(prog="python -m nash_mhc.distill chain", allow_abbrev=False, description=ABOUT["chain"])
     parser.add_argument("file", type=local_path, metavar="FILE", help="YAML: teacher, cache, student, stages, pack")
     parser.add_argument(
-        "--out", type=local_path, metavar="DIR", required=True, help="folder for all of it; given again, it goes on there"
+        "--out", type=local_path, metavar="DIR", required=True, help="output folder; the same command resumes there"
     )
     args = parser.parse_strictly(argv, "the folder is --out {word}")
     from nash_mhc.distill.chain import read_chain, results, run_chain, show

@@ -3,6 +3,7 @@ before. Each is the command that a user would type; what was stopped goes on, wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -126,12 +127,20 @@ def run_chain(links: list[Link]) -> int:
         if _is_done(link):
             continue
         print(f"== {number} of {len(links)}, {link.name}: {module_command(link.module, *link.argv)}", flush=True)
-        if code := subprocess.run([sys.executable, "-m", link.module, *link.argv], check=False).returncode:
+        if code := _ended([sys.executable, "-m", link.module, *link.argv]):
             if code != 2:  # a mistake, which has been said
                 again = module_command("nash_mhc.distill", *sys.argv[1:])
                 print(f"{link.name} has ended with {code}; to continue: {again}", file=sys.stderr)
             return code
     return 0
+
+
+def _ended(argv: list[str]) -> int:
+    """Run a command and return its exit code. Ctrl-C reaches the command too, and a run saves its last step then."""
+    with subprocess.Popen(argv) as process:
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return process.wait()
 
 
 def results(links: list[Link]) -> list[dict[str, Any]]:

@@ -35,9 +35,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     text = "where a run would write: its folder, here or gs://; it need not be there yet [the current folder]"
     parser.add_argument("folder", type=run_path, metavar="FOLDER", nargs="?", help=text)
-    parser.add_argument("--quick", action="store_true", help="without the smoke test, which is most of the time")
-    parser.add_argument("--json", type=local_path, metavar="FILE", help="write what was found there as well")
-    text = "how long a check may go without a sign of life; the smoke test, whose compiler is silent, five times as long [120]"
+    parser.add_argument("--quick", action="store_true", help="skip the smoke test, which takes most of the time")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results to this file")
+    text = "seconds a check may be silent; five times as long for the smoke test [120]"
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
     args = parser.parse_strictly(argv, "name one folder")
     if not 0 < args.timeout < 1e6:

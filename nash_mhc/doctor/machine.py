@@ -10,7 +10,7 @@ from typing import Any
 
 from nash_mhc.doctor.findings import OK, WARNING, Finding, size, told
 from nash_mhc.doctor.teller import Teller
-from nash_mhc.runtime.host_memory import host_memory, system_file
+from nash_mhc.runtime.chips import host_memory, system_file
 
 _GOOGLE = "0x1ae0"  # as a vendor on the PCI bus
 _LITTLE = 2e9  # bytes: the tiny model's run takes about half of it

@@ -16,7 +16,12 @@ from nash_mhc import __version__
 from nash_mhc.doctor.findings import OK, PROBLEM, WARNING, Finding, told
 
 _OURS = "nash_mhc"
-_MODULES = {"orbax-checkpoint": "orbax.checkpoint", "pyyaml": "yaml"}  # what is not imported by the name of its package
+# Packages whose module has another name.
+_MODULES = {
+    "orbax-checkpoint": "orbax.checkpoint",
+    "pyyaml": "yaml",
+    "pillow": "PIL",
+}
 _SHOWN = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
 _OF_DEVICES = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)|libtpu(-nightly)?|jaxlib")
 

@@ -82,7 +82,8 @@ def check(tell: Teller, *, scratch: str, platform: str, count: int) -> None:
     remedy += module_command("nash_mhc.train", "--total-steps", "2")
     with tell.part("smoke test", "starting", remedy, patience=5.0):
         from nash_mhc.checkpoint.run_folder import RunFolder
-        from nash_mhc.train.run import run
+        from nash_mhc.train.callbacks import EachStep
+        from nash_mhc.train.trainer import run
 
         cfg = config(Path(scratch), platform, count)
         tell.say("compiling the step of a small model")
@@ -92,7 +93,7 @@ def check(tell: Teller, *, scratch: str, platform: str, count: int) -> None:
             first.append(time.monotonic() - began)
             tell.say(f"step {number} of {_STEPS} is done" + "; saving" * (number == _STEPS))
 
-        result = run(cfg, quiet=True, each_step=each_step)
+        result = run(cfg, quiet=True, callbacks=[EachStep(each_step)])
         losses = [row["loss"] for row in RunFolder(result.folder).rows()]
         if len(losses) != _STEPS or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
             raise RuntimeError(f"the losses of {_STEPS} steps should be finite numbers, and are {losses}")

@@ -42,12 +42,12 @@ by its own objective (of puzzles: how many are solved, after how many passes)"""
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """ConfigError on any mistake; --help prints and exits with 0."""
     parser = OneLineParser(prog="python -m nash_mhc.evaluate", allow_abbrev=False, description=_ABOUT)
-    parser.add_argument("folder", type=run_path, metavar="DIR", help="folder of a run, or of a Hugging Face model")
+    parser.add_argument("folder", type=run_path, metavar="DIR", help="run directory or Hugging Face folder")
     parser.add_argument("--tasks", metavar="A,B", help=_TASKS)
     for flag, (_, default, text) in _OPTIONS.items():
         note = "" if default is None else f" [{default}]"
         parser.add_argument(flag, type=int, default=default, metavar="INT", help=text + note)
-    parser.add_argument("--json", type=local_path, metavar="FILE", help="write what was found there, too")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results to this file")
     args = parser.parse_strictly(argv, "tasks are named after --tasks, with commas between them")
     for flag, (bounds, default, _) in _OPTIONS.items():
         check_field(flag, getattr(args, flag[2:].replace("-", "_")), int | None if default is None else int, bounds)
@@ -82,8 +82,7 @@ def _run(args: argparse.Namespace, texts: dict[str, str], named: list[str]) -> i
     from nash_mhc.evaluate.progress import Progress
     from nash_mhc.hub.load import config_of, load
     from nash_mhc.parallel.mesh import describe, make_mesh
-    from nash_mhc.parallel.processes import start
-    from nash_mhc.parallel.same_settings import check_same
+    from nash_mhc.parallel.processes import check_same, start
     from nash_mhc.runtime.program_cache import use_compilation_cache
 
     cfg = config_of(args.folder)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import io
-import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
+
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.runtime.compat.lm_eval import quietly
 
 if TYPE_CHECKING:
     from nash_mhc.evaluate.harness_model import HarnessModel
@@ -59,7 +59,7 @@ def check_path(name: str) -> None:
 
 def load_tasks(names: list[str], say: Callable[[str], None] = lambda text: None) -> list[Task]:
     """ConfigError for a name that there is not and a file that is broken."""
-    with _quietly():
+    with quietly():
         return [_load(name, say) for name in names]
 
 
@@ -96,16 +96,30 @@ def _load(name: str, say: Callable[[str], None]) -> Task:
     return Task(name, manager, parts)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    from lm_eval.tasks._yaml_loader import load_yaml
+class _TaskLoader(yaml.SafeLoader):
+    """YAML as lm-eval writes it; the code that `!function` names stays a name."""
 
+
+_TaskLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))  # type: ignore[arg-type]
+
+
+def _read_yaml(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the keys of a task's file, with those of the files that it includes."""
+    path = path.expanduser().resolve()
     try:
-        values = load_yaml(path, resolve_func=False)
+        if path in within:
+            raise ValueError("it includes itself")
+        values = yaml.load(path.read_bytes(), _TaskLoader)
     except Exception as error:
         raise ConfigError(f"{path}: is no task that lm-eval can read ({_in_a_line(error)})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: is no task that lm-eval can read (it holds no keys)")
-    return values
+    includes = values.pop("include", [])
+    merged: dict[str, Any] = {}
+    for name in includes if isinstance(includes, list) else [includes]:
+        included = _read_yaml(path.parent / str(name), (*within, path))
+        merged |= {key: value for key, value in included.items() if key != "task_list"}
+    return merged | values
 
 
 def _outermost(manager: Any) -> list[str]:
@@ -163,7 +177,7 @@ def run_task(
 
     model.task, model.is_at_work = Path(task.name).stem if is_path(task.name) else task.name, False
     try:
-        with _quietly():
+        with quietly():
             found: Any = simple_evaluate(
                 model=model, tasks=list(task.parts), limit=limit, num_fewshot=num_fewshot, log_samples=with_samples,
                 bootstrap_iters=_RESAMPLES, task_manager=task.manager,
@@ -181,36 +195,3 @@ def run_task(
 def _in_a_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without lm-eval's bars, log lines and prints; without processes that it would fork to resample, which a process
-    with JAX's threads may not survive; and without the seconds that it takes to describe this machine."""
-    from lm_eval import evaluator
-    from tqdm.std import tqdm
-
-    logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
-    forks, bar = os.environ.get("DISABLE_MULTIPROC"), tqdm.__init__
-    asked = {name: getattr(evaluator, name) for name in ("add_env_info", "get_git_commit_hash") if hasattr(evaluator, name)}
-
-    def no_bar(self: Any, *args: Any, **options: Any) -> None:
-        bar(self, *args, **options | {"disable": True})
-
-    logger.setLevel(logging.ERROR)
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    tqdm.__init__ = no_bar
-    for name in asked:
-        setattr(evaluator, name, lambda *_: None)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        tqdm.__init__ = bar
-        for name, function in asked.items():
-            setattr(evaluator, name, function)
-        logger.setLevel(level)
-        if forks is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = forks

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nash_mhc.config import kits
 from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
+from nash_mhc.config.kits import Generator, Registry
 from nash_mhc.config.schema import ConfigError, check_field
-from nash_mhc.storage.model_folder import check_model_folder
+from nash_mhc.storage.folders import check_model_folder
 from nash_mhc.storage.paths import is_remote, place
 
 if TYPE_CHECKING:
@@ -35,26 +37,30 @@ _OPTIONS = {
 _SMALLEST_CACHE = 256  # tokens: programs are compiled for twice, four times ... as many
 
 
+# What kits do with a model beside writing text, by flag.
+GENERATORS: Registry[Generator] = Registry("generators", {})
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """ConfigError on any mistake; --help prints and exits with 0."""
     parser = OneLineParser(
         prog="python -m nash_mhc.generate", allow_abbrev=False, description="Writes text with a trained model."
     )
-    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="folder of the run, or of a Hugging Face model")
-    parser.add_argument("--checkpoint-dir", type=run_path, metavar="DIR", help="the same, by the name that train has for it")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to go on from (default: a new document)")
+    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="run directory or Hugging Face folder")
+    parser.add_argument("--checkpoint-dir", type=run_path, metavar="DIR", help="the same as DIR")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="prompt (default: a new document)")
     parser.add_argument(
-        "--prompts", type=local_path, metavar="FILE", help="many: one a line, or .jsonl with prompt or messages; JSON lines out"
+        "--prompts",
+        type=local_path,
+        metavar="FILE",
+        help="file of prompts: one per line, or .jsonl with prompt or messages; writes JSON lines",
     )
-    parser.add_argument(
-        "--out", type=local_path, metavar="FILE", help="where the lines for --prompts go (default: the terminal)"
-    )
-    parser.add_argument("--puzzle", metavar="CELLS", help="grid to solve with a run on puzzles, such as ..2.4......1.3..")
-    parser.add_argument(
-        "--chat", action="store_true", help="the prompt is a message, put as the tokenizer's chat template says"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="what such a conversation begins with")
-    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given again")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="output file for --prompts (default: stdout)")
+    for name, generator in GENERATORS.items():
+        parser.add_argument(f"--{name}", metavar=generator.metavar, help=generator.help)
+    parser.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template to the prompt")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    parser.add_argument("--stop", metavar="TEXT", action="append", default=[], help="stop before this text; repeatable")
     for flag, (kind, _, default, text) in _OPTIONS.items():
         note = "" if default is None else f" [{default}]"
         convert = float if kind is float else int
@@ -76,13 +82,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--stop is empty: every text would end before it begins")
     if args.prompts and args.prompt:
         raise ConfigError("--prompt and --prompts are given; name one")
-    if args.puzzle is not None and (other := [f"--{n}" for n in ("prompt", "prompts", "chat") if getattr(args, n)]):
-        raise ConfigError(f"--puzzle and {other[0]} are given; name one")
+    if (special := _special(args)) and (other := [f"--{n}" for n in ("prompt", "prompts", "chat") if getattr(args, n)]):
+        raise ConfigError(f"--{special} and {other[0]} are given; name one")
     if args.out and not args.prompts:
         raise ConfigError("--out is for the answers to --prompts; a single text goes where > sends it")
     if args.system is not None and not args.chat:
         raise ConfigError("--system begins a conversation: add --chat")
     return args
+
+
+def _special(args: argparse.Namespace) -> str | None:
+    """The flag of a kit that was given."""
+    return next((name for name in GENERATORS if getattr(args, name) is not None), None)
 
 
 def _say(text: str) -> None:
@@ -104,11 +115,8 @@ def main() -> int:
     loaded = load(args.folder, args.step, say=_say)
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there
-    if args.puzzle is not None:
-        from nash_mhc.generate.puzzle import solved
-
-        found = solved(loaded, args.puzzle)
-        print(f"{found.grid}\n{found.verdict}")
+    if special := _special(args):
+        print(kits.load(GENERATORS[special].answer)(loaded, getattr(args, special)))
         return 0
     if args.prompts:
         return _answer_all(args, loaded, prompts)

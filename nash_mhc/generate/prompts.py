@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.begin_token import begun
-from nash_mhc.data.documents.spans import text_of
+from nash_mhc.data.documents.templates import text_of
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.json_files import parse_json
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.model_folder import check_model_folder
+from nash_mhc.storage.folders import check_model_folder
 
 ABOUT = {
     "import": "a Hugging Face folder becomes a folder of ours; `train --init-from` takes the former as it is, too",
@@ -36,16 +36,19 @@ def _parser(command: str) -> OneLineParser:
 def _import(argv: Sequence[str]) -> int:
     parser = _parser("import")
     parser.add_argument(
-        "folder", type=local_path, metavar="FOLDER", help="with config.json, safetensors and a tokenizer; or PEFT's adapters"
+        "folder",
+        type=local_path,
+        metavar="FOLDER",
+        help="folder with config.json, safetensors and a tokenizer, or PEFT adapters",
     )
-    parser.add_argument("--out", type=local_path, metavar="DIR", required=True, help="folder to make")
+    parser.add_argument("--out", type=local_path, metavar="DIR", required=True, help="folder to create")
     parser.add_argument(
         "--base",
         type=local_path,
         metavar="FOLDER",
-        help="of adapters: the model that they belong to, a run's or a Hugging Face's",
+        help="base model of the adapters: a run directory or Hugging Face folder",
     )
-    args = parser.parse_strictly(argv, "the folder to make is --out {word}")
+    args = parser.parse_strictly(argv, "the folder to create is --out {word}")
     folder = Path(args.folder).expanduser()
     if (folder / "adapter_config.json").is_file():
         return _import_adapters(folder, args)
@@ -83,17 +86,17 @@ def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
 def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """What is asked for, and the run that it is asked of."""
     parser = _parser(command)
-    parser.add_argument("folder", type=run_path, metavar="DIR", help="folder of a run, or an imported model")
-    parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to make")
-    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
+    parser.add_argument("folder", type=run_path, metavar="DIR", help="run directory or imported model")
+    parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to create")
+    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the run's final one)")
     kinds = ("auto", "float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=kinds, default="auto", help="of the weights [auto: each as imported, else float32]")
-    parser.add_argument("--shard-size", type=float, default=4.0, metavar="GB", help="most that one file holds [4]")
-    args = parser.parse_strictly(argv, "the folder to make is --out {word}")
+    parser.add_argument("--dtype", choices=kinds, default="auto", help="dtype of the weights [auto: as imported, else float32]")
+    parser.add_argument("--shard-size", type=float, default=4.0, metavar="GB", help="largest file size [4]")
+    args = parser.parse_strictly(argv, "the folder to create is --out {word}")
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
     from nash_mhc.hub.load import load
-    from nash_mhc.storage.new_folder import check_free
+    from nash_mhc.storage.folders import check_free
 
     check_free(Path(args.out))
     return args, load(args.folder, args.step, say=_say)
@@ -122,16 +125,16 @@ def _export(argv: Sequence[str]) -> int:
 def _pack(argv: Sequence[str]) -> int:
     parser = _parser("pack")
     parser.add_argument(
-        "folder", type=run_path, metavar="DIR", help="folder of a run that was trained with --quantize, or that corrects one"
+        "folder", type=run_path, metavar="DIR", help="run directory of a run with --quantize, or of LoRA on one"
     )
-    parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to make")
-    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the one that the run ends with)")
-    about = "of all that is not quantized; float32 keeps what training computed, bit for bit [float32]"
+    parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to create")
+    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the run's final one)")
+    about = "dtype of what is not quantized; float32 is bit-equal to training [float32]"
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=about)
-    args = parser.parse_strictly(argv, "the folder to make is --out {word}")
+    args = parser.parse_strictly(argv, "the folder to create is --out {word}")
     from nash_mhc.hub.load import load_few_bits
     from nash_mhc.hub.packed import write_packed
-    from nash_mhc.storage.new_folder import check_free
+    from nash_mhc.storage.folders import check_free
 
     check_free(Path(args.out))
     loaded = load_few_bits(args.folder, args.step, say=_say)
@@ -159,15 +162,13 @@ def _merge(argv: Sequence[str]) -> int:
 
 def _write(args: argparse.Namespace, loaded: Any) -> int:
     """A whole model."""
-    from nash_mhc.hub.nash_tensors import CODE
     from nash_mhc.hub.writing import export, model_card
 
     dtype = None if args.dtype == "auto" else args.dtype
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
     written = export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say)
     _list(written)
-    trust = ["--trust-remote-code"] * any(file.name == CODE.name for file in written)
-    command = module_command("nash_mhc.hub", "check", args.folder, args.out, *trust)
+    command = module_command("nash_mhc.hub", "check", args.folder, args.out)
     print(f"{args.out}: compare the two with {command}")
     return 0
 
@@ -198,11 +199,11 @@ def _figures(folder: str, step: int) -> dict[str, Any]:
 
 def _check(argv: Sequence[str]) -> int:
     parser = _parser("check")
-    parser.add_argument("one", type=run_path, metavar="A", help="folder of a run, or a Hugging Face folder")
-    parser.add_argument("other", type=run_path, metavar="B", help="the other")
-    parser.add_argument("--text", type=local_path, metavar="FILE", help="text to read (default: a sentence, over and over)")
-    parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="how much of it [256]")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that such a folder brings along")
+    parser.add_argument("one", type=run_path, metavar="A", help="run directory or Hugging Face folder")
+    parser.add_argument("other", type=run_path, metavar="B", help="the other one")
+    parser.add_argument("--text", type=local_path, metavar="FILE", help="text to compare on (default: a repeated sentence)")
+    parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="tokens to compare [256]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code in a Hugging Face folder")
     args = parser.parse_strictly(argv, "two folders are compared")
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 2")

@@ -29,7 +29,7 @@ from nash_mhc.model.lora import adapters_of, alpha_of, factor_of
 from nash_mhc.model.weights import PROJECTIONS
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
-from nash_mhc.storage.new_folder import check_free, new_folder
+from nash_mhc.storage.folders import check_free, new_folder
 
 WEIGHTS = "adapter_model.safetensors"
 DTYPES = "adapter_dtypes"  # of run.json: tensor -> dtype, of those that did not come as float32

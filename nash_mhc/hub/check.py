@@ -16,6 +16,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.begin_token import begun
 from nash_mhc.hub.folder import CONFIG, is_hub_folder
 from nash_mhc.hub.load import load, tokenizer_of
+from nash_mhc.hub.nash_tensors import has_only_our_code
 
 
 class Answer(NamedTuple):
@@ -38,7 +39,9 @@ def _by_torch(folder: str, tokens: np.ndarray, trusted: bool, say: Callable[[str
     import torch
     from transformers import AutoModelForCausalLM
 
-    if "auto_map" in json.loads((Path(folder) / CONFIG).read_text()) and not trusted:
+    values = json.loads((Path(folder) / CONFIG).read_text())
+    trusted = trusted or has_only_our_code(Path(folder), values)
+    if "auto_map" in values and not trusted:
         raise ConfigError(f"{folder}: its model is code in the folder, which would be run; allow it with --trust-remote-code")
     say(f"reading {folder} with transformers ...")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusted).eval()

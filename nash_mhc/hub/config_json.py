@@ -51,7 +51,7 @@ class Imported(NamedTuple):
 
 def family_of(cfg: ModelConfig) -> str | None:
     """Whose architecture this is; None: nobody's but ours."""
-    if cfg.scales > 1 or cfg.residual != "plain" or cfg.conv_taps or cfg.full_every:
+    if cfg.scales > 1 or cfg.residual != "plain" or cfg.conv_taps or set(cfg.windows) != {cfg.window}:
         return None
     if cfg.qk_norm and cfg.qkv_bias:
         return None

@@ -26,7 +26,7 @@ from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.quantized import has_few_bits
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.files import exists
-from nash_mhc.storage.model_folder import check_model_folder
+from nash_mhc.storage.folders import check_model_folder
 from nash_mhc.storage.paths import Folder, is_remote
 
 BESIDE_RUN = "hub"  # folder of a run that has the files of the Hugging Face model that it began with, weights excepted

@@ -55,6 +55,7 @@ class NashMhcConfig(PretrainedConfig):
         rope_scaling_text: str | None = None,  # what both were made from, for those who read the folder without this file
         norm_eps: float = 1e-6, qk_norm: bool = True, qkv_bias: bool = False, tied_embeddings: bool = True,
         embed_scale: str = "unit",  # embeddings enter times sqrt(width); "table": as they are
+        ffn_kind: str = "swiglu", mixer: str | None = None, pattern: str | None = None,  # no others are exported
         max_position_embeddings: int | None = None,  # tokens of a row in training; positions have no limit
         use_cache: bool = True,
         bos_token_id: int | None = None, eos_token_id: int | None = None, pad_token_id: int | None = None,
@@ -69,6 +70,7 @@ class NashMhcConfig(PretrainedConfig):
         self.norm_eps, self.qk_norm, self.qkv_bias, self.embed_scale = norm_eps, qk_norm, qkv_bias, embed_scale
         self.rope_theta, self.rope_multipliers, self.rope_amplitude = rope_theta, rope_multipliers, rope_amplitude
         self.rope_scaling_text = rope_scaling_text
+        self.ffn_kind, self.mixer, self.pattern = ffn_kind, mixer, pattern
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         kwargs.setdefault("tie_word_embeddings", tied_embeddings)
         super().__init__(bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **kwargs)

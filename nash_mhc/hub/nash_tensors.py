@@ -12,6 +12,11 @@ from nash_mhc.config.schema import ConfigError, ModelConfig
 
 CODE = Path(__file__).with_name("modeling_nash_mhc.py")  # goes with the folder
 TYPE = "nash_mhc"
+_AUTO_MAP = {
+    "AutoConfig": f"{CODE.stem}.NashMhcConfig",
+    "AutoModel": f"{CODE.stem}.NashMhcModel",
+    "AutoModelForCausalLM": f"{CODE.stem}.NashMhcForCausalLM",
+}
 
 _SCALING = "rope_scaling_text"  # of config.json: what its multipliers and its amplitude were made from
 
@@ -72,12 +77,29 @@ def place_of(parameter: str, rank: int) -> tuple[str, int, bool] | None:
     return f"model.layers.{{i}}.{name}", inputs, layout == _AS_IT_IS
 
 
+_NOT_EXPORTED = {"mixer": None, "ffn_kind": "swiglu", "pattern": None}  # keys that the exported code does not have
+
+
+def portable(cfg: ModelConfig) -> ModelConfig:
+    """Return the same model described by the keys that the exported code has; ConfigError if it cannot be."""
+    blocks = {(kind.mixer, kind.ffn, cfg.residual) for kind in cfg.group}
+    mixer, windows = "attention" if cfg.scales == 1 else "multiscale", cfg.windows
+    ours = {(mixer, "swiglu", residual) for residual in ("mhc", "mhc-layer", "plain")}
+    one_full = (*(cfg.window,) * (len(windows) - 1), None)
+    if strange := sorted({name for block in blocks - ours for name in block} - {name for block in ours for name in block}):
+        raise ConfigError(f"{', '.join(strange)}: the exported model code has no such block, so this model cannot be exported")
+    if blocks - ours or (set(windows) != {cfg.window} and windows != one_full):
+        raise ConfigError(f"model.pattern {cfg.pattern}: the exported model code has no such pattern of layers")
+    full_every = len(windows) if windows == one_full and cfg.window is not None else 0
+    return dataclasses.replace(cfg, full_every=full_every, **_NOT_EXPORTED)  # type: ignore[arg-type]
+
+
 def config_json(cfg: ModelConfig, **more: Any) -> dict[str, Any]:
     """What config.json says, beside which `modeling_nash_mhc.py` has to lie: the model, and whose code reads it.
 
     `more` are other fields of `NashMhcConfig`: special tokens, the length of rows, the dtype of the tensors.
     """
-    file, values = CODE.stem, dataclasses.asdict(cfg)
+    values = {name: value for name, value in dataclasses.asdict(portable(cfg)).items() if name not in _NOT_EXPORTED}
     scaling = values.pop("rope_scaling")  # under this name transformers expects something else
     if scaling is not None:
         found = RopeScaling.parse(scaling)
@@ -85,15 +107,17 @@ def config_json(cfg: ModelConfig, **more: Any) -> dict[str, Any]:
         values |= {"rope_multipliers": list(multipliers), "rope_amplitude": found.cos_and_sin, _SCALING: scaling}
     return {
         "architectures": ["NashMhcForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{file}.NashMhcConfig",
-            "AutoModel": f"{file}.NashMhcModel",
-            "AutoModelForCausalLM": f"{file}.NashMhcForCausalLM",
-        },
+        "auto_map": _AUTO_MAP,
         "model_type": TYPE,
         **values,
         **more,
     }
+
+
+def has_only_our_code(folder: Path, values: dict[str, Any]) -> bool:
+    """Return whether a config.json names no code but the packaged file, of which the folder holds an exact copy."""
+    copy = folder / CODE.name
+    return values.get("auto_map") == _AUTO_MAP and copy.is_file() and copy.read_bytes() == CODE.read_bytes()
 
 
 def read_config(values: dict[str, Any]) -> ModelConfig:

@@ -25,8 +25,8 @@ from nash_mhc.hub.narrowed import narrowed
 from nash_mhc.model.quantized import Exported, Quantized, is_quantized
 from nash_mhc.ops import quantize as ops
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.storage.folders import new_folder
 from nash_mhc.storage.json_files import MALFORMED, check_types, read_json, reading
-from nash_mhc.storage.new_folder import new_folder
 
 ABOUT, WEIGHTS = "packed.json", "packed.safetensors"
 _VERSION = 1

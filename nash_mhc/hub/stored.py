@@ -26,7 +26,7 @@ from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.digests import digest_of, digests_of_files
 from nash_mhc.storage.files import exists
-from nash_mhc.storage.model_folder import check_model_folder
+from nash_mhc.storage.folders import check_model_folder
 from nash_mhc.storage.paths import is_remote
 
 Record = dict[str, Any]  # of run.json: where weights lie, and how to know that they are the same

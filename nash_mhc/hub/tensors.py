@@ -79,7 +79,8 @@ def _flat(parts: Sequence[slice], sizes: Sequence[int]) -> slice | None:
 
 
 def tensors(cfg: ModelConfig) -> list[Tensor]:
-    """Of a folder with such a model; those of a layer once."""
+    """Return the tensors of a folder with such a model, those of a layer once. ConfigError if it cannot be exported."""
+    cfg = nash_tensors.portable(cfg)
     return of_nash(cfg) if family_of(cfg) is None else _of_plain(cfg)
 
 

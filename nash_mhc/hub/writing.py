@@ -25,7 +25,7 @@ from nash_mhc.hub.narrowed import narrowed
 from nash_mhc.hub.tensors import tensors, written
 from nash_mhc.model.quantized import baked, has_few_bits
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.new_folder import new_folder
+from nash_mhc.storage.folders import new_folder
 
 _TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # some write both for a tied model, too
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

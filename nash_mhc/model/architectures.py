@@ -6,22 +6,19 @@ import functools
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
-from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RecursiveConfig, ReservoirConfig
-from nash_mhc.model import (
-    incremental,
-    recursive,
-    recursive_activations,
-    reservoir,
-    reservoir_activations,
-    reservoir_memory,
-    reservoir_ridge,
-)
-from nash_mhc.model.activations import activations
+from nash_mhc.config.kits import Registry
+from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RunConfig
+from nash_mhc.model import activations as counted
+from nash_mhc.model import traced_memory
 from nash_mhc.model.lm import LM, flops_per_token
-from nash_mhc.model.protocol import Architecture, AttentionShape
+from nash_mhc.model.lora import adapted
+from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution
+from nash_mhc.model.quantized import quantized
 
 _KNOWN: dict[type[ArchitectureConfig], Architecture] = {}
+_OF_KITS: Registry[Architecture] = Registry("architectures", {})
 
 
 def register(config: type[ArchitectureConfig], architecture: Architecture) -> None:
@@ -31,7 +28,15 @@ def register(config: type[ArchitectureConfig], architecture: Architecture) -> No
 
 
 def architecture_of(cfg: ArchitectureConfig) -> Architecture:
-    return _KNOWN[type(cfg)]
+    kind = type(cfg)
+    return _KNOWN[kind] if kind in _KNOWN else _OF_KITS[kind.architecture]
+
+
+def _activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int, tp: int) -> Activations:
+    """Return the bytes of a batch: counted for the blocks of the package, traced for registered ones."""
+    ours = {(kind.mixer, kind.ffn) for kind in cfg.group} <= {("attention", "swiglu"), ("multiscale", "swiglu")}
+    count = counted.activations if ours and cfg.pattern is None else traced_memory.activations
+    return count(cfg, execution, rows, seq_len, tp)
 
 
 register(
@@ -39,40 +44,11 @@ register(
     Architecture(
         init=LM.init,
         flops_per_token=flops_per_token,
-        empty_cache=incremental.empty_cache,
-        decode=incremental.step,
+        empty_cache=LM.empty_cache,
+        decode=LM.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window),
-        activations=activations,
-    ),
-)
-
-
-register(
-    ReservoirConfig,
-    Architecture(
-        init=reservoir.Reservoir.init,
-        flops_per_token=reservoir.flops_per_token,
-        empty_cache=reservoir.empty_state,
-        decode=reservoir.decode,
-        attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window) if cfg.attention_every else None,
-        activations=reservoir_activations.activations,
-        drawn=reservoir.drawn,
-        remembers=reservoir_memory.as_dict,
-        warm_start=reservoir_ridge.warm_start,
-    ),
-)
-
-register(
-    RecursiveConfig,
-    Architecture(
-        init=recursive.Recursive.init,
-        flops_per_token=recursive.flops_per_token,
-        empty_cache=recursive.empty_cache,
-        decode=recursive.decode,
-        attention=lambda cfg: AttentionShape(cfg.head_dim, None) if cfg.mixer == "attention" and cfg.causal else None,
-        activations=recursive_activations.activations,
-        gathers_once=True,
-        drawn=recursive.drawn,
+        activations=_activations,
+        penalties=lambda run: {"sparsity": run.optim.sparsity},
     ),
 )
 
@@ -85,6 +61,11 @@ def abstract_model(cfg: ArchitectureConfig) -> Any:
 @functools.lru_cache(64)
 def _abstract_model(cfg: ArchitectureConfig, architecture: Architecture) -> Any:
     return jax.eval_shape(lambda: architecture.init(cfg, key=jax.random.key(0)))
+
+
+def as_trained(cfg: RunConfig, model: Any, key: Array) -> Any:
+    """Return the model with quantized weights and adapters, where the run asks for them."""
+    return adapted(quantized(model, cfg.quantize), cfg.lora, key)
 
 
 def check_drawn(cfg: ArchitectureConfig, before: dict[str, Any] | None, where: str) -> None:

@@ -12,11 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.rope_scaling import RopeScaling
+from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.parts import RMSNorm, init_matrix
 from nash_mhc.model.weights import project
 from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
-from nash_mhc.ops.attend_cudnn import documents_of
 from nash_mhc.ops.attend_rows import Documents, Rows
+from nash_mhc.ops.kernels.attend_cudnn import documents_of
 from nash_mhc.ops.norm import norm_and_rope_copies
 from nash_mhc.ops.platform import is_gpu
 from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
@@ -28,40 +29,49 @@ QKV, OUTPUT = "queries_keys_values", "attention_output"  # checkpoint names: as 
 PER_HEAD, PER_KV_HEAD = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
 
 
-class Layout(NamedTuple):
-    """Where the tokens of a batch stand; the same in all layers."""
+class AttentionLayout(NamedTuple):
+    """Documents and positions of the tokens of a batch; the same in all layers."""
 
-    segments_BT: Int[Array, "B T"] | None  # which document a token belongs to; None: every row is one
+    segments_BT: Int[Array, "B T"] | None  # which document a token belongs to; None: every sequence is one
     positions_BT: Int[Array, "B T"]  # in its document
     documents: tuple[Documents, ...] = ()  # of each scale, for the kernels that ask for them
-    spread: Spread | None = None  # of rows whose documents begin anywhere: all above is of the places they are spread to
-    slots_BT: Int[Array, "B T"] | None = None  # segments of the rows themselves, before they are spread
+    # Documents that begin anywhere are moved apart to begin at strides; the fields above are of the moved tokens.
+    spread: Spread | None = None
+    slots_BT: Int[Array, "B T"] | None = None  # segments of the sequences themselves, before they are moved
 
     def at(self, c: int, stride: int) -> tuple[Array | None, Array, Documents | None]:
         """(segments, positions, documents) of scale c; documents start at multiples of every stride."""
         segments_BI = None if self.segments_BT is None else self.segments_BT[:, ::stride]
         return segments_BI, self.positions_BT[:, ::stride], self.documents[c] if self.documents else None
 
+    def unspread(self) -> AttentionLayout:
+        """Return the layout of the sequences themselves, for a mixer without coarse scales."""
+        if self.spread is None:
+            return self
+        assert self.slots_BT is not None
+        return AttentionLayout(self.slots_BT, positions_in_segments(self.slots_BT), slots_BT=self.slots_BT)
 
-def lay_out(
+
+def attention_layout(
     shape: tuple[int, ...],
     segments_BT: Int[Array, "B T"] | None,
     strides: Sequence[int] = (1,),
     kernel: str = "xla",
     most_documents: int | None = None,
     room: int | None = None,
-) -> Layout:
-    """The layout of rows of that shape, which hold at most so many documents each.
+) -> AttentionLayout:
+    """Return the layout of sequences of that shape, which hold at most `most_documents` each.
 
-    `room`: they begin anywhere, and need no more places than this to begin at multiples of the coarsest stride.
+    `room`: documents begin anywhere, and need at most this padded length to begin at multiples of the coarsest stride.
     """
     if segments_BT is None:
-        return Layout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
+        return AttentionLayout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
     if room is not None and strides[-1] > 1:
         by, places_BU = plan(segments_BT, strides[-1], room)
-        return lay_out((shape[0], room), places_BU, strides, kernel, most_documents)._replace(spread=by, slots_BT=segments_BT)
+        layout = attention_layout((shape[0], room), places_BU, strides, kernel, most_documents)
+        return layout._replace(spread=by, slots_BT=segments_BT)
     documents = tuple(documents_of(segments_BT[:, ::stride], most_documents) for stride in strides) if kernel == "cudnn" else ()
-    return Layout(segments_BT, positions_in_segments(segments_BT), documents, slots_BT=segments_BT)
+    return AttentionLayout(segments_BT, positions_in_segments(segments_BT), documents, slots_BT=segments_BT)
 
 
 def on_rows(run: Callable[..., Any], each: Sequence[Rows], kernels: Sequence[str], out_axes: Any) -> Callable[..., Any]:
@@ -152,23 +162,23 @@ class Attention(eqx.Module):
             k_BTKH, v_BTKH = k_BTKH + self.k_bias_KH[None, None], v_BTKH + self.v_bias_KH[None, None]
         return checkpoint_name(q_BTNH, QKV), checkpoint_name(k_BTKH, QKV), checkpoint_name(v_BTKH, QKV)
 
-    def placed(
+    def rotate(
         self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
     ) -> tuple[Array, Array]:
-        """Queries and keys normalised per head and turned to their positions: what scores are made of."""
-        (q_BTNH,) = self.placed_queries(q_BTNH, positions_BT, copies=1)
-        return q_BTNH, self.placed_keys(k_BTKH, positions_BT)
+        """Return queries and keys normalised per head and rotated to their positions."""
+        (q_BTNH,) = self.rotate_queries(q_BTNH, positions_BT, copies=1)
+        return q_BTNH, self.rotate_keys(k_BTKH, positions_BT)
 
-    def placed_queries(
+    def rotate_queries(
         self, q_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], *, copies: int
     ) -> tuple[Array, ...]:
         """Once for each that reads them, so that what they send back is added up in one pass."""
-        return self._turned(q_BTNH, self.q_norm, positions_BT, PER_HEAD, copies)
+        return self._norm_and_rotate(q_BTNH, self.q_norm, positions_BT, PER_HEAD, copies)
 
-    def placed_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
-        return self._turned(k_BTKH, self.k_norm, positions_BT, PER_KV_HEAD, 1)[0]
+    def rotate_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
+        return self._norm_and_rotate(k_BTKH, self.k_norm, positions_BT, PER_KV_HEAD, 1)[0]
 
-    def _turned(
+    def _norm_and_rotate(
         self, x_BTNH: Array, norm: RMSNorm | None, positions_BT: Array, axes: tuple[str, ...], copies: int
     ) -> tuple[Array, ...]:
         if norm is None:
@@ -182,18 +192,17 @@ class Attention(eqx.Module):
         return checkpoint_name(project(mixed_BTNH, self.out_NHD, "btnh,nhd->btd"), OUTPUT)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], layout: Layout, *, window: int | None, kernel: str
-    ) -> tuple[Float[Array, "B T D"], None]:
-        """The mixed tokens, and nothing to report: see `Multiscale`, which has the same interface."""
+        self, x_BTD: Float[Array, "B T D"], layout: AttentionLayout, *, window: int | None, kernel: str
+    ) -> Float[Array, "B T D"]:
+        layout = layout.unspread()
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
-        rows = Rows(*self.placed(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
-        mixed_BTNH = self.find(rows, window=window, kernel=kernel)
-        return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width"), None
+        rows = Rows(*self.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
+        mixed_BTNH = self.attend(rows, window=window, kernel=kernel)
+        return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width")
 
-    def find(self, rows: Rows, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
-        """What every token finds in its document."""
+    def attend(self, rows: Rows, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
         kernel = fitting_kernel(kernel, str(rows.v_BIKH.dtype), rows.q_BTNH.shape[1], rows.q_BTNH.shape[-1], window)
         if kernel in PLAIN_KERNELS:
             # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it
@@ -203,3 +212,23 @@ class Attention(eqx.Module):
         with jax.named_scope("attention"):
             (mixed_BTNH,) = run((rows,))
         return mixed_BTNH
+
+    @staticmethod
+    def init_cache(cfg: Shape, window: int | None, layers: int, batch: int, seq_len: int, dtype: Any) -> KeyValues:
+        """Return the empty cache of a stack of layers, with as many rows as the window sees."""
+        return KeyValues.empty(layers, batch, cfg.kv_heads, min(window or seq_len, seq_len), cfg.head_dim, dtype)
+
+    def step(self, x_B1D: Float[Array, "B 1 D"], cache: KeyValues, at: TokenAt) -> tuple[Float[Array, "B 1 D"], KeyValues]:
+        """Return (the mixed token, the cache with this token in it)."""
+        q_B1NH, k_B1KH, v_B1KH = self.project(x_B1D)
+        q_B1NH, k_B1KH = self.rotate(q_B1NH, k_B1KH, jnp.broadcast_to(at.position, x_B1D.shape[:2]))
+        cache = cache.write(at.layer, at.position, k_B1KH, v_B1KH)
+        return self.output(cache.attend(q_B1NH, at.layer, at.position).out_BTNH), cache
+
+    @staticmethod
+    def flops_per_token(cfg: Shape, window: int | None, seq_len: int) -> float:
+        """Return matmul FLOPs of one training token in one layer, counting causal attention once."""
+        weights = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
+        seen = min(window or seq_len, seq_len)
+        keys = seen * (1 - seen / (2 * seq_len))  # that a query sees, on average: T/2, or less within a window
+        return 6.0 * weights + 12.0 * cfg.heads * cfg.head_dim * keys

@@ -1,8 +1,7 @@
-"""How the architecture is doing, measured inside the step:
-mixing of the streams, and the game of the scales, layer by layer.
+"""Health metrics of the architecture: mixing of the streams, and the game of the scales, layer by layer.
 
-A layer hands out what it has at hand, where it lies on the mesh (tokens, heads). `summary` makes figures of it, once
-for all layers: in each of them, that would be a dozen small operations for a compiler to look at.
+A layer captures what it has at hand, as it lies on the mesh. `summary` reduces the captures of all layers at once: in
+each layer, that would be a dozen small operations for the compiler.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +27,6 @@ class StreamReport(NamedTuple):
 
     mixing_PMBT: Float[Array, "*L P M B T"]  # its H_res (P), row by row
     rms_BTR: Float[Array, "*L B T R"]  # of each stream as it enters the layer
-
-
-class LayerReport(NamedTuple):
-    game: GameReport | None  # None: one scale
-    streams: StreamReport | None  # None: plain residual
-    left_BTD: Array | None = None  # the stream after it, where the execution asks for it
 
 
 def watch_streams(entered: State, maps: Sequence[Maps]) -> StreamReport:
@@ -72,11 +65,12 @@ def _gains(mixing_LPMBT: Float[Array, "L P M B T"]) -> tuple[Float[Array, "L B T
 
 
 @jax.named_scope("health")
-def summary(reports: LayerReport) -> dict[str, Array]:
-    """One value or one short vector a layer, by name, and its matrices (`res`); reports of all layers stacked."""
+def summary(captured: dict[str, Any]) -> dict[str, Array]:
+    """Return one value or one short vector per layer, by name, and matrices (`res`), from captures of all layers."""
     out: dict[str, Array] = {}
-    if reports.game is not None:
-        game = reports.game
+    game: GameReport | None = captured.get("game")
+    streams: StreamReport | None = captured.get("streams")
+    if game is not None:
         count_L = jnp.sum(game.tokens_B, axis=1) * game.entropy_BN.shape[-1]
         mean = lambda total_L: total_L / jnp.maximum(count_L, 1.0)
         out["scale_weight"] = jnp.sum(game.weight_BCN, axis=(1, 3)) / jnp.maximum(count_L, 1.0)[:, None]
@@ -84,8 +78,7 @@ def summary(reports: LayerReport) -> dict[str, Array]:
         use_LCN = jnp.sum(game.weight_BCN, axis=1) / jnp.maximum(jnp.sum(game.tokens_B, axis=1), 1.0)[:, None, None]
         out["scales_unused"] = jnp.sum(use_LCN < UNUSED, axis=(1, 2), dtype=jnp.float32)
         out["nash_residual"] = mean(jnp.sum(game.residual_BN, axis=(1, 2)))
-    if reports.streams is not None:
-        streams = reports.streams
+    if streams is not None:
         L, P, M, B, T = streams.mixing_PMBT.shape
         R = math.isqrt(M)
         mixing_LPRRBT = streams.mixing_PMBT.reshape(L, P, R, R, B, T)

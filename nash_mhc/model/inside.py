@@ -1,7 +1,6 @@
 """What a model does with one text, token by token: which scales count, what a head looks at, how streams are mixed.
 
-Nothing is computed a second time in another way. The model's own forward pass runs; three of its parts are replaced by
-the same parts with a note-taker, and the notes leave the scan over layers together with the reports.
+All of it are captures of the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -12,22 +11,16 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.model.attention import Layout
-from nash_mhc.model.health import LayerReport
-from nash_mhc.model.lm import LM, Layer
-from nash_mhc.model.multiscale import Multiscale
-from nash_mhc.model.parts import RMSNorm
+from nash_mhc.model.lm import LM
 from nash_mhc.model.protocol import Execution
-from nash_mhc.model.residual import HyperConnection, State
 from nash_mhc.ops.attend import attend_with_evidence
-from nash_mhc.ops.attend_rows import Found, Rows
+from nash_mhc.ops.attend_rows import Rows
 
 
 class Gaze(NamedTuple):
@@ -100,95 +93,37 @@ def _attention_weights(rows: Rows, window: int | None) -> Float[Array, "T N S"]:
     return weights_PTNH.transpose(1, 2, 0, 3).reshape(T, N, parts * H)[..., :S]
 
 
-class _Notes:
-    """Of the layer that is being traced. A static part of modules, and so equal to nothing but itself."""
-
-    def __init__(self) -> None:
-        self.page: dict[str, Any] = {}
+def _matrices(rows: Any) -> np.ndarray:
+    return np.stack([np.stack(row, axis=-1) for row in rows], axis=-2)
 
 
-class _NotedResidual(HyperConnection):
-    notes: _Notes = eqx.field(static=True)
-    name: str = eqx.field(static=True)
-
-    def read(self, state: State, norm: RMSNorm) -> tuple[Array, Any]:
-        x_BTD, maps = super().read(state, norm)
-        self.notes.page[self.name] = jnp.stack([jnp.stack(row, axis=-1) for row in maps.res], axis=-2)
-        return x_BTD, maps
-
-
-class _NotedMixer(Multiscale):
-    notes: _Notes = eqx.field(static=True)
-
-    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
-        found = super().find(each, window=window, kernel=kernel)
-        self.notes.page |= {"rows": tuple(each), "found": tuple(f.out_BTNH for f in found)}
-        return found
-
-    def settle(self, found: tuple[Found, ...], positions_BT: Int[Array, "B T"]) -> tuple[Any, tuple[Array, ...], Array]:
-        settled = super().settle(found, positions_BT)
-        self.notes.page["weights"] = settled[1]
-        return settled
-
-    def __call__(self, x_BTD: Array, layout: Layout, *, window: int | None, kernel: str) -> tuple[Array, Any]:
-        out_BTD, game = super().__call__(x_BTD, layout, window=window, kernel=kernel)
-        self.notes.page["attention"] = out_BTD
-        return out_BTD, game
-
-
-class _NotedLayer(Layer):
-    notes: _Notes = eqx.field(static=True)
-
-    def __call__(self, state: State, layout: Layout, *, window: int | None, kernel: str) -> tuple[State, LayerReport]:
-        self.notes.page = {}
-        state, report = super().__call__(state, layout, window=window, kernel=kernel)
-        return state, report._replace(game=self.notes.page)  # type: ignore[arg-type]  # what a scan stacks
-
-
-def _noted(kind: type[eqx.Module], module: eqx.Module, **more: Any) -> Any:
-    """The same module as one of `kind`, around the constructor: a stack of layers has an axis more than is declared."""
-    twin = object.__new__(kind)
-    known = {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
-    for name, value in (known | more).items():
-        object.__setattr__(twin, name, value)
-    return twin
-
-
-def _with_notes(model: LM) -> LM:
-    notes, layers = _Notes(), model.layers
-    parts: dict[str, Any] = {"attention": _noted(_NotedMixer, layers.attention, notes=notes)}
-    for name in ("attention_residual", "ffn_residual"):
-        if isinstance(residual := getattr(layers, name), HyperConnection):
-            parts[name] = _noted(_NotedResidual, residual, notes=notes, name=name)
-    return _noted(LM, model, layers=_noted(_NotedLayer, layers, notes=notes, **parts))
+_CAPTURES = ("scale_rows", "scale_outputs", "scale_weights", "mixer_output", "stream_maps")
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _look(model: LM, tokens_BT: Int[Array, "B T"], dtype: str) -> tuple[Array, Any]:
-    noted, execution = _with_notes(model), Execution(dtype=dtype, attention="xla")
-    x_BTD, report = noted.hidden(tokens_BT, execution=execution)
-    return x_BTD, report.game
+def _forward(model: LM, tokens_BT: Int[Array, "B T"], dtype: str) -> tuple[Array, dict[str, Any]]:
+    return model.hidden(tokens_BT, execution=Execution(dtype=dtype, attention="xla", captures=_CAPTURES))
 
 
 def look(model: Any, tokens: Sequence[int] | np.ndarray, *, dtype: str = "float32") -> Inside:
-    """The forward pass of one text (it is one document), with notes. ConfigError for a model that has no scales."""
+    """Run one text, as one document, and return its captures. ConfigError for a model without scales."""
     tokens_T = np.asarray(tokens, np.int32)
     if not isinstance(model, LM) or model.cfg.scales == 1:
         raise ConfigError("this model has one scale, or is of another kind: there are no scales to look at")
     if tokens_T.ndim != 1 or not tokens_T.size or tokens_T.min() < 0 or tokens_T.max() >= model.cfg.vocab_size:
         raise ConfigError(f"a text is at least one token, each from 0 to {model.cfg.vocab_size - 1}")
     T, cfg = tokens_T.size, model.cfg
-    hidden_BTD, page = jax.device_get(_look(model, jnp.asarray(tokens_T)[None], dtype))
+    hidden_BTD, captured = jax.device_get(_forward(model, jnp.asarray(tokens_T)[None], dtype))
     # Behind the text there may be padding, up to whole blocks. The batch is one row.
     cut = lambda x_LBT: np.asarray(x_LBT[:, 0, :T], np.float32)
-    mixing = [cut(page[name]) for name in ("attention_residual", "ffn_residual") if name in page]
+    mixing = [cut(_matrices(rows)) for rows in captured.get("stream_maps", ())]
     return Inside(
         hidden_TD=np.asarray(hidden_BTD[0], np.float32),
-        weights_LCTN=np.stack([cut(w) for w in page["weights"]], axis=1),
-        found_LCTNH=np.stack([cut(x) for x in page["found"]], axis=1),
-        attention_LTD=cut(page["attention"]),
+        weights_LCTN=np.stack([cut(w) for w in captured["scale_weights"]], axis=1),
+        found_LCTNH=np.stack([cut(x) for x in captured["scale_outputs"]], axis=1),
+        attention_LTD=cut(captured["mixer_output"]),
         mixing_LSTRR=np.stack(mixing, axis=1) if mixing else None,
-        rows=page["rows"],
+        rows=captured["scale_rows"],
         strides=cfg.strides,
-        windows=cfg.windows * (cfg.layers // len(cfg.windows)),
+        windows=tuple(kind.window for kind in cfg.group) * (cfg.layers // len(cfg.group)),
     )

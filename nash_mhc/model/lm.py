@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,102 +11,77 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import Attention, Layout, lay_out
+from nash_mhc.model.attention import attention_layout
+from nash_mhc.model.captures import capture, recording
 from nash_mhc.model.float8 import in_float8
-from nash_mhc.model.health import LayerReport, summary, watch_streams
-from nash_mhc.model.multiscale import Multiscale
-from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU, embed, init_matrix, logits_of
+from nash_mhc.model.health import summary
+from nash_mhc.model.kv_cache import TokenAt
+from nash_mhc.model.layer import Layer, LayerCache, residual_class
+from nash_mhc.model.parts import RMSNorm, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import remat_policy
-from nash_mhc.model.residual import HyperConnection, PlainResidual, State, StreamState, residual_class
+from nash_mhc.model.residual import State
 from nash_mhc.model.weights import array_of
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.parallel.params import TABLE, param, stacked
 from nash_mhc.parallel.sharding import for_compute
 
 TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
+Captures = dict[str, Any]  # captures of all layers, by name, with a leading layer axis
+_HEALTH = ("game", "streams")  # captures of every pass; XLA drops them where nothing reads them
 
 
 def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | None = None) -> str:
-    """The attention kernel that was asked for, or else the best one here."""
+    """Return the attention kernel that the execution names, or the best one here."""
     if execution.attention != "auto":
         return execution.attention
     return best_kernel(jax.default_backend(), execution.dtype, seq_len, head_dim, window)
 
 
-class Layer(eqx.Module):
-    """Attention, then feed-forward; each reads the residual state and writes to it through a residual of its own, or
-    both together through one, with plain addition between them."""
+def by_place(layers: Any, size: int) -> tuple[Any, ...]:
+    """Return one stack per layer of a group: the first layers of all groups, the second ones ...
 
-    attention_residual: PlainResidual | HyperConnection
-    attention_norm: RMSNorm
-    attention_conv: ShortConv | None
-    attention: Attention | Multiscale
-    ffn_residual: PlainResidual | HyperConnection
-    ffn_norm: RMSNorm
-    ffn: SwiGLU
-
-    @staticmethod
-    def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer:
-        attention, ffn, first, second = jax.random.split(key, 4)
-        conv = ShortConv.init(cfg, key=jax.random.fold_in(attention, 1)) if cfg.conv_taps else None
-        norm = functools.partial(RMSNorm.init, cfg.width, cfg.norm_eps)
-        residual = residual_class(cfg)
-        inner = PlainResidual if cfg.mixings == 1 else residual
-        mixer = Attention if cfg.scales == 1 else Multiscale
-        return Layer(
-            residual.init(cfg, key=first), norm(), conv, mixer.init(cfg, key=attention),
-            inner.init(cfg, key=second), norm(), SwiGLU.init(cfg, key=ffn),
-        )  # fmt: skip
-
-    def __call__(self, state: State, layout: Layout, *, window: int | None, kernel: str) -> tuple[State, LayerReport]:
-        """(residual state, what happened)."""
-
-        def mixed(x_BTD: Array) -> tuple[Array, Any]:
-            if self.attention_conv is not None:
-                x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
-            with jax.named_scope("mixer"):
-                return self.attention(x_BTD, layout, window=window, kernel=kernel)
-
-        entered = state
-        state, game, maps = self.through(state, mixed)
-        with jax.named_scope("health"):
-            watched = watch_streams(entered, maps) if isinstance(entered, StreamState) else None
-        return state, LayerReport(game, watched)
-
-    def through(self, state: State, mixed: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
-        """(residual state, what else `mixed` has to say, the maps of the streams): both sub-layers, where `mixed` is
-        attention."""
-        x_BTD, maps = self.attention_residual.read(state, self.attention_norm)
-        y_BTD, said = mixed(x_BTD)
-        if isinstance(self.attention_residual, HyperConnection) and isinstance(self.ffn_residual, PlainResidual):
-            x_BTD, _ = self.ffn_residual.read(self.ffn_residual.write(x_BTD, y_BTD, None), self.ffn_norm)
-            return self.attention_residual.write(state, y_BTD + self._fed(x_BTD), maps), said, [maps]
-        state = self.attention_residual.write(state, y_BTD, maps)
-        x_BTD, ffn_maps = self.ffn_residual.read(state, self.ffn_norm)
-        return self.ffn_residual.write(state, self._fed(x_BTD), ffn_maps), said, [maps, ffn_maps]
-
-    def _fed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        with jax.named_scope("ffn"):
-            return self.ffn(x_BTD)
-
-
-def by_place(stack: Any, size: int) -> tuple[Any, ...]:
-    """A stack of layers, which are groups of `size` one after the other:
-    the first ones of all groups, the second ones ...
-
-    Each is a stack that a scan takes apart by itself. A layer cut out of its group inside the scan would be one more
-    thing that is kept for the way back, and kept as it is used: gathered.
+    A stack of layers holds groups of `size` one after the other. Each part is a stack that a scan takes apart by
+    itself: a layer sliced out of its group inside the scan would be saved for the backward pass, gathered. Layers that
+    differ in their parameters are a tuple of such stacks already.
     """
-    return tuple(jax.tree.map(operator.itemgetter(slice(i, None, size)), stack) for i in range(size))
+    if isinstance(layers, tuple):
+        return layers
+    return tuple(jax.tree.map(operator.itemgetter(slice(i, None, size)), layers) for i in range(size))
+
+
+def _init_layers(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer | tuple[Layer, ...]:
+    """Return all layers as one stack, or as one stack per layer of a group where these differ in their parameters."""
+    keys, group = jax.random.split(key, cfg.layers), cfg.group
+    stack = lambda kind, keys: jax.vmap(lambda key: Layer.init(cfg, kind, key=key))(keys)
+    if len({(kind.mixer, kind.ffn) for kind in group}) == 1:
+        return stack(group[0], keys)
+    return tuple(stack(kind, keys[i :: len(group)]) for i, kind in enumerate(group))
+
+
+def _in_order(group: list[Captures]) -> Captures:
+    """Return the captures of a group's layers, stacked in the order of the layers that have them."""
+    names = sorted({name for captured in group for name in captured})
+    of_name = lambda name: [captured[name] for captured in group if name in captured]
+    return {name: jax.tree.map(lambda *each: jnp.stack(each), *of_name(name)) for name in names}
+
+
+class Cache(eqx.Module):
+    """What decoding carries from token to token."""
+
+    position: Int[Array, ""]  # of the next token: how many have been read
+    layers: tuple[LayerCache, ...]  # one stack per layer of a group
+    seq_len: int = eqx.field(static=True)  # tokens that it has room for
+    dtype: Any = eqx.field(static=True)
 
 
 class LM(eqx.Module):
     """A decoder. `LM.init(cfg, key=key)` makes one; `model(tokens_BT)` gives logits for the next tokens."""
 
     embed_VD: Float[Array, "V D"] = param("vocab", "embed", role=TABLE)
-    layers: Layer = stacked()
+    layers: Layer | tuple[Layer, ...] = stacked("layers")
     norm: RMSNorm
     output_VD: Float[Array, "V D"] | None = param("vocab", "embed", role=TABLE)
     cfg: ModelConfig = eqx.field(static=True)
@@ -116,14 +90,12 @@ class LM(eqx.Module):
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> LM:
         embedding, layers, output = jax.random.split(key, 3)
         V, D = cfg.padded_vocab, cfg.width
-        stack = jax.vmap(lambda k: Layer.init(cfg, key=k))(jax.random.split(layers, cfg.layers))
-        # A table that is both would have every token predict itself: the stream is still much of what entered it. With
-        # half of the channels turned round, what enters says nothing about what leaves,
-        # and the first loss is that of guessing.
+        # With one table for both, every token would predict itself at the start, for the stream still resembles the
+        # embedding. Flipping the sign of half of the channels makes the first loss that of guessing.
         signs_D = jnp.where(jnp.arange(D) % 2 == 0, 1.0, -1.0) if cfg.tied_embeddings else jnp.ones(D)
         return LM(
             embed_VD=init_matrix(embedding, (V, D), D, TABLE_SCALE),
-            layers=stack,
+            layers=_init_layers(cfg, key=layers),
             norm=RMSNorm(signs_D, cfg.norm_eps),
             output_VD=None if cfg.tied_embeddings else init_matrix(output, (V, D), D, TABLE_SCALE),
             cfg=cfg,
@@ -134,7 +106,7 @@ class LM(eqx.Module):
         """The output projection; the embedding itself when tied (one leaf, not two)."""
         return array_of(self.embed_VD if self.output_VD is None else self.output_VD)
 
-    def embedded(self, tokens_BT: Int[Array, "B T"], dtype: str) -> Float[Array, "B T D"]:
+    def embedded(self, tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         return embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(dtype)) * self.cfg.embed_multiplier
 
     def hidden(
@@ -142,45 +114,47 @@ class LM(eqx.Module):
         tokens_BT: Int[Array, "B T"],
         segments_BT: Int[Array, "B T"] | None = None,
         execution: Execution = Execution(),
-    ) -> tuple[Float[Array, "B T D"], LayerReport]:
-        """(the normalised stream after the last layer, reports of all layers):
-        the loss and the logits are read from the first.
+    ) -> tuple[Float[Array, "B T D"], Captures]:
+        """Return (the normalised stream after the last layer, captures of all layers).
 
-        Documents start at multiples of the coarsest stride, as `data/pack.py` lays them, unless `execution` has room
-        for them to start anywhere; T may be any number.
+        Documents begin at multiples of the coarsest stride, as `data/pack.py` packs them, unless `execution.room` lets
+        them begin anywhere. T may be any number.
         """
         T = tokens_BT.shape[1]
         missing = -T % self.cfg.coarsest_stride
-        if missing:  # whole blocks only; attention is causal, so what is added has no say
+        if missing:  # whole blocks only; attention is causal, so padding at the end changes nothing before it
             last = ((0, 0), (0, missing))
             tokens_BT = jnp.pad(tokens_BT, last)
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
         x_BTD = self.embedded(tokens_BT, execution.dtype)
 
         kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
-        layout = lay_out(tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room)
+        layout = attention_layout(
+            tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room
+        )  # fmt: skip
         residual = residual_class(self.cfg)
+        wanted = {*_HEALTH, *execution.captures}
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat, float8=execution.float8), static_argnums=0)
-        def one(window: int | None, state: State, layer: Layer) -> tuple[State, LayerReport]:
+        def run_layer(kind: LayerKind, state: State, layer: Layer) -> tuple[State, Captures]:
             layer = for_compute(layer, x_BTD.dtype)
             layer = in_float8(layer) if execution.float8 else layer
-            state, report = layer(state, layout, window=window, kernel=kernel)
-            if execution.shows_layers:
-                report = report._replace(left_BTD=residual.leave(state)[:, :T])
-            return state, report
+            with recording(wanted) as captured:
+                state = layer(state, layout, window=kind.window, kernel=kernel)
+                capture("layer_output", lambda: residual.leave(state)[:, :T])
+            return state, captured
 
-        def body(state: State, group: tuple[Layer, ...]) -> tuple[State, LayerReport]:
-            reports = []
-            for window, layer in zip(self.cfg.windows, group, strict=True):
-                state, report = one(window, state, layer)
-                reports.append(report)
-            return state, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+        def run_group(state: State, group: tuple[Layer, ...]) -> tuple[State, Captures]:
+            each = []
+            for kind, layer in zip(self.cfg.group, group, strict=True):
+                state, captured = run_layer(kind, state, layer)
+                each.append(captured)
+            return state, _in_order(each)
 
-        start, groups = residual.enter(self.cfg, x_BTD), by_place(self.layers, len(self.cfg.windows))
-        state, reports = jax.lax.scan(body, start, groups, unroll=execution.unroll)
-        in_a_row = lambda x_GL: x_GL.reshape(self.cfg.layers, *x_GL.shape[2:])
-        return self.norm(residual.leave(state))[:, :T], jax.tree.map(in_a_row, reports)
+        start, groups = residual.enter(self.cfg, x_BTD), by_place(self.layers, len(self.cfg.group))
+        state, captured = jax.lax.scan(run_group, start, groups, unroll=execution.unroll)
+        all_layers = lambda x_GL: x_GL.reshape(x_GL.shape[0] * x_GL.shape[1], *x_GL.shape[2:])
+        return self.norm(residual.leave(state))[:, :T], jax.tree.map(all_layers, captured)
 
     def __call__(
         self,
@@ -188,35 +162,60 @@ class LM(eqx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         execution: Execution = Execution(),
     ) -> Float[Array, "B T V"]:
-        """Logits of the next token, without the padding of the vocabulary. Segment ids keep packed documents apart."""
+        """Return logits of the next token, without padding of the vocabulary. Segment ids separate packed documents."""
         x_BTD, _ = self.hidden(tokens_BT, segments_BT, execution)
         return logits_of(x_BTD, self.unembed_VD, self.cfg.vocab_size)
 
-    def health(self, report: LayerReport) -> dict[str, Array]:
-        """One value or one short vector a layer, by name."""
-        return jax.lax.stop_gradient(summary(report))
+    @staticmethod
+    def empty_cache(cfg: ModelConfig, batch: int, seq_len: int, dtype: Any = "float32") -> Cache:
+        """Return a cache for `seq_len` tokens, none of them read; `dtype` is the one that `decode` computes in."""
+        groups = cfg.layers // len(cfg.group)
+        layers = [Layer.init_cache(cfg, kind, groups, batch, seq_len, dtype) for kind in cfg.group]
+        return Cache(jnp.zeros((), jnp.int32), tuple(layers), seq_len, jnp.dtype(dtype))
 
-    def after_layers(self, report: LayerReport) -> Float[Array, "L B T D"] | None:
-        """The stream after each layer, where the execution asked for it."""
-        return report.left_BTD
+    def decode(self, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:
+        """Return (logits of the next token, the cache with this token in it). A full cache gives NaN.
 
-    def penalties(self, report: LayerReport) -> dict[str, Float[Array, ""]]:
+        The logits are those of a pass over all tokens so far. Everything runs on one device.
+        """
+        state = residual_class(self.cfg).enter(self.cfg, self.embedded(tokens_B[:, None], cache.dtype))
+
+        def run_group(
+            carry: tuple[State, tuple[LayerCache, ...]], at: tuple[tuple[Layer, ...], Array]
+        ) -> tuple[tuple[State, tuple[LayerCache, ...]], None]:
+            (state, caches), (group, number) = carry, at
+            after = []
+            for layer, before in zip(group, caches, strict=True):
+                state, written = for_compute(layer, cache.dtype).step(state, before, TokenAt(number, cache.position))
+                after.append(written)
+            return (state, tuple(after)), None
+
+        size = len(self.cfg.group)
+        groups = by_place(self.layers, size), jnp.arange(self.cfg.layers // size)
+        (state, layers), _ = jax.lax.scan(run_group, (state, cache.layers), groups)
+        x_BD = self.norm(residual_class(self.cfg).leave(state))[:, 0]
+        logits_BV = logits_of(x_BD, self.unembed_VD, self.cfg.vocab_size)
+        logits_BV = jnp.where(cache.position < cache.seq_len, logits_BV, jnp.nan)
+        return logits_BV, Cache(cache.position + 1, layers, cache.seq_len, cache.dtype)
+
+    def health(self, captured: Captures) -> dict[str, Array]:
+        """Return one value or one short vector per layer, by name."""
+        return jax.lax.stop_gradient(summary(captured))
+
+    def after_layers(self, captured: Captures) -> Float[Array, "L B T D"] | None:
+        """Return the stream after each layer, if the execution captures `layer_output`."""
+        return captured.get("layer_output")
+
+    def penalties(self, captured: Captures) -> dict[str, Float[Array, ""]]:
         """`sparsity`: the entropy of the scales' weights, as a share of its largest value."""
-        return {} if report.game is None else {"sparsity": jnp.mean(summary(report)["scale_entropy"])}
+        return {"sparsity": jnp.mean(summary(captured)["scale_entropy"])} if "game" in captured else {}
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
-    """Floating-point operations of one training token: 6 a matmul weight, and causal attention counted once.
+    """Return the useful matmul FLOPs of one training token: 6 per weight, and causal attention counted once.
 
-    Lookups, norms, softmaxes, convolutions, pooling, the game and the mixing of streams are left out, and so is
-    whatever remat computes again: this is useful matrix work.
+    Lookups, norms, softmaxes, convolutions, pooling, the game and the mixing of streams are left out, and so is what
+    remat computes again.
     """
-    attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
-    maps = cfg.mixings * cfg.streams * cfg.width * (cfg.streams**2 + 2 * cfg.streams)
-    weights = cfg.layers * (attention + maps + 3 * cfg.width * cfg.ffn) + cfg.vocab_size * cfg.width
-    # Keys that a query sees, on average over the row:
-    # T/2, or less within a window, and so many times fewer of a coarse scale.
-    each = [min(window or seq_len, seq_len) for window in cfg.windows]
-    keys = sum(w * (1 - w / (2 * seq_len)) for w in each) / len(each)
-    keys += sum(seq_len / 2 / stride for stride in cfg.strides[1:])
-    return 6.0 * weights + 12.0 * cfg.layers * cfg.heads * cfg.head_dim * keys
+    layers = sum(Layer.flops_per_token(cfg, kind, seq_len) for kind in cfg.group) * (cfg.layers // len(cfg.group))
+    return layers + 6.0 * cfg.vocab_size * cfg.width

@@ -36,9 +36,9 @@ class Lora(Weight):
     dropout: float = eqx.field(static=True, default=0.0)
 
     @property
-    def is_stack(self) -> bool:
-        """Whether it is that of all layers."""
-        return self.lora_a.ndim > self.inputs + 1
+    def stack(self) -> tuple[int, ...]:
+        """Sizes of the stack axes: () for one layer's adapter."""
+        return self.lora_a.shape[: -self.inputs - 1]
 
     def array(self) -> Array:
         return array_of(self.base) + self.factor * jnp.tensordot(self.lora_a, self.lora_b, axes=1)
@@ -109,10 +109,7 @@ def adapted(model: Any, cfg: LoraConfig, key: Array) -> Any:
         if name not in chosen:
             return kept
         number += 1
-        layers = declared.axes.count("layers")
-        stack, inputs, outputs = (
-            array.shape[:layers], array.shape[layers : layers + declared.inputs], array.shape[layers + declared.inputs :],
-        )  # fmt: skip
+        stack, inputs, outputs = declared.split(array.shape)
         bound = 1 / math.sqrt(math.prod(inputs))
         drawn = jax.random.uniform(jax.random.fold_in(key, number), (*stack, *inputs, cfg.rank), minval=-bound, maxval=bound)
         zero = jnp.zeros((*stack, cfg.rank, *outputs))
@@ -141,7 +138,14 @@ def merged(model: Any) -> Any:
     """The same model with plain arrays, added up in float32."""
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), model)
     with jax.default_matmul_precision("highest"):
-        return _each(wide, lambda lora: (jax.vmap(Lora.array) if lora.is_stack else Lora.array)(lora))
+        return _each(wide, _stacked_array)
+
+
+def _stacked_array(lora: Lora) -> Array:
+    array = Lora.array
+    for _ in lora.stack:
+        array = jax.vmap(array)
+    return array(lora)
 
 
 def drops(model: Any) -> bool:
@@ -157,7 +161,7 @@ def with_dropout(model: Any, key: Array) -> Any:
         nonlocal number
         number += 1
         own = jax.random.fold_in(key, number)
-        drawn = jax.random.key_data(jax.random.split(own, lora.lora_a.shape[0]) if lora.is_stack else own)
+        drawn = jax.random.key_data(jax.random.split(own, lora.stack) if lora.stack else own)
         return dataclasses.replace(lora, key_2=drawn)
 
     return _each(model, draw)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -27,9 +27,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Layout, on_rows, per_head
+from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, AttentionLayout, on_rows, per_head
+from nash_mhc.model.captures import capture
+from nash_mhc.model.kv_cache import KeyValues, TokenAt, layer_of, write_row
 from nash_mhc.model.parts import init_small
-from nash_mhc.ops.attend import EVIDENT_KERNELS, attend_with_evidence, fitting_kernel
+from nash_mhc.ops.attend import EVIDENT_KERNELS, SHAPES_ONLY, attend_with_evidence, fitting_kernel
 from nash_mhc.ops.attend_rows import Found, Rows
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
@@ -51,6 +53,30 @@ class GameReport(NamedTuple):
     entropy_BN: Float[Array, "*L B N"]  # of the weights, as a share of ln C; this one carries a gradient
     residual_BN: Float[Array, "*L B N"]  # |BR(w) - w|_1
     tokens_B: Float[Array, "*L B"]
+
+
+class CoarseCache(eqx.Module):
+    """The cache of a scale above the finest: its rows, and the last J = 2r rows of the scale below, as projected."""
+
+    k_LBJKH: Float[Array, "L B J K H"]  # row j lies at index j % J
+    v_LBJKH: Float[Array, "L B J K H"]
+    rows: KeyValues
+
+    @staticmethod
+    def empty(cfg: ModelConfig, layers: int, batch: int, rows: int, dtype: Any) -> CoarseCache:
+        k, v = (jnp.zeros((layers, batch, 2 * cfg.ratio, cfg.kv_heads, cfg.head_dim), dtype) for _ in "kv")
+        return CoarseCache(k, v, KeyValues.empty(layers, batch, cfg.kv_heads, rows, cfg.head_dim, dtype))
+
+
+class MultiscaleCache(eqx.Module):
+    fine: KeyValues
+    coarse: tuple[CoarseCache, ...]
+
+
+def _last_two_blocks(ring: Array, layer: Array, i: Array) -> Array:
+    """Return the block before row i's own and that block: of an even row they lie the other way round in the ring."""
+    J = ring.shape[2]
+    return jnp.roll(layer_of(ring, layer), jnp.where(i % 2 == 0, J // 2, 0), axis=1)
 
 
 class Multiscale(eqx.Module):
@@ -81,11 +107,10 @@ class Multiscale(eqx.Module):
             below_v, v = pooled(v_BTKH, self.pool_v_CJKH[c - 1], goes_on_BI, PER_KV_HEAD)
         return (below_k, below_v), (k, v)
 
-    def at_each_scale(self, q: Array, k: Array, v: Array, layout: Layout) -> list[Rows]:
-        """What attention works on, of queries, keys and values as they come out of the matrices:
-        turned to their positions, and what is pooled of them."""
+    def rows_of_scales(self, q: Array, k: Array, v: Array, layout: AttentionLayout) -> list[Rows]:
+        """Return queries, keys and values of each scale, rotated and pooled, from the projected ones."""
         segments_BT, positions_BT, documents = layout.at(0, 1)
-        turned = self.base.placed_queries(q, positions_BT, copies=len(self.strides))
+        rotated = self.base.rotate_queries(q, positions_BT, copies=len(self.strides))
         each: list[Rows] = []
         for c, stride in enumerate(self.strides):
             segments_BI, positions_BI, coarse_documents = layout.at(c, stride)
@@ -93,19 +118,19 @@ class Multiscale(eqx.Module):
                 goes_on_BI = continues(jnp.ones_like(positions_BI) if segments_BI is None else segments_BI)
                 below, (k, v) = self.coarser(c, k, v, goes_on_BI)
                 if c == 1:
-                    each = [Rows(turned[0], self.base.placed_keys(below[0], positions_BT), below[1], segments_BT, documents)]
+                    each = [Rows(rotated[0], self.base.rotate_keys(below[0], positions_BT), below[1], segments_BT, documents)]
                 # A summary lies where its last token does.
-                keys = self.base.placed_keys(k, positions_BI + stride - 1)
+                keys = self.base.rotate_keys(k, positions_BI + stride - 1)
                 late = lambda z, goes_on_BI=goes_on_BI: jnp.where(goes_on_BI[..., None, None], _one_row_late(z), 0)
-                each.append(Rows(turned[c], late(keys), late(v), segments_BI, coarse_documents))
+                each.append(Rows(rotated[c], late(keys), late(v), segments_BI, coarse_documents))
         return each
 
-    def find(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
-        """What every token finds at each scale, or at those of `each` alone, and how much of it."""
+    def attend(self, each: Sequence[Rows], *, window: int | None, kernel: str) -> tuple[Found, ...]:
+        """Return the attention output and log-sum-exp of every token at each of these scales."""
         each = [per_head(rows) for rows in each]
         windows = tuple(window if rows.stride == 1 else None for rows in each)
         H, dtype = each[0].v_BIKH.shape[-1], str(each[0].v_BIKH.dtype)
-        wanted = kernel if kernel in EVIDENT_KERNELS else "xla"
+        wanted = kernel if kernel in (*EVIDENT_KERNELS, SHAPES_ONLY) else "xla"
         kernels = tuple(
             fitting_kernel(wanted, dtype, rows.k_BIKH.shape[1], H, window) for rows, window in zip(each, windows, strict=True)
         )
@@ -114,10 +139,10 @@ class Multiscale(eqx.Module):
             found = on_rows(run, each, kernels, Found._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
         return tuple(f._replace(out_BTNH=constrain(f.out_BTNH, *PER_HEAD)) for f in found)
 
-    def settle(
+    def solve_game(
         self, found: tuple[Found, ...], positions_BT: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B T N"], ...], Float[Array, "B T N"]]:
-        """(what the scales found, weighed by how much it is, the weights, the residual of the game)."""
+        """Return (the weighted sum of the scales' outputs, the weights, the residual of the game)."""
         with jax.named_scope("nash"):
             bids = [found[0].evidence_BTN]
             for offset_N, stride, f in zip(self.offset_CN, self.strides[1:], found[1:], strict=True):
@@ -133,23 +158,86 @@ class Multiscale(eqx.Module):
             return run(tuple(f.out_BTNH for f in found), tuple(bids), jax.nn.softplus(self.tau_N))
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], layout: Layout, *, window: int | None, kernel: str
-    ) -> tuple[Float[Array, "B T D"], GameReport]:
+        self, x_BTD: Float[Array, "B T D"], layout: AttentionLayout, *, window: int | None, kernel: str
+    ) -> Float[Array, "B T D"]:
         q, k, v = self.base.project(constrain(x_BTD, "batch", "time", "width"))
         if layout.spread is not None:
             kinds = zip((q, k, v), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD), strict=True)
             q, k, v = (moved(spread, z, layout.spread, axes) for z, axes in kinds)
         segments_BT, positions_BT, _ = layout.at(0, 1)
-        found = self.find(self.at_each_scale(q, k, v, layout), window=window, kernel=kernel)
-        mixed_BTNH, weights, residual_BTN = self.settle(found, positions_BT)
+        rows = self.rows_of_scales(q, k, v, layout)
+        found = self.attend(rows, window=window, kernel=kernel)
+        mixed_BTNH, weights, residual_BTN = self.solve_game(found, positions_BT)
+        capture("scale_rows", lambda: tuple(rows))
+        capture("scale_outputs", lambda: tuple(f.out_BTNH for f in found))
+        capture("scale_weights", lambda: weights)
         with jax.named_scope("nash"):
             real_BT = jnp.ones_like(positions_BT, bool) if segments_BT is None else segments_BT > 0
             if layout.spread is not None:
                 mixed_BTNH = moved(gather, mixed_BTNH, layout.spread, PER_HEAD)
                 real_BT = real_BT & layout.spread.is_slot_BU
-            game = report(weights, residual_BTN, real_BT)
+            capture("game", lambda: report(weights, residual_BTN, real_BT))
         out_BTD = self.base.output(checkpoint_name(constrain(mixed_BTNH, *PER_HEAD), MIXED))
-        return constrain(out_BTD, "batch", "time_split", "width"), game
+        return constrain(out_BTD, "batch", "time_split", "width")
+
+    @staticmethod
+    def init_cache(cfg: ModelConfig, window: int | None, layers: int, batch: int, seq_len: int, dtype: Any) -> MultiscaleCache:
+        """Return the empty cache of a stack of layers."""
+        # Rounded up: also the row that cannot end any more has a place.
+        coarse = [CoarseCache.empty(cfg, layers, batch, -(-seq_len // stride), dtype) for stride in cfg.strides[1:]]
+        return MultiscaleCache(Attention.init_cache(cfg, window, layers, batch, seq_len, dtype), tuple(coarse))
+
+    def step(
+        self, x_B1D: Float[Array, "B 1 D"], cache: MultiscaleCache, at: TokenAt
+    ) -> tuple[Float[Array, "B 1 D"], MultiscaleCache]:
+        """Return (the mixed token, the cache with this token in it)."""
+        layer, t = at
+        positions_B1 = jnp.broadcast_to(t, x_B1D.shape[:2])
+        q_B1NH, k_B1KH, v_B1KH = self.base.project(x_B1D)
+        rotated_B1NH, key_B1KH = self.base.rotate(q_B1NH, k_B1KH, positions_B1)
+        fine = cache.fine.write(layer, t, key_B1KH, v_B1KH)
+        found, coarse = [fine.attend(rotated_B1NH, layer, t)], []
+        row = k_B1KH, v_B1KH
+        for c, before in enumerate(cache.coarse, 1):
+            scale, row = self._pool_step(c, before, row, at)
+            coarse.append(scale)
+            # The blocks before the token's own; before the first of them the null key alone, which the game ignores.
+            found.append(scale.rows.attend(rotated_B1NH, layer, t // self.strides[c] - 1, null=True))
+        mixed_B1NH, _, _ = self.solve_game(tuple(found), positions_B1)
+        return self.base.output(mixed_B1NH), MultiscaleCache(fine, tuple(coarse))
+
+    def _pool_step(
+        self, c: int, cache: CoarseCache, finer: tuple[Array, Array], at: TokenAt
+    ) -> tuple[CoarseCache, tuple[Array, Array]]:
+        """Return scale c after this token, whose row of the scale below is `finer`, and its row for the scale above.
+
+        Row t // stride is computed by the token that ends its block. Until then zeros stand in its place, where no
+        query looks: writing them costs one row, and a `cond` copies what it returns, so it must not return all rows.
+        """
+        layer, t = at
+        stride, below = self.strides[c], self.strides[c - 1]
+        i, ended = t // stride, (t + 1) % stride == 0
+        index = (t // below) % cache.k_LBJKH.shape[2]
+        k_LBJKH, v_LBJKH = (
+            write_row(ring, layer, row, 2, index) for ring, row in zip((cache.k_LBJKH, cache.v_LBJKH), finer, strict=True)
+        )
+
+        def pool_block() -> tuple[tuple[Array, Array], Array]:
+            k, v = (_last_two_blocks(ring, layer, i) for ring in (k_LBJKH, v_LBJKH))
+            # Nothing comes before the first of the two blocks; before the second whatever is there.
+            goes_on_BI = jnp.broadcast_to(jnp.stack([jnp.zeros_like(i, bool), i > 0]), (k.shape[0], 2))
+            k, v = (pair[:, 1:] for pair in self.coarser(c, k, v, goes_on_BI)[1])
+            return (k, v), self.base.rotate_keys(k, jnp.broadcast_to(i * stride + stride - 1, k.shape[:2]))
+
+        nothing = jax.tree.map(jnp.zeros_like, finer)
+        row, key_B1KH = jax.lax.cond(ended, pool_block, lambda: (nothing, nothing[0]))
+        return CoarseCache(k_LBJKH, v_LBJKH, cache.rows.write(layer, i, key_B1KH, row[1])), row
+
+    @staticmethod
+    def flops_per_token(cfg: ModelConfig, window: int | None, seq_len: int) -> float:
+        """Return matmul FLOPs of one training token in one layer. Pooling and the game are left out."""
+        keys = sum(seq_len / 2 / stride for stride in cfg.strides[1:])
+        return Attention.flops_per_token(cfg, window, seq_len) + 12.0 * cfg.heads * cfg.head_dim * keys
 
 
 def _one_row_late(x_BIKH: Array) -> Array:

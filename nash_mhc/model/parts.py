@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.kv_cache import TokenAt, layer_of
 from nash_mhc.model.weights import project
 from nash_mhc.ops.conv import short_conv
 from nash_mhc.ops.lookup import rows_of
@@ -50,9 +51,9 @@ class RMSNorm(eqx.Module):
 
 
 class ShortConv(eqx.Module):
-    """What a token and the few before it say together, before any of them is compared with another.
+    """A causal convolution over a few tokens, each channel by itself.
 
-    Attention by itself needs a layer to find the token before, and another to do something with it.
+    Without it, attention needs one layer to find the token before and another to use it.
     """
 
     taps_JD: Float[Array, "J D"] = param("taps", "vector", role=VECTOR, cast=False)
@@ -68,6 +69,19 @@ class ShortConv(eqx.Module):
         run = on_shards(short_conv, [axes, ("taps", "width"), of_tokens], axes) if is_gpu() else short_conv
         with jax.named_scope("conv"):
             return run(constrain(x_BTD, *axes), self.taps_JD, segments_BT)
+
+    @staticmethod
+    def init_cache(cfg: ModelConfig, layers: int, batch: int, dtype: Any) -> Float[Array, "L B J D"]:
+        """Return the last tokens of a stack of layers: zeros, as before a document."""
+        return jnp.zeros((layers, batch, cfg.conv_taps - 1, cfg.width), dtype)
+
+    def step(
+        self, x_B1D: Float[Array, "B 1 D"], cache_LBJD: Float[Array, "L B J D"], at: TokenAt
+    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "L B J D"]]:
+        """Return (the mixed token, the cache with this token as the latest)."""
+        recent_BTD = jnp.concatenate([layer_of(cache_LBJD, at.layer), x_B1D], axis=1)
+        cache_LBJD = lax.dynamic_update_index_in_dim(cache_LBJD, recent_BTD[:, 1:], at.layer, axis=0)
+        return self(recent_BTD, None)[:, -1:], cache_LBJD
 
 
 def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
@@ -100,7 +114,7 @@ def logits_of(x: Float[Array, "... D"], unembed_VD: Float[Array, "_ D"], vocab_s
 
 @runtime_checkable
 class Sizes(Protocol):
-    """What a feed-forward layer has to know of a model."""
+    """What a feed-forward layer reads of a configuration."""
 
     @property
     def width(self) -> int: ...
@@ -139,3 +153,8 @@ class SwiGLU(eqx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.narrowed(self.widened(x_BTD))
+
+    @staticmethod
+    def flops_per_token(cfg: Sizes) -> float:
+        """Return matmul FLOPs of one training token in one layer."""
+        return 6.0 * 3 * cfg.width * cfg.ffn

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Array, Float, Int
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from nash_mhc.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Execution:
     most_documents: int | None = None  # that a row holds, where the data knows it
     room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the model's alignment
     unroll: bool = False  # the layers: a loop stacks whatever it keeps for the way back, which a GPU copies in and out
-    shows_layers: bool = False  # the report has what each layer leaves behind, for objectives that compare it
+    captures: tuple[str, ...] = ()  # further intermediates of each layer to return: see `captures.py`
     float8: bool = False  # products with the projections' weights
     evaluates: bool = False  # no gradient is asked for: an objective may measure what would slow a step down
 
@@ -37,13 +40,26 @@ class LanguageModel(Protocol):
     def hidden(
         self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None, execution: Execution = Execution()
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """(what the next tokens are predicted from, whatever `health` and `penalties` want to know)."""
+        """Return (what the next tokens are predicted from, a report that `health` and `penalties` read)."""
 
     def health(self, report: Any) -> dict[str, Array]:
         """What metrics.jsonl shows under health/: a number or a short list each. Without a gradient."""
 
     def penalties(self, report: Any) -> dict[str, Float[Array, ""]]:
-        """Terms that may be added to the loss, for each token; the key of that name in `optim` weighs them."""
+        """Return auxiliary losses per token, under any names. `Architecture.penalties` has their weights."""
+
+
+def after_update(module: Any, step: Int[Array, ""], changed: Bool[Array, ""], health: Mapping[str, Array]) -> Any:
+    """Call the `after_update` hook of every module that has one, inner modules first.
+
+    A hook `after_update(self, step, changed, health) -> module` runs inside the compiled step, after the optimizer. It
+    updates state that no gradient trains (role STATE), such as the bias of a router. `step` counts updates. `changed`
+    is false for a skipped step, which must change no state. `health` is the model's, averaged over the microbatches.
+    """
+    is_hooked = lambda x: x is not module and hasattr(x, "after_update")
+    inner = lambda x: after_update(x, step, changed, health) if is_hooked(x) else x
+    module = jax.tree.map(inner, module, is_leaf=is_hooked)
+    return module.after_update(step, changed, health) if hasattr(module, "after_update") else module
 
 
 class AttentionShape(NamedTuple):
@@ -95,5 +111,7 @@ class Architecture(NamedTuple):
     gathers_once: bool = False  # weights over fsdp: all layers' before the first of them, not each layer's in its turn
     drawn: Callable[[Any], Drawn | None] = lambda cfg: None  # None: every number of it is a parameter
     warm_start: Callable[[Any], WarmStart | None] = lambda cfg: None  # None: all weights begin as they are drawn
-    # What is known of its memory before it is trained, for run.json and the report (as `reservoir_memory` has it).
+    # Weights of the model's auxiliary losses in a run, by name; next_token and smoothed add them to their loss.
+    penalties: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
+    # What is known of its memory before training, for run.json and the report (see `kits/reservoir/memory.py`).
     remembers: Callable[[Any], dict[str, Any] | None] = lambda cfg: None

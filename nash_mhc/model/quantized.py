@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nash_mhc.config.schema import QuantizeConfig
 from nash_mhc.model.weights import GROUPS, PROJECTIONS, Weight
 from nash_mhc.ops import quantize as ops
-from nash_mhc.parallel.params import SCALE, WATCHED, Declared, Made, map_declared, named_leaves, param
+from nash_mhc.parallel.params import SCALE, STATE, Declared, Made, map_declared, named_leaves, param
 
 _LOOK_EVERY = 100  # steps between two looks at magnitudes
 _RESTS = 2  # looks in a row at which one had hardly moved, and it stays
@@ -52,8 +52,8 @@ class Quantized(Made, Weight):
     # With these, the two are unit vectors, column by column and row by row.
     magnitude_R: Float[Array, "..."] | None = param("rank", role=SCALE)
     # What they were when they were last looked at, and how often in a row they had hardly moved by then.
-    seen_R: Float[Array, "..."] | None = param("rank", role=WATCHED)
-    rests_R: Float[Array, "..."] | None = param("rank", role=WATCHED)
+    seen_R: Float[Array, "..."] | None = param("rank", role=STATE)
+    rests_R: Float[Array, "..."] | None = param("rank", role=STATE)
     steps_K: Float[Array, "..."] | None = param("levels", role=SCALE)  # of a table that is trained
     bits: int = eqx.field(static=True)
     axes: int = eqx.field(static=True)  # of the parameter, without that of stacked layers
@@ -80,6 +80,18 @@ class Quantized(Made, Weight):
 
     def array(self) -> Array:
         return self.made()
+
+    def after_update(self, step: Int[Array, ""], changed: Bool[Array, ""], health: Mapping[str, Array]) -> Quantized:
+        """Check every 100 steps which magnitudes hardly moved. After two such checks in a row a magnitude is frozen."""
+        if self.magnitude_R is None or self.seen_R is None or self.rests_R is None:
+            return self
+        due = changed & (step % _LOOK_EVERY == 0)
+        rests = self.rests_R >= _RESTS
+        moved = jnp.abs(self.magnitude_R - self.seen_R) / jnp.maximum(jnp.abs(self.seen_R), 1e-12)
+        count = jnp.where(moved < self.rest, self.rests_R + 1, 0)
+        seen = jnp.where(rests, self.seen_R, _as_exported(self.magnitude_R))
+        chosen = (jnp.where(due, seen, self.seen_R), jnp.where(due & ~rests, count, self.rests_R))
+        return eqx.tree_at(lambda w: (w.seen_R, w.rests_R), self, chosen)
 
     def exported(self) -> Exported:
         """All that a packed file holds of it; of a stack, of all layers."""
@@ -170,10 +182,11 @@ def quantized(model: Any, cfg: QuantizeConfig) -> Any:
         wanted = ends.get(next(names).rpartition(".")[2])
         if wanted is None:
             return array
-        layers = declared.axes.count("layers")
         fit = functools.partial(_fitted, inputs=declared.inputs, bits=wanted.bits, rank=wanted.rank, cfg=cfg)
         # One layer after another: a fit holds several matrices as large as the weight.
-        return jax.lax.map(fit, array) if layers else fit(array)
+        for _ in range(declared.stack):
+            fit = functools.partial(jax.lax.map, fit)
+        return fit(array)
 
     return map_declared(model, replace)
 
@@ -205,24 +218,6 @@ def _fitted(array: Array, *, inputs: int, bits: int, rank: int, cfg: QuantizeCon
         if cfg.rest:
             whole |= {"seen_R": magnitude_R, "rests_R": jnp.zeros_like(magnitude_R)}
     return Quantized(array, None, a_IR.reshape(*into, rank), b_RO.reshape(rank, *out), magnitude_R, **whole)
-
-
-def look_at_magnitudes(model: Any, step: Int[Array, ""], changed: Bool[Array, ""]) -> Any:
-    """After a step: at every so many of them, whether magnitudes have come to rest. Twice, and they stay."""
-    due = changed & (step % _LOOK_EVERY == 0)
-
-    def look(weight: Quantized) -> Quantized:
-        if weight.magnitude_R is None or weight.seen_R is None or weight.rests_R is None:
-            return weight
-        rests = weight.rests_R >= _RESTS
-        moved = jnp.abs(weight.magnitude_R - weight.seen_R) / jnp.maximum(jnp.abs(weight.seen_R), 1e-12)
-        count = jnp.where(moved < weight.rest, weight.rests_R + 1, 0)
-        seen = jnp.where(rests, weight.seen_R, _as_exported(weight.magnitude_R))
-        parts = lambda w: (w.seen_R, w.rests_R)
-        chosen = (jnp.where(due, seen, weight.seen_R), jnp.where(due & ~rests, count, weight.rests_R))
-        return eqx.tree_at(parts, weight, chosen)
-
-    return _each(model, look)
 
 
 def baked(model: Any) -> Any:

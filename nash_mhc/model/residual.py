@@ -200,6 +200,11 @@ class PlainResidual(eqx.Module):
     """x + f(x)."""
 
     @staticmethod
+    def flops_per_token(cfg: ModelConfig) -> float:
+        """Return matmul FLOPs of one training token in one sub-layer."""
+        return 0.0
+
+    @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> PlainResidual:
         return PlainResidual()
 
@@ -239,6 +244,10 @@ class HyperConnection(eqx.Module):
         return HyperConnection(phi, jnp.concatenate(bias), jnp.full(3, 0.01), cfg.norm_eps)
 
     @staticmethod
+    def flops_per_token(cfg: ModelConfig) -> float:
+        return 6.0 * cfg.streams * cfg.width * (cfg.streams**2 + 2 * cfg.streams)
+
+    @staticmethod
     def enter(cfg: ModelConfig, x_BTD: Float[Array, "B T D"]) -> State:
         xs = (x_BTD,) * cfg.streams
         return StreamState(xs, constrain(jax.lax.stop_gradient(residual_streams.squares(xs)), *_SQUARES))
@@ -261,7 +270,3 @@ class HyperConnection(eqx.Module):
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:
         with jax.named_scope("mhc"):
             return StreamState(*write_streams(maps.xs, y_BTD, maps.all_BTM))
-
-
-def residual_class(cfg: ModelConfig) -> type[PlainResidual] | type[HyperConnection]:
-    return HyperConnection if cfg.mixings else PlainResidual

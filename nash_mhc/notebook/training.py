@@ -134,7 +134,7 @@ def _judge(training: Training) -> None:
     code, said = training.process.returncode, training.said()
     last = said[-1] if said else ""
     if code == TRY_AGAIN:
-        raise Stopped(f"{last}; or run this cell again")
+        raise Stopped(f"{last}   # or run this cell again")
     if code == 2:
         raise Stopped(last)
     if code != 0:

@@ -6,24 +6,21 @@ an objective gives its sums, metrics.jsonl has their means, and evaluations thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops.distill import Teacher
-
 
 class Batch(NamedTuple):
-    """Packed rows. Segment 0 is padding; targets are the inputs moved by one within a document."""
+    """Packed sequences. Segment 0 is padding; targets are the inputs shifted by one within a document."""
 
     inputs: Int[Array, "*A B T"]
     targets: Int[Array, "*A B T"]
     segments: Int[Array, "*A B T"]
     weights: Float[Array, "*A B T"]  # of each target in the loss
-    teacher: Teacher | None = None  # what one knows of every place, where there is one
-    anchor: Teacher | None = None  # and what the model knew that the run began with, where it is not to go far from it
+    extras: dict[str, Any] = {}  # fields of the examples after the first four, and what a feed adds to them
     carry: Any = None  # what the objective left of the step before, where it carries something (see `registry.py`)
 
 
@@ -50,6 +47,14 @@ class Aux(NamedTuple):
 
 
 Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]  # of a LanguageModel
+
+
+def auxiliary_losses(
+    model: Any, report: Any, weights: Mapping[str, float], tokens: Float[Array, ""]
+) -> dict[str, Float[Array, ""]]:
+    """Return the model's auxiliary losses (`LanguageModel.penalties`), weighted and times the number of tokens."""
+    found = model.penalties(report) if any(weights.values()) else {}
+    return {f"loss/{name}": weight * found.get(name, jnp.zeros(())) * tokens for name, weight in weights.items()}
 
 
 def means(sums: Sums) -> dict[str, Array]:

@@ -29,23 +29,24 @@ def distilled(
     `layers` of the loss is how far the layers are from the teacher's; `anchor` times the divergence from what the run
     began with is added.
     """
-    if batch.teacher is None:
+    teacher, anchored = (batch.extras.get(name) for name in ("teacher", "anchor"))
+    if teacher is None:
         raise ConfigError("--objective distill: these rows were read by no teacher; name a cache with --dataset")
-    x_BTD, report = model.hidden(batch.inputs, batch.segments, dataclasses.replace(execution, shows_layers=layers > 0))
+    x_BTD, report = model.hidden(
+        batch.inputs, batch.segments, dataclasses.replace(execution, captures=("layer_output",) if layers else ())
+    )
     known = (batch.targets, batch.weights)
-    out = sharded_distill(x_BTD, model.unembed_VD, *known, batch.teacher._replace(layers=None), model.cfg.vocab_size, parts)
+    out = sharded_distill(x_BTD, model.unembed_VD, *known, teacher._replace(layers=None), model.cfg.vocab_size, parts)
     loss = (1 - layers) * out.loss
     totals = {"loss": loss, "loss/ce": out.ce, "kl": out.kl, "agreement": out.agree}
     if parts.hard:
         totals["loss/hard"] = out.hard
-    if layers and batch.teacher.layers is not None:
+    if layers and teacher.layers is not None:
         after_LBTD = model.after_layers(report)  # type: ignore[attr-defined]  # asked for before the run began
-        totals["loss/layers"] = jnp.sum(batch.weights * layer_difference(after_LBTD, batch.teacher.layers))
+        totals["loss/layers"] = jnp.sum(batch.weights * layer_difference(after_LBTD, teacher.layers))
         loss += layers * totals["loss/layers"]
-    if anchor and batch.anchor is not None:
-        held = sharded_distill(
-            x_BTD, model.unembed_VD, *known, batch.anchor, model.cfg.vocab_size, Weights(random=parts.random)
-        )
+    if anchor and anchored is not None:
+        held = sharded_distill(x_BTD, model.unembed_VD, *known, anchored, model.cfg.vocab_size, Weights(random=parts.random))
         totals["loss/anchor"] = held.loss
         loss += anchor * held.loss
     totals |= {"loss": loss, "accuracy": out.correct}

@@ -3,7 +3,7 @@
 `kernel="reference"` is the plain form, all scores at once; the tests hold every other kernel against it. `kernel="xla"`
 runs anywhere: it walks blocks of queries, skips the keys that none of them may see, and computes the scores again in
 the backward pass instead of keeping them (on a CPU, where memory is what is slow, two thirds of the plain step's time:
-docs/log.md).
+docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops.attend_cudnn import attend_cudnn, found_by_cudnn, walks_documents
-from nash_mhc.ops.attend_rows import Documents, Found, Rows, by_block, by_token
-from nash_mhc.ops.attend_splash import attend_splash, found_by_splash
-from nash_mhc.ops.attend_triton import fits_triton, found_by_triton
+from nash_mhc.ops.attend_rows import FOUND, Documents, Found, Rows, by_block, by_token
+from nash_mhc.ops.kernels.attend_cudnn import attend_cudnn, found_by_cudnn
+from nash_mhc.ops.kernels.attend_splash import attend_splash, found_by_splash, gives_evidence
+from nash_mhc.ops.kernels.attend_triton import fits_triton, found_by_triton
+from nash_mhc.runtime.compat import cudnn
 
 PLAIN_KERNELS = ("reference", "xla")  # array code, which any partitioner can split; the others are opaque to it
 EVIDENT_KERNELS = (*PLAIN_KERNELS, "cudnn", "splash")  # that tell the log of the softmax's sum
 KERNELS = (*EVIDENT_KERNELS, "pallas")
+SHAPES_ONLY = "shapes"  # computes nothing: what a flash kernel reads, writes and saves, for traces of memory
 
 _BLOCK = 64  # queries of one block of the xla kernel ...
 _MOST_BLOCKS = 8  # ... and how many blocks it unrolls at most
-_NARROW = 1024  # keys that a query sees: with more of them, cuDNN is faster than kernels of our own (docs/log.md)
+_NARROW = 1024  # keys that a query sees: with more of them, cuDNN is faster than kernels of our own (docs/experiments.md)
 
 
 def why_not(kernel: str, platform: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str | None:
@@ -83,7 +86,7 @@ def attend(
         rows = Rows(q_BTNH, k_BTKH, v_BTKH, segments_BT, documents)
         ours = _are_unknown(rows) and fits_triton(rows)
         return found_by_triton(rows, window).out_BTNH if ours else attend_cudnn(rows, window)
-    plain = {"reference": _found_by_reference, "xla": _found_by_blocks}
+    plain = {"reference": _found_by_reference, "xla": _found_by_blocks, SHAPES_ONLY: _found_by_shapes}
     if kernel in plain:
         return plain[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window).out_BTNH
     if kernel not in KERNELS:
@@ -101,6 +104,9 @@ def attend_with_evidence(
     way and need not know how many documents there are.
     """
     forms = {"reference": _found_by_reference, "xla": _found_by_blocks, "splash": found_by_splash}
+    if "splash" in kernels and not gives_evidence():
+        forms["splash"] = _found_by_blocks
+    forms[SHAPES_ONLY] = _found_by_shapes
     on_gpu = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
     narrow = lambda i: each[i].stride > 1 or (windows[i] or each[i].k_BIKH.shape[1]) <= _NARROW
     ours = [i for i in on_gpu if (narrow(i) or _are_unknown(each[i])) and fits_triton(each[i])]
@@ -119,7 +125,7 @@ def _are_unknown(rows: Rows) -> bool:
     choose a program, or look at whole rows."""
     if rows.segments_BI is None:
         return False
-    return not walks_documents() or rows.documents is None or rows.documents.count_B is not None
+    return not cudnn.walks_documents() or rows.documents is None or rows.documents.count_B is not None
 
 
 def _in_blocks(rows: Rows) -> Rows:
@@ -224,6 +230,27 @@ def _found_by_blocks(q: Array, k: Array, v: Array, segments: Array | None, windo
     out_BKGTH, lse_BKGT1 = _blocks(q_BKGTH, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segments, window)
     back = lambda x: x.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
     return Found(back(out_BKGTH), back(lse_BKGT1)[..., 0])
+
+
+@jax.custom_vjp
+def _shapes(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    return jax.lax.optimization_barrier((q, k, v, q[..., 0].astype(jnp.float32)))[::3]
+
+
+def _shapes_fwd(q, k, v):  # type: ignore[no-untyped-def]
+    out, lse = (checkpoint_name(x, FOUND) for x in _shapes(q, k, v))
+    return (out, lse), (q, k, v, out, lse)
+
+
+def _shapes_bwd(saved, cotangents):  # type: ignore[no-untyped-def]
+    return jax.lax.optimization_barrier((*saved, *cotangents))[:3]
+
+
+_shapes.defvjp(_shapes_fwd, _shapes_bwd)
+
+
+def _found_by_shapes(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Found:
+    return Found(*_shapes(q, k, v))
 
 
 def _attend_pallas(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops import conv_gpu
+from nash_mhc.ops.kernels import conv_gpu
 from nash_mhc.ops.platform import on_platform
 
 

@@ -4,7 +4,7 @@ Each array has one scale, a power of two that is found from its largest number: 
 be remembered from step to step, and a run that goes on computes the same bits. Values are kept with 3 bits after the
 leading one (e4m3), gradients, which differ more in size, with 2 and a larger range (e5m2). Products are of the float8
 numbers themselves, their scales come after: XLA has a pattern for "float8 times a scale" on both sides as well, but
-does not find it here, and multiplies bfloat16 (docs/log.md).
+does not find it here, and multiplies bfloat16 (docs/experiments.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops import lookup_gpu
+from nash_mhc.ops.kernels import lookup_gpu
 from nash_mhc.ops.platform import on_platform
 
 # Largest block of zeros and ones of one chunk, in elements.

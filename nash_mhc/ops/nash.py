@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nash_mhc.ops import nash_gpu
 from nash_mhc.ops.arithmetic import add_up, widen
+from nash_mhc.ops.kernels import nash_gpu
 from nash_mhc.ops.platform import on_platform
 
 Scales = tuple[Array, ...]  # one array a scale, over tokens and heads

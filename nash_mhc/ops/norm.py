@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops import norm_gpu
 from nash_mhc.ops.arithmetic import widen
+from nash_mhc.ops.kernels import norm_gpu
 from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.rope import Rotation, rope, turns
 

@@ -14,6 +14,7 @@ from jax import lax
 
 Seen = Callable[[str, Callable[..., Any], tuple[Any, ...], Any], None]
 _SEEN: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("seen", default=None)
+_ANY_ORDER: contextvars.ContextVar[bool] = contextvars.ContextVar("any_order", default=False)
 
 
 def is_gpu() -> bool:
@@ -56,3 +57,17 @@ def _compared(seen: Seen, operands: tuple[Any, ...], plain: Callable[..., Any], 
     name = inner.__name__.removeprefix("_").removesuffix("_in_kernel").removesuffix("_by_kernel")
     seen(f"{inner.__module__.rpartition('.')[2]}.{name}", plain, operands, got)
     return got
+
+
+@contextlib.contextmanager
+def in_any_order(yes: bool) -> Iterator[None]:
+    """Let programs traced inside add up in any order: they need not give the same bits in every run."""
+    before = _ANY_ORDER.set(yes)
+    try:
+        yield
+    finally:
+        _ANY_ORDER.reset(before)
+
+
+def sums_in_any_order() -> bool:
+    return _ANY_ORDER.get()

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops import pyramid_gpu
 from nash_mhc.ops.arithmetic import widen
+from nash_mhc.ops.kernels import pyramid_gpu
 from nash_mhc.ops.platform import on_platform
 
 # Written down in its own dtype and read again:

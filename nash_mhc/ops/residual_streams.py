@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from nash_mhc.ops import residual_streams_gpu
 from nash_mhc.ops.arithmetic import add_up, widen
+from nash_mhc.ops.kernels import residual_streams_gpu
 from nash_mhc.ops.platform import on_platform
 from nash_mhc.ops.stream_maps import coefficients
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nash_mhc.ops import stream_maps_gpu
 from nash_mhc.ops.doubly_stochastic import Matrix, Vector, from_logits, logits_gradient, sinkhorn_reference
+from nash_mhc.ops.kernels import stream_maps_gpu
 from nash_mhc.ops.platform import on_platform
 
 

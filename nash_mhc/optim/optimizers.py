@@ -13,13 +13,14 @@ from jaxtyping import Array, Int, PyTree
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
 # How far Muon moves a matrix at a learning rate of 1, in singular values, so that rates of the size that suits Adam
 # suit it: a square one of the reference width by 0.8 in the root of its mean square.
-# docs/log.md has what came of 0.2 to 1.6.
+# docs/experiments.md has what came of 0.2 to 1.6.
 _MUON_STEP = 0.8 * math.sqrt(REFERENCE_WIDTH)
 
 
@@ -32,28 +33,6 @@ def _adam(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
         return _map_present(lambda u, factor: factor * u, updates, rates(model)), state
 
     return optax.GradientTransformation(adam.init, update)
-
-
-def _adam_atan2(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
-    """Adam with an angle for its quotient: bounded, without an epsilon, and so the same whatever the gradients' size.
-
-    The factor has a parameter whose gradient never changes move as far as Adam moves it.
-    """
-    zeros = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-
-    def init(params: PyTree) -> optax.ScaleByAdamState:
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros(params), zeros(params))
-
-    def update(gradients: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
-        assert isinstance(state, optax.ScaleByAdamState)
-        count = optax.safe_increment(state.count)
-        mu = optax.tree.update_moment(gradients, state.mu, h.b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(gradients, state.nu, h.b2, 2)
-        means, squares = optax.tree.bias_correction(mu, h.b1, count), optax.tree.bias_correction(nu, h.b2, count)
-        angle = lambda m, v, factor: factor * (4 / math.pi) * jnp.arctan2(m, jnp.sqrt(v))
-        return jax.tree.map(angle, means, squares, rates(model)), optax.ScaleByAdamState(count, mu, nu)
-
-    return optax.GradientTransformation(init, update)
 
 
 def _muon(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
@@ -88,7 +67,7 @@ def _map_present(fn: Callable[..., Any], tree: PyTree, values: PyTree) -> PyTree
 # nor weight decay is part of. What it keeps of a parameter is laid on the mesh as the parameter is.
 Make = Callable[[Hyperparameters, Any], optax.GradientTransformation]
 
-OPTIMIZERS: dict[str, Make] = {"adamw": _adam, "muon": _muon, "adam_atan2": _adam_atan2}
+OPTIMIZERS: Registry[Make] = Registry("optimizers", {"adamw": _adam, "muon": _muon})
 
 
 def is_plain_adamw() -> bool:

@@ -41,12 +41,10 @@ def is_orthogonal(module: PyTree) -> PyTree:
 
 
 def matrix_axes(module: PyTree) -> PyTree:
-    """The module's tree with the axes that go into each matrix and those that come out;
-    a stack of layers is several."""
+    """Return the module's tree with the input and output axes of each matrix; a stack is several matrices."""
 
     def numbers(declared: Declared, _: Any) -> MuonDimensionNumbers:
-        first = len(declared.axes) - len([a for a in declared.axes if a != "layers"])
-        between = first + declared.inputs
-        return MuonDimensionNumbers(tuple(range(first, between)), tuple(range(between, len(declared.axes))))
+        _, inputs, outputs = declared.split(tuple(range(len(declared.axes))))
+        return MuonDimensionNumbers(inputs, outputs)
 
     return map_declared(module, numbers)

@@ -19,7 +19,7 @@ from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
 from nash_mhc.optim.rounding import Salt, map_numbered, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters
-from nash_mhc.parallel.params import ADAPTER, SCALE, WATCHED, map_declared, named_leaves
+from nash_mhc.parallel.params import ADAPTER, SCALE, STATE, map_declared, named_leaves
 
 
 class Training(NamedTuple):
@@ -51,9 +51,9 @@ class Training(NamedTuple):
 
         ConfigError for a pattern that fits no parameter, and where nothing is left to train.
         """
-        watched = set(named_leaves(map_declared(model, lambda declared, _: declared.role == WATCHED or None)))
+        state = set(named_leaves(map_declared(model, lambda declared, _: declared.role == STATE or None)))
         plain = self.freeze is None and self.train_only is None and not self.adapters and self.quantized == "both"
-        if plain and not watched:
+        if plain and not state:
             return model, jax.tree.map(lambda _: None, model)
         names = list(named_leaves(model))
         if self.adapters:
@@ -61,7 +61,7 @@ class Training(NamedTuple):
         elif self.quantized != "both":
             scales = self.quantized == "scales"
             names = list(named_leaves(map_declared(model, lambda declared, _: (declared.role == SCALE) == scales or None)))
-        names = [name for name in names if name not in watched]
+        names = [name for name in names if name not in state]
         only = _matching(names, self.train_only, "--train-only") if self.train_only is not None else set(names)
         trained = only - (_matching(names, self.freeze, "--freeze") if self.freeze is not None else set())
         if not trained:
@@ -84,6 +84,14 @@ class Training(NamedTuple):
             raise ConfigError(f"--moments-dtype {self.moments}: adamw alone can; leave it out, or --optimizer {self.optimizer}")
         state = self.make_optimizer(h, trained).init(jax.tree.map(wide, trained))
         return adamw.with_smaller_moments(state, trained, self.moments)
+
+    def begin(self, h: Hyperparameters, model: PyTree, *, averaged: bool) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the stored model, the optimizer's state and the averaged weights (or None) before the first step."""
+        model = self.kept(model)
+        trained, _ = self.split(model)
+        # A copy: a state whose leaves share a buffer cannot be donated. bfloat16 is too coarse to average in.
+        ema = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trained) if averaged else None
+        return model, self.fresh_state(h, trained), ema
 
     @property
     def is_adamw(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.runtime.compat.jax import joined
 
 T = TypeVar("T")
 ANSWER_S = 20.0  # process 0 holds the notes; without an answer for this long, it is taken for dead or frozen
@@ -28,17 +29,6 @@ class LostProcess(jax.errors.JaxRuntimeError):
     def __init__(self, verdict: str, *missing: int, frozen: bool = False) -> None:
         super().__init__(verdict)
         self.missing, self.frozen = missing, frozen  # frozen: process 0 gave no answer at all
-
-
-def joined() -> Any:
-    """What JAX knows of the processes. No public name leads to it before there are devices; Orbax goes the same way.
-
-    Should `jax._src.distributed` vanish, this function and `Board` need another way to the coordinator's notes
-    (`key_value_set` and its kin); nothing else here does.
-    """
-    from jax._src import distributed
-
-    return distributed.global_state
 
 
 class Board:

@@ -34,14 +34,14 @@ MATRIX = Role("matrix", orthogonal=True)  # maps one vector to another
 TABLE = Role("table")  # a vector for each token
 VECTOR = Role("vector", decays=False)  # scales, biases, taps of convolutions
 # Makes few numbers of a whole token, such as logits of weights, which are squashed afterwards: it learns faster than
-# what it weighs. docs/log.md has what came of 0.1, 1 and 16.
+# what it weighs. docs/experiments.md has what came of 0.1, 1 and 16.
 GATE = Role("gate", rate=4.0)
 # A narrow correction of a matrix: at the very rate that a run is given, which is what everyone's recipes mean by it.
 ADAPTER = Role("adapter", by_width=False)
 
 # What the codes of a quantized weight are multiplied by: at the rate that a run is given, likewise, and never shrunk.
 SCALE = Role("scale", decays=False, by_width=False)
-WATCHED = Role("watched", decays=False, by_width=False)  # not trained: what a step has seen of something that is
+STATE = Role("state", decays=False, by_width=False)  # not trained; a hook updates it: `model/protocol.py`, after_update
 
 
 class Made(eqx.Module):
@@ -54,10 +54,13 @@ class Made(eqx.Module):
 
 
 class Declared(NamedTuple):
+    """How one array was declared. `axes` begin with its stack axes, which are no dimensions of the parameter itself."""
+
     axes: Axes  # one logical axis a dimension
     role: Role
-    inputs: int  # how many of the axes, the first ones, belong to the vector that goes in (stacks of layers not counted)
+    inputs: int  # number of input axes of a matrix: the first ones after the stack axes
     cast: bool  # whether it is computed with in the compute dtype
+    stack: int = 0  # number of stack axes
 
     @property
     def decays(self) -> bool:
@@ -70,22 +73,29 @@ class Declared(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.axes) - ("layers" in self.axes) > 1
+        return len(self.axes) - self.stack > 1
+
+    def split(self, per_axis: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Split a tuple with one entry per axis, such as a shape, into (stack axes, input axes, output axes)."""
+        between = self.stack + self.inputs
+        return per_axis[: self.stack], per_axis[self.stack : between], per_axis[between:]
 
 
-def param(*axes: str, role: Role | None = None, inputs: int = 1, cast: bool = True, **default: Any) -> Any:
-    """Declares a parameter field. Without a role, what has one axis is a VECTOR and everything else a MATRIX.
+def param(*axes: str, role: Role | None = None, inputs: int = 1, cast: bool = True, stack: Axes = (), **default: Any) -> Any:
+    """Declare a parameter field: an array, or a tuple, list or dict of arrays with these axes.
 
-    Vectors of one axis neither decay nor leave float32:
-    a norm scale near 1 has no bits left for its updates in bfloat16. `default`, where it may be left out.
+    Without a role, a parameter of one axis is a VECTOR and any other a MATRIX. Vectors of one axis neither decay nor
+    leave float32: a norm scale near 1 has no bits left for its updates in bfloat16. `stack` names leading axes that
+    only count parameters, such as experts. `default` is that of the field.
     """
     role = role or (MATRIX if len(axes) > 1 else VECTOR)
-    return eqx.field(metadata={"declared": Declared(axes, role, inputs, cast and len(axes) > 1)}, **default)
+    declared = Declared((*stack, *axes), role, inputs, cast and len(axes) > 1, len(stack))
+    return eqx.field(metadata={"declared": declared}, **default)
 
 
-def stacked() -> Any:
-    """Declares a field that holds a module whose arrays all have a leading layer axis."""
-    return eqx.field(metadata={"stacked": True})
+def stacked(*axes: str) -> Any:
+    """Declare a field that holds modules whose arrays all begin with these axes, such as "layers" or "experts"."""
+    return eqx.field(metadata={"stacked": axes})
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -95,46 +105,65 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def map_declared(module: PyTree, leaf: Callable[[Declared, Any], Any]) -> PyTree:
-    """The same module with each array replaced by leaf(how it was declared, the array); None stays None."""
-    return _walk(module, leaf, (), type(module).__name__, None)
+    """Return the same tree with each array replaced by leaf(how it was declared, the array); None stays None.
+
+    Modules and parameters may lie in tuples, lists and dicts.
+    """
+    return _walk(module, leaf, _Place((), None), type(module).__name__)
 
 
-def _in_place_of(outer: Declared | None, own: Declared) -> Declared:
-    """The declaration of an array inside of a module that stands where another parameter was declared.
+class _Place(NamedTuple):
+    """What the fields around a value declare of it."""
+
+    stack: Axes  # of the stacks that it is in
+    own: Declared | None  # the parameter that it is, or that the module around it stands for
+
+
+def _replace_parameter(outer: Declared | None, own: Declared) -> Declared:
+    """Return the declaration of an array inside of a module that stands where another parameter was declared.
 
     Among its axes, "inputs" and "outputs" are those of that parameter; "groups" are its inputs, of which the last is
     counted in groups that every device has all of. With inputs and outputs, it has that parameter's role, too.
     """
     if outer is None:
         return own
-    of = {"inputs": outer.axes[: outer.inputs], "outputs": outer.axes[outer.inputs :]}
-    of["groups"] = (*of["inputs"][:-1], "groups")
+    stack, inputs, outputs = outer.split(outer.axes)
+    of = {"inputs": inputs, "outputs": outputs, "groups": (*inputs[:-1], "groups")}
     axes = tuple(axis for name in own.axes for axis in of.get(name, (name,)))
     whole = own.axes == ("inputs", "outputs")
-    inputs = len(of["inputs"]) if own.axes[:1] == ("inputs",) else own.inputs
-    return Declared(axes, outer.role if whole else own.role, inputs, outer.cast if whole else own.cast)
+    count = len(inputs) if own.axes[:1] == ("inputs",) else own.inputs
+    role, cast = (outer.role, outer.cast) if whole else (own.role, own.cast)
+    return Declared(stack + axes, role, count, cast, len(stack) + own.stack)
 
 
-def _walk(module: Any, leaf: Callable[[Declared, Any], Any], prefix: Axes, path: str, outer: Declared | None) -> Any:
-    replaced: dict[str, Any] = {}
-    for field in (f for f in dataclasses.fields(module) if not f.metadata.get("static", False)):
-        value, here = getattr(module, field.name), f"{path}.{field.name}"
-        if value is None:
-            replaced[field.name] = None
-        elif isinstance(value, eqx.Module):
-            inside = ("layers", *prefix) if field.metadata.get("stacked") else prefix
-            place = field.metadata.get("declared")
-            replaced[field.name] = _walk(value, leaf, inside, here, place and _in_place_of(outer, place))
-        elif (declared := field.metadata.get("declared")) is not None:
-            declared = _in_place_of(outer, declared)
-            declared = declared._replace(axes=prefix + declared.axes)
-            if len(declared.axes) != len(value.shape):
-                raise ValueError(f"{here} has shape {value.shape} but declares the axes {declared.axes}")
-            replaced[field.name] = leaf(declared, value)
-        else:
-            raise ValueError(f"{here} is an array without logical axes; declare it with param(...)")
+def _walk(value: Any, leaf: Callable[[Declared, Any], Any], place: _Place, path: str) -> Any:
+    """Walk in the order of `jax.tree.leaves`."""
+    if value is None:
+        return None
+    if isinstance(value, eqx.Module):
+        return _walk_fields(value, leaf, place, path)
+    if isinstance(value, dict):
+        return {key: _walk(value[key], leaf, place, f"{path}[{key!r}]") for key in sorted(value)}
+    if isinstance(value, (tuple, list)):
+        each = [_walk(item, leaf, place, f"{path}[{i}]") for i, item in enumerate(value)]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    if place.own is None:
+        raise ValueError(f"{path} is an array without logical axes; declare it with param(...)")
+    axes = place.stack + place.own.axes
+    if len(axes) != len(value.shape):
+        raise ValueError(f"{path} has shape {value.shape} but declares the axes {axes}")
+    return leaf(place.own._replace(axes=axes, stack=len(place.stack) + place.own.stack), value)
+
+
+def _walk_fields(module: Any, leaf: Callable[[Declared, Any], Any], place: _Place, path: str) -> Any:
     # Rebuilt around the constructor: these leaves are specs and masks, not the arrays that the fields are typed for.
     twin = object.__new__(type(module))
     for field in dataclasses.fields(module):
-        object.__setattr__(twin, field.name, replaced.get(field.name, getattr(module, field.name)))
+        value = getattr(module, field.name)
+        if not field.metadata.get("static", False):
+            own = field.metadata.get("declared")
+            own = own and _replace_parameter(place.own, own)
+            inside = _Place(place.stack + field.metadata.get("stacked", ()), own)
+            value = _walk(value, leaf, inside, f"{path}.{field.name}")
+        object.__setattr__(twin, field.name, value)
     return twin

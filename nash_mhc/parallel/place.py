@@ -1,4 +1,7 @@
-"""This process's place among those of a run: from flags, else from what the scheduler or launcher says."""
+"""This process's place among those of a run: from flags, else from what the scheduler or launcher says.
+
+JAX's own detection finds TPU pods. It knows no torchrun, and the errors here name the variable that is missing.
+"""
 
 from __future__ import annotations
 

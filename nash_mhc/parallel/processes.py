@@ -1,23 +1,25 @@
-"""Several processes as one run: joining them, and what happens when the first one is gone."""
+"""Several processes as one run: joining them, comparing their settings, and losing the first one."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from nash_mhc.config.schema import ConfigError, MeshConfig
-from nash_mhc.parallel.board import coordinator_answers, joined
+from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers, named, waiting
 from nash_mhc.parallel.place import find_place
+from nash_mhc.parallel.roll_call import wait_for_all
+from nash_mhc.runtime.compat.jax import can_join, joined, when_heartbeats_stop
 
-_CONNECT_S = 300  # a peer whose container is still being pulled comes late
+_CONNECT_S = 300  # for processes that JAX finds by itself: a peer whose container is still being pulled comes late
 _NEVER_S = 10**6  # JAX ends a run whose peer is silent with an abort that names nobody: runtime/watchdog.py is to be first
 _TRY_AGAIN = 75  # as in runtime/signals.py
 _kept: list[Any] = []  # C calls these until the process ends
@@ -28,10 +30,14 @@ def start(cfg: MeshConfig) -> int:
     returns how many there are."""
     if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
         return joined().num_processes or 1
+    if not can_join():
+        raise ConfigError(f"jax {jax.__version__} does not say how processes meet; start one process, or use jax 0.12")
     jax.config.update("jax_enable_preemption_service", False)  # signals are ours: runtime/signals.py
     options: dict[str, Any] = {"initialization_timeout": _CONNECT_S, "heartbeat_timeout_seconds": _NEVER_S}
     options["shutdown_timeout_seconds"] = _NEVER_S  # the last checkpoint of process 0 may take its time
     if own.address is not None:
+        assert own.count is not None and own.index is not None
+        wait_for_all(own.address, own.count, own.index, cfg.connect_timeout)
         local = None if own.local_device is None else [own.local_device]
         options |= {"coordinator_address": own.address, "num_processes": own.count, "process_id": own.index}
         options |= {"local_device_ids": local, "cluster_detection_method": "deactivate"}
@@ -75,7 +81,7 @@ def _own_words_for_a_lost_coordinator() -> Iterator[None]:
     """JAX prints a gRPC status and a stack, and aborts. It takes a function to call instead, but passes no argument on.
 
     JAX 0.10 cannot convert the status to the function's argument and ends in std::terminate, which leads here as well.
-    Should the function in `jax._src.lib` vanish, its own message comes first, and ours when it aborts.
+    Where it takes none, its own message comes first, and ours when it aborts.
     """
     global _terminate  # noqa: PLW0603
     ended = ctypes.CFUNCTYPE(None)(_ended)
@@ -87,20 +93,8 @@ def _own_words_for_a_lost_coordinator() -> Iterator[None]:
         set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
         set_terminate.restype = ctypes.CFUNCTYPE(None)
         _terminate = set_terminate(ended)
-    try:
-        from jax._src.lib import _jax
-
-        make = _jax.get_distributed_runtime_client
-    except (ImportError, AttributeError):
-        make = None
-    if "missed_heartbeat_callback" not in (getattr(make, "__doc__", None) or ""):
+    with when_heartbeats_stop(_ended):
         yield
-        return
-    _jax.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *_: _ended())
-    try:
-        yield
-    finally:
-        _jax.get_distributed_runtime_client = make
 
 
 _terminate: Callable[[], None] = os.abort  # what C++ would do by itself: it names the exception
@@ -110,3 +104,61 @@ def _ended() -> None:
     _when_lost()
     ctypes.CDLL(None).signal(signal.SIGABRT, signal.SIG_DFL)
     _terminate()
+
+
+_PATIENCE_S = 60.0  # they have all connected: what they compare is there at once
+_SHOWN = 60  # characters of a value
+_asked = 0
+
+
+def check_same(settings: Mapping[str, Any], patience: float = _PATIENCE_S) -> None:
+    """ConfigError in every process, with the first name whose value is not the same in all, and two of its values.
+
+    No device is used. All processes call it, in the same order. LostProcess names who is missing.
+    """
+    global _asked  # noqa: PLW0603
+    state = joined()
+    if (count := state.num_processes or 1) == 1:
+        return
+    _asked += 1
+    board, me = Board(f"nash_mhc/same{_asked}"), state.process_id
+    board.write(f"settings/{me}", {"--num-processes": count} | dict(settings))
+    with waiting():
+        _until_all(board, "settings", 1, patience)
+        count = board.read("settings")["0"]["--num-processes"]  # what process 0 was started with
+        _until_all(board, "settings", count, patience)
+    everyone = board.read("settings")
+    first = everyone["0"]
+    for other in range(1, count):
+        its = everyone[str(other)]
+        names = [name for name in {**first, **its} if first.get(name) != its.get(name)]
+        if not names:
+            continue
+        board.write(f"read/{me}", True)
+        if me == 0:  # the notes end with process 0: the others read them first
+            _until_all(board, "read", count, patience)
+            time.sleep(1.0)
+        differences = [
+            f"{name} {_shown(first.get(name))} in process 0, {_shown(its.get(name))} in process {other}" for name in names
+        ]
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise ConfigError(
+            f"the processes of this run differ: {'; '.join(differences[:3])}{more}; start all of them with the same "
+            "flags, files and packages"
+        )
+
+
+def _shown(value: Any) -> str:
+    text = "(none)" if value is None else str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _until_all(board: Board, folder: str, count: int, seconds: float) -> None:
+    """Wait for the notes of the first `count` processes."""
+    end, look = time.monotonic() + seconds, 0.05
+    while missing := sorted(set(range(count)) - set(map(int, board.read(folder)))):
+        if time.monotonic() > end:
+            text = f"{named(missing)} connected and has not sent its settings within {seconds:.0f} s: gone or frozen"
+            raise LostProcess(text, *missing)
+        time.sleep(look)
+        look = min(1.0, look * 1.2)

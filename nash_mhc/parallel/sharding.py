@@ -8,19 +8,24 @@ same walk shards parameters, gradients, optimizer moments and the averaged weigh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import jaxtyping
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from nash_mhc.config.kits import Registry
 from nash_mhc.parallel.params import Axes, Declared, Made, map_declared
 
 # One row a logical axis. An empty row says "every device holds all of it", in so many words: a name that is not
 # listed is an error, so nothing is replicated by accident.
-RULES: dict[str, tuple[str, ...]] = {
+RULES: Registry[tuple[str, ...]] = Registry("axes", {
     "batch": ("data", "fsdp"),  # rows of a batch
     "time": (),  # T inside attention and FFN, where every device needs the whole row
     "time_split": ("tp",),  # T of the residual stream outside them (sequence parallel)
@@ -30,8 +35,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "ffn": ("tp",),
-    "reservoir": ("tp",),  # units of a recurrence, each by itself
-    "cells": (),  # of a puzzle's grid, in a layer across them: few
     "vocab": ("tp",),
     "head_dim": (),
     "streams": (),  # R: a token's streams stay together; it is T that is split
@@ -44,8 +47,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "levels": (),  # what codes stand for
     "vector": (),  # norm scales: too small to be worth a gather
     "layers": (),  # the stacked axis that the scan walks
+    "experts": (),  # a stack of feed-forward networks: every device holds all of them
     "parts": (),  # the parts of an accumulated batch, taken one after another
-}
+})  # fmt: skip
 # The axis whose shards are put together before compute; its gradients are scattered back over it.
 GATHERED = "fsdp"
 GATHERED_WEIGHT = "gathered_weight"  # checkpoint name of a layer's weights, cast and gathered
@@ -88,14 +92,40 @@ def named(mesh: Mesh, *axes: str) -> NamedSharding:
     return NamedSharding(mesh, spec(axes))
 
 
+_ONE_DEVICE: ContextVar[tuple[int, int] | None] = ContextVar("one_device", default=None)  # (seq_len, tp)
+
+
 def _ambient() -> bool:
     """Whether code is being traced for a mesh (`jax.set_mesh`).
     Without one, a model runs on whatever holds its arrays."""
-    return not jax.sharding.get_abstract_mesh().empty
+    return _ONE_DEVICE.get() is None and not jax.sharding.get_abstract_mesh().empty
+
+
+@contextmanager
+def one_device(seq_len: int, tp: int) -> Iterator[None]:
+    """Trace what one of `tp` devices does, with sizes of its share: `constrain` gathers and splits the time axis."""
+    token, unchecked = _ONE_DEVICE.set((seq_len, tp)), jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", unchecked or tp > 1)  # one name for T, which has two lengths here
+    try:
+        yield
+    finally:
+        _ONE_DEVICE.reset(token)
+        jaxtyping.config.update("jaxtyping_disable", unchecked)
+
+
+def _own_share(x: Array, axes: Axes, seq_len: int, tp: int) -> Array:
+    for i, axis in enumerate(axes):
+        if axis == "time" and x.shape[i] * tp == seq_len:
+            x = jnp.concatenate([x] * tp, axis=i)
+        elif axis == "time_split" and x.shape[i] == seq_len:
+            x = jax.lax.slice_in_dim(x, 0, seq_len // tp, axis=i)
+    return x
 
 
 def constrain(x: Array, *axes: str) -> Array:
-    """Pins an activation to its logical axes; a no-op where there is no mesh."""
+    """Pin an activation to its logical axes; a no-op without a mesh."""
+    if (traced := _ONE_DEVICE.get()) is not None:
+        return _own_share(x, axes, *traced) if traced[1] > 1 else x
     return jax.lax.with_sharding_constraint(x, spec(axes)) if _ambient() else x
 
 
@@ -154,7 +184,7 @@ def on_shards(fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> 
 
     Axes are given in trees like the arguments and the result; None: the argument is None.
     """
-    if jax.sharding.get_abstract_mesh().size <= 1:
+    if _ONE_DEVICE.get() is not None or jax.sharding.get_abstract_mesh().size <= 1:
         return fn
     is_axes = lambda a: a is None or (isinstance(a, tuple) and all(isinstance(name, str) for name in a))
     specs = lambda tree: jax.tree.map(lambda a: PartitionSpec() if a is None else spec(a), tree, is_leaf=is_axes)

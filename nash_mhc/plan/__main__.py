@@ -18,16 +18,22 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def own_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--chip", metavar="NAME", default=None, help="what to plan for: v6e-8, h100-16, cpu ... [needed]")
+    group.add_argument("--chip", metavar="NAME", default=None, help="chips to plan for: v6e-8, h100-16, cpu ... (required)")
     group.add_argument(
-        "--chips", type=local_path, metavar="FILE", default=None, help="YAML with other facts or prices of chips"
+        "--chips", type=local_path, metavar="FILE", default=None, help="YAML file with your own chip data or prices"
     )
-    group.add_argument("--tokens", metavar="N", default=None, help="tokens of the whole run, for hours and dollars: 100B")
+    group.add_argument(
+        "--tokens", metavar="N", default=None, help="tokens of the whole run, for hours and dollars, such as 100B"
+    )
     group.add_argument("--top", metavar="N", type=int, default=8, help="rows to show [8]")
-    methods = "estimate: arithmetic, in seconds; compile: the compiler verifies the best three, in minutes [estimate]"
+    methods = "estimate (seconds), or compile the best three to verify them (minutes) [estimate]"
     group.add_argument("--method", choices=["estimate", "compile"], default="estimate", help=methods)
     group.add_argument(
-        "--json", type=local_path, metavar="FILE", default=None, help="write all rows here, too ('-': only JSON, to stdout)"
+        "--json",
+        type=local_path,
+        metavar="FILE",
+        default=None,
+        help="also write all rows to this file ('-': JSON to stdout only)",
     )
 
 
@@ -45,8 +51,7 @@ def number_of_tokens(text: str) -> float:
 
 def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, str | None]:
     """(the machine, a remark): a mesh that needs more chips than were named is answered with as many as it needs."""
-    from nash_mhc.runtime.chips import chips, machine, next_larger
-    from nash_mhc.train.fit.this_cpu import this_cpu
+    from nash_mhc.runtime.chips import chips, machine, next_larger, this_cpu
 
     known = chips(own.chips)
     if own.chip is None:
@@ -69,7 +74,7 @@ def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, st
 
 def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
     """What to change where nothing fits."""
-    from nash_mhc.train.fit.candidates import nearest_that_fit
+    from nash_mhc.estimate.candidates import nearest_that_fit
 
     need, room = smallest.memory.total / 2**30, smallest.room / 2**30
     lines = [f"nothing fits: the smallest needs {need:.1f} GiB of a chip's {room:.1f}. What would:"]
@@ -107,9 +112,9 @@ def main() -> int:
     )
     machine, remark = _machine(own, parsed.given)
 
+    from nash_mhc.estimate import candidates
     from nash_mhc.model.architectures import count_parameters  # with JAX: after the flags
     from nash_mhc.plan import show
-    from nash_mhc.train.fit import candidates
     from nash_mhc.train.inferred_settings import with_vocabulary
 
     given = with_vocabulary(parsed.given, parsed.config.model.vocab_size)

@@ -12,9 +12,9 @@ from rich.table import Table
 from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import duration, short
 from nash_mhc.config.parsing import as_flags
+from nash_mhc.estimate.candidates import Candidate
+from nash_mhc.estimate.roofline import ERROR
 from nash_mhc.runtime.chips import Machine
-from nash_mhc.train.fit.candidates import Candidate
-from nash_mhc.train.fit.roofline import ERROR
 
 _GIB = 2**30
 _CATEGORIES = {

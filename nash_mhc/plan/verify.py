@@ -17,10 +17,10 @@ from typing import Any
 
 from nash_mhc.config.parsing import as_flags
 from nash_mhc.config.schema import ConfigError, DistillConfig, ObjectiveConfig
+from nash_mhc.estimate.candidates import Candidate
+from nash_mhc.estimate.memory import estimate
+from nash_mhc.model.device_settings import for_platform
 from nash_mhc.runtime.chips import Machine
-from nash_mhc.train.fit.candidates import Candidate
-from nash_mhc.train.fit.memory import estimate
-from nash_mhc.train.resolve_devices import for_platform
 
 _MOST_COMPILED = 256  # chips
 _SECONDS = 1800

@@ -36,15 +36,11 @@ def main() -> int:
         prog="python -m nash_mhc.report", allow_abbrev=False, description="One HTML page about a run, or about several."
     )
     parser.add_argument(
-        "folders", nargs="*", type=run_path, metavar="DIR", help="folder of a run; several are shown side by side"
+        "folders", nargs="*", type=run_path, metavar="DIR", help="run directory; several are shown side by side"
     )
-    parser.add_argument(
-        "--out", type=run_path, metavar="FILE", help="where to write the page (default: report.html in the first DIR)"
-    )
-    parser.add_argument(
-        "--live", action="store_true", help="serve the page on this machine, with the newest rows, until Ctrl-C"
-    )
-    parser.add_argument("--port", type=int, metavar="N", help="port of the live page (default: any that is free)")
+    parser.add_argument("--out", type=run_path, metavar="FILE", help="output file (default: report.html in the first DIR)")
+    parser.add_argument("--live", action="store_true", help="serve the page with the newest rows until Ctrl-C")
+    parser.add_argument("--port", type=int, metavar="N", help="port of the live page (default: a free one)")
     args = parser.parse_strictly(sys.argv[1:], "give folders of runs, and --out FILE")
     if not args.folders:
         raise ConfigError("which run? Give its folder: python -m nash_mhc.report runs/tiny-20260101-120000")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, Row, RunFolder
+from nash_mhc.config import kits
 from nash_mhc.config.commands import module_command
+from nash_mhc.config.fields import ConfigError
 from nash_mhc.config.humanize import duration
+from nash_mhc.config.kits import FIGURES
 from nash_mhc.storage.json_files import number, table
 from nash_mhc.storage.paths import Folder
 
@@ -18,10 +22,10 @@ _STRETCHES = 500  # of a long run: each keeps its lowest and highest value of wh
 _LOOKED_AT = ("loss", "grad_norm", "step_ms")
 _HEALTH_ROWS = 120  # columns of a heat map
 _COLUMNS = (  # of metrics.jsonl, as far as they are numbers
-    "loss", "kl", "exact", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib",
+    "loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib",
     "goodput",
 )  # fmt: skip
-_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/exact", "eval/bits_per_byte", "eval/kl")
+_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/bits_per_byte")
 _HEALTH = ("scale_weight", "scale_entropy", "scales_unused", "gain_forward", "gain_backward", "stream_rms")
 
 
@@ -42,7 +46,10 @@ class Run(NamedTuple):
 def open_run(name: str | Folder) -> Run:
     """ConfigError for what is no run, or holds lines that are no rows."""
     folder = RunFolder(name)
-    return Run(folder.path, folder.info(), folder.rows(METRICS), folder.rows(EVALUATIONS), folder.result())
+    info = folder.info()
+    with contextlib.suppress(ConfigError):  # a kit that moved: its numbers are left out
+        kits.use(str(table(info, "config").get("kit") or ""), recorded=True)
+    return Run(folder.path, info, folder.rows(METRICS), folder.rows(EVALUATIONS), folder.result())
 
 
 def _short(value: Any) -> Any:
@@ -83,9 +90,7 @@ def facts(run: Run) -> dict[str, str]:
         "final loss, nats a token": show(number(last, "loss"), "{:.4f}"),
         "held-out loss, nats a token": show(loss, "{:.4f}"),
         "the same with averaged weights": show(number(held_out, "eval/loss_ema"), "{:.4f}"),
-        "held-out KL from the teacher, nats a token": show(number(held_out, "eval/kl"), "{:.4f}"),
-        "held-out puzzles solved": show(number(held_out, "eval/exact"), "{:.1%}"),
-        "solved, stopping by itself": show(number(held_out, "eval/exact_stopping"), "{:.1%}"),
+        **{figure.fact: show(number(held_out, f"eval/{name}"), figure.form) for name, figure in FIGURES.items()},
         "held-out bits a byte": show(number(held_out, "eval/bits_per_byte"), "{:.4f}"),
         "test loss, nats a token": show(number(test, "test/loss"), "{:.4f}"),
         "test accuracy": show(number(test, "test/accuracy"), "{:.1%}"),
@@ -227,10 +232,10 @@ def contents(run: Run) -> dict[str, Any]:
     seconds: list[float | None] = [sum(parts.values()) if parts else None for parts in spent]
     tokens = [number(row, "tokens_seen") for row in rows]
     per_token = number(info, "flops_per_token")
-    columns = {name: [number(row, name) for row in rows] for name in _COLUMNS}
+    columns = {name: [number(row, name) for row in rows] for name in (*_COLUMNS, *FIGURES)}
     columns |= {name: [number(row, name) for row in rows] for row in rows[-1:] for name in row if name.startswith("epochs/")}
     at = [float(row["step"]) for row in run.evals]
-    held_out = {name: [number(row, name) for row in run.evals] for name in _HELD_OUT}
+    held_out = {name: [number(row, name) for row in run.evals] for name in (*_HELD_OUT, *(f"eval/{name}" for name in FIGURES))}
     mixing = run.evals[-1].get("health/res") if run.evals else None
     environment = {f"device {k}": str(v) for k, v in table(info, "devices").items()} | {
         str(k): str(v) for k, v in table(info, "versions").items()
@@ -252,6 +257,7 @@ def contents(run: Run) -> dict[str, Any]:
             "seconds": _short([_between(steps, seconds, step) for step in at]),
         }
         | known(held_out),
+        "charts": [[figure.chart, name, figure.log] for name, figure in FIGURES.items() if figure.chart],
         "spent": _short_parts(spent[-1]) if spent else {},
         "marks": _marks(run),
         "health": _health(run.rows),

@@ -238,9 +238,9 @@ function build(data) {
   main.append(small);
   const noted = marks(data);
   figure(small, "gradient norm", { heading: noted.length ? "gradient norm (\u25b2 spikes and skipped steps: click)" : "gradient norm", series: series(data, "grad_norm"), marks: noted, log: true });
-  for (const [name, row, held] of [["puzzles solved", "exact", "eval/exact"], ["KL from the teacher, nats a token", "kl", "eval/kl"]]) {
-    const lines = series(data, row, held);
-    if (lines.length) figure(small, name, { series: lines, log: row === "kl" });
+  for (const [title, name, log] of data.runs[0].charts) {
+    const lines = series(data, name, `eval/${name}`);
+    if (lines.length) figure(small, title, { series: lines, log });
   }
   figure(small, "token accuracy", { series: series(data, "accuracy", "eval/accuracy") });
   figure(small, "learning rate", { series: series(data, "lr") });

@@ -1,20 +1,21 @@
-"""What chips can do and cost, from `chips.yaml`, and the machines that are made of them, by name: v6e-8, h100-16."""
+"""Machines by name (v6e-8, h100-16), from `chips.yaml`, and the CPU and memory of this one. Without JAX."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError
 
 _FACTS = Path(__file__).with_name("chips.yaml")
+_COPIED = 1 << 26  # bytes, more than a cache holds
 _MOST = 4096  # chips that a plan is made for
 
 
@@ -88,6 +89,8 @@ def _chip(name: str, facts: Mapping[str, Any], where: str) -> Chip:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
+    import yaml  # here, since `doctor` has to run without it
+
     try:
         facts = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -151,3 +154,56 @@ def next_larger(of: Machine) -> Iterable[Machine]:
 
 def _nearest(word: str, known: Mapping[str, Chip]) -> str:
     return did_you_mean(word, known) or f"; there are {', '.join(known)}"
+
+
+def _best_of(count: int, work: object) -> float:
+    best = float("inf")
+    for _ in range(count):
+        start = time.perf_counter()
+        work()  # type: ignore[operator]
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def this_cpu() -> Machine:
+    """Return this machine's CPU as a machine to plan for; measures its rates, which takes a second.
+
+    With numpy: JAX would reserve the accelerators.
+    """
+    import numpy as np
+
+    n = 1024
+    a = np.ones((n, n), np.float32)
+    seconds = _best_of(5, lambda: a @ a)
+    source, target = np.ones(_COPIED // 8), np.empty(_COPIED // 8)
+    copied = _best_of(3, lambda: np.copyto(target, source))
+    held = host_memory()
+    memory = held[1] / 1e9 if held else math.inf
+    gbps = 2 * _COPIED / copied / 1e9
+    chip = Chip(
+        name="cpu", platform="cpu", tflops=2 * n**3 / seconds / 1e12, memory_gb=memory,
+        memory_gbps=gbps, links_gbps=gbps,
+        network_gbps=None, dollars=None, named_by="chips", slices={1: "1"}, source="measured just now",
+    )  # fmt: skip
+    return Machine("cpu", chip, 1)
+
+
+def system_file(path: str | Path) -> str:
+    """What the system says in such a file; nothing where there is none."""
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def host_memory() -> tuple[float, float] | None:
+    """(free, in all) of this machine, or of the container where that grants less; None where nobody says."""
+    rows = (line.split() for line in system_file("/proc/meminfo").splitlines())
+    kib = {row[0].rstrip(":"): float(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+    if not {"MemAvailable", "MemTotal"} <= set(kib):
+        return None
+    free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+    limit, used = system_file("/sys/fs/cgroup/memory.max"), system_file("/sys/fs/cgroup/memory.current")
+    if limit.isdigit() and used.isdigit() and float(limit) < total:
+        free, total = min(free, float(limit) - float(used)), float(limit)
+    return max(free, 0.0), total

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from nash_mhc.ops.attend_cudnn import in_any_order, tell_apart
+from nash_mhc.ops.platform import in_any_order
 from nash_mhc.parallel.sharding import named
+from nash_mhc.runtime.compat.cudnn import number_backward_passes
 from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.runtime.program_cache import found_in_cache
 
@@ -112,7 +113,7 @@ class CompiledStep:
         with jax.set_mesh(self._mesh), in_any_order(not self._deterministic_gpu):
             lowered = self._jit.lower(state, batch, *constants)
         if self._deterministic_gpu:
-            tell_apart(lowered.compiler_ir("stablehlo"))
+            number_backward_passes(lowered.compiler_ir("stablehlo"))
         self.seconds += time.perf_counter() - start
         program = self._programs[key] = Program()
 

@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "cpu": (
         Option(
             "xla_backend_optimization_level", "1",
-            "matrix products are in a library; of all else, LLVM's higher levels make nothing faster (docs/log.md)",
+            "matrix products are in a library; of all else, LLVM's higher levels make nothing faster (docs/experiments.md)",
         ),
     ),
     "gpu": (

@@ -1,14 +1,20 @@
-"""Where to stop when a signal has come: at the same point of the work in every process,
-whichever of them was sent it."""
+"""How a run ends: where all processes stop together after a signal, and the verdict of one that cannot go on."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+
+import jax
 
 from nash_mhc.parallel.board import Board
 from nash_mhc.runtime.heartbeat import SILENCE_S
-from nash_mhc.runtime.signals import SIGNALS
+from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
 
 
 class StoppingPoint:
@@ -51,3 +57,45 @@ class StoppingPoint:
                 give_up(f"{why}, and process {str(late).rpartition('/')[2]} did not answer")
             else:
                 self._stop_at = 1 + max(points)
+
+
+class Verdicts:
+    """Of one process; `board` (None for a run of one process) is where the others read them."""
+
+    def __init__(self, board: Board | None, index: int, name: str, tick: float) -> None:
+        self._board, self._index, self._name, self._tick = board, index, name, tick
+
+    def post(self, verdict: str, culprits: Sequence[str] = (), code: int = TRY_AGAIN) -> None:
+        """For the others, who leave when they read it."""
+        if self._board is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a board they find out by themselves
+                self._board.write("notes/verdict", [verdict, list(culprits), code])
+
+    def carry_out(self, verdict: str, culprits: Sequence[str], code: int = TRY_AGAIN) -> None:
+        """Leaves, with the stacks of those who held up the others.
+        Returns only in a notebook, which is to stay alive."""
+        if str(self._index) in culprits:
+            stack = "(no room to write it)"
+            with contextlib.suppress(OSError):  # on a full disk
+                stack = _stack()
+            print(f"stack of {self._name}:\n{stack}", file=sys.stderr)
+            if self._board is not None:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._board.write(f"stacks/{self._index}", stack)
+        if self._board is not None and self._index == 0:
+            time.sleep(3 * self._tick)  # the board ends with process 0: the others read it first
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                for index, stack in self._board.read("stacks").items():  # one log shall tell it all
+                    print(f"stack of process {index}:\n{stack}", file=sys.stderr)
+        print(f"error: {verdict}; start it again to resume from the last checkpoint", file=sys.stderr)
+        if SIGNALS.listening or self._board is not None:
+            leave(code)
+        SIGNALS.interrupt()
+
+
+def _stack() -> str:
+    """Of all threads, as text; the interpreter writes it to a real file only."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()

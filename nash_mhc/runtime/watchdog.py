@@ -1,7 +1,6 @@
 """A thread that watches over a run: who has stalled, who is gone, and where all processes stop together.
 
-What it knows of the others is in heartbeat.py, where to stop in stopping.py, and how a run ends that cannot go on in
-verdict.py. Here is what this process does, and what follows from all of that.
+heartbeat.py keeps what it knows of the others; stopping.py says where to stop and ends a run that cannot go on.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from nash_mhc.parallel.processes import coordinator, when_coordinator_is_lost
 from nash_mhc.runtime import heartbeat
 from nash_mhc.runtime.heartbeat import Heartbeat, Sign
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
-from nash_mhc.runtime.stopping import StoppingPoint
-from nash_mhc.runtime.verdict import Verdicts
+from nash_mhc.runtime.stopping import StoppingPoint, Verdicts
 
 _PATIENCE_S = 300.0  # that nobody waits longer than, whatever becomes of the board
 _EFFORT = 0.05  # CPU seconds per second: less is what looking costs

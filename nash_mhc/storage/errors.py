@@ -1,16 +1,14 @@
-"""What goes wrong with storage, as one kind of error and without the noise:
-Orbax and TensorStore each have their own."""
+"""Failures of storage as OSErrors: Orbax, TensorStore and object stores each raise their own."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import sys
 from collections.abc import Iterator
 
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.runtime.compat.orbax import log_failures_once
 
 # What processes say of each other, and not of the storage, although they may meet in the middle of a restore.
 _OF_OTHER_PROCESSES = re.compile(r"[A-Z_]+: (Gloo \w+ failed|.*NCCL operation |.*[Cc]oordination service)")
@@ -64,36 +62,4 @@ def reason(fault: OSError) -> str:
     return fault.strerror or " ".join(str(fault).split()) or type(fault).__name__
 
 
-def _not_told_twice(record: logging.LogRecord) -> bool:
-    """They log a fault with its traceback, some in each thread that it passes, and raise it as well:
-    one line tells it."""
-    return not (record.levelno == logging.ERROR and record.exc_info and _as_os_error(record.exc_info[1]))
-
-
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """It logs whatever goes wrong in its threads, and of a folder that is gone says the strangest things; what matters
-    of it is raised. By who is calling: this logger may not know (it was made before absl could make one of its own
-    kind)."""
-    frame = sys._getframe()
-    for _ in range(16):
-        if frame is None or frame.f_globals.get("__name__", "").startswith("orbax."):
-            return frame is None
-        frame = frame.f_back  # type: ignore[assignment]
-    return True
-
-
-logging.getLogger("absl").addFilter(_not_of_orbax)
-logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns of what it does about a missing account; the failure is raised
-for _name in ("absl", "asyncio", "gcsfs", "fsspec.prefetcher"):
-    logging.getLogger(_name).addFilter(_not_told_twice)
-
-_other_hook = sys.unraisablehook
-
-
-def _hook(unraisable: sys.UnraisableHookArgs) -> None:
-    """TensorStore prints that nobody waits for the other parts of a save any more, once one of them has failed."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        _other_hook(unraisable)
-
-
-sys.unraisablehook = _hook
+log_failures_once(lambda error: _as_os_error(error) is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group
@@ -38,15 +38,8 @@ def sparkline(values: list[float], width: int) -> str:
 class LivePanel(Reporter):
     """Progress and time left, the loss with its curve, speed, memory, the last checkpoint, and what went wrong."""
 
-    def __init__(
-        self,
-        total_steps: int,
-        floor: float | None,
-        *,
-        quiet: bool = False,
-        each_step: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__(total_steps, floor, quiet=quiet, each_step=each_step)
+    def __init__(self, total_steps: int, floor: float | None, *, quiet: bool = False) -> None:
+        super().__init__(total_steps, floor, quiet=quiet)
         self._step, self._row, self._losses = 0, dict[str, Any](), list[float]()
         self._held_out, self._wait, self._since = "", "", 0.0
         self._training = False

@@ -1,5 +1,4 @@
-"""Where the numbers of a run go. A sink takes rows and writes them when it can;
-`fan_out.py` gives every row to all of them."""
+"""Sinks for the metrics of a run: JSON lines, and TensorBoard with pictures. `fan_out.py` gives every row to all."""
 
 from __future__ import annotations
 
@@ -11,8 +10,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -23,7 +24,6 @@ from nash_mhc.checkpoint.run_folder import EVALUATIONS, Row, row_of
 from nash_mhc.storage.append_log import growing
 from nash_mhc.storage.files import exists, write_whole
 from nash_mhc.storage.paths import Folder
-from nash_mhc.telemetry.pictures import pictures
 
 _NUMBERS = itertools.count()  # of the event files of this process
 
@@ -104,8 +104,10 @@ class JsonLines:
 
 
 class EventFile:
-    """For TensorBoard, whose own writer has a thread that dies of the first fault;
-    its records are simple enough to append."""
+    """TensorBoard's records, appended like any growing file.
+
+    The writers of tensorboard and tensorboardX have a thread that dies of the first fault; clu's needs TensorFlow.
+    """
 
     def __init__(self, folder: Folder, start_step: int, texts: Mapping[str, str] = {}) -> None:
         """`texts` (tag -> Markdown) stand at the start."""
@@ -148,3 +150,57 @@ def _record(event: Event) -> bytes:
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()
+
+
+_NOTHING, _MUCH, _PAPER = (241, 240, 236), (29, 78, 168), (255, 255, 255)
+_CELL = 14  # pixels of a number, in height and width
+
+
+class Picture(NamedTuple):
+    width: int
+    height: int
+    png: bytes
+
+
+def pictures(row: Row) -> Iterator[tuple[str, Picture]]:
+    """(tag, picture) of everything in the row that is one."""
+    res: Any = row.get("health/res")
+    weights: Any = row.get("health/scale_weight")
+    if _depth(res) == 4:  # layers x sub-layers x streams x streams
+        yield "inside/H_res_by_layer", _drawn([_beside([layer[part] for layer in res]) for part in range(len(res[0]))])
+    if _depth(weights) == 2:  # layers x scales: every layer a line
+        yield "inside/scale_weight_by_layer", _drawn([weights])
+
+
+def _depth(value: Any) -> int:
+    return 1 + _depth(value[0]) if isinstance(value, list) and value else 0
+
+
+def _beside(matrices: list[list[list[float]]]) -> list[list[float | None]]:
+    """Matrices of the same size in one table, from left to right, with a gap between them."""
+    lines: list[list[float | None]] = []
+    for i in range(len(matrices[0])):
+        lines.append([])
+        for number, matrix in enumerate(matrices):
+            gap: list[float | None] = [None] * bool(number)
+            lines[-1] += [*gap, *matrix[i]]
+    return lines
+
+
+def _drawn(tables: list[list[list[Any]]]) -> Picture:
+    """Tables below each other, with a gap between them."""
+    lines: list[list[float | None]] = []
+    for number, table in enumerate(tables):
+        lines += [[None] * len(table[0])] * bool(number) + table
+    image = Image.fromarray(np.array([[_color(value) for value in line] for line in lines], np.uint8))
+    image = image.resize((_CELL * image.width, _CELL * image.height), Image.Resampling.NEAREST)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return Picture(*image.size, buffer.getvalue())
+
+
+def _color(value: float | None) -> tuple[int, ...]:
+    if value is None:
+        return _PAPER
+    share = min(max(value, 0.0), 1.0)
+    return tuple(round(a + share * (b - a)) for a, b in zip(_NOTHING, _MUCH, strict=True))

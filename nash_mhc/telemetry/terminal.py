@@ -6,12 +6,12 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
 from nash_mhc.config.humanize import duration, short
+from nash_mhc.config.kits import FIGURES
 from nash_mhc.telemetry.sinks import without_nan
 
 _SHOWN = 160  # characters of a sample, on a line
@@ -25,15 +25,8 @@ def is_terminal() -> bool:
 class Reporter:
     """Plain lines, one a log interval: for log files, and for whoever reads them."""
 
-    def __init__(
-        self,
-        total_steps: int,
-        floor: float | None,
-        *,
-        quiet: bool = False,
-        each_step: Callable[[int], None] | None = None,
-    ) -> None:
-        self.total, self.floor, self._quiet, self._each_step = total_steps, floor, quiet, each_step
+    def __init__(self, total_steps: int, floor: float | None, *, quiet: bool = False) -> None:
+        self.total, self.floor, self._quiet = total_steps, floor, quiet
         self._most_unused = 0.0  # of all rows so far: the same is not said again in every one
         self._began, self._first = time.monotonic(), 0  # when and at which step this process began to train
         self._console = Console(file=sys.stdout, highlight=False)
@@ -56,8 +49,7 @@ class Reporter:
         self._began, self._first = time.monotonic(), step
 
     def advance(self, step: int) -> None:
-        if self._each_step:
-            self._each_step(step)
+        """A step has finished."""
 
     def row(self, step: int, row: dict[str, Any]) -> None:
         self._line(step, row)
@@ -108,9 +100,9 @@ class Reporter:
 class JsonReporter(Reporter):
     """For machines (`--log-format json`): an object a line, with what happened (`event`) and when."""
 
-    def __init__(self, *, quiet: bool = False, each_step: Callable[[int], None] | None = None) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self.floor: float | None = None
-        self._quiet, self._each_step = quiet, each_step
+        self._quiet = quiet
 
     def tell(self, event: str, **values: Any) -> None:
         if self._quiet:
@@ -130,10 +122,6 @@ class JsonReporter(Reporter):
     def begin(self, step: int) -> None:
         self.tell("training", step=step)
 
-    def advance(self, step: int) -> None:
-        if self._each_step:
-            self._each_step(step)
-
     def row(self, step: int, row: dict[str, Any]) -> None:
         self.tell("metrics", step=step, **row)
 
@@ -151,17 +139,14 @@ class JsonReporter(Reporter):
 def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
     loss = evaluation["eval/loss"]
     text = f"held out at step {step}: loss {loss:.4f}"
-    if "eval/bits_per_byte" in evaluation and "eval/exact" not in evaluation:
+    figures = [figure for name, figure in FIGURES.items() if f"eval/{name}" in evaluation]
+    if "eval/bits_per_byte" in evaluation and all(figure.of_text for figure in figures):
         text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
         perplexity = evaluation["eval/perplexity"]
         text += f", perplexity {perplexity:{'.2f' if perplexity < 1e6 else '.3g'}}"
     if "eval/accuracy" in evaluation:
         text += f", accuracy {evaluation['eval/accuracy']:.1%}"
-    if "eval/kl" in evaluation:
-        text += f", KL from the teacher {evaluation['eval/kl']:.4f}"
-    if "eval/exact" in evaluation:  # puzzles: whole ones
-        text += f", solved {evaluation['eval/exact']:.1%}"
-        text += f" (stopping by itself {evaluation['eval/exact_stopping']:.1%}, after {evaluation['eval/passes']:.1f} passes)"
+    text += "".join(figure.line.format_map(evaluation) for figure in figures)
     if floor is not None:
         text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
     return text

@@ -49,7 +49,7 @@ class WallClock:
         finally:
             self.enter(before)
 
-    def go_on(self, saved: dict[str, Any], *, written: float | None, row: dict[str, Any]) -> None:
+    def resume(self, saved: dict[str, Any], *, written: float | None, row: dict[str, Any]) -> None:
         """This run has begun before: `saved` (`to_json`) lies in the checkpoint that it goes on from, which was whole
         at `written`; `row` is the last one that was written, by this checkpoint's process or a later one."""
         at = float(saved["at"])

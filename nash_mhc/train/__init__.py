@@ -7,5 +7,5 @@ if sys.argv[:1] == ["-m"]:  # Python is looking for this package's __main__: a t
 
     SIGNALS.listen()
 
-from nash_mhc.train.run import Result as Result
-from nash_mhc.train.run import run as run
+from nash_mhc.train.trainer import Result as Result
+from nash_mhc.train.trainer import run as run

@@ -18,18 +18,17 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.commands import module_command, one_line_errors, resume_command, this_python
 from nash_mhc.config.parsing import Parsed, as_flags, parse, render, with_origins
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.estimate.preflight import after_running_out, best_here, room_of
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.board import LostProcess
 from nash_mhc.runtime.compiled import compiles_still
 from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
 from nash_mhc.telemetry.terminal import JsonReporter
-from nash_mhc.train.fit.preflight import after_running_out, best_here, room_of
+from nash_mhc.train.devices import join, resolve
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings
-from nash_mhc.train.resolve_devices import resolve
-from nash_mhc.train.run import Result, run
-from nash_mhc.train.same_everywhere import join
 from nash_mhc.train.samples import TEMPERATURE
+from nash_mhc.train.trainer import Result, run
 from nash_mhc.train.verify_resume import STEPS, verify_resume
 
 
@@ -60,7 +59,7 @@ def next_commands(result: Result, also: Sequence[str] = ()) -> str:
 
 def _again_flags(parsed: Parsed) -> list[str]:
     """Flags of this start that a run does not record, and that continuing it takes again."""
-    processes = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
+    processes = [f"mesh.{name}" for name in ("coordinator_address", "num_processes", "process_id", "connect_timeout")]
     return as_flags({path: parsed.given[path] for path in processes if path in parsed.given}) + [
         flag for flag, is_set in {"--no-preflight": parsed.own.no_preflight}.items() if is_set
     ]
@@ -80,13 +79,11 @@ def out_of_memory(cfg: RunConfig, error: Exception, again: str = "the same comma
 
 
 def _own_flags(group: argparse._ArgumentGroup) -> None:
-    text = (
-        f"instead of training: {STEPS} steps of this run, killed and resumed, also on another mesh, and whether all are equal"
-    )
+    text = f"verify that resuming is exact: {STEPS} steps of this run, killed and resumed, also on another mesh"
     group.add_argument("--verify-resume", action="store_true", help=text)
-    text = "take the mesh, remat and split of the batch that are expected to be the fastest on the devices here"
+    text = "use the mesh, remat and microbatches that are estimated to be the fastest here"
     group.add_argument("--mesh-auto", action="store_true", help=text)
-    group.add_argument("--no-preflight", action="store_true", help="begin even what is not expected to fit the devices")
+    group.add_argument("--no-preflight", action="store_true", help="start despite the memory estimate")
 
 
 def main() -> int:

@@ -13,24 +13,27 @@ from jax.sharding import Mesh, NamedSharding
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches
+from nash_mhc.data.mixture import Extras
 from nash_mhc.data.pack import AnyRows, Rows, Taught
 from nash_mhc.data.sources import RowSource
 from nash_mhc.objectives.base import Batch
-from nash_mhc.ops.distill import Teacher
 from nash_mhc.parallel.sharding import RULES, named
 
 
 def batch_sharding(mesh: Mesh, axes: int = 3) -> NamedSharding:
-    """Of an array [accumulation, batch, time], or of one with what a teacher knows of every time."""
-    return named(mesh, *("parts", "batch", "time", "candidates")[:axes])
+    """Return the sharding of an array [accumulation, batch, time, ...] with so many axes."""
+    return named(mesh, "parts", "batch", *("time",) * (axes - 2))
 
 
 def to_device(rows: Rows | Taught, mesh: Mesh) -> Batch:
-    """Starts the transfer and returns at once; each process brings its own rows."""
+    """Start the transfer and return at once; each process brings its own share.
+
+    Fields after the first four become extras.
+    """
     with jax.transfer_guard_host_to_device("allow"):  # asked for by name, but with several processes JAX does not see that
         arrays = [jax.make_array_from_process_local_data(batch_sharding(mesh, a.ndim), a) for a in rows]
-    inputs, targets, segments, weights, *known = arrays
-    return Batch(inputs, targets, segments, weights, Teacher(*known) if known else None)
+    inputs, targets, segments, weights, *others = arrays
+    return Batch(inputs, targets, segments, weights, dict(zip(rows._fields[4:], others, strict=True)))
 
 
 def share_of_batch(mesh: Mesh) -> tuple[int, int]:
@@ -55,15 +58,16 @@ def own_rows(rows: AnyRows, mesh: Mesh) -> AnyRows:
     return type(rows)(*(np.split(a, shares, axis=1)[share] for a in rows))
 
 
-def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh, top_k: int | None = None) -> Batch:
-    """The batch's shapes and shardings, to compile for before any data is there; `top_k`: with so much of a teacher."""
-    shape = (grad_accum, cfg.batch_size, cfg.seq_len)
+def abstract_batch(cfg: DataConfig, grad_accum: int, mesh: Mesh, extras: Extras | None = None) -> Batch:
+    """Return the batch's shapes and shardings, to compile before the data is there; `extras` as in `RowSource`."""
 
-    def array(dtype: str, *more: int) -> Any:
-        return jax.ShapeDtypeStruct((*shape, *more), dtype, sharding=batch_sharding(mesh, 3 + len(more)))
+    def array(dtype: str, *shape: int) -> Any:
+        sharding = batch_sharding(mesh, 2 + len(shape))
+        return jax.ShapeDtypeStruct((grad_accum, cfg.batch_size, *shape), dtype, sharding=sharding)
 
-    teacher = None if top_k is None else Teacher(array("int32", top_k), array("float16", top_k), array("float32"))
-    return Batch(array("int32"), array("int32"), array("int32"), array("float32"), teacher)
+    tokens, weights = array("int32", cfg.seq_len), array("float32", cfg.seq_len)
+    others = {name: array(dtype, *shape) for name, (dtype, shape) in (extras or {}).items()}
+    return Batch(tokens, tokens, tokens, weights, others)
 
 
 def host_batches(
@@ -85,8 +89,10 @@ def host_batches(
 def prefetched(
     rows: Iterator[Rows | Taught], mesh: Mesh, change: Callable[[Batch], Batch] = lambda batch: batch, depth: int = 2
 ) -> Iterator[Batch]:
-    """Batches on the devices, `depth` of them in flight, so that a step never waits for a transfer; `change` is done to
-    each of them there."""
+    """Yield batches on the devices, `depth` of them in flight, so that a step never waits for a transfer.
+
+    `change` adds extras to each of them there.
+    """
     queue: deque[Batch] = deque()
     for row in rows:
         queue.append(to_device(row, mesh))

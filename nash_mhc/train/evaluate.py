@@ -1,16 +1,19 @@
-"""Held-out loss: the same objective, no gradient, a fixed set of batches."""
+"""Held-out loss: the same objective, no gradient, a fixed set of batches; and the evaluations of a run."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from concurrent import futures
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from nash_mhc.checkpoint.run_folder import EVALUATIONS
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import check_weights, count_bytes
 from nash_mhc.data.pack import AnyRows, Rows
@@ -18,12 +21,19 @@ from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch, Sums
+from nash_mhc.runtime.compiled import Program
+from nash_mhc.runtime.watchdog import Watch
+from nash_mhc.telemetry.fan_out import Telemetry
+from nash_mhc.telemetry.terminal import Reporter
+from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.device_batches import own_rows, to_device
 from nash_mhc.train.programs import compile_evaluation
+from nash_mhc.train.samples import Samples
+from nash_mhc.train.state import TrainState
 
 
-class BrokenOff(Exception):
-    """The run is to stop; there is no evaluation."""
+class Stopped(Exception):
+    """The run was asked to stop during an evaluation, which has no result."""
 
 
 class Question(NamedTuple):
@@ -68,6 +78,17 @@ class Evaluator:
         self._rows = [stacked(rows[i : i + B]) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
         self.step = compile_evaluation(cfg, mesh, held_out)
+        self.program: Program | None = None  # of `step`, once `compile` has begun it
+
+    def compile(self, model: Any, batch: Batch, *, after: Program) -> None:
+        """Begin to compile for these shapes, behind the program `after`: the first steps need no evaluation.
+
+        Of several processes, none may wait for its compiler while the others train: there, wait here.
+        """
+        alone = jax.process_count() == 1
+        self.program = self.step.begin(model, batch, after=after if alone else None)
+        if not alone:
+            self.program.result()
 
     @property
     def batches(self) -> int:
@@ -101,17 +122,16 @@ class Evaluator:
         should_stop: Callable[[], bool] = lambda: False,
         only: Callable[[Rows], np.ndarray] | None = None,
     ) -> dict[str, float]:
-        """BrokenOff as soon as `should_stop`, which is asked before every batch, says so;
-        `only` says which targets count.
+        """Return the means over all batches, NaN where no target counts; `only` selects targets.
 
-        Where none does, all is NaN.
+        `should_stop` is asked before every batch; Stopped if it says so.
         """
         # Added up on the host in double precision: the sums of many batches outgrow float32.
         total: dict[str, tuple[float, float]] = {}
         running: deque[Sums] = deque()
         for rows in [*self._rows, None]:
             if should_stop():
-                raise BrokenOff
+                raise Stopped
             if rows is not None:
                 scored = rows if only is None else rows._replace(weights=rows.weights * only(rows))
                 running.append(self.step(model, self._batch(scored)))
@@ -126,3 +146,93 @@ class Evaluator:
             found["eval/perplexity"] = math.exp(min(means["loss/ce"], 700.0))
             found["eval/bits_per_byte"] = total["loss/ce"][0] / math.log(2) / max(self._bytes, 1)
         return found | {f"eval/{name}": mean for name, mean in means.items() if not name.startswith("loss")}
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far. Checkpoints hold it, so that a resumed run stops where an unbroken one does."""
+
+    loss: float | None = None  # held-out loss; None: nothing was evaluated yet
+    step: int | None = None  # of that evaluation
+    since: int = 0  # evaluations after it
+
+    @staticmethod
+    def of(saved: dict[str, Any] | None) -> Best:
+        return Best(**saved) if saved else Best()
+
+    def after(self, step: int, loss: float) -> Best:
+        """Return the best after one more evaluation; one repeated by a resumed run counts once."""
+        if self.loss is None or (math.isfinite(loss) and loss < self.loss):
+            return Best(loss, step) if math.isfinite(loss) else self
+        return self if step == self.step else Best(self.loss, self.step, self.since + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Evaluations:
+    """The evaluations of a run, each with a sample of what the model writes; a signal stops one between two batches."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator | None,
+        samples: Samples,
+        best: Best,
+        *,
+        floor: tuple[float, float] | None,
+        watch: Watch,
+        clock: WallClock,
+        reporter: Reporter,
+        telemetry: Telemetry,
+    ) -> None:
+        """Without an `evaluator`, only samples are written."""
+        self.evaluator, self.samples, self.best = evaluator, samples, best
+        self.values: dict[str, float] = {}  # of the latest evaluation
+        self.step: int | None = None  # of the latest evaluation
+        self.sample: str | None = None  # the latest
+        self._floor = floor
+        self._watch, self._clock, self._reporter, self._telemetry = watch, clock, reporter, telemetry
+
+    def evaluate(self, state: TrainState, step: int, pictures: dict[str, Any], *, write_row: bool = True) -> bool:
+        """Evaluate the state and write a row; False if there was nothing to evaluate, or a signal came.
+
+        `pictures` are measurements of the last step that are shown as pictures.
+        """
+        if self.evaluator is None:
+            return False
+        try:
+            with self._clock.during("compile"):
+                self._wait_for_program(self.evaluator.program)
+            values = self.score(self.evaluator, state.model, step)
+            if state.ema is not None:
+                values["eval/loss_ema"] = self.score(self.evaluator, state.best_model, step)["eval/loss"]
+            with self._clock.during("evaluation"):
+                self.sample = self.samples.write(state.best_model)
+        except Stopped:
+            self._reporter.say(f"the evaluation at step {step} is broken off; the run that goes on from here begins with it")
+            return False
+        self.values.update(values)
+        self.step = step
+        self.best = self.best.after(step, values["eval/loss"])
+        if write_row:
+            written = {} if self.sample is None else {"sample": self.sample}
+            self._telemetry.write(step, self.values | pictures | written, file=EVALUATIONS)
+        self._reporter.evaluation(step, self.values, self._floor, self.sample)
+        return True
+
+    def score(self, evaluator: Evaluator, model: LanguageModel, step: int) -> dict[str, float]:
+        """Return the evaluator's means for a model; Stopped if a signal comes."""
+
+        def should_stop() -> bool:
+            self._watch.doing(f"evaluation at step {step}", working=True)
+            return self._watch.should_stop()
+
+        with self._clock.during("evaluation"):
+            return evaluator.evaluate(model, should_stop)
+
+    def _wait_for_program(self, program: Program | None) -> None:
+        while program is not None and not program.done():
+            self._watch.doing("compiling the evaluation")
+            if self._watch.should_stop():
+                raise Stopped
+            futures.wait([program], timeout=0.1)

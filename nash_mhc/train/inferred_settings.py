@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config import presets
+from nash_mhc.config import kits, presets
 from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.fields import type_name
 from nash_mhc.config.key_names import OURS, keys
@@ -18,13 +18,12 @@ from nash_mhc.config.parsing import Settings
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 from nash_mhc.data.begin_token import is_of_model
 from nash_mhc.data.prepared.manifest import FILE, Manifest
-from nash_mhc.data.puzzles.csv_file import is_puzzle_file, kind_of_file
-from nash_mhc.data.puzzles.kinds import find_kind, is_puzzle
+from nash_mhc.data.sources import source_of
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.hub.importing import settings_of
 from nash_mhc.storage.errors import one_line
-from nash_mhc.storage.model_folder import check_model_folder
+from nash_mhc.storage.folders import check_model_folder
 from nash_mhc.storage.paths import is_remote
 
 _BEGIN = "data.begin_with_end"
@@ -48,18 +47,6 @@ def of_prepared(dataset: str) -> Settings:
         found["data.tokenizer"] = str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes"
         found[_BEGIN] = "begin" not in recipe["tokenizer"]
     return {path: (value, f"prepared data {folder}") for path, value in found.items()}
-
-
-def of_puzzle(dataset: str, form: str) -> Settings:
-    """A row is a grid, and its cells' symbols are the tokens."""
-    if is_puzzle(dataset):
-        kind = find_kind(dataset)
-    elif is_puzzle_file(dataset, form):
-        kind = kind_of_file(dataset)
-    else:
-        return {}
-    found = {"data.seq_len": kind.size, "data.tokenizer": kind.tokens}
-    return {path: (value, f"puzzles {dataset}") for path, value in found.items()}
 
 
 def of_run(flag: str, folder: str, model_kind: str = OURS, *, with_data: bool = False) -> Settings:
@@ -90,14 +77,10 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
     prepared = of_prepared(values["data.dataset"])
     # Rows are as they are, whatever the model was trained on before.
     found = prepared | found | {path: setting for path, setting in prepared.items() if path == _BEGIN}
-    if (puzzle := of_puzzle(values["data.dataset"], values["data.format"])) and values["objective.name"] == "next_token":
-        raise ConfigError(
-            f"--dataset {values['data.dataset']}: is a puzzle, which is solved and not gone on with; add --model-kind "
-            "recursive --model-size sudoku4 (or sudoku9), which bring --objective puzzle"
-        )
-    found |= puzzle
-    if values.get("model.mixer") == "cells" and "data.seq_len" in found:
-        found["model.cells"] = found["data.seq_len"]
+    dataset = values["data.dataset"]
+    source = None if weighted_parts(dataset) else source_of(dataset, values["data.format"])
+    found |= {} if source is None else source.infers(values)
+    found |= ARCHITECTURES[values["model_kind"]].infers(values, found)
     if (platform := values["mesh.profile_for"]) is not None:
         found |= of_profile(platform, values)
     if values["distill.teacher"] is not None:
@@ -146,6 +129,8 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
         has_begun = bool(known) and run.has_begun()
     # What is damaged may hold anything; bounds and choices are checked when the configuration is built.
     known = {path: value for path, value in known.items() if value is None or isinstance(value, bool | int | float | str)}
+    if "kit" not in given and isinstance(folders := known.get("kit"), str):
+        kits.use(folders, recorded=True)
     kind = known.get("model_kind", OURS)
     if kind not in ARCHITECTURES or known.get("model_size", RunConfig.model_size) not in presets.sizes(kind):
         return {}

@@ -14,18 +14,17 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
-from nash_mhc.checkpoint.run_lock import Owner, accompany, check_seen, hold
+from nash_mhc.checkpoint.run_lock import Owner, check_seen, hold, hold_shared
 from nash_mhc.config.humanize import counted
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.mixture import RowSource
-from nash_mhc.data.puzzles.rows import GridRows
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.objectives.base import Batch
-from nash_mhc.objectives.registry import OURS
+from nash_mhc.objectives.registry import TEXT, named_objective
 from nash_mhc.parallel.board import from_leader, leader_first
-from nash_mhc.parallel.same_settings import check_same
+from nash_mhc.parallel.processes import check_same
 from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import one_line
@@ -61,20 +60,21 @@ class Inputs:
     def rows_a_step(self) -> int:
         return self.cfg.data.batch_size * self.cfg.train.grad_accum
 
-    def in_words(self, mesh: Mesh) -> list[str]:
-        """What the run trains on, and how much of it in a step."""
+    def summary(self, mesh: Mesh) -> list[str]:
+        """Describe the data and the batch, a line each."""
         data, parts = self.cfg.data, self.cfg.train.grad_accum
+        began = self.cfg.train.init_from or self.cfg.train.resume_from
         sequences, devices = self.rows_a_step, math.prod(mesh.shape[axis] for axis in RULES["batch"])
         step = f"{counted(sequences, 'sequence')}/step of {data.seq_len:,} tokens, {sequences * data.seq_len:,} tokens/step"
         split = f"{counted(parts, 'microbatch', 'microbatches')}, {counted(data.batch_size // devices, 'sequence')} per device"
         return [
-            f"data: {_dataset(self.cfg)}; tokenizer {data.tokenizer}, {self.tokenizer.vocab_size:,} tokens",
+            f"data: {_dataset(data, began)}; tokenizer {data.tokenizer}, {self.tokenizer.vocab_size:,} tokens",
             f"batch: {step}; {split}{' in each' if parts > 1 else ''}",
         ]
 
     def abstract_batch(self, source: RowSource, parts: int, mesh: Mesh) -> Batch:
-        """Shapes of what is read from a source, with what teachers know of it: programs are made for it beforehand."""
-        batch = abstract_batch(self.cfg.data, parts, mesh, getattr(source, "top_k", None))
+        """Return shapes of the batches of a source, to compile programs before the data is there."""
+        batch = abstract_batch(self.cfg.data, parts, mesh, getattr(source, "extras", {}))
         return self.teachers.abstract(source, batch)
 
 
@@ -83,21 +83,23 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     own = None if cfg.train.checkpoint_dir is None else RunFolder(cfg.train.checkpoint_dir)
     owner: Owner | None = None
     if own is not None and from_leader(lambda: _is_there(own)):
-        owner = _hold(cfg, own, watch, held, say)
+        owner = _hold(own, watch, held, say, wait=cfg.train.wait_for_lock)
     watch.doing("preparing the data")
-    tokenizer = _tokenizer(cfg, own)
+    tokenizer = _tokenizer(cfg.data, cfg.model.vocab_size, own, cfg.train)
     floor = loss_floor(cfg.data, tokenizer)
     align = cfg.model.alignment
     how: dict[str, Any] = {"align": align, "temperature": cfg.distill.temperature if cfg.reads_cache else None}
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **how))
-    if isinstance(source, GridRows) != (cfg.objective.name == "puzzle") and cfg.objective.name in OURS:
+    takes, has = named_objective(cfg).examples, getattr(source, "examples", TEXT)
+    if takes not in (None, has):
         raise ConfigError(
-            f"--objective {cfg.objective.name} does not go with --dataset {cfg.data.dataset}: puzzles are solved (--objective "
-            "puzzle), text is gone on with"
+            f"--objective {cfg.objective.name} does not go with --dataset {cfg.data.dataset}: it takes {takes}, the dataset "
+            f"has {has}; choose another of the two"
         )
     cfg = _with_steps_of(cfg, source)
     if cfg.reads_cache:  # which says itself how many of its tokens were drawn
-        check_drawn(f"--dataset {cfg.data.dataset}", source.random, source.drawn_from, cfg)  # type: ignore[attr-defined]
+        without = "make the cache again without --random"
+        check_drawn(f"--dataset {cfg.data.dataset}", source.random, source.drawn_from, cfg, without=without)  # type: ignore[attr-defined]
         cfg = dataclasses.replace(cfg, distill=dataclasses.replace(cfg.distill, random=source.random))  # type: ignore[attr-defined]
     teachers = Teachers(cfg, tokenizer, mesh, say)
     identity = teachers.identity(source)
@@ -113,21 +115,20 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
-        owner = _hold(cfg, folder, watch, held, say)
+        owner = _hold(folder, watch, held, say, wait=cfg.train.wait_for_lock)
         from_leader(lambda: check_resume(cfg, rows=identity))  # another run may have begun, and ended, there meanwhile
     return Inputs(cfg, folder, owner, tokenizer, source, evaluator, test, teachers, floor)
 
 
-def _dataset(cfg: RunConfig) -> str:
-    """The dataset in words: where the user named none, why it is this one."""
-    name = cfg.data.dataset + (f", {cfg.data.dataset_name}" if cfg.data.dataset_name else "")
-    began = cfg.train.init_from or cfg.train.resume_from
+def _dataset(cfg: DataConfig, began: str | None) -> str:
+    """Describe the dataset, and say where it comes from if the user named none; `began`: where the run starts from."""
+    name = cfg.dataset + (f", {cfg.dataset_name}" if cfg.dataset_name else "")
     if began is not None and (is_remote(began) or not is_hub_folder(began)):
         before = RunFolder(began)
         described = None if before.is_imported() else before.description()
-        if described is not None and described.config.get("data.dataset") == cfg.data.dataset:
+        if described is not None and described.config.get("data.dataset") == cfg.dataset:
             return f"{name}, as in {began}"
-    return f"{name} (built in; --dataset names others)" if cfg.data.dataset == "stories" else name
+    return f"{name} (built in; --dataset names others)" if cfg.dataset == "stories" else name
 
 
 def _with_steps_of(cfg: RunConfig, source: RowSource) -> RunConfig:
@@ -152,31 +153,31 @@ def _is_there(folder: RunFolder) -> bool:
         return exists(folder.path, kind="directory")
 
 
-def _hold(cfg: RunConfig, folder: RunFolder, watch: Watch, held: contextlib.ExitStack, say: Say) -> Owner:
-    """The folder for this run alone; its other processes are let in once the first one has it."""
+def _hold(folder: RunFolder, watch: Watch, held: contextlib.ExitStack, say: Say, *, wait: float) -> Owner:
+    """Lock the folder for this run; its other processes follow once the first one holds it."""
 
     def take() -> Owner:
         watch.doing(f"waiting for {folder}")
         with one_line(f"--checkpoint-dir {folder}"):
             if jax.process_index() == 0:
-                return hold(folder.path, wait=cfg.train.wait_for_lock, say=say)
+                return hold(folder.path, wait=wait, say=say)
             check_seen(folder.path)
-            return accompany(folder.path)
+            return hold_shared(folder.path)
 
     owner = leader_first(take)
     held.callback(owner.release)
     return owner
 
 
-def _tokenizer(cfg: RunConfig, own: RunFolder | None) -> Tokenizer:
-    tokenizer = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end)
-    if tokenizer.vocab_size > cfg.model.vocab_size:
+def _tokenizer(cfg: DataConfig, vocab_size: int, own: RunFolder | None, train: TrainConfig) -> Tokenizer:
+    """Load the tokenizer; ConfigError if it has more tokens than the model."""
+    tokenizer = load_tokenizer(cfg.tokenizer, begin_with_end=cfg.begin_with_end)
+    if tokenizer.vocab_size > vocab_size:
         begun = own if own is not None and own.description() is not None else None
-        sources = {"the run in": begun, "--init-from": cfg.train.init_from, "--resume-from": cfg.train.resume_from}
+        sources = {"the run in": begun, "--init-from": train.init_from, "--resume-from": train.resume_from}
         given = [f"{what} {folder}" for what, folder in sources.items() if folder is not None]  # such a model keeps its size
         remedy = f"use the tokenizer of {given[0]}" if given else f"set --model-vocab-size {tokenizer.vocab_size}"
         raise ConfigError(
-            f"--tokenizer {cfg.data.tokenizer} has {tokenizer.vocab_size} tokens, the model only {cfg.model.vocab_size}; "
-            f"{remedy}"
+            f"--tokenizer {cfg.tokenizer} has {tokenizer.vocab_size} tokens, the model only {vocab_size}; {remedy}"
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""What the finished steps amount to: means over a log interval, tokens, times, MFU, skipped updates."""
+"""Means over a log interval, and counts over a run: tokens, step times, MFU, skipped updates."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 
 from nash_mhc.checkpoint.run_folder import renamed
-from nash_mhc.config.schema import RunConfig
 from nash_mhc.telemetry.sinks import without_nan
 
-_WEIGHT = "weight/"  # what the mean of that name was taken over
-_NEWEST = ("lr", "param_norm", "spikes")  # a mean of these would say less than the last
-_LEAST = ("health/scales_unused",)  # those of every step of the interval
+_WEIGHT = "weight/"  # prefix: the weight of the mean with the rest of the name
+_NEWEST = ("lr", "param_norm", "spikes")  # logged as the latest value, not as a mean
+_LEAST = ("health/scales_unused",)  # logged as the minimum of the interval
 _OF_A_STEP = ("tokens", "spike", "skipped", "empty", "health/res")
-_INSIDE = ("health/res", "health/scale_weight")  # shown as pictures, of single steps
-_MOST_NAMED = 100  # steps of one interval that are named one by one
+_INSIDE = ("health/res", "health/scale_weight")  # shown as pictures of a single step
+_MOST_NAMED = 100  # steps of an interval that are listed by number
 
 
 class Interval:
-    """Sums over the steps since the last row. They are saved with a checkpoint: a run that goes on writes the row of
-    one that was never stopped. What is not finite is left out, and so are steps in which nothing counted."""
+    """Sums over the steps since the last row, without values that are not finite and steps without targets.
+
+    Checkpoints hold them, so that a resumed run writes the same row as an unbroken one.
+    """
 
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         saved = saved or {}
@@ -34,14 +35,13 @@ class Interval:
         self._named: dict[str, list[int]] = {name: list(steps) for name, steps in saved.get("named", {}).items()}
 
     def name_step(self, step: int, what: str) -> None:
-        """So that whoever sees a spike in a row can look at what the very step has read."""
+        """List the number of a step in the row, so that its data can be inspected."""
         steps = self._named.setdefault(f"{what}_steps", [])
         if len(steps) < _MOST_NAMED:
             steps.append(step)
 
     def add(self, metrics: dict[str, Any], weights: dict[str, float]) -> None:
-        """`weights`: what means were taken over, of which steps have more or fewer;
-        other metrics weigh the same in each."""
+        """Add a step; `weights` are those of means over a varying number of tokens, other metrics weigh the same."""
         self.steps += 1
         for name, value in metrics.items():
             if name in _OF_A_STEP or metrics["empty"]:
@@ -59,8 +59,7 @@ class Interval:
                 self._sums[name] = total + weight * np.asarray(value, np.float64), before + weight
 
     def means(self, last: dict[str, Any]) -> dict[str, Any]:
-        """By name, in the order of a step's own metrics:
-        numbers, and for what is measured layer by layer, lists of them."""
+        """Return name -> mean, in the order of a step's metrics; lists for metrics with a value per layer."""
         row: dict[str, Any] = {}
         for name, value in last.items():
             if name in _NEWEST:
@@ -83,43 +82,44 @@ class Interval:
 
 
 class Meter:
-    """Turns the metrics of finished steps into rows.
-    Times are between completions seen, so they are the device's own."""
+    """Turns the metrics of finished steps into rows. Step times are between completions, so they are the device's."""
 
     def __init__(
         self,
-        cfg: RunConfig,
+        *,
+        slots: int,
         flops_per_token: float,
         peak_flops: float | None,
-        *,
         step: int,
         updates: int,
         saved: dict[str, Any],
     ) -> None:
-        """`saved` is what lies beside the checkpoint that the run goes on from,
-        at `step` with so many `updates` made. Without a peak there is no MFU."""
-        self._cfg, self._flops_per_token, self._peak = cfg, flops_per_token, peak_flops
+        """`slots`: tokens of a step, padding included. Without a peak there is no MFU.
+
+        `saved` holds the plain values of the checkpoint that is resumed, at `step` with so many `updates` made.
+        """
+        self._slots, self._flops_per_token, self._peak = slots, flops_per_token, peak_flops
         self.tokens_seen: int = saved.get("tokens_seen", 0)
         self.empty: int = saved.get("empty_steps", 0)
         self.skipped: int = step - updates - self.empty
-        self.skipped_in_a_row: int = saved.get("skipped_in_a_row", 0)  # checkpoints of older versions have none
-        self.last: dict[str, Any] = {}  # metrics of the step that was added last
+        self.skipped_in_a_row: int = saved.get("skipped_in_a_row", 0)  # missing in old checkpoints
+        self.last: dict[str, Any] = {}  # metrics of the latest step
         self._inside: dict[str, Any] = {k: v for k, v in saved.get("metrics", {}).items() if k in _INSIDE}
         self._interval = Interval(saved.get("interval"))
         self.reset()
 
     def reset(self) -> None:
-        """From here on, time is measured."""
+        """Start to measure time."""
         self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
-        self.data_wait = self.saving = 0.0  # seconds that they have held up the loop
+        self.data_wait = self.saving = 0.0  # seconds that they held up the loop
 
-    def leave_out(self, seconds: float) -> None:
-        """Time that belongs to no step: an evaluation, a save."""
+    def exclude(self, seconds: float) -> None:
+        """Leave out time that belongs to no step: an evaluation, a save."""
         self._since += seconds
 
     @property
     def inside(self) -> dict[str, Any]:
-        """What is shown of the last step as pictures: H_res and the weights of the scales, layer by layer."""
+        """Measurements of the last step that are shown as pictures: H_res and scale weights per layer."""
         return self._inside
 
     def add(self, step: int, metrics: dict[str, Any]) -> None:
@@ -140,15 +140,15 @@ class Meter:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics["skipped"] else 0
 
     def to_json(self) -> dict[str, Any]:
-        """What a run that goes on counts on from."""
+        """Return the counts that a resumed run continues from."""
         counts = {"tokens_seen": self.tokens_seen, "empty_steps": self.empty, "skipped_in_a_row": self.skipped_in_a_row}
         return counts | {"interval": self._interval.to_json()}
 
     def row(self) -> dict[str, Any]:
-        """What the steps since the last row came to."""
+        """Return the row of the steps since the last one, and start the next."""
         seconds = max(time.perf_counter() - self._since, 1e-9)
         # MFU counts every slot of the batch: padding costs as much as text.
-        slots = self._steps * self._cfg.train.grad_accum * self._cfg.data.batch_size * self._cfg.data.seq_len
+        slots = self._steps * self._slots
         row = self._interval.means(self.last) | {
             "steps": self._interval.steps,
             "tokens_per_s": self._tokens / seconds,

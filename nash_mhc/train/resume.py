@@ -1,8 +1,8 @@
-"""What a run goes on from: its folder's last whole checkpoint, another run's, its weights, or fresh ones;
-and what fits it."""
+"""What a run starts from: its own latest complete checkpoint, another run's, another model's weights, or fresh ones."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,32 +12,34 @@ from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flat
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.key_names import of_any_kind
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.hub import stored
-from nash_mhc.model.architectures import check_drawn
+from nash_mhc.hub.folder import HubFolder, is_hub_folder
+from nash_mhc.hub.importing import check_fits
+from nash_mhc.model.architectures import abstract_model, check_drawn
 from nash_mhc.model.lora import base_of, on_base
-from nash_mhc.objectives.registry import CARRIES
+from nash_mhc.objectives.registry import carries
 from nash_mhc.parallel.board import from_leader
+from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.files import exists
 from nash_mhc.storage.paths import is_remote
 from nash_mhc.telemetry.sinks import without_nan
-from nash_mhc.train.starting_weights import check_weights, other_run
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
 
-# What a run in a folder that is continued must keep, besides its model: the rows of each step follow from these.
+# Settings that a resumed run must keep, besides its model: the rows of each step follow from these.
 _SAME_DATA = (
     "data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "data.text_field", "data.format",
     "data.template", "data.prompt_template", "data.response_template", "data.loss_on", "data.max_documents",
     "data.validation_fraction", "data.test_fraction", "data.test_split", "data.streaming", "train.seed",
 )  # fmt: skip
-
-
 _ROWS_A_STEP = "batch-size x grad-accum"
 
 
 def checkpoint_values(
-    cfg: RunConfig,
+    config: dict[str, Any],
     step: int,
     *,
     rows: str,
@@ -46,19 +48,20 @@ def checkpoint_values(
     evaluation: dict[str, float] | None,
     base: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The plain values of a checkpoint, beside the arrays.
+    """Return the plain values of a checkpoint, beside the arrays.
 
-    `metrics` are those of the step itself, `counted` is what the meter goes on from, `rows` names the data, `base` the
+    `metrics` are those of the step itself, `counted` is what the meter resumes from, `rows` names the data, `base` the
     weights that the arrays are adapters of.
     """
+    data, train = config["data"], config["train"]
     return {
         "step": step,
-        "config": cfg.to_dict(),
+        "config": config,
         **counted,
         # Rows are read in an order that follows from the seed, so the count of those read says which ones come next.
-        "data": {"rows_read": step * cfg.data.batch_size * cfg.train.grad_accum, "rows": rows},
+        "data": {"rows_read": step * data["batch_size"] * train["grad_accum"], "rows": rows},
         # There is no generator whose state could be lost: all randomness of a run follows from these two numbers.
-        "rng": {"seed": cfg.train.seed, "step": step},
+        "rng": {"seed": train["seed"], "step": step},
         "metrics": {k: without_nan(v.tolist()) for k, v in metrics.items()},
         "evaluation": evaluation,
     } | ({} if base is None else {"base": base})
@@ -69,8 +72,7 @@ def _with_rows_a_step(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> None:
-    """A run that is continued has the same model and, in its own folder,
-    reads on (the same `rows`) where it stopped."""
+    """Raise ConfigError unless a resumed run has the same model and, in its own folder, the same data (`rows`)."""
     if (described := folder.description()) is None:
         return
     before, now = _with_rows_a_step(described.config), _with_rows_a_step(flat(cfg.to_dict()))
@@ -89,7 +91,7 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
         kept += [f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "base_dtype")]
     if before.get("quantize.weights") or now["quantize.weights"]:
         kept += [k for k in now if k.startswith("quantize.")]
-    if cfg.objective.name in CARRIES:  # one part a row
+    if carries(cfg):  # one part a row
         kept += ["objective.name", "data.batch_size", "train.grad_accum"]
     if rows is not None:
         kept += [k for k in (*_SAME_DATA, _ROWS_A_STEP) if k in before]
@@ -108,7 +110,7 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
 
 
 def _same_again(before: dict[str, Any], now: dict[str, Any], changed: list[str]) -> str:
-    """What to give so that the run is the same again."""
+    """Say which flags make the run the same again."""
     if not any(text.startswith(_ROWS_A_STEP) for text in changed):
         return "give the same"
     rows, batch = before[_ROWS_A_STEP], now["data.batch_size"]
@@ -118,7 +120,7 @@ def _same_again(before: dict[str, Any], now: dict[str, Any], changed: list[str])
 
 
 def _check_nothing_is_lost(folder: RunFolder) -> None:
-    """Rows of metrics tell of checkpoints that are not there: to begin anew would erase what is left of that run."""
+    """Raise ConfigError if rows of metrics name lost checkpoints: a fresh start would erase the rows."""
     if not (last := folder.last_row()):
         return
     if folder.missing(()) or last.get("last_checkpoint") is not None:
@@ -130,7 +132,7 @@ def _check_nothing_is_lost(folder: RunFolder) -> None:
 
 
 def check_resume(cfg: RunConfig, *, rows: str) -> None:
-    """Whether what the run would go on from fits it; looked at before anything is made, changed or compiled."""
+    """Raise ConfigError unless what the run would resume or start from fits it; nothing is written yet."""
     wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
     own = RunFolder(named) if named else None
     with one_line(f"--checkpoint-dir {named}"):
@@ -151,7 +153,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
         if cfg.train.resume_from is not None:
             _check_same_run(other_run("--resume-from", cfg.train.resume_from), cfg, rows=None)
         if cfg.train.init_from is not None:
-            check_weights(cfg, cfg.train.init_from)
+            _check_weights(cfg.model, cfg.train.init_from, cfg.train.init_step)
         elif cfg.lora.rank and cfg.train.resume_from is None:
             raise ConfigError(
                 "--lora-rank: adapters correct a model that there is; name its folder with --init-from, a run's or a Hugging "
@@ -164,7 +166,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
 
 
 def _check_began_with(folder: RunFolder, init_from: str) -> None:
-    """The same command goes on with its run; another one shall not be taken for it."""
+    """Raise ConfigError if the run in this folder began with another model than --init-from."""
     if (described := folder.description()) is None:
         return
     began = (described.init_from or {}).get("folder") or described.config.get("train.init_from")
@@ -176,8 +178,73 @@ def _check_began_with(folder: RunFolder, init_from: str) -> None:
         )
 
 
+def _check_weights(model: ArchitectureConfig, name: str, step: int | None) -> None:
+    """Raise ConfigError unless the weights that --init-from names fit this model."""
+    if is_remote(name) or not is_hub_folder(name):
+        folder = other_run("--init-from", name)
+        _check_has_step(folder, step)
+        _check_shapes(model, folder)
+        return
+    if step is not None:
+        raise ConfigError(f"--init-step {step}: {name} is a Hugging Face model, and has no steps")
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"--init-from {name}: a Hugging Face model cannot become a {model.architecture}")
+    weights = HubFolder(name)
+    weights.check()
+    check_fits(weights, model)
+
+
+def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:
+    """Raise ConfigError if the parameters of the model and those in the folder differ in shape."""
+    try:
+        theirs = folder.config().model
+    except ConfigError:
+        return  # lost, or of another version: reading the weights will find out
+    if type(model) is not type(theirs) or _shapes(model) == _shapes(theirs):
+        return
+    was, now = vars(theirs), vars(model)
+    changed = [name for name in now if now[name] != was[name]]
+    # Name the keys that change the shapes on their own; if there is none, all that differ.
+    alone = [name for name in changed if _shapes_differ(theirs, name, now[name])] or changed
+    flags = [of_any_kind(f"model.{name}").flag for name in alone]
+    raise ConfigError(
+        f"--init-from {folder}: its weights have other shapes: "
+        + ", ".join(f"model.{name} {was[name]} there, {now[name]} now" for name in alone)
+        + f"; leave {' and '.join(flags)} out, or train from fresh weights without --init-from"
+    )
+
+
+def _shapes(model: ArchitectureConfig) -> dict[str, Any]:
+    """Return the shape of each parameter by name."""
+    return {name: array.shape for name, array in named_leaves(abstract_model(model)).items()}
+
+
+def _shapes_differ(model: ArchitectureConfig, name: str, value: Any) -> bool:
+    """Whether this key alone changes the shapes of the model."""
+    try:
+        return _shapes(dataclasses.replace(model, **{name: value})) != _shapes(model)  # type: ignore[type-var]
+    except ConfigError:
+        return True
+
+
+def other_run(flag: str, name: str) -> RunFolder:
+    """Return the folder of another run; ConfigError if it has no checkpoints."""
+    with one_line(f"{flag} {name}"):
+        found = exists(RunFolder(name).checkpoints, kind="directory")
+    if not found:
+        raise ConfigError(f"{flag} {name}: no run with checkpoints there; give the --checkpoint-dir of an earlier run")
+    return RunFolder(name)
+
+
+def _check_has_step(folder: RunFolder, step: int | None) -> None:
+    steps = folder.steps()
+    if not steps or (step is not None and step not in steps):
+        asked, there = "" if step is None else f" --init-step {step}", ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"--init-from {folder}{asked}: no such checkpoint there; it has {there}")
+
+
 class Start(NamedTuple):
-    """What a run begins with."""
+    """The state that a run starts from, and what is known about it."""
 
     state: TrainState
     step: int  # steps done
@@ -191,8 +258,9 @@ class Start(NamedTuple):
     def history(self) -> list[dict[str, Any]]:
         return self.before.history if self.before is not None else []
 
-    def evaluation_missing(self, interval: int) -> bool:
-        """Whether the run was stopped in the middle of an evaluation, which the one that goes on has to make up for."""
+    def evaluation_missing(self, train: TrainConfig) -> bool:
+        """Whether the run was stopped during the evaluation of this step, which must then be repeated."""
+        interval = 1 if self.step >= train.total_steps else train.eval_interval
         due = self.own and self.step > 0 and interval > 0 and self.step % interval == 0
         return due and self.values.get("evaluation") is None
 
@@ -200,7 +268,7 @@ class Start(NamedTuple):
 def starting_state(
     cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None], fresh: Callable[[], Any | None] = lambda: None
 ) -> Start:
-    """The folder's own last checkpoint, else that of --resume-from, else fresh weights: `fresh()`, or just drawn."""
+    """Return the folder's own latest checkpoint, else that of --resume-from, else fresh weights: `fresh()` or drawn."""
 
     def newest(source: Store, **options: bool) -> int | None:
         found: int | None = from_leader(lambda: source.newest(say, **options))  # one process verifies for all
@@ -241,8 +309,7 @@ def starting_state(
 
 
 def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, say: Callable[[str], None]) -> Start:
-    """The weights of another run's checkpoint, averaged ones where it has kept them, or of a Hugging Face folder;
-    all else is fresh."""
+    """Return the weights of another run (averaged ones if it has them) or a Hugging Face folder; the rest is fresh."""
     record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0, say=say)
     base = base_of(abstract_state(cfg).model)
     model = stored.read(record, base, lambda shape: placed(shape, mesh), say, verified=True)

@@ -1,4 +1,4 @@
-"""What the model writes at an evaluation: a short text, from the same prompt and the same random numbers every time."""
+"""Samples: what the model writes at an evaluation, from the same prompt and random numbers every time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from nash_mhc.config.schema import RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, TelemetryConfig
 from nash_mhc.data.begin_token import begun
 from nash_mhc.data.tokenizer import Tokenizer, stream_text
 from nash_mhc.model.architectures import count_parameters
@@ -22,31 +22,40 @@ from nash_mhc.runtime.hardware import device_memory
 
 T = TypeVar("T")
 TEMPERATURE = 0.8
-_ROOM = 2048  # tokens that a sample sees at most
-_SHARE = 0.25  # of a device's memory, which a whole copy of the weights may take for a moment
-_LARGEST = 1_000_000_000  # parameters, where a device does not say how much memory it has
+_LONGEST = 2048  # tokens of context at most
+_SHARE = 0.25  # of a device's memory that a copy of the weights may take
+_LARGEST = 1_000_000_000  # parameters, if a device does not report its memory
 
 
 class Samples:
-    """`write(state's model)` -> a text, on the first process; the others help to bring the weights together.
+    """Writes samples in the first process; the others help to gather the weights.
 
-    One device writes it, with a copy of all weights in the compute dtype: the other devices only wait, and nothing
-    crosses the mesh for every token. A model that is too large for such a copy writes nothing.
+    One device writes, with a copy of all weights in the compute dtype: the others wait, and no token crosses the mesh.
+    A model that is too large for such a copy writes nothing.
     """
 
-    def __init__(self, cfg: RunConfig, mesh: Mesh, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        telemetry: TelemetryConfig,
+        model: ArchitectureConfig,
+        mesh: Mesh,
+        tokenizer: Tokenizer,
+        say: Callable[[str], None],
+        seq_len: int,
+        dtype: str,
+    ) -> None:
         self._tokenizer, self._mesh, self._say = tokenizer, mesh, say
         platform = mesh.devices.flat[0].platform
-        self._dtype = "float32" if platform == "cpu" else cfg.train.dtype
-        self._count, self._seq_len = cfg.telemetry.sample_tokens, min(cfg.data.seq_len, _ROOM)
-        prompt = cfg.telemetry.sample_prompt or ""
+        self._dtype = "float32" if platform == "cpu" else dtype
+        self._count, self._seq_len = telemetry.sample_tokens, min(seq_len, _LONGEST)
+        prompt = telemetry.sample_prompt or ""
         self._prompt = begun(tokenizer, tokenizer.encode(prompt).tolist())
-        if self._count and not _fits(cfg, mesh, self._dtype):
+        if self._count and not _fits(count_parameters(model), mesh, self._dtype):
             say("no samples are written: a copy of the model is too large for one device beside the run")
             self._count = 0
 
     def write(self, model: LanguageModel) -> str | None:
-        """None where nothing is written: not asked for, too large, or not on this process."""
+        """Return a sample; None if none is wanted, the model is too large, or in other processes than the first."""
 
         def text(local: LanguageModel) -> str:
             tokens = generate_tokens(
@@ -58,7 +67,7 @@ class Samples:
         return self._written(model, text)
 
     def answer(self, model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str] | None:
-        """What it says to each of these, word by word the likeliest; None where nothing is written."""
+        """Return the greedy answer to each prompt; None as in `write`."""
 
         def texts(local: LanguageModel) -> list[str]:
             answers: list[list[int]] = [[] for _ in prompts]
@@ -76,7 +85,7 @@ class Samples:
         if not self._count:
             return None
         try:
-            with jax.transfer_guard("allow"):  # tokens go back and forth
+            with jax.transfer_guard("allow"):  # tokens cross between host and device
                 local = self._on_one_device(model)
                 return None if jax.process_index() > 0 else write(local)
         except Exception as error:  # a sample is no reason to stop a run
@@ -87,8 +96,8 @@ class Samples:
 
     def _on_one_device(self, model: LanguageModel) -> LanguageModel:
         everywhere = model if self._mesh.size == 1 else _copied(model, self._mesh, self._dtype)
-        # Of a mesh of one, too: beside a cache that lies on a device and not on a mesh, the program would be compiled
-        # once for that cache and again for the one that it returns.
+        # On a mesh of one device, too: next to a cache that is on a device and not on a mesh, the program would be
+        # compiled once for that cache and again for the one that it returns.
         return jax.tree.map(lambda a: a.addressable_data(0), everywhere)
 
 
@@ -101,8 +110,7 @@ def _program(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
     return jax.jit(lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named(mesh))
 
 
-def _fits(cfg: RunConfig, mesh: Mesh, dtype: str) -> bool:
-    parameters = count_parameters(cfg.model)
+def _fits(parameters: int, mesh: Mesh, dtype: str) -> bool:
     local = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     memory = device_memory(local)
     if memory is None:

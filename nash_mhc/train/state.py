@@ -16,14 +16,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
 from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
-from nash_mhc.model.architectures import abstract_model, architecture_of
-from nash_mhc.model.lora import adapted, adapters_of
-from nash_mhc.model.quantized import quantized
+from nash_mhc.model.architectures import abstract_model, architecture_of, as_trained
+from nash_mhc.model.lora import adapters_of
 from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Role, map_declared
 from nash_mhc.parallel.sharding import named, shardings
 from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.train.spikes import Recent
@@ -54,8 +52,8 @@ def shaping(cfg: RunConfig) -> RunConfig:
     optim = OptimConfig(**{name: getattr(cfg.optim, name) for name in names}, ema_decay=0.5 * bool(cfg.optim.ema_decay))
     names = ("dtype", "matmul_dtype", "remat", "remat_keep", "attention", "deterministic", "unroll")
     train = TrainConfig(**{name: getattr(cfg.train, name) for name in names})
-    rows = DataConfig(seq_len=64 * cfg.model.alignment)  # of a length that every model with this alignment takes
-    if cfg.objective.name in registry.CARRIES:  # what is carried has the shape of a batch
+    rows = DataConfig(seq_len=cfg.model.some_length)
+    if registry.carries(cfg):  # what is carried has the shape of a batch
         rows = DataConfig(seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size)
         train = dataclasses.replace(train, grad_accum=cfg.train.grad_accum)
     return RunConfig(
@@ -68,6 +66,7 @@ def shaping(cfg: RunConfig) -> RunConfig:
         distill=cfg.distill,
         quantize=cfg.quantize,
         precision=cfg.precision,
+        of_kits=cfg.of_kits,
     )
 
 
@@ -78,25 +77,14 @@ def registered(cfg: RunConfig) -> tuple[Any, ...]:
         architecture_of(cfg.model),
         optimizers.OPTIMIZERS.get(cfg.optim.optimizer),
         registry.OBJECTIVES.get(cfg.objective.name),
-        registry.CARRIES.get(cfg.objective.name),
     )
 
 
 def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     """The state before the first step of a model;
     pure, so it can be traced for shapes alone or made in place on a mesh."""
-    training = Training.of(cfg)
-    model = training.kept(model)
-    trained, _ = training.split(model)
-    opt_state = training.fresh_state(Hyperparameters.of(cfg), trained)
-    # A copy: a state whose leaves share a buffer could not be donated. Averages change too little a step for bfloat16.
-    ema = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trained) if cfg.optim.ema_decay else None
+    model, opt_state, ema = Training.of(cfg).begin(Hyperparameters.of(cfg), model, averaged=bool(cfg.optim.ema_decay))
     return TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, Recent.empty(), registry.fresh_carry_of(cfg))
-
-
-def _as_trained(cfg: RunConfig, model: Any, key: Array) -> Any:
-    """With what the run puts in the places of weights."""
-    return adapted(quantized(model, cfg.quantize), cfg.lora, key)
 
 
 def abstract_state(cfg: RunConfig) -> TrainState:
@@ -105,7 +93,7 @@ def abstract_state(cfg: RunConfig) -> TrainState:
 
 @functools.lru_cache(_KEPT)
 def _abstract_state(cfg: RunConfig, _: tuple[Any, ...]) -> TrainState:
-    begin = lambda model: initial_state(cfg, _as_trained(cfg, model, jax.random.key(0)))
+    begin = lambda model: initial_state(cfg, as_trained(cfg, model, jax.random.key(0)))
     return jax.eval_shape(begin, abstract_model(cfg.model))
 
 
@@ -158,32 +146,13 @@ def _makers(
     init, out = architecture_of(cfg.model).init, state_shardings(cfg, mesh)
 
     def given(model: Any, key: Any) -> TrainState:
-        return initial_state(cfg, _as_trained(cfg, model, jax.random.wrap_key_data(key)))
+        return initial_state(cfg, as_trained(cfg, model, jax.random.wrap_key_data(key)))
 
     fresh = lambda key: given(init(cfg.model, key=jax.random.wrap_key_data(key)), key)
     # As the step is compiled: of these draws, a CPU's compiler at its own level gives the same bits a fifth later.
     options = compiler_options(mesh.devices.flat[0].platform, deterministic=False)
     jit = functools.partial(jax.jit, out_shardings=out, compiler_options=options)
     return jit(fresh), jit(given, donate_argnums=0)
-
-
-def flops_per_token(cfg: RunConfig) -> float:
-    """Useful matrix work of one token of this run: what the model says of itself, without the gradients of weights that
-    are frozen, and with the adapters.
-
-    A table counts where logits are made, as far as it has tokens; of two, one is looked up in, and costs nothing.
-    """
-    trained, frozen = Training.of(cfg).split(abstract_state(cfg).model)
-
-    def arrays(part: Any, *roles: Role) -> list[Any]:
-        chosen = lambda declared, array: array if declared.is_matrix and declared.role in roles else None
-        return jax.tree.leaves(map_declared(part, chosen))
-
-    unneeded = sum(array.size for array in arrays(frozen, MATRIX, GATE))
-    if (tables := arrays(frozen, TABLE)) and not arrays(trained, TABLE):
-        unneeded += max(cfg.model.vocab_size * table.size // table.shape[0] for table in tables)
-    added = sum(array.size for array in arrays(trained, ADAPTER))
-    return architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len) - 2.0 * unneeded + 6.0 * added
 
 
 def saved_part(cfg: RunConfig, state: TrainState) -> TrainState:

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float
 
 from nash_mhc.model.lora import drops, with_dropout
-from nash_mhc.model.quantized import look_at_magnitudes
+from nash_mhc.model.protocol import after_update
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import averaged
@@ -28,11 +28,10 @@ Metrics = dict[str, Float[Array, "..."]]
 def summed_gradients(
     objective: Objective, trained: Any, frozen: Any, batch: Batch, key: Array | None, salt: Salt
 ) -> tuple[Any, Aux]:
-    """Gradients and reports over all A parts of a batch [A, B, T], one part at a time: the memory of one. What is
-    carried to the next step is of each part by itself, and not added up.
+    """Return gradients and reports summed over the A microbatches of a batch [A, B, T], in the memory of one.
 
-    What a part leaves out is drawn from `key`, if there is one, and the part's number. Gradients are kept as their
-    weights are.
+    Dropout is seeded per microbatch, from `key`. Gradients have the dtype of their weights. The carry of each
+    microbatch is stacked, not summed.
     """
 
     def of_trained(trained: Any, part: Batch, number: Array) -> tuple[Array, tuple[Aux, Any]]:
@@ -69,17 +68,18 @@ def make_train_step(
         batch = batch._replace(carry=state.carry)
         grads, (sums, health, carried) = summed_gradients(objective, trained, frozen, batch, key, salts[0])
         weight = sums["loss"].weight
-        # Divided at the end: every token weighs the same, whichever part of the batch it came in.
+        # Divided at the end: every token weighs the same, whichever microbatch it is in.
         scale = 1.0 / jnp.maximum(weight, 1.0)
         gradients = Gradients(grads, scale, scale * optax.tree.norm(jax.tree.map(wide, grads)))
-        metrics = means(sums) | {f"health/{k}": v / batch.inputs.shape[0] for k, v in health.items()}
+        health = {name: total / batch.inputs.shape[0] for name, total in health.items()}
+        metrics = means(sums) | {f"health/{name}": mean for name, mean in health.items()}
         metrics |= {"lr": learning_rate(h, state.step), "grad_norm": gradients.norm}
-        empty = weight == 0  # no target counts: nothing can be learned, and nothing is measured
+        empty = weight == 0  # no target counts in the loss
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
         spike = (jnp.max(scores_M) > h.spike_score) & ~empty
         recent = spikes.remember(state.recent, jnp.where(empty, jnp.nan, measured_M), spike)
-        # A step without a finite loss and gradients changes nothing, nor does a spike where the user wants it so.
+        # A step whose loss or gradients are not finite changes nothing; nor does a spike, with --on-spike skip.
         good = jnp.isfinite(measured_M).all() & ~(spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
         metrics |= {"skipped": 1.0 * ~(good | empty), "empty": 1.0 * empty, "spike": 1.0 * spike, "spikes": recent.spikes}
@@ -92,8 +92,8 @@ def make_train_step(
                 ema = jax.tree.map(lambda new, old: jnp.where(changes, new, old), average, ema)
         metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(wide, trained))}
         step = state.step + changes.astype(state.step.dtype)
-        model = look_at_magnitudes(eqx.combine(trained, frozen), step, changes)
-        # Of a bad step, nothing is carried either: what is not finite would come back in every later one.
+        model = after_update(eqx.combine(trained, frozen), step, changes, health)
+        # A bad step carries nothing: a value that is not finite would return in every later step.
         carry = jax.tree.map(lambda new, old: jnp.where(good, new, old), carried, state.carry)
         return TrainState(step, model, opt_state, ema, recent, carry), metrics
 

@@ -17,6 +17,7 @@ from nash_mhc.data.mixture import RowSource
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.hub import stored
 from nash_mhc.hub.load import Loaded, config_of, load
+from nash_mhc.model.device_settings import for_platform
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_likeliest
@@ -26,7 +27,6 @@ from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.digests import digest_of
 from nash_mhc.train.programs import room_for
-from nash_mhc.train.resolve_devices import for_platform
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,8 @@ def finder(
     )
     cfg = for_platform(cfg, mesh.devices.flat[0].platform)
     execution = Execution(
-        cfg.train.dtype, "none", cfg.train.attention, source.most_documents, room_for(cfg, source), shows_layers=layers,
+        cfg.train.dtype, "none", cfg.train.attention, source.most_documents, room_for(cfg, source),
+        captures=("layer_output",) if layers else (),
         evaluates=True,
     )  # fmt: skip
 
@@ -82,12 +83,13 @@ def finder(
     return find
 
 
-def check_drawn(who: str, random: int, drawn_from: int, cfg: RunConfig) -> None:
-    """ConfigError where tokens that were drawn at random do not stand for all others of the student's."""
+def check_drawn(who: str, random: int, drawn_from: int, cfg: RunConfig, *, without: str) -> None:
+    """Raise ConfigError if random tokens were drawn from a vocabulary of another size than the student's."""
     if random and drawn_from != cfg.model.vocab_size:
+        is_given = cfg.train.init_from is not None  # with the weights
         raise ConfigError(
-            f"{who}: its random tokens are of a vocabulary of {drawn_from}, and the model has {cfg.model.vocab_size}; set "
-            f"--model-vocab-size {drawn_from}, or do without them"
+            f"{who}: its random tokens are of a vocabulary of {drawn_from}, and the model has {cfg.model.vocab_size}; "
+            + (without if is_given else f"set --model-vocab-size {drawn_from}, or {without}")
         )
 
 
@@ -120,7 +122,7 @@ class OnlineTeacher:
                 f"--distill-layers: {name} has {there[0]} layers of width {there[1]}, and the student {here[0]} of {here[1]}; "
                 "they can be compared where they are alike"
             )
-        check_drawn(f"{flag} {name}", cfg.distill.random, own.vocab_size, cfg)
+        check_drawn(f"{flag} {name}", cfg.distill.random, own.vocab_size, cfg, without="leave out --distill-random")
         check_fit(dataclasses.replace(cfg, model=own), mesh.shape, model_is_given=True)
         record = stored.find(flag, name, step, hashed=True, say=say)
         # Wherever it lies: its hash says which one it is.
@@ -198,17 +200,24 @@ class Teachers:
         return digest_of([source.identity, own]) if own else source.identity
 
     def abstract(self, source: RowSource, batch: Batch) -> Batch:
-        bare = batch._replace(teacher=None)
-        known: dict[str, Any] = {name: teacher.abstract(source, bare) for name, teacher in self._each.items()}
-        return batch._replace(**known)
+        """Return shapes and shardings of what `reader` will return for batches like this one."""
+        bare = batch._replace(extras={})
+        online: dict[str, Any] = {name: teacher.abstract(source, bare) for name, teacher in self._each.items()}
+        return batch._replace(extras=_from_cache(batch) | online)
 
     def reader(self, source: RowSource) -> Callable[[Batch], Batch]:
-        """What is done to a batch of that source on its way to the student: each adds what it knows of it."""
+        """Return the function that adds to a batch of that source what each teacher knows of it."""
         readers = {name: teacher.reader(source) for name, teacher in self._each.items()}
 
         def read(batch: Batch) -> Batch:
-            bare = batch._replace(teacher=None)
-            known: dict[str, Any] = {name: reader(bare) for name, reader in readers.items()}
-            return batch._replace(**known)
+            bare = batch._replace(extras={})
+            online: dict[str, Any] = {name: reader(bare) for name, reader in readers.items()}
+            return batch._replace(extras=_from_cache(batch) | online)
 
         return read
+
+
+def _from_cache(batch: Batch) -> dict[str, Any]:
+    """Return the fields of `TaughtRows` as one extra, where the rows are such; all others stay as they are."""
+    known = batch.extras
+    return {"teacher": Teacher(**known)} if set(known) == {"ids", "logits", "lse"} else known

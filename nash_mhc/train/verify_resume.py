@@ -35,8 +35,9 @@ from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
 from nash_mhc.parallel.divisibility import misfits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.place import find_place
-from nash_mhc.train.restore_drill import wanted_state
-from nash_mhc.train.run import run
+from nash_mhc.train.callbacks import EachStep
+from nash_mhc.train.restore_check import wanted_state
+from nash_mhc.train.trainer import run
 
 STEPS, SAVED, KILLED = 8, 3, 5  # of the check; the checkpoint that is resumed from; the last step that the killed run finishes
 # Of losses on another mesh, relative: sums are added up in another order there, and in bfloat16 with fewer digits.
@@ -109,8 +110,7 @@ def different_states(unbroken: Path, resumed: Path) -> list[str]:
 
 
 def kill_after(folder: Path, step: int) -> Callable[[int], None]:
-    """For `run(each_step=...)`: ends this process without a chance to clean up,
-    while the step after `step` is under way."""
+    """Return a function for `EachStep` that kills this process while the step after `step` runs."""
 
     def finished(number: int) -> None:
         if number >= step:
@@ -129,10 +129,10 @@ class Ended(Exception):
         self.code = code
 
 
-def _train(cfg: RunConfig, what: str, *, killed: bool = False) -> None:
-    """Trains in a process of its own, whose lines are shown."""
-    file = Path(str(cfg.train.checkpoint_dir)).with_suffix(".json")
-    file.write_text(json.dumps(cfg.to_dict()))
+def _train(config: dict[str, Any], what: str, *, killed: bool = False) -> None:
+    """Train in a process of its own, whose lines are shown."""
+    file = Path(str(config["train"]["checkpoint_dir"])).with_suffix(".json")
+    file.write_text(json.dumps(config))
     argv = [sys.executable, "-u", "-m", "nash_mhc.train.verify_resume", str(file), *(["killed"] if killed else [])]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as child:
         try:
@@ -158,7 +158,8 @@ def main() -> int:
     file, *killed = sys.argv[1:]
     cfg = RunConfig.from_dict(json.loads(Path(file).read_text()))
     threading.Thread(target=_end_with_parent, args=(Path(file).parent,), daemon=True).start()
-    run(cfg, each_step=kill_after(Path(str(cfg.train.checkpoint_dir)), KILLED) if killed else None)
+    kill = EachStep(kill_after(Path(str(cfg.train.checkpoint_dir)), KILLED))
+    run(cfg, callbacks=[kill] if killed else [])
     return 0
 
 
@@ -172,14 +173,14 @@ def _resumed(cfg: RunConfig, folder: Path) -> bool:
     leaves both, and a copy of the killed one."""
     unbroken, resumed = folder / "unbroken", folder / "resumed"
     print(f"1/4 {STEPS} steps without a break ...", flush=True)
-    _train(short_run(cfg, unbroken), "the unbroken run")
+    _train(short_run(cfg, unbroken).to_dict(), "the unbroken run")
     print(f"2/4 the same run, killed (SIGKILL) in step {KILLED + 1} with a checkpoint of step {SAVED} ...", flush=True)
-    _train(short_run(cfg, resumed), "the run that was to be killed", killed=True)
+    _train(short_run(cfg, resumed).to_dict(), "the run that was to be killed", killed=True)
     if RunFolder(resumed).steps() != [SAVED]:
         raise Ended("the run was killed by somebody else and", -signal.SIGKILL)
     shutil.copytree(resumed, folder / "moved")
     print("3/4 the killed run, resumed ...", flush=True)
-    _train(short_run(cfg, resumed), "the resumed run")
+    _train(short_run(cfg, resumed).to_dict(), "the resumed run")
     wrong = [what for _, what in different_losses(unbroken, resumed, 0.0)]
     if parts := different_states(unbroken, resumed):
         wrong.append(f"{len(parts)} parts of the last checkpoint differ: {', '.join(parts[:4])}{', ...' * (len(parts) > 4)}")
@@ -195,7 +196,7 @@ def _moved(folder: Path) -> bool:
         print(f"4/4 no other mesh to try: {devices['there']} x {devices['kind']} is here, and this run fits on no other shape")
         return True
     print(f"4/4 the killed run, resumed on mesh {mesh} ...", flush=True)
-    _train(short_run(dataclasses.replace(cfg, mesh=mesh), moved), "the run on another mesh")
+    _train(short_run(dataclasses.replace(cfg, mesh=mesh), moved).to_dict(), "the run on another mesh")
     tolerance = TOLERANCE[cfg.train.dtype]
     most = max(apart for apart, _ in different_losses(unbroken, moved, -1.0))
     wrong = [f"{what}, on mesh {mesh}" for _, what in different_losses(unbroken, moved, tolerance)]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.field_templates import both
 from nash_mhc.data.documents.files import FORMATS, ending_of, find_files, kind_of, open_unpacked
 from nash_mhc.data.documents.holdout import key_of
+from nash_mhc.data.documents.templates import both
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
 from nash_mhc.storage.digests import digest_of, digests_of_sources
 from nash_mhc.storage.json_files import MALFORMED, parse_json

@@ -15,10 +15,8 @@ from typing import Any
 
 from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError
-from nash_mhc.data.documents.chat_templates import ANSWERS, Message, conversation
-from nash_mhc.data.documents.field_templates import both
 from nash_mhc.data.documents.readers import Raw
-from nash_mhc.data.documents.spans import Part, Span, text_of
+from nash_mhc.data.documents.templates import ANSWERS, Message, Part, Span, both, conversation, text_of
 from nash_mhc.storage.json_files import parse_json
 
 # Names that datasets give to what is asked and to what is answered.

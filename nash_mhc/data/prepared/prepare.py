@@ -26,9 +26,8 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.documents.holdout import HeldOut, survey
 from nash_mhc.data.documents.readers import Corpus, Unreachable
 from nash_mhc.data.pieces import document_of, wastes_alignment
-from nash_mhc.data.prepared.chunks import Chunk, Job, make_chunk, read_chunks, read_split, rule_digest
+from nash_mhc.data.prepared.chunks import Chunk, Job, file_of, in_words, make_chunk, read_chunks, read_split, rule_digest
 from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_file
-from nash_mhc.data.prepared.near_identical import file_of, in_words
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.data.mixture import Extras
 from nash_mhc.data.pack import Taught
 from nash_mhc.data.prepared.manifest import Damaged, check_files
 from nash_mhc.data.prepared.rows import PreparedRows, few_open_files
@@ -95,6 +96,10 @@ class TaughtRows(PreparedRows):
                 "again with --temperatures"
             )
         self.top_k = int(about["top_k"]) + self.random
+        self.extras: Extras = {
+            "ids": ("int32", (self.form.seq_len, self.top_k)), "logits": ("float16", (self.form.seq_len, self.top_k)),
+            "lse": ("float32", (self.form.seq_len,)),
+        }  # fmt: skip
         self._known = TeacherFormat(self.form.seq_len, self.top_k, self.form.vocab_size, tuple(about["temperatures"]))
         self._place_of_sum = about["temperatures"].index(temperature)
         self._teacher_paths = [folder / f"{shard.name}.teacher" for shard in self.shards]

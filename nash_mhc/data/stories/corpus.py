@@ -3,19 +3,31 @@
 A story opens with facts (who, where, which treasure), goes on with a random number of events, and ends on the facts of
 its opening. The ending is nearly free for a reader who remembers and expensive for one who does not, so that context
 pays; the events are mostly fresh choices, so that the floor stays well above zero. A byte-level model cannot go below
-`floor_nats_per_token` on average.
-"""
+`floor_nats_per_token` on average. Questions about a story ask for a fact of its opening."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from nash_mhc.data.stories.grammar import Chain, Choice, Repeat, Scope, Text, sample
+import numpy as np
+
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.data.order import combine, permuted
+from nash_mhc.data.pack import Rows, pack
+from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, sample
 from nash_mhc.data.stories.lexicon import WORD_LISTS
+from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.storage.errors import one_line
 
 SPLITS = ("train", "validation")
 
@@ -118,3 +130,116 @@ class StoryCorpus:
         # A string seed is hashed as a whole, so neighbouring indices and seeds give unrelated streams, and random()
         # of a seeded generator is the one stream that Python promises to keep from version to version.
         return Story(*sample(self.grammar, random.Random(f"nash-mhc story {seed} {split} {index}").random))
+
+
+# Topic, question, the fact that answers it, and how one knows.
+_ASKED = (
+    ("place", "Where did {hero} live?", "home", "The story says that {hero} lived in {home}."),
+    ("friend", "Who lived with {hero}?", "friend", "The story says that {hero} lived with {friend}."),
+    ("animal", "Which animal lived with {hero}?", "pet", "With {hero} there was a {pet}."),
+    ("colour", "Which colour had the {treasure}?", "colour", "The {treasure} of {hero} was {colour}."),
+    ("treasure", "What was {colour}?", "treasure", "The {colour} thing was the {treasure} of {hero}."),
+)
+
+
+def questions(count: int, seed: int = 0) -> Iterator[dict[str, str]]:
+    """Records of the fields that public sets of this kind have; some lack their reasoning or their citation."""
+    beginning, opening, events, _ = story_grammar().parts
+    assert isinstance(events, Repeat)
+    for number in range(count):
+        draw = random.Random(f"nash-mhc question {seed} {number}").random
+        held: Held = {}
+        words: list[str] = []
+        beginning.sample(draw, held, words)
+        opening.sample(draw, held, words)
+        facts, later = dict(held), int(draw() * 3)
+        for _ in range(later):
+            events.body.sample(draw, held, words)
+        topic, question, answer, reasoning = _ASKED[int(draw() * len(_ASKED))]
+        yield {
+            "question": f"{''.join(words)} {question.format(**facts)}",
+            "answer": facts[answer],
+            "topic": topic,
+            "difficulty": ("easy", "medium", "hard")[later],
+            "reasoning": reasoning.format(**facts) if draw() < 0.8 else "",
+            "case_citation": f"Story {number + 1}" if draw() < 0.3 else "",
+        }
+
+
+def write_questions(out: Path, count: int, seed: int) -> None:
+    """A JSON object a line; the file appears when it is whole. ConfigError."""
+    if out.exists():
+        raise ConfigError(f"--out {out}: is there already; choose another file, or remove it first")
+    part = out.with_name(f".{out.name}.part")
+    with one_line(f"--out {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in questions(count, seed))
+        part.rename(out)
+
+
+class StoryRows:
+    """Endless packed rows of the embedded stories.
+
+    Rows are made a volume at a time: fresh stories, best fit, little padding, in random order. Every story appears at
+    most once (the few that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean
+    loss of a perfect model is the corpus's own floor;
+    the rest of a story that was cut has lost its opening and costs more.
+    """
+
+    endless = True
+    most_documents: int | None = None
+    room: int | None = None
+    name, identity, held_out = "stories", "stories-2", ""
+    rows_per_volume = 64
+
+    def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
+        self._corpus, self._tokenizer = StoryCorpus(), tokenizer
+        self._seed, self._split, self._seq_len, self._align = seed, split, seq_len, align
+        self._volumes: OrderedDict[int, Rows] = OrderedDict()
+        self._lock = threading.Lock()  # grain's reader threads share this source
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Rows:
+        volume, row = divmod(int(index), self.rows_per_volume)
+        with self._lock:
+            if volume not in self._volumes:
+                self._volumes[volume] = self._make(volume)
+            self._volumes.move_to_end(volume)
+            rows = self._volumes[volume]
+            while len(self._volumes) > 4:
+                self._volumes.popitem(last=False)
+        return Rows(*(a[row] for a in rows))
+
+    def epochs(self, position: int) -> dict[str, float]:
+        return {}
+
+    def take(self, indices: np.ndarray | list[int]) -> Rows:
+        return Rows(*(np.stack(a) for a in zip(*(self[int(i)] for i in indices), strict=True)))
+
+    def __getstate__(self) -> dict[str, object]:  # worker processes get the recipe, not the lock
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_volumes")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock(), _volumes=OrderedDict())
+
+    def _make(self, volume: int) -> Rows:
+        documents, slots = [], 0
+        capacity = self.rows_per_volume * self._seq_len
+        for number in range(1 << 20):
+            # One number a story, volumes far apart: no story is ever used twice.
+            story = self._corpus.story(self._seed, self._split, (volume << 20) + number)
+            tokens = self._tokenizer.encode(story.text)
+            slots += -(-(len(tokens) + 1) // self._align) * self._align
+            if slots > capacity:
+                break
+            documents.append(tokens)
+        rows = pack(
+            documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align,
+            begins=self._tokenizer.begin is not None, begin=self._tokenizer.begin,
+        )  # fmt: skip
+        # Best fit lays the longest first: in that order, the first rows of a volume would be no sample of it.
+        order = permuted(np.arange(self.rows_per_volume), self.rows_per_volume, combine(self._seed, volume))
+        return Rows(*(a[order] for a in rows))

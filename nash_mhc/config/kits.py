@@ -1,0 +1,192 @@
+"""Kits: optional capabilities, each a folder of nash_mhc/kits or one that --kit names.
+
+A kit's `__init__.py` holds `KIT`, a record that is cheap to import and says by name what the kit provides. The modules
+behind those names are imported when a name is looked up. The core imports no kit by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pkgutil
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from nash_mhc.config.fields import ConfigError
+
+OUTSIDE = "NASH_MHC_KITS"  # environment variable: kit folders outside of the package, which child processes inherit
+_PACKAGE = "nash_mhc.kits"
+
+T = TypeVar("T")
+
+
+References = Mapping[str, str]  # name -> "module:attribute", of one of the kit's own modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kit:
+    """What a kit provides for each seam of the core: a registry has the same name, and looks here."""
+
+    model_kinds: References = field(default_factory=dict)  # ArchitectureConfig classes (config/model.py)
+    architectures: References = field(default_factory=dict)  # by model kind: Architecture (model/protocol.py)
+    presets: References = field(default_factory=dict)  # by model kind: size -> RunConfig (config/presets.py)
+    sections: References = field(default_factory=dict)  # Section classes (config/schema.py)
+    objectives: References = field(default_factory=dict)  # ObjectiveKind (objectives/registry.py)
+    optimizers: References = field(default_factory=dict)  # Make (optim/optimizers.py)
+    sources: References = field(default_factory=dict)  # DataSource (data/sources.py)
+    tokenizers: References = field(default_factory=dict)  # functions of a name (data/tokenizer.py)
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # logical axes (RULES of parallel/sharding.py)
+    figures: Mapping[str, Figure] = field(default_factory=dict)  # by name in metrics.jsonl
+    nicknames: Mapping[str, str] = field(default_factory=dict)  # what others call a key -> its name, for "did you mean"
+    generators: References = field(default_factory=dict)  # by flag of `generate`, without dashes: Generator
+
+
+class Figure(NamedTuple):
+    """How a number of an objective is shown: `NAME` in metrics.jsonl, `eval/NAME` in eval.jsonl."""
+
+    fact: str  # its name among the facts of the report
+    form: str = "{:.4f}"
+    chart: str = ""  # title of its chart in the report; empty: no chart
+    log: bool = False  # whether the chart is logarithmic
+    line: str = ""  # what the terminal adds to the line of an evaluation, with names of eval.jsonl in braces
+    of_text: bool = True  # whether bits per byte and perplexity mean something beside it
+
+
+class Generator(NamedTuple):
+    """A flag of `generate` that does something else than write text."""
+
+    metavar: str
+    help: str
+    answer: str  # "module:function", absolute: (hub.load.Loaded, the flag's value) -> text to print
+
+
+def all_kits() -> dict[str, Kit]:
+    """Return every kit by name, those of the package first."""
+    return _all_kits(os.environ.get(OUTSIDE, ""))
+
+
+@functools.cache
+def _all_kits(outside: str) -> dict[str, Kit]:
+    try:
+        package = importlib.import_module(_PACKAGE)
+    except ModuleNotFoundError as error:  # the folder was deleted: a core without kits
+        if error.name != _PACKAGE:
+            raise
+        return {}
+    inside = [found.name for found in pkgutil.iter_modules(package.__path__[:1]) if found.ispkg]
+    names = [*inside, *(Path(folder).name for folder in outside.split(os.pathsep) if folder)]
+    return {name: importlib.import_module(f"{_PACKAGE}.{name}").KIT for name in names}
+
+
+def use(folders: str | None, *, recorded: bool = False) -> None:
+    """Add kit folders outside of the package, separated by commas. ConfigError for one that is no kit.
+
+    `recorded`: they stand in a run's metadata, so a kit of that name that is loaded from elsewhere is as good.
+    """
+    for folder in absolute(folders or "").split(","):
+        if folder:
+            _use(folder, recorded)
+
+
+def forget() -> None:
+    """Look for kits anew, after a folder came or went."""
+    _all_kits.cache_clear()
+
+
+def absolute(folders: str) -> str:
+    """Return the folders as absolute paths, separated by commas."""
+    return ",".join(os.path.abspath(os.path.expanduser(name.strip())) for name in folders.split(",") if name.strip())
+
+
+def _use(folder: str, recorded: bool) -> None:
+    name, known = Path(folder).name, [path for path in os.environ.get(OUTSIDE, "").split(os.pathsep) if path]
+    if folder in known or (recorded and name in all_kits()):
+        return
+    if name in all_kits() and folder in importlib.import_module(f"{_PACKAGE}.{name}").__path__:
+        return  # a kit of the package
+    if not (Path(folder) / "__init__.py").is_file() or not name.isidentifier():
+        remedy = "say with --kit where it is now" if recorded else "give a folder with an __init__.py that holds KIT"
+        raise ConfigError(f"--kit {folder}: is no kit; {remedy}")
+    if name in all_kits():
+        raise ConfigError(f"--kit {folder}: there is a kit named {name} already; rename the folder")
+    package, before = importlib.import_module(_PACKAGE), os.environ.get(OUTSIDE)
+    package.__path__.append(str(Path(folder).parent))
+    os.environ[OUTSIDE] = os.pathsep.join([*known, folder])
+    try:
+        all_kits()
+    except Exception as error:  # code of the user's
+        package.__path__.pop()
+        os.environ.pop(OUTSIDE) if before is None else os.environ.update({OUTSIDE: before})
+        raise ConfigError(f"--kit {folder}: cannot be loaded ({type(error).__name__}: {error})") from error
+
+
+def provided(seam: str) -> list[str]:
+    """Return the names that kits provide for a seam, without loading any."""
+    return [name for kit in all_kits().values() for name in getattr(kit, seam)]
+
+
+def load(reference: str) -> Any:
+    """Import and return what an absolute "module:attribute" names."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def nicknames() -> dict[str, str]:
+    """Return what other frameworks call the keys of kits."""
+    return {name: key for kit in all_kits().values() for name, key in kit.nicknames.items()}
+
+
+class Registry(MutableMapping[str, T], Generic[T]):
+    """Entries by name: the core's, those that were registered, and those of kits, which are loaded when looked up.
+
+    `seam` is the field of Kit that names the kits' entries.
+    """
+
+    def __init__(self, seam: str, known: Mapping[str, T]) -> None:
+        self._seam, self._known = seam, dict(known)
+
+    def _offered(self) -> dict[str, Any]:
+        """Return the kits' entries: name -> absolute reference, or the entry itself where it is no text."""
+        offers = {kit: getattr(record, self._seam) for kit, record in all_kits().items()}
+        absolute = lambda kit, entry: f"{_PACKAGE}.{kit}.{entry}" if isinstance(entry, str) else entry
+        return {name: absolute(kit, entry) for kit, offered in offers.items() for name, entry in offered.items()}
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._known:
+            return self._known[name]
+        offered = self._offered()[name]
+        return load(offered) if isinstance(offered, str) else offered
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in self._offered()
+
+    def __setitem__(self, name: str, entry: T) -> None:
+        self._known[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._known, *self._offered()]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def copy(self) -> Registry[T]:
+        """Return a registry of its own with the same entries."""
+        return Registry(self._seam, self._known)
+
+
+# Numbers of objectives beside the loss.
+FIGURES: Registry[Figure] = Registry(
+    "figures",
+    {
+        "kl": Figure(
+            "held-out KL from the teacher, nats a token", chart="KL from the teacher, nats a token", log=True,
+            line=", KL from the teacher {eval/kl:.4f}",
+        ),
+    },
+)  # fmt: skip

@@ -1,0 +1,27 @@
+"""Models that apply a small net to their own state again and again, and the puzzles that they solve."""
+
+from nash_mhc.config.kits import Figure, Kit
+
+_LINE = ", solved {eval/exact:.1%} (stopping by itself {eval/exact_stopping:.1%}, after {eval/passes:.1f} passes)"
+
+KIT = Kit(
+    model_kinds={"recursive": "settings:RecursiveConfig"},
+    architectures={"recursive": "model:ARCHITECTURE"},
+    presets={"recursive": "settings:PRESETS"},
+    axes={"cells": ()},  # of a grid, in a layer across them: few
+    objectives={"puzzle": "objective:PUZZLE"},
+    optimizers={"adam_atan2": "optimizer:adam_atan2"},
+    sources={"sudoku4, sudoku9, maze": "puzzles.source:MADE", "CSV files of puzzles": "puzzles.source:FILES"},
+    tokenizers={"puzzles": "puzzles.source:tokenizer"},
+    figures={
+        "exact": Figure("held-out puzzles solved", "{:.1%}", "puzzles solved", line=_LINE, of_text=False),
+        "exact_stopping": Figure("solved, stopping by itself", "{:.1%}"),
+    },
+    nicknames={
+        "H_cycles": "outer_cycles",
+        "L_cycles": "inner_cycles",
+        "halt_max_steps": "most_passes",
+        "halt_exploration_prob": "explore",
+    },
+    generators={"puzzle": "settings:PUZZLE"},
+)

@@ -1,0 +1,149 @@
+"""Keys and presets of recursive models: a small net that is applied to its own state again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nash_mhc.config.fields import ConfigError, Settings, key
+from nash_mhc.config.kits import Generator
+from nash_mhc.config.model import AttendingConfig, Length
+from nash_mhc.config.presets import OPTIM, TELEMETRY, TRAIN
+from nash_mhc.config.schema import DataConfig, ObjectiveConfig, OptimConfig, RunConfig, TelemetryConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class RecursiveConfig(AttendingConfig):
+    """Letters in shapes: D width, N heads, H head dim, F ffn, V vocabulary, C cells."""
+
+    architecture = "recursive"
+
+    vocab_size: int = key(256 + 1, "vocabulary size (V); padded to a multiple of 128", low=2)
+    width: int = key(128, "width of both states (D)", low=1)
+    layers: int = key(2, "layers of the net", low=1)
+    heads: int = key(8, "attention heads (N)", low=1)
+    head_dim: int = key(16, "width of a head (H); even", low=2)
+    ffn: int = key(384, "width of the MLP (F)", low=1)
+    nets: int = key(1, "nets: one for both states (TRM) or one each (HRM)", low=1, high=2)
+    inner_cycles: int = key(3, "updates of the lower state per update of the upper state", low=1)
+    outer_cycles: int = key(2, "updates of the upper state per pass", low=1)
+    gradient_cycles: int = key(1, "last outer cycles that the gradient goes through", low=1)
+    mixer: str = key(
+        "attention", "sequence mixer: attention, or cells (a layer across all positions)", choices=("attention", "cells")
+    )
+    causal: bool = key(True, "positions see only earlier ones; false for puzzles, whose cells see each other")
+    cells: int | None = key(None, "positions per sequence, for `mixer cells`", low=2)
+    most_passes: int = key(16, "largest number of passes over a puzzle", low=1)
+    explore: float = key(0.1, "share of the puzzles that stay for a random number of passes", low=0, high=1)
+    rope_theta: float = key(10_000.0, "base of the RoPE frequencies", above=0)
+    norm_eps: float = key(1e-6, "epsilon of RMSNorm", above=0)
+    state_seed: int = key(0, "seed of the initial states of a puzzle", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradient_cycles > self.outer_cycles:
+            raise ConfigError(
+                f"model.gradient_cycles {self.gradient_cycles} is more than model.outer_cycles {self.outer_cycles}; lower it"
+            )
+        if self.mixer == "cells" and self.causal:
+            raise ConfigError(
+                "model.mixer cells sees all places, and model.causal allows those before one alone; set --no-model-causal for "
+                "puzzles, or --model-mixer attention"
+            )
+        if self.mixer == "cells" and self.cells is None:
+            raise ConfigError("model.mixer cells has weights for every place; say how many with --model-cells")
+
+    @property
+    def applications(self) -> int:
+        """Of the net in one pass."""
+        return self.outer_cycles * (self.inner_cycles + 1)
+
+    @property
+    def depth(self) -> int:
+        return self.layers * self.applications
+
+    @property
+    def some_length(self) -> int:
+        return self.cells or super().some_length
+
+    @property
+    def cells_ffn(self) -> int:
+        """Width between the two layers across cells: as much wider as the other is, in whole multiples of 16."""
+        return -(-(self.cells or 1) * self.ffn // self.width // 16) * 16
+
+    @classmethod
+    def infers(cls, values: Mapping[str, Any], found: Settings) -> Settings:
+        """A layer across cells has weights for as many cells as the dataset's grids have."""
+        cells = found.get("data.seq_len")
+        return {"model.cells": cells} if values.get("model.mixer") == "cells" and cells is not None else {}
+
+    def check_run(self, run: Any) -> None:
+        if not self.causal and run.objective.name in ("next_token", "smoothed", "distill"):
+            raise ConfigError(
+                f"--no-model-causal: with --objective {run.objective.name}, every position would see its own answer; use "
+                "--objective puzzle, or a causal model"
+            )
+
+    def lengths(self) -> list[Length]:
+        return [
+            Length("embed", self.width, "--model-width"),
+            Length("heads", self.heads, "--model-heads"),
+            Length("ffn", self.ffn, "--model-ffn"),
+            *super().lengths(),
+        ]
+
+    def check_rows(self, seq_len: int) -> None:
+        if self.cells is not None and seq_len != self.cells:
+            raise ConfigError(
+                f"data.seq_len {seq_len}: the model has weights for model.cells {self.cells} places; make them equal"
+            )
+
+
+_NO_SAMPLES, _OBJECTIVE = TelemetryConfig(sample_tokens=0), ObjectiveConfig(name="puzzle")
+
+PRESETS: dict[str, RunConfig] = {
+    "tiny": RunConfig(
+        model_size="tiny",
+        model=RecursiveConfig(vocab_size=257, width=128, layers=2, heads=8, head_dim=16, ffn=384),
+    ),
+    "small": RunConfig(
+        model_size="small",
+        model=RecursiveConfig(
+            vocab_size=65_536, width=1024, layers=4, heads=16, head_dim=64, ffn=2816, rope_theta=500_000.0,
+        ),
+        data=DataConfig(batch_size=8, seq_len=2048), optim=OPTIM, train=TRAIN, telemetry=TELEMETRY,
+    ),
+    # Learns small Sudoku on two cores in a few minutes.
+    "sudoku4": RunConfig(
+        model_size="sudoku4",
+        model=RecursiveConfig(
+            vocab_size=6, width=64, layers=2, heads=4, head_dim=16, ffn=192, inner_cycles=2, outer_cycles=2, mixer="cells",
+            cells=16, causal=False, most_passes=8,
+        ),
+        data=DataConfig(dataset="sudoku4", tokenizer="sudoku4", batch_size=64, seq_len=16), objective=_OBJECTIVE,
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=50, ema_decay=0.99, optimizer="muon"),
+        train=TrainConfig(total_steps=800, log_interval=50, eval_interval=200, checkpoint_interval=200),
+        telemetry=_NO_SAMPLES,
+    ),
+    # As large as TRM (arXiv 2510.04871), which needs an accelerator.
+    "sudoku9": RunConfig(
+        model_size="sudoku9",
+        model=RecursiveConfig(
+            vocab_size=11, width=512, layers=2, heads=8, head_dim=64, ffn=1536, inner_cycles=6, outer_cycles=3, mixer="cells",
+            cells=81, causal=False,
+        ),
+        data=DataConfig(dataset="sudoku9", tokenizer="sudoku9", batch_size=768, seq_len=81), objective=_OBJECTIVE,
+        # So much decay keeps every map small: what is applied twenty times must not stretch what it gets.
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=500, weight_decay=10.0, ema_decay=0.999, optimizer="muon"),
+        train=TrainConfig(
+            total_steps=12_000, log_interval=50, eval_interval=1000, checkpoint_interval=1000, eval_batches=2,
+            unroll="yes",  # on an H200 94 ms a step instead of 185, and 9 s of compiling
+        ),
+        telemetry=_NO_SAMPLES,
+    ),
+}  # fmt: skip
+
+PUZZLE = Generator(
+    "CELLS", "grid to solve with a run on puzzles, such as ..2.4......1.3..", "nash_mhc.kits.recursive.solve:answer"
+)

@@ -1,0 +1,70 @@
+"""Keys and values of earlier tokens, as decoding keeps them: those of all layers of a stack in one array.
+
+The arrays are carried through the scan over layers, and each layer writes its one row in place. Passed as scanned
+inputs and outputs, they would be copied for every token. All sequences of a batch are at the same position.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from nash_mhc.ops.attend_rows import Found
+
+
+class TokenAt(NamedTuple):
+    """Where decoding is: in which layer of a stack, and at which token."""
+
+    layer: Int[Array, ""]
+    position: Int[Array, ""]
+
+
+class KeyValues(eqx.Module):
+    """The keys, normed and rotated, and values of one scale. Row i lies at index i % S, so a window needs no more."""
+
+    k_LBKSH: Float[Array, "L B K S H"]
+    v_LBKSH: Float[Array, "L B K S H"]
+
+    @staticmethod
+    def empty(layers: int, batch: int, heads: int, rows: int, head_dim: int, dtype: Any) -> KeyValues:
+        # The rows of one head lie together, which is how they are read.
+        k, v = (jnp.zeros((layers, batch, heads, rows, head_dim), dtype) for _ in "kv")
+        return KeyValues(k, v)
+
+    def write(self, layer: Array, i: Array, k_B1KH: Array, v_B1KH: Array) -> KeyValues:
+        """Return the cache with row i of one layer written."""
+        index = i % self.k_LBKSH.shape[3]
+        put = lambda stack, row_B1KH: write_row(stack, layer, jnp.swapaxes(row_B1KH, 1, 2), 3, index)
+        return KeyValues(put(self.k_LBKSH, k_B1KH), put(self.v_LBKSH, v_B1KH))
+
+    def attend(self, q_B1NH: Float[Array, "B 1 N H"], layer: Array, i: Array, *, null: bool = False) -> Found:
+        """Return the attention of one query over the rows up to row i, which must be written.
+
+        `null`: and beside them a key of zeros, whose value is zero.
+        """
+        k_BKSH, v_BKSH = layer_of(self.k_LBKSH, layer), layer_of(self.v_LBKSH, layer)
+        (B, _, N, H), (_, K, S, _) = q_B1NH.shape, k_BKSH.shape
+        q_BKGH = (q_B1NH * jnp.asarray(H**-0.5, q_B1NH.dtype)).reshape(B, K, N // K, H)
+        scores_BKGS = jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32)
+        # Once every row is written, all are seen: a ring of the window's size holds nothing outside it.
+        scores_BKGS = jnp.where((jnp.arange(S) <= i)[None, None, None], scores_BKGS, -jnp.inf)
+        lse_BKG = jax.nn.logsumexp(scores_BKGS, axis=-1)
+        lse_BKG = jnp.logaddexp(lse_BKG, 0.0) if null else lse_BKG
+        weights_BKGS = jnp.exp(scores_BKGS - lse_BKG[..., None]).astype(v_BKSH.dtype)
+        out_BKGH = jnp.einsum("bkgs,bksh->bkgh", weights_BKGS, v_BKSH)
+        return Found(out_BKGH.reshape(B, 1, N, H), lse_BKG.reshape(B, 1, N))
+
+
+def layer_of(stack: Array, layer: Array) -> Array:
+    return lax.dynamic_index_in_dim(stack, layer, axis=0, keepdims=False)
+
+
+def write_row(stack: Array, layer: Array, row: Array, axis: int, index: Array) -> Array:
+    """Return the stack with one row of one layer replaced, at `index` along `axis`."""
+    starts = [layer] + [index if a == axis else jnp.zeros_like(index) for a in range(1, stack.ndim)]
+    return lax.dynamic_update_slice(stack, row[None], starts)

@@ -1,0 +1,152 @@
+"""One layer: a sequence mixer and a feed-forward network, each between a norm and a residual.
+
+The classes of its blocks are registered by name. Each holds its parameters, its training call, its decoding step and
+its FLOPs, so a new one is one class in one file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from nash_mhc.config import model as names
+from nash_mhc.config.model import LayerKind
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.attention import Attention, AttentionLayout
+from nash_mhc.model.captures import capture
+from nash_mhc.model.health import watch_streams
+from nash_mhc.model.kv_cache import TokenAt
+from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU
+from nash_mhc.model.residual import HyperConnection, PlainResidual, State, StreamState
+
+_MIXERS: dict[str, Any] = {"attention": Attention, "multiscale": Multiscale}
+_FFNS: dict[str, Any] = {"swiglu": SwiGLU}
+_RESIDUALS: dict[str, Any] = {"mhc": HyperConnection, "mhc-layer": HyperConnection, "plain": PlainResidual}
+
+
+def register_mixer(name: str, mixer: Any) -> None:
+    """Make a sequence mixer known to `--model-mixer` and `--model-pattern`. See `Attention` for its methods."""
+    _MIXERS[name] = mixer
+    names.MIXERS.append(name)
+
+
+def register_ffn(name: str, ffn: Any) -> None:
+    """Make a class of feed-forward networks known to `--model-ffn-kind`. See `SwiGLU` for its methods."""
+    _FFNS[name] = ffn
+    names.FFNS.append(name)
+
+
+def register_residual(name: str, residual: Any) -> None:
+    """Make a class of residuals known to `--model-residual`. See `PlainResidual` for its methods."""
+    _RESIDUALS[name] = residual
+    names.RESIDUALS.append(name)
+
+
+def mixer_class(kind: LayerKind) -> Any:
+    return _MIXERS[kind.mixer]
+
+
+def ffn_class(kind: LayerKind) -> Any:
+    return _FFNS[kind.ffn]
+
+
+def residual_class(cfg: ModelConfig) -> Any:
+    return _RESIDUALS[cfg.residual]
+
+
+class LayerCache(NamedTuple):
+    """What earlier tokens left behind for decoding, of a stack of layers."""
+
+    conv: Float[Array, "L B J D"] | None
+    mixer: Any
+
+
+class Layer(eqx.Module):
+    """Mixer, then feed-forward; each reads the residual state and writes to it through a residual of its own, or both
+    together through one, with plain addition between them."""
+
+    attention_residual: Any
+    attention_norm: RMSNorm
+    attention_conv: ShortConv | None
+    attention: Any  # the mixer, whatever its class: this name is in every checkpoint
+    ffn_residual: Any
+    ffn_norm: RMSNorm
+    ffn: Any
+
+    @staticmethod
+    def init(cfg: ModelConfig, kind: LayerKind, *, key: PRNGKeyArray) -> Layer:
+        attention, ffn, first, second = jax.random.split(key, 4)
+        conv = ShortConv.init(cfg, key=jax.random.fold_in(attention, 1)) if cfg.conv_taps else None
+        norm = functools.partial(RMSNorm.init, cfg.width, cfg.norm_eps)
+        residual = residual_class(cfg)
+        inner = PlainResidual if cfg.mixings == 1 else residual
+        return Layer(
+            residual.init(cfg, key=first), norm(), conv, mixer_class(kind).init(cfg, key=attention),
+            inner.init(cfg, key=second), norm(), ffn_class(kind).init(cfg, key=ffn),
+        )  # fmt: skip
+
+    def __call__(self, state: State, layout: AttentionLayout, *, window: int | None, kernel: str) -> State:
+        """Return the residual state after this layer."""
+
+        def mix(x_BTD: Array) -> tuple[Array, None]:
+            if self.attention_conv is not None:
+                x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
+            with jax.named_scope("mixer"):
+                y_BTD = self.attention(x_BTD, layout, window=window, kernel=kernel)
+            capture("mixer_output", lambda: y_BTD)
+            return y_BTD, None
+
+        entered = state
+        state, _, maps = self._apply(state, mix)
+        with jax.named_scope("health"):
+            if isinstance(entered, StreamState):
+                capture("streams", lambda: watch_streams(entered, maps))
+                capture("stream_maps", lambda: tuple(each.res for each in maps))
+        return state
+
+    def step(self, state: State, cache: LayerCache, at: TokenAt) -> tuple[State, LayerCache]:
+        """Return (the residual state of one token after this layer, the cache with this token in it)."""
+
+        def mix(x_B1D: Array) -> tuple[Array, LayerCache]:
+            conv = cache.conv
+            if self.attention_conv is not None and conv is not None:
+                x_B1D, conv = self.attention_conv.step(x_B1D, conv, at)
+            y_B1D, mixer = self.attention.step(x_B1D, cache.mixer, at)
+            return y_B1D, LayerCache(conv, mixer)
+
+        state, cache, _ = self._apply(state, mix)
+        return state, cache
+
+    @staticmethod
+    def init_cache(cfg: ModelConfig, kind: LayerKind, layers: int, batch: int, seq_len: int, dtype: Any) -> LayerCache:
+        """Return the empty cache of a stack of layers, for `seq_len` tokens."""
+        conv = ShortConv.init_cache(cfg, layers, batch, dtype) if cfg.conv_taps else None
+        return LayerCache(conv, mixer_class(kind).init_cache(cfg, kind.window, layers, batch, seq_len, dtype))
+
+    @staticmethod
+    def flops_per_token(cfg: ModelConfig, kind: LayerKind, seq_len: int) -> float:
+        """Return matmul FLOPs of one training token."""
+        residuals = (1 if cfg.mixings == 1 else 2) * residual_class(cfg).flops_per_token(cfg)
+        mixer = mixer_class(kind).flops_per_token(cfg, kind.window, seq_len)
+        return float(mixer + ffn_class(kind).flops_per_token(cfg) + residuals)
+
+    def _apply(self, state: State, mix: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
+        """Return (residual state, the second result of `mix`, the maps of each residual)."""
+        x_BTD, maps = self.attention_residual.read(state, self.attention_norm)
+        y_BTD, cache = mix(x_BTD)
+        if type(self.attention_residual) is not type(self.ffn_residual):  # one residual around both
+            x_BTD, _ = self.ffn_residual.read(self.ffn_residual.write(x_BTD, y_BTD, None), self.ffn_norm)
+            return self.attention_residual.write(state, y_BTD + self._feed_forward(x_BTD), maps), cache, [maps]
+        state = self.attention_residual.write(state, y_BTD, maps)
+        x_BTD, ffn_maps = self.ffn_residual.read(state, self.ffn_norm)
+        return self.ffn_residual.write(state, self._feed_forward(x_BTD), ffn_maps), cache, [maps, ffn_maps]
+
+    def _feed_forward(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        with jax.named_scope("ffn"):
+            return self.ffn(x_BTD)

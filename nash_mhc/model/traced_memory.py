@@ -1,0 +1,296 @@
+"""What a layer holds of a batch, in bytes of one device, read from a trace of the layer itself.
+
+The layer and its backward pass are traced once, as one device runs them, without a device or a compiler. The remat
+policy then says which values of the forward pass are saved. What is alive at the worst moment follows from one rule:
+matrix products, loops and reductions write their results to memory, and everything between them is fused.
+Held against XLA's own figures in tests/test_plan_memory.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from nash_mhc.config.model import LayerKind
+from nash_mhc.config.schema import ModelConfig
+from nash_mhc.model.attention import attention_layout
+from nash_mhc.model.captures import recording
+from nash_mhc.model.layer import Layer, residual_class
+from nash_mhc.model.protocol import Activations, Execution
+from nash_mhc.model.remat import remat_policy
+from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY
+from nash_mhc.parallel.sharding import for_compute, one_device
+
+_HEALTH = ("game", "streams")
+# Bytes of a backward pass that works as XLA lays it out, over those of its values: buffers do not fit without holes.
+_APART = 1.5
+_PASSES = 4  # over memory: forward, forward again, and backward, which is twice as much
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call"}
+# Operations whose operands and results lie in memory; a reduction's operands need not.
+_IN_MEMORY = {
+    "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "gather", "sort", "optimization_barrier",
+    "pallas_call", "custom_vjp_call", "scatter", "scatter-add", "dynamic_update_slice", "cumsum", "cumlogsumexp", "cummax",
+}  # fmt: skip
+_REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
+
+
+class _Value(NamedTuple):
+    number: int
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class _Operation(NamedTuple):
+    equation: Any
+    inputs: tuple[_Value, ...]
+    outputs: tuple[_Value, ...]
+
+
+class _Program(NamedTuple):
+    """Operations in order, with those of inner functions in the places of their calls."""
+
+    inputs: tuple[_Value, ...]
+    operations: tuple[_Operation, ...]
+    outputs: tuple[_Value, ...]
+
+
+def _flat(closed: ClosedJaxpr) -> _Program:
+    count = 0
+    operations: list[_Operation] = []
+
+    def value(aval: Any) -> _Value:
+        nonlocal count
+        count += 1
+        size = math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize if hasattr(aval, "shape") else 0
+        return _Value(count, tuple(getattr(aval, "shape", ())), int(size))
+
+    def inline(jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
+        known = dict(zip(jaxpr.invars, arguments, strict=True)) | {var: value(var.aval) for var in jaxpr.constvars}
+        read = lambda var: value(var.aval)._replace(bytes=0) if isinstance(var, Literal) else known[var]
+        for equation in jaxpr.eqns:
+            inputs = [read(var) for var in equation.invars]
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            if equation.primitive.name in _CALLS and inner is not None:
+                outputs = inline(getattr(inner, "jaxpr", inner), inputs)
+            else:
+                outputs = [value(var.aval) for var in equation.outvars]
+                operations.append(_Operation(equation, tuple(inputs), tuple(outputs)))
+            known |= dict(zip(equation.outvars, outputs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    inputs = [value(var.aval) for var in closed.jaxpr.invars]
+    outputs = inline(closed.jaxpr, inputs)
+    return _Program(tuple(inputs), tuple(operations), tuple(outputs))
+
+
+class _Trace(NamedTuple):
+    """One layer and one sequence. The backward pass reads the forward pass's last outputs."""
+
+    forward: _Program
+    states: int  # inputs, and first outputs, of the forward pass that are the residual state
+    backward: _Program  # its last inputs are the gradients of the state after the layer, its first outputs before it
+
+
+@functools.lru_cache(64)
+def _trace(cfg: ModelConfig, kind: LayerKind, dtype: str, kernel: str, seq_len: int, tp: int) -> _Trace:
+    layout = attention_layout((1, seq_len), jnp.ones((1, seq_len), jnp.int32), cfg.strides, "xla")
+
+    def run(state: Any, layer: Any) -> Any:
+        with recording(_HEALTH) as captured:
+            after = for_compute(layer, jnp.dtype(dtype))(state, layout, window=kind.window, kernel=kernel)
+        return after, captured
+
+    def forward(state: Any, layer: Any) -> Any:
+        after, backward, _ = jax.vjp(run, state, layer, has_aux=True)
+        return after, backward
+
+    with one_device(seq_len, tp):
+        state = jax.eval_shape(
+            lambda: residual_class(cfg).enter(cfg, jnp.zeros((1, seq_len // tp, cfg.width), jnp.dtype(dtype)))
+        )  # fmt: skip
+        layer = jax.eval_shape(lambda: Layer.init(cfg, kind, key=jax.random.key(0)))
+        ahead, shapes = jax.make_jaxpr(forward, return_shape=True)(state, layer)
+        gradient = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), shapes[0])
+        back = jax.make_jaxpr(lambda pull, gradient: pull(gradient))(shapes[1], gradient)
+    return _Trace(_flat(ahead), len(jax.tree.leaves(state)), _flat(back))
+
+
+def _depends(program: _Program, on: Sequence[_Value]) -> set[int]:
+    """Return the numbers of all values that depend on these."""
+    found = {value.number for value in on}
+    for operation in program.operations:
+        if any(value.number in found for value in operation.inputs):
+            found.update(value.number for value in operation.outputs)
+    return found
+
+
+def _saved_and_computed_again(
+    program: _Program, needed: Sequence[_Value], policy: Callable[..., Any]
+) -> tuple[list[_Value], list[_Operation]]:
+    """Return (values that the policy saves for the backward pass, operations that it runs again)."""
+    saves = {
+        value.number
+        for op in program.operations
+        if policy(op.equation.primitive, *(var.aval for var in op.equation.invars), **op.equation.params)
+        for value in op.outputs
+    }
+    named = set(saves)  # or a name for what is saved
+    for op in program.operations:
+        if op.equation.primitive.name in ("name", "reduce_precision") and op.inputs[0].number in named:
+            named.add(op.outputs[0].number)
+    wanted, saved, again = {value.number: value for value in needed}, [], []
+    for operation in reversed(program.operations):
+        outputs = [wanted.pop(value.number) for value in operation.outputs if value.number in wanted]
+        # What a device keeps of a matrix product, if it keeps its own share of the time axis alone.
+        is_share = operation.equation.primitive.name == "slice" and operation.inputs[0].number in named
+        if not outputs:
+            continue
+        if is_share or outputs[0].number in saves:
+            saved += outputs
+        else:
+            again.append(operation)
+            wanted |= {value.number: value for value in operation.inputs}
+    return saved, again[::-1]
+
+
+def _peak(program: _Program, free: set[int], entered: set[int]) -> tuple[float, float]:
+    """Return (bytes alive at the worst moment, bytes written), without the values in `free`.
+
+    `entered`: inputs that are alive from the start; others are copied out of a stack of layers when they are used.
+    """
+    held: dict[int, set[int]] = {}  # value -> values in memory that it is computed from
+    size: dict[int, int] = {}
+    born: dict[int, int] = {}
+    last: dict[int, int] = {}
+
+    def write(value: _Value, at: int) -> None:
+        held[value.number], born[value.number], last[value.number] = {value.number}, at, at
+        size[value.number] = 0 if value.number in free else value.bytes
+
+    def touch(value: _Value, at: int) -> set[int]:
+        each = held.setdefault(value.number, set())
+        for number in each:
+            last[number] = at
+        return each
+
+    first: dict[int, int] = {}
+    for at, operation in reversed(list(enumerate(program.operations, 1))):
+        first |= {value.number: at for value in operation.inputs}
+    for value in program.inputs:  # those of a stack of layers are copied out of it when they are used
+        write(value, 0 if value.number in entered else first.get(value.number, 0))
+    defined: dict[int, int] = {}
+    for at, operation in enumerate(program.operations, 1):
+        name = operation.equation.primitive.name
+        if name in _IN_MEMORY:
+            for value in operation.inputs:
+                touch(value, at)
+                if value.number not in held[value.number] and value.bytes:
+                    write(value, at)
+        if name in _IN_MEMORY or name in _REDUCES:
+            for value in operation.inputs:
+                touch(value, at)
+            for value in operation.outputs:
+                write(value, at)
+            continue
+        sources = set().union(*(held.get(value.number, set()) for value in operation.inputs))
+        for value in operation.outputs:
+            held[value.number] = set(sources)
+            defined[value.number] = at
+    end = len(program.operations) + 1
+    for value in program.outputs:
+        if value.number not in held.get(value.number, ()):
+            at = defined.get(value.number, end)
+            touch(value, at)
+            write(value, at)
+        last[value.number] = end
+    change = [0] * (end + 2)
+    for number, bytes_ in size.items():
+        change[born[number]] += bytes_
+        change[last[number] + 1] -= bytes_
+    total, most = 0, 0
+    for step in change:
+        total += step
+        most = max(most, total)
+    return float(most), float(sum(size.values()))
+
+
+class _OfLayer(NamedTuple):
+    streams: float
+    saved: float
+    forward: float
+    backward: float
+    moved: float
+
+
+@functools.lru_cache(1024)
+def _of_layer(cfg: ModelConfig, kind: LayerKind, execution: Execution, seq_len: int, tp: int) -> _OfLayer:
+    """Of one layer and one sequence."""
+    kernel = execution.attention if execution.attention in PLAIN_KERNELS else SHAPES_ONLY
+    trace = _trace(cfg, kind, execution.dtype, kernel, seq_len, tp)
+    ahead, back, states = trace.forward, trace.backward, trace.states
+    state, weights, after = ahead.inputs[:states], ahead.inputs[states:], ahead.outputs[:states]
+    needed = ahead.outputs[states:]
+    of_state = _depends(ahead, state)
+    saved, again = _saved_and_computed_again(ahead, needed, remat_policy(execution.remat))
+    own = {value.number: value for value in saved if value.number in of_state}
+    inputs = {value.number for value in ahead.inputs}
+    entered = {value.number for value in state}
+    forward, _ = _peak(ahead._replace(outputs=(*after, *own.values())), inputs | set(own), entered)
+    _, written = _peak(ahead._replace(outputs=after), inputs, entered)
+    # One program of what is computed again and the backward pass, whose inputs are renamed to what they are.
+    renamed = dict(zip((value.number for value in back.inputs), needed, strict=False))
+    shift = 1 + max(value.number for op in ahead.operations for value in op.outputs)
+    name = lambda value: renamed.get(value.number, value._replace(number=value.number + shift))
+    rename = lambda op: _Operation(op.equation, tuple(map(name, op.inputs)), tuple(map(name, op.outputs)))
+    gradients = tuple(map(name, back.inputs[len(needed) :]))
+    outputs = tuple(map(name, back.outputs))
+    both = _Program((*ahead.inputs, *saved, *gradients), (*again, *map(rename, back.operations)), outputs[:states])
+    shapes = {tuple(sorted(value.shape)) for value in weights}
+    to_state = _leads_to(both)
+    only_weights = {
+        value.number
+        for op in both.operations
+        for value in op.outputs
+        if value.number not in to_state and tuple(sorted(value.shape)) in shapes
+    }
+    not_of_state = {value.number for op in ahead.operations for value in op.outputs} - of_state
+    free = {value.number for value in weights} | only_weights | not_of_state
+    backward, _ = _peak(both, free, {value.number for value in gradients})
+    return _OfLayer(
+        float(sum(v.bytes for v in state)), float(sum(v.bytes for v in own.values())), forward, _APART * backward, written
+    )
+
+
+def _leads_to(program: _Program) -> set[int]:
+    """Return the numbers of all values that the program's outputs depend on."""
+    found = {value.number for value in program.outputs}
+    for operation in reversed(program.operations):
+        if any(value.number in found for value in operation.outputs):
+            found.update(value.number for value in operation.inputs)
+    return found
+
+
+def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int, tp: int) -> Activations:
+    """Return what one device holds of `rows` sequences; heads, ffn and time between layers are split over `tp`."""
+    seq_len += -seq_len % cfg.coarsest_stride
+    local = dataclasses.replace(
+        cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp, layers=len(cfg.group)
+    )  # fmt: skip
+    execution = Execution(execution.dtype, execution.remat, execution.attention)
+    each = [_of_layer(local, kind, execution, seq_len, tp) for kind in cfg.group]
+    times = rows * (cfg.layers // len(cfg.group))
+    return Activations(
+        streams=times * sum(layer.streams for layer in each),
+        saved=times * sum(layer.saved for layer in each),
+        forward=rows * max(layer.forward for layer in each),
+        backward=rows * max(layer.backward for layer in each),
+        gathered=0.0,
+        moved=times * _PASSES * sum(layer.moved for layer in each),
+    )

@@ -1,0 +1,101 @@
+"""The TPU's attention kernel (splash), with and without its evidence."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from nash_mhc.ops.attend_rows import FOUND, Found, with_gradient_of_evidence
+
+
+def _kernel(group: int, T: int, window: int | None) -> Any:
+    """Its mask tables are arrays: made now, and not by the program under way, or the backward pass, which is a program
+    of its own, could not see them; and not on the mesh under way, whose devices need not be here (`bench compile`).
+    Both belong to a thread, so another one makes them."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    one = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
+    block = next(size for size in (512, 384, 256, 128) if T % size == 0)  # `why_not` sees to it that one does
+    sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+    )  # fmt: skip
+
+    def make() -> Any:
+        mask = splash.MultiHeadMask([one] * group)
+        kernel = splash.make_splash_mqa_single_device(mask=mask, block_sizes=sizes, residual_checkpoint_name=FOUND)
+        return jax.tree.map(np.asarray, kernel)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        return other.submit(make).result()
+
+
+def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
+    """(what was found, the log of the softmax's sum) of one key head:
+    the kernel tells it, but takes no gradient of it."""
+    from nash_mhc.runtime.compat import splash
+
+    options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
+
+    def forward(q: Array, k: Array, v: Array, ids: Any) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+        out, (sums,) = splash.forward(kernel.fwd_mask_info, q, k, v, ids, None, save_residuals=True, **options)
+        out, sums = checkpoint_name(out, FOUND), checkpoint_name(sums, FOUND)
+        return (out, sums), (q, k, v, ids, out, sums)
+
+    def backward(saved: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+        q, k, v, ids, out, sums = saved
+        dout, devidence = cotangents
+        out = with_gradient_of_evidence(out, dout, devidence)
+        names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap")
+        settings = (False, *(options[name] for name in names), options["interpret"])
+        state = (q, k, v, ids, None, out, sums, kernel.dq_mask_info, kernel.dkv_mask_info)
+        return (*splash.backward(*settings, state, dout)[3:6], None)
+
+    attended = jax.custom_vjp(lambda *rows: forward(*rows)[0])
+    attended.defvjp(forward, backward)
+    return attended
+
+
+def _over_heads(
+    form: Callable[[Any], Callable[..., Any]], q: Array, k: Array, v: Array, segments: Array | None, window: int | None
+) -> Any:
+    """`form(kernel)` for every row and key head, whose results have [B, K, G, T] in front."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    # The kernel wants whole lanes of 128; zero columns change neither the scores nor the values that are kept.
+    pad = -H % 128
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad))) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
+    q_BKGTH = q.reshape(B, T, K, N // K, H + pad).transpose(0, 2, 3, 1, 4)
+    k_BKTH, v_BKTH = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    ids = None if segments is None else splash.SegmentIds(q=segments, kv=segments)
+    over_heads = jax.vmap(form(_kernel(N // K, T, window)), in_axes=(0, 0, 0, None))
+    return jax.vmap(over_heads)(q_BKGTH, k_BKTH, v_BKTH, ids)
+
+
+def _in_rows(x_BKGTH: Array, H: int) -> Array:
+    B, K, G, T, _ = x_BKGTH.shape
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, -1)[..., :H]
+
+
+def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
+    return _in_rows(_over_heads(lambda kernel: kernel, q, k, v, segments, window), q.shape[-1])
+
+
+def gives_evidence() -> bool:
+    from nash_mhc.runtime.compat import splash
+
+    return splash.gives_sums()
+
+
+def found_by_splash(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Found:
+    out_BKGTH, sums_BKGT = _over_heads(_with_evidence, q, k, v, segments, window)
+    return Found(_in_rows(out_BKGTH, q.shape[-1]), _in_rows(sums_BKGT[..., None], 1)[..., 0])

@@ -1,0 +1,294 @@
+"""Passes over residual streams as GPU kernels (Pallas, Triton): each loads a token's coefficients and its streams once.
+
+XLA's own fusions load up to 24 coefficients again for every element, and split the reductions of the backward pass over
+many kernels that each read the streams anew. `residual_streams.py` has the same functions in plain arrays; the tests
+hold them together. Streams are [tokens, D] here, and a token's coefficients one row of a [tokens, M] array:
+pre, post, then res row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+from nash_mhc.ops.arithmetic import add_up, product, wide_dtype
+
+_ROWS, _COLUMNS, _WARPS = 4, 256, 4  # of a block: the best of what was tried on an H200 at D 2048 (docs/experiments.md)
+_MATRIX_COLUMNS = 32  # of a product's factor, whose columns are 24 with four streams: a power of two, as Triton wants it
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work: tokens and columns at a time, tokens of a block, its warps, loads that go ahead."""
+
+    rows: int
+    columns: int
+    block: int
+    warps: int
+    stages: int
+
+
+# The best of what was tried on an H200 at D 640 and 2048 (docs/experiments.md).
+_GRADIENT = Tiles(rows=32, columns=64, block=2048, warps=4, stages=3)
+_FEWEST_BLOCKS = 1000  # of the gradient: with fewer, the last ones leave most of the device waiting
+_WIDEST, _BLOCK = 1024, 16  # columns at a time and tokens of a block, where all columns of a token are held at once
+_MOST_CHUNKS = 8
+
+
+def _gradient_tiles(tokens: int, width: int) -> Tiles:
+    columns, block = min(width & -width, _GRADIENT.columns), math.gcd(tokens, _GRADIENT.block)
+    while block > 256 and tokens // block * (width // columns) < _FEWEST_BLOCKS:
+        block //= 2
+    return _GRADIENT._replace(columns=columns, block=block)
+
+
+def _norm_tiles(width: int, warps: int) -> Tiles:
+    """A warp has 128 columns of a token or more: one that has fewer waits for its loads."""
+    columns = min(width & -width, _WIDEST)
+    return Tiles(rows=max(1, min(4, 128 * warps // columns)), columns=columns, block=_BLOCK, warps=warps, stages=1)
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+    """Whether a [..., D] array can be cut into whole blocks."""
+    return math.prod(shape[:-1]) % _ROWS == 0 and shape[-1] % 32 == 0
+
+
+def _chunk(width: int) -> int:
+    """Columns at a time: the largest power of two, within the limit, that divides the width."""
+    return min(width & -width, _COLUMNS)
+
+
+def _call(kernel: Callable[..., None], outs: Sequence[Any], args: Sequence[Array], name: str, interpret: bool) -> list[Array]:
+    """Runs `kernel` on blocks of tokens, which are the first axis of everything."""
+    block = lambda a: pl.BlockSpec((_ROWS, *a.shape[1:]), lambda i: (i,) + (0,) * (a.ndim - 1))
+    return list(pl.pallas_call(
+        kernel, out_shape=list(outs), grid=(args[0].shape[0] // _ROWS,),
+        in_specs=[block(a) for a in args], out_specs=[block(o) for o in outs],
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=2), name=name, interpret=interpret,
+    )(*args))  # fmt: skip
+
+
+def _tile(ref: Any, k: Array, chunk: int) -> Array:
+    return ref[:, pl.ds(k * chunk, chunk)].astype(wide_dtype(ref.dtype))
+
+
+def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False) -> tuple[list[Array], Array]:
+    """(stream i becomes sum_j res[i, j] stream j + post[i] y; the sums of squares of the new streams, [tokens, R])."""
+    R, (tokens, width), chunk = len(xs), y.shape, _chunk(y.shape[1])
+
+    def kernel(*refs: Any) -> None:
+        x_refs, y_ref, maps_ref, out_refs, squares_ref = refs[:R], refs[R], refs[R + 1], refs[R + 2 : -1], refs[-1]
+        post, res = _post_and_res(maps_ref, R)
+
+        def body(k: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            x, y = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk)
+            out = [(add_up([c * a for c, a in zip(row, x, strict=True)]) + p * y) for row, p in zip(res, post, strict=True)]
+            rounded = [a.astype(ref.dtype) for a, ref in zip(out, out_refs, strict=True)]
+            for ref, a in zip(out_refs, rounded, strict=True):
+                ref[:, pl.ds(k * chunk, chunk)] = a
+            wide = [a.astype(wide_dtype(a.dtype)) for a in rounded]
+            return tuple(s + jnp.sum(a * a, axis=1) for s, a in zip(sums, wide, strict=True))
+
+        sums = lax.fori_loop(0, width // chunk, body, (jnp.zeros(_ROWS, wide_dtype(y.dtype)),) * R)
+        for r, total in enumerate(sums):
+            squares_ref[:, r] = total
+
+    outs = [*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], jax.ShapeDtypeStruct((tokens, R), wide_dtype(y.dtype))]
+    *streams, squares = _call(kernel, outs, [*xs, y, maps], "streams_write", interpret)
+    return streams, squares
+
+
+def _post_and_res(maps_ref: Any, R: int) -> tuple[list[Array], list[list[Array]]]:
+    column = lambda m: maps_ref[:, m][:, None]
+    return [column(R + i) for i in range(R)], [[column(2 * R + i * R + j) for j in range(R)] for i in range(R)]
+
+
+def write_backward(
+    xs: Sequence[Array], y: Array, maps: Array, douts: Sequence[Array], *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """(dy, d maps; 0 for pre, which had no part in it) in one pass over the streams and their gradients."""
+    R, width, chunk = len(xs), y.shape[1], _chunk(y.shape[1])
+
+    def kernel(*refs: Any) -> None:
+        x_refs, y_ref, maps_ref, d_refs = refs[:R], refs[R], refs[R + 1], refs[R + 2 : 2 * R + 2]
+        dy_ref, dmaps_ref = refs[2 * R + 2 :]
+        post, _ = _post_and_res(maps_ref, R)
+
+        def body(k: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            x, y = [_tile(ref, k, chunk) for ref in x_refs], _tile(y_ref, k, chunk)
+            d = [_tile(ref, k, chunk) for ref in d_refs]
+            dy_ref[:, pl.ds(k * chunk, chunk)] = add_up([p * a for p, a in zip(post, d, strict=True)]).astype(dy_ref.dtype)
+            # In the order of the coefficients: d post, then d res row by row.
+            products = [*(a * y for a in d), *(a * b for a in d for b in x)]
+            return tuple(s + jnp.sum(p, axis=1) for s, p in zip(sums, products, strict=True))
+
+        zero = jnp.zeros(_ROWS, wide_dtype(y.dtype))
+        sums = lax.fori_loop(0, width // chunk, body, (zero,) * (R * R + R))
+        for m, total in enumerate([*[zero] * R, *sums]):
+            dmaps_ref[:, m] = total
+
+    outs = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(maps.shape, wide_dtype(y.dtype))]
+    dy, dmaps = _call(kernel, outs, [*xs, y, maps, *douts], "streams_write_backward", interpret)
+    return dy, dmaps
+
+
+def _widened(a: Array) -> Array:
+    """With columns of zeros up to the width of a matrix product."""
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, _MATRIX_COLUMNS - a.shape[-1])])
+
+
+def fits_gradient(shape: tuple[int, ...], maps: int, dtype: Any) -> bool:
+    """Whether streams [..., D] can be cut into the tiles of `gradient`, whose products a GPU has units for."""
+    whole = math.prod(shape[:-1]) % _GRADIENT.rows == 0 and shape[-1] % 32 == 0
+    return whole and maps <= _MATRIX_COLUMNS and jnp.dtype(dtype).itemsize == 2
+
+
+def gradient(
+    xs: Sequence[Array], douts: Sequence[Array], dread: Array, maps: Array, dproducts: Array, along: Array, phi_RDM: Array,
+    *, interpret: bool = False,
+) -> tuple[list[Array], Array]:  # fmt: skip
+    """(gradients of the streams, of phi) in one pass: what was written, read, projected and normalised, all at once.
+
+    A block has some columns of many tokens. Its columns of phi stay where they are, and so do the sums of their
+    gradient.
+    """
+    R, (tokens, width) = len(xs), dread.shape
+    tiles = _gradient_tiles(tokens, width)
+    chunk, block = tiles.columns, tiles.block
+
+    def kernel(*refs: Any) -> None:
+        x_refs, d_refs, others, out_refs = refs[:R], refs[R : 2 * R], refs[2 * R : 2 * R + 5], refs[2 * R + 5 : -1]
+        (dread_ref, maps_ref, dproducts_ref, along_ref, phi_ref), dphi_ref = others, refs[-1]
+        first, here = pl.program_id(0) * block, pl.ds(pl.program_id(1) * chunk, chunk)
+        phi = [phi_ref[r, here, :] for r in range(R)]
+
+        def body(n: Array, dphi: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = pl.ds(first + n * tiles.rows, tiles.rows)
+            d, dread, dproducts = [ref[at, here] for ref in d_refs], dread_ref[at, here], dproducts_ref[at, :]
+            column = lambda m: maps_ref[at, m][:, None]
+            wide = lambda a: a.astype(wide_dtype(a.dtype))
+            sums = []
+            for j in range(R):
+                x = x_refs[j][at, here]
+                mixed = add_up([column(2 * R + i * R + j) * wide(d[i]) for i in range(R)])
+                own = mixed + column(j) * wide(dread) + along_ref[at, 0][:, None] * wide(x)
+                out_refs[j][at, here] = (own + product(dproducts, phi[j], (1, 1))).astype(out_refs[j].dtype)
+                sums.append(dphi[j] + product(x, dproducts, (0, 0)))
+            return tuple(sums)
+
+        nothing = jnp.zeros((chunk, _MATRIX_COLUMNS), wide_dtype(dread.dtype))
+        for r, total in enumerate(lax.fori_loop(0, block // tiles.rows, body, (nothing,) * R)):
+            dphi_ref[pl.program_id(0), r, here, :] = total
+
+    blocks = tokens // block
+    sums = jax.ShapeDtypeStruct((blocks, R, width, _MATRIX_COLUMNS), wide_dtype(dread.dtype))
+    *dxs, dphi = pl.pallas_call(
+        kernel, out_shape=[*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], sums], grid=(blocks, width // chunk),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages), name="streams_gradient",
+        interpret=interpret,
+    )(*xs, *douts, dread, maps, _widened(dproducts), along[:, None], _widened(phi_RDM))  # fmt: skip
+    return dxs, jnp.sum(dphi, axis=0)[..., : phi_RDM.shape[-1]]
+
+
+def fits_norm(shape: tuple[int, ...], devices: int) -> bool:
+    """Whether a token's columns of a [..., D] array are a few chunks, and each device's tokens whole blocks."""
+    chunk = min(shape[-1] & -shape[-1], _WIDEST)
+    return math.prod(shape[:-1]) % (devices * _BLOCK) == 0 and chunk >= 32 and shape[-1] // chunk <= _MOST_CHUNKS
+
+
+def _chunks(width: int, columns: int) -> list[Any]:
+    return [pl.ds(k * columns, columns) for k in range(width // columns)]
+
+
+def read_and_norm(
+    xs: Sequence[Array], maps: Array, scale_D: Array, eps: float, *, interpret: bool = False
+) -> tuple[Array, Array]:
+    """(x / rms(x) * scale of x = sum_r pre[r] stream r, 1 / rms(x) as [tokens, 1]): x itself is not written down."""
+    R, (tokens, width) = len(xs), xs[0].shape
+    tiles = _norm_tiles(width, warps=4)
+    chunks = _chunks(width, tiles.columns)
+
+    def kernel(*refs: Any) -> None:
+        x_refs, (maps_ref, scale_ref, out_ref, inverse_ref), first = refs[:R], refs[R:], pl.program_id(0) * tiles.block
+
+        def body(n: Array, nothing: Array) -> Array:
+            at = pl.ds(first + n * tiles.rows, tiles.rows)
+            x = [_read(x_refs, maps_ref, at, here)[0] for here in chunks]
+            inverse = lax.rsqrt(add_up([jnp.sum(a * a, axis=1) for a in x]) / width + eps)
+            inverse_ref[at, 0] = inverse
+            for here, a in zip(chunks, x, strict=True):
+                out_ref[at, here] = (a * inverse[:, None] * scale_ref[here][None, :]).astype(out_ref.dtype)
+            return nothing
+
+        lax.fori_loop(0, tiles.block // tiles.rows, body, jnp.int32(0))
+
+    outs = [jax.ShapeDtypeStruct(xs[0].shape, xs[0].dtype), jax.ShapeDtypeStruct((tokens, 1), wide_dtype(xs[0].dtype))]
+    normed, inverse = pl.pallas_call(
+        kernel, out_shape=outs, grid=(tokens // tiles.block,), name="streams_read_and_norm", interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+    )(*xs, maps, scale_D)  # fmt: skip
+    return normed, inverse
+
+
+def _read(x_refs: Sequence[Any], maps_ref: Any, at: Any, here: Any) -> tuple[Array, list[Array]]:
+    """(sum_r pre[r] stream r, the streams) of some tokens and columns."""
+    x = [ref[at, here].astype(wide_dtype(ref.dtype)) for ref in x_refs]
+    return add_up([maps_ref[at, r][:, None] * a for r, a in enumerate(x)]), x
+
+
+def read_and_norm_backward(
+    xs: Sequence[Array], maps: Array, scale_D: Array, inverse: Array, dnormed: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """(gradient of what was read, of pre [tokens, R], of the scale) in one pass over the streams.
+
+    That of pre is the product of each stream with that of what was read. As the latter is (g - x * along) / rms, with
+    g the gradient times the scale, it follows from products with g and with x, and no stream is read twice.
+    """
+    R, (tokens, width) = len(xs), dnormed.shape
+    tiles = _norm_tiles(width, warps=2)
+    chunks = _chunks(width, tiles.columns)
+
+    def kernel(*refs: Any) -> None:
+        x_refs, (maps_ref, scale_ref, inverse_ref, dnormed_ref, dx_ref, dpre_ref, dscale_ref) = refs[:R], refs[R:]
+        first = pl.program_id(0) * tiles.block
+        nothing = jnp.zeros((tiles.rows, width // len(chunks)), wide_dtype(dnormed.dtype))
+
+        def body(n: Array, dscale: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = pl.ds(first + n * tiles.rows, tiles.rows)
+            inverse = inverse_ref[at, 0]
+            held, totals, sums = [], [nothing] * (2 * R + 1), []
+            for here, total in zip(chunks, dscale, strict=True):
+                read, x = _read(x_refs, maps_ref, at, here)
+                dnormed_tile = dnormed_ref[at, here].astype(read.dtype)
+                sums.append(total + dnormed_tile * read * inverse[:, None])
+                g = dnormed_tile * scale_ref[here][None, :]
+                held.append((read, g))
+                products = [g * read, *(g * a for a in x), *(read * a for a in x)]
+                totals = [t + p for t, p in zip(totals, products, strict=True)]
+            totals = [jnp.sum(t, axis=1) for t in totals]
+            along = totals[0] * inverse * inverse / width
+            for r in range(R):
+                dpre_ref[at, r] = inverse * (totals[1 + r] - along * totals[1 + R + r])
+            for here, (read, g) in zip(chunks, held, strict=True):
+                dx_ref[at, here] = ((g - read * along[:, None]) * inverse[:, None]).astype(dx_ref.dtype)
+            return tuple(sums)
+
+        sums = lax.fori_loop(0, tiles.block // tiles.rows, body, (nothing,) * len(chunks))
+        for here, total in zip(chunks, sums, strict=True):
+            dscale_ref[pl.program_id(0), here] = jnp.sum(total, axis=0)
+
+    wide, blocks = wide_dtype(dnormed.dtype), tokens // tiles.block
+    outs = [(dnormed.shape, dnormed.dtype), ((tokens, R), wide), ((blocks, width), wide)]
+    dx, dpre, dscale = pl.pallas_call(
+        kernel, out_shape=[jax.ShapeDtypeStruct(*out) for out in outs], grid=(blocks,), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        name="streams_read_and_norm_backward",
+    )(*xs, maps, scale_D, inverse, dnormed)  # fmt: skip
+    return dx, dpre, jnp.sum(dscale, axis=0)

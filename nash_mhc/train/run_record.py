@@ -1,0 +1,188 @@
+"""What a run records about itself when it starts: run.json, parameters.txt, changed settings, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from nash_mhc import __version__
+from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN, flat
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
+from nash_mhc.estimate.roofline import flops_per_token
+from nash_mhc.hub.importing import contents_beside
+from nash_mhc.model.architectures import architecture_of, count_parameters
+from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.optim.schedule import Hyperparameters, learning_rate
+from nash_mhc.parallel.board import from_leader
+from nash_mhc.parallel.params import named_leaves
+from nash_mhc.storage.errors import reason
+from nash_mhc.storage.paths import is_remote
+from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.telemetry.fan_out import Nowhere, Telemetry
+from nash_mhc.telemetry.sinks import Sink
+from nash_mhc.telemetry.terminal import Reporter
+from nash_mhc.train.inputs import Inputs
+from nash_mhc.train.resume import Start
+
+_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+# Where a run lies and how it was started are not settings of it.
+_NO_SETTINGS = {
+    "train.checkpoint_dir", "train.resume", "train.resume_from", "train.init_from", "train.init_step", "train.wait_for_lock",
+    "data.cache_dir", "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout", "kit",
+}  # fmt: skip
+_OF_SCHEDULE = {
+    "train.total_steps", "optim.learning_rate", "optim.min_lr_ratio", "optim.warmup_steps", "optim.schedule",
+    "optim.decay_fraction",
+}  # fmt: skip
+
+Changes = dict[str, list[Any]]  # section.key -> [old value, new value]
+
+
+@dataclass(frozen=True)
+class Record:
+    texts: dict[str, str | bytes]  # file name -> content; written again if the run directory vanishes
+    changed: Changes  # settings that differ from the run that is resumed
+    wandb: dict[str, str] | None  # project and id of the run at Weights & Biases
+
+
+def record_run(inputs: Inputs, mesh: Mesh, start: Start, about: dict[str, Any]) -> Record:
+    """Describe the run; `about` holds its settings as given, the command, and expected memory and speed."""
+    config = inputs.cfg.to_dict()
+    changed = _changes(start.before.config, flat(config)) if start.before is not None else {}
+    wandb = from_leader(lambda: _wandb_run(inputs))
+    before = start.before.commands if start.own and start.before is not None else ()
+    known = about | {
+        "init_from": start.init_from,
+        "history": _with_changes(start.history, changed, start.step),
+        "wandb": wandb,
+        "commands": [*before, *(text for text in about["commands"] if text not in before[-1:])],
+    }
+    described = {"config": config, "rows": inputs.identity} | _describe_model(inputs.cfg.model, flops_per_token(inputs.cfg))
+    floor = None if inputs.floor is None else {"nats_per_token": inputs.floor[0], "bits_per_byte": inputs.floor[1]}
+    run = json.dumps(described | _describe_machine(mesh) | {"floor": floor} | known, indent=2) + "\n"
+    texts: dict[str, str | bytes] = {RUN: run, PARAMETERS: _parameter_table(start.state.model)}
+    # The small files of the Hugging Face model that the run began with, so that it can become one again.
+    began = (start.init_from or {}).get("folder")
+    beside = contents_beside(Path(began)) if began is not None and not is_remote(began) else {}
+    return Record({**texts, **beside}, changed, wandb)
+
+
+def open_telemetry(
+    inputs: Inputs, record: Record, *, evaluated: int, step: int, sinks: Sequence[Sink], reporter: Reporter
+) -> Telemetry:
+    """Write the record and open the files of rows, dropping rows after `step` and evaluations after `evaluated`."""
+    if jax.process_index() > 0:
+        return Nowhere()
+    configuration = "".join(f"    {line}\n" for line in json.dumps(inputs.cfg.to_dict(), indent=2).splitlines())
+    others = [*sinks, *_wandb_sink(inputs, record.wandb, reporter)]
+    try:
+        inputs.folder.write(record.texts)
+        return Telemetry(
+            inputs.folder.path,
+            start_step=step,
+            evaluated=evaluated,
+            say=reporter.say,
+            owner=inputs.owner,
+            others=others,
+            texts={"configuration": configuration},
+        )
+    except OSError as error:
+        remedy = "make room there or choose another folder"
+        raise ConfigError(f"--checkpoint-dir {inputs.folder}: cannot be written ({reason(error)}); {remedy}") from error
+
+
+def _describe_model(cfg: ArchitectureConfig, flops: float) -> dict[str, Any]:
+    architecture = architecture_of(cfg)
+    return {
+        "parameters": count_parameters(cfg),
+        "drawn": None if (drawn := architecture.drawn(cfg)) is None else drawn._asdict(),
+        "remembers": architecture.remembers(cfg),
+        "flops_per_token": flops,
+    }
+
+
+def _describe_machine(mesh: Mesh) -> dict[str, Any]:
+    device = mesh.devices.flat[0]
+    return {
+        "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
+        "devices": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": mesh.size,
+            "there": jax.device_count(device.platform),
+        },
+        "versions": {"nash_mhc": __version__, "python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _parameter_table(model: LanguageModel) -> str:
+    """Return name, shape and size of every parameter."""
+    from clu import parameter_overview  # brings flax along, which takes a second to import
+
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in named_leaves(model).items()}
+    return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
+
+
+# --- settings that changed -------------------------------------------------------------------------------------------
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Changes:
+    """Return the settings that differ (section.key -> value)."""
+    return {k: [before[k], v] for k, v in now.items() if k in before and k not in _NO_SETTINGS and before[k] != v}
+
+
+def change_lines(changed: Changes, config: dict[str, Any], updates: int) -> list[str]:
+    """Lines about changed settings of a run with this configuration now, which has made so many updates before."""
+    if not changed:
+        return []
+    lines = ["settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())]
+    if _OF_SCHEDULE & set(changed):
+        values = {name: dict(part) if isinstance(part, dict) else part for name, part in config.items()}
+        for key, (old, _) in changed.items():
+            section, _, name = key.partition(".")
+            values[section][name] = old
+        before, after = (Hyperparameters.of(RunConfig.from_dict(settings)) for settings in (values, config))
+        was, now, end = (
+            float(learning_rate(h, n)) for h, n in ((before, updates), (after, updates), (after, int(after.total)))
+        )
+        lines.append(
+            f"the learning rate of the next step is {now:.2e}, with the settings before it would be {was:.2e}; "
+            f"{config['optim']['schedule']} now ends at step {config['train']['total_steps']} with {end:.2e}"
+        )
+    return lines
+
+
+def _with_changes(history: list[dict[str, Any]], changed: Changes, step: int) -> list[dict[str, Any]]:
+    entry = {"step": step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": changed}
+    return [*history, *([entry] if changed else [])]
+
+
+# --- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
+    """Return project and id of the run at Weights & Biases: those of before, if this directory's run has them."""
+    wanted, known = inputs.cfg.telemetry.wandb, inputs.folder.description()
+    before = known.wandb if known is not None else None
+    if wanted is None or (before is not None and before.get("project") == wanted):
+        return before
+    return {"project": wanted, "id": weights_and_biases.new_id()}
+
+
+def _wandb_sink(inputs: Inputs, run: dict[str, str] | None, reporter: Reporter) -> list[Sink]:
+    cfg = inputs.cfg
+    if run is None or cfg.telemetry.wandb is None:
+        return []
+    sink = weights_and_biases.WeightsAndBiases(cfg.telemetry, inputs.folder.path, run["id"], cfg.to_dict())
+    reporter.say(f"wandb: run {run['id']} of project {run['project']}, {cfg.telemetry.wandb_mode}")
+    return [sink]

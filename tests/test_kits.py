@@ -1,0 +1,310 @@
+"""Kits: a folder outside of the package that `--kit` loads, a package without its kits, a registered data source."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nash_mhc.config import kits, parsing
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
+from nash_mhc.data import sources
+from nash_mhc.data.pack import Rows
+from nash_mhc.hub.load import load
+from nash_mhc.report.contents import open_run
+from nash_mhc.report.page import write_page
+from nash_mhc.train import run
+from nash_mhc.train.inferred_settings import found_settings
+
+ROOT = Path(__file__).parent.parent
+
+INIT = """
+from nash_mhc.config.kits import Figure, Kit
+
+KIT = Kit(
+    model_kinds={"unigram": "settings:UnigramConfig"},
+    architectures={"unigram": "model:ARCHITECTURE"},
+    presets={"unigram": "settings:PRESETS"},
+    sections={"coldness": "settings:ColdnessConfig"},
+    objectives={"cold": "model:COLD"},
+    optimizers={"sign": "model:sign"},
+    figures={"factor": Figure("held-out factor", "{:.1f}", "factor", line=", factor {eval/factor:.0f}")},
+)
+"""
+
+SETTINGS = """
+from dataclasses import dataclass
+
+from nash_mhc.config.fields import ConfigError, Section, key
+from nash_mhc.config.schema import ArchitectureConfig, DataConfig, OptimConfig, RunConfig, TelemetryConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class UnigramConfig(ArchitectureConfig):
+    architecture = "unigram"
+    vocab_size: int = key(257, "tokens in the vocabulary", low=2)
+    width: int = key(16, "width of the table", low=1)
+
+
+@dataclass(frozen=True)
+class ColdnessConfig(Section):
+    section, prefixed, about = "coldness", True, "a loss of sharper logits"
+    factor: float = key(1.0, "factor of the logits in the loss", above=0)
+
+    def check_run(self, run):
+        if run.objective.name != "cold":
+            raise ConfigError("--coldness-factor is for --objective cold")
+
+
+PRESETS = {
+    name: RunConfig(
+        model_size=name, model=UnigramConfig(width=width), data=DataConfig(seq_len=32, batch_size=8),
+        optim=OptimConfig(warmup_steps=1), train=TrainConfig(total_steps=4, eval_batches=1),
+        telemetry=TelemetryConfig(sample_tokens=0),
+    )
+    for name, width in (("tiny", 16), ("less-tiny", 32))
+}
+"""
+
+MODEL = """
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from nash_mhc.model.parts import init_matrix
+from nash_mhc.model.protocol import Architecture, Execution
+from nash_mhc.objectives.base import Aux, Sum
+from nash_mhc.objectives.registry import ObjectiveKind
+from nash_mhc.objectives.vocabulary import sharded_xent
+from nash_mhc.parallel.params import TABLE, param
+
+from .settings import ColdnessConfig, UnigramConfig
+
+
+class Unigram(eqx.Module):
+    embed_VD: jax.Array = param("vocab", "embed", role=TABLE)
+    cfg: UnigramConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(cfg, *, key):
+        return Unigram(init_matrix(key, (cfg.padded_vocab, cfg.width), cfg.width), cfg)
+
+    @property
+    def unembed_VD(self):
+        return self.embed_VD
+
+    def hidden(self, tokens_BT, segments_BT=None, execution=Execution()):
+        return self.embed_VD.astype(execution.dtype)[tokens_BT], None
+
+    def health(self, report):
+        return {}
+
+    def penalties(self, report):
+        return {}
+
+
+def decode(model, cache, tokens_B):
+    logits_BV = model.embed_VD[tokens_B] @ model.embed_VD.T
+    return logits_BV[:, : model.cfg.vocab_size].astype(jnp.float32), cache
+
+
+ARCHITECTURE = Architecture(
+    init=Unigram.init,
+    flops_per_token=lambda cfg, seq_len: 6.0 * cfg.vocab_size * cfg.width,
+    empty_cache=lambda cfg, batch, seq_len, dtype: jnp.zeros(()),
+    decode=decode,
+)
+
+
+def make_cold(cfg, execution):
+    factor = cfg.section(ColdnessConfig).factor
+
+    def cold(model, batch):
+        x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
+        out = sharded_xent(factor * x_BTD, model.unembed_VD, batch.targets, batch.weights, model.cfg.vocab_size, 0.0)
+        sums = {"loss": Sum(out.loss, out.weight), "factor": Sum(factor * out.weight, out.weight)}
+        return out.loss, Aux(sums, model.health(report))
+
+    return cold
+
+
+COLD = ObjectiveKind(make_cold, examples="text")
+
+
+def sign(h, model):
+    return optax.scale_by_sign()
+"""
+
+
+@pytest.fixture
+def kit(tmp_path, monkeypatch):
+    """A kit outside of the package, of which nothing stays loaded."""
+    folder = tmp_path / "elsewhere" / "chilly"
+    folder.mkdir(parents=True)
+    for name, text in {"__init__.py": INIT, "settings.py": SETTINGS, "model.py": MODEL}.items():
+        (folder / name).write_text(text)
+    monkeypatch.setenv(kits.OUTSIDE, "")
+    import nash_mhc.kits as package
+
+    monkeypatch.setattr(package, "__path__", list(package.__path__))
+    yield folder
+    for module in [name for name in sys.modules if name.startswith("nash_mhc.kits.chilly")]:
+        del sys.modules[module]
+    vars(package).pop("chilly", None)
+    kits.forget()
+
+
+def python(*words, cwd, **env):
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=os.environ | {"JAX_PLATFORMS": "cpu"} | env,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_kit_outside_of_the_package_brings_all_that_it_names(kit, tmp_path):
+    """Proof (e) of the structure: files are added, and nothing of the package changes."""
+    flags = ["--kit", str(kit), "--model-kind", "unigram", "--model-size", "less-tiny", "--objective", "cold"]
+    flags += ["--coldness-factor", "2", "--optimizer", "sign", "--checkpoint-dir", str(tmp_path / "run")]
+    done = python("-m", "nash_mhc.train", *flags, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["config"]["kit"] == str(kit)
+    assert info["config"]["coldness"] == {"factor": 2.0} and info["config"]["model"]["width"] == 32
+    assert ", factor 2" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
+    assert rows[-1]["eval/factor"] == 2.0
+    # Other processes know it by the run alone: they resume, write and report.
+    resumed = python("-m", "nash_mhc.train", str(tmp_path / "run"), "--total-steps", "6", cwd=ROOT)
+    assert resumed.returncode == 0 and "step 6" in resumed.stdout.replace("  ", " "), resumed.stdout + resumed.stderr
+    assert isinstance(load(str(tmp_path / "run"), None).model.cfg, ArchitectureConfig)  # what `generate` opens
+    write_page([open_run(str(tmp_path / "run"))], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert '"held-out factor": "2.0"' in page.replace('":"', '": "') and '["factor","factor",false]' in page.replace(", ", ",")
+
+
+def test_names_of_a_kit_are_known_to_flags_help_and_yaml(kit, tmp_path, capsys):
+    kits.use(str(kit))
+    assert parsing.parse(["--model-kind", "unigram", "--coldness-factor", "2", "--objective", "cold"]).config.model.width == 16
+    with pytest.raises(SystemExit):
+        parsing.parse(["--help", "coldness"])
+    assert "--coldness-factor FLOAT" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="did you mean --coldness-factor"):
+        parsing.parse(["--coldnes-factor", "2"])
+    with pytest.raises(ConfigError, match="--coldness-factor is for --objective cold"):
+        parsing.parse(["--coldness-factor", "2"])
+    (tmp_path / "run.yaml").write_text(f"kit: {kit}\nobjective:\n  name: cold\ncoldness:\n  factor: 3\n")
+    parsed = parsing.parse(["--config", str(tmp_path / "run.yaml")])
+    assert parsing.render(parsed.config, parsed.origins).count("coldness:\n  factor: 3.0") == 1
+    assert RunConfig.from_dict(parsed.config.to_dict()) == parsed.config
+    assert hash(parsed.config) == hash(RunConfig.from_dict(parsed.config.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"--kit .*chilly: is no kit; give a folder with an __init__\.py that holds KIT"),
+        ("", r"--kit .*chilly: cannot be loaded \(AttributeError: .*KIT"),
+        ("import nowhere_at_all", r"--kit .*chilly: cannot be loaded \(ModuleNotFoundError: No module named 'nowhere_at_all'"),
+    ],
+)
+def test_a_folder_that_is_no_kit_is_one_line(kit, text, message):
+    (kit / "__init__.py").unlink()
+    if text is not None:
+        (kit / "__init__.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parsing.parse(["--kit", str(kit)])
+    assert os.environ[kits.OUTSIDE] == ""
+    parsing.parse([])  # and leaves nothing behind
+
+
+def test_a_run_whose_kit_moved_says_so(kit):
+    with pytest.raises(ConfigError, match=r"--kit /moved/chilly: is no kit; say with --kit where it is now"):
+        RunConfig.from_dict({"kit": "/moved/chilly"})
+    kits.use(str(kit))
+    RunConfig.from_dict({"kit": "/moved/chilly"})  # loaded from elsewhere
+
+
+SMALL = (
+    "--model-layers 1 --model-width 32 --model-ffn 64 --seq-len 64 --batch-size 2 --total-steps 2 --warmup-steps 1 "
+    "--eval-batches 1 --sample-tokens 0"
+).split()
+
+
+def test_the_core_trains_without_a_kit(tmp_path):
+    shutil.copytree(ROOT / "nash_mhc", tmp_path / "nash_mhc", ignore=shutil.ignore_patterns("__pycache__", "recursive"))
+    done = python("-m", "nash_mhc.train", *SMALL, "--checkpoint-dir", "./run", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and str(tmp_path) not in done.stderr, done.stderr
+
+
+ASKED = """
+import sys
+
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]  # would find the whole package
+from nash_mhc.config import kits, parsing
+
+assert parsing.parse([]).config.model_kind == "nash-mhc"
+try:
+    parsing.parse(["--model-kind", "recursive"])
+except parsing.ConfigError as error:
+    print(list(kits.all_kits()), error)
+"""
+
+
+@pytest.mark.parametrize(("gone", "left"), [("recursive", "reservoir"), ("kits", "")])
+def test_what_a_deleted_kit_had_is_refused_in_one_line(gone, left, tmp_path):
+    shutil.copytree(ROOT / "nash_mhc", tmp_path / "nash_mhc", ignore=shutil.ignore_patterns("__pycache__", gone))
+    done = python("-c", ASKED, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and left in done.stdout and "recursive" not in done.stdout.split("]")[0], done
+    assert len(done.stdout.splitlines()) == 1 and "must be one of nash-mhc" in done.stdout
+
+
+def test_importing_the_core_imports_no_kit():
+    """Not even by way of a registry: kits are imported when one of their names is looked up."""
+    text = "import sys, nash_mhc.train.trainer; print([name for name in sys.modules if name.startswith('nash_mhc.kits.')])"
+    loaded = python("-c", text, cwd=ROOT).stdout.strip()
+    modules = [name for name in eval(loaded) if name.count(".") > 2]
+    assert modules == [], modules
+
+
+def test_a_data_source_of_numpy_arrays_is_registered_from_python(tmp_path, monkeypatch):
+    """Proof (d) of the structure."""
+    monkeypatch.setattr(sources, "SOURCES", sources.SOURCES.copy())
+    sources.SOURCES["counting"] = sources.DataSource(
+        takes=lambda dataset, form: dataset == "counting",
+        open=lambda asked: Arrays(np.arange(64 * 65).reshape(64, 65) % 7, asked.seed),
+        infers=lambda values: {"data.seq_len": (64, "counting")},
+    )
+    flags = [*SMALL, "--dataset", "counting", "--model-scales", "1", "--model-window", "none", "--learning-rate", "1e-2"]
+    flags[flags.index("--total-steps") + 1] = "8"
+    cfg = parsing.parse([*flags, "--checkpoint-dir", str(tmp_path / "run")], found=found_settings).config
+    result = run(cfg, quiet=True)
+    assert result.evaluation["eval/loss"] < 5.0  # log 257 = 5.5: it has begun to count
+
+
+class Arrays:
+    """Rows of a table of tokens, read again and again."""
+
+    endless, most_documents, room = True, 1, None
+    name, identity, held_out = "counting", "counting-1", ""
+
+    def __init__(self, table, seed):
+        self.table, self.seed = table.astype(np.int32), seed
+
+    def __len__(self):
+        return sys.maxsize
+
+    def __getitem__(self, index):
+        return Rows(*(a[0] for a in self.take([index])))
+
+    def take(self, indices):
+        rows = self.table[np.asarray(indices) % len(self.table)]
+        ones = np.ones_like(rows[:, 1:])
+        return Rows(rows[:, :-1], rows[:, 1:], ones, ones.astype(np.float32))
+
+    def epochs(self, position):
+        return {}
