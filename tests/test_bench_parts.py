@@ -144,7 +144,8 @@ def test_only_the_parts_that_are_asked_for(monkeypatch, tmp_path, capsys):
     figures = json.loads(file.read_text())
     rows = {row["part"]: row for row in figures["parts"]}
     assert rows.keys() == {"mhc-write", "update-layers"}
-    assert rows["mhc-write"]["ms"] > rows["mhc-write"]["forward_ms"] > 0
+    assert rows["mhc-write"]["ms"] > 0
+    assert rows["mhc-write"]["forward_ms"] > 0
     assert rows["update-layers"]["ms"] == rows["update-layers"]["forward_ms"]  # there is no way back
     assert "step_ms" not in figures  # without the others, the rest says nothing
     assert "Most is lost in" in capsys.readouterr().out

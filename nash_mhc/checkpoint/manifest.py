@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from nash_mhc.storage.paths import Folder, is_remote
 
 FILE = "manifest.json"
 VERSION = 1  # of the file's form
+_REMOVAL_ATTEMPTS, _REMOVAL_PAUSE_S = 20, 0.1
 _STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 
 
@@ -174,11 +176,7 @@ def remove_unfinished(folder: Folder) -> None:
     """What a save that never ended left;
     a checkpoint without a manifest that has no mark was whole once, and stays."""
     for part in folder.glob(_BEING_WRITTEN):
-        with (
-            contextlib.suppress(OSError),
-            as_os_errors(),
-        ):  # TensorStore may still be at it; nobody takes it for a checkpoint
-            files.remove(part)
+        _remove_busy(part)
     for part in folder.glob(f"*.{FILE}.part"):
         part.unlink()
     for mark in folder.glob("*.saving"):
@@ -186,6 +184,16 @@ def remove_unfinished(folder: Folder) -> None:
         if files.exists(checkpoint) and not files.exists(checkpoint / FILE):
             files.remove(checkpoint)
         mark.unlink()
+
+
+def _remove_busy(part: Folder) -> None:
+    """Remove a directory that TensorStore may still write to; retry, then leave it: no reader takes it for a checkpoint."""
+    for attempt in range(_REMOVAL_ATTEMPTS):
+        if attempt:
+            time.sleep(_REMOVAL_PAUSE_S)
+        with contextlib.suppress(OSError), as_os_errors():
+            files.remove(part)
+            return
 
 
 def make_room(folder: Folder, *, keep: int, keep_every: int) -> None:
