@@ -1,7 +1,7 @@
 """What a layer of ours holds of a batch, in bytes of one device: kept for the backward pass, and while it works.
 
 Counted from what the code keeps, array by array: `remat_policy` in `remat.py` says which. Held against XLA's own
-figures in tests/test_plan_memory.py, and read from its buffers: docs/planning.md tells what was found in them.
+figures in tests/estimate/test_plan_memory.py, and read from its buffers: docs/planning.md tells what was found in them.
 """
 
 from __future__ import annotations

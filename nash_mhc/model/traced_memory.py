@@ -3,7 +3,7 @@
 The layer and its backward pass are traced once, as one device runs them, without a device or a compiler. The remat
 policy then says which values of the forward pass are saved. What is alive at the worst moment follows from one rule:
 matrix products, loops and reductions write their results to memory, and everything between them is fused.
-Held against XLA's own figures in tests/test_plan_memory.py.
+Held against XLA's own figures in tests/estimate/test_plan_memory.py.
 """
 
 from __future__ import annotations

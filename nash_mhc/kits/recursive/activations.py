@@ -1,7 +1,7 @@
 """What a recursive model holds of a batch, in bytes of one device.
 
 A layer is there once for every application that the gradient goes through, and nothing is kept of the others. Held
-against XLA's own figures in tests/test_plan_memory.py.
+against XLA's own figures in tests/estimate/test_plan_memory.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from nash_mhc.config import presets
 from nash_mhc.model.architectures import count_parameters
 
-PAGE = Path(__file__).parent.parent / "docs" / "presets.md"
+PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 
 
 @pytest.mark.parametrize("name", presets.sizes())

@@ -19,7 +19,7 @@ from nash_mhc.data.prepared import prepare as prepare_module
 from nash_mhc.data.prepared import rows as rows_module
 from nash_mhc.data.prepared.rows import PreparedRows
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 # --- the same bytes --------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def test_a_live_page_is_for_this_machine_and_survives_its_folder(live: LiveServe
 def test_the_live_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", [row(1), row(2)])
     argv = [sys.executable, "-m", "nash_mhc.report", "--live", str(folder)]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             assert process.stdout is not None

@@ -32,7 +32,7 @@ from nash_mhc.notebook.training import Stopped, follow, generate, pack, start
 from nash_mhc.runtime.hardware import device_memory, known_memory
 from nash_mhc.runtime.signals import TRY_AGAIN
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TRAIN, INSIDE = ROOT / "notebooks" / "train_3b_tpu.ipynb", ROOT / "notebooks" / "look_inside.ipynb"
 

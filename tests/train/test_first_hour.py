@@ -34,7 +34,7 @@ from nash_mhc.train import __main__ as train
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = [*DENSE[: DENSE.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
 # A program less to trace and compile: samples are written by the first run here.
 WITHOUT_SAMPLE = ["--seq-len", "64", "--sample-tokens", "0"]

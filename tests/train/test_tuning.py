@@ -113,7 +113,7 @@ def test_recipes_run(recipe, tmp_path, monkeypatch):
     """But for their size: a smaller base, fewer questions and steps, adapters that are smaller and alike, so that both
     recipes run the same programs, and no dropout, slow when unoptimized."""
     monkeypatch.chdir(tmp_path)
-    Path("recipes").symlink_to(Path(__file__).parent.parent / "recipes")
+    Path("recipes").symlink_to(Path(__file__).parents[2] / "recipes")
     untrained_run(tmp_path / "runs" / "base", small.config())
 
     def call(command, *argv):

@@ -14,7 +14,7 @@ from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
 from nash_mhc.parallel import sharding
 
-PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CELLS = [
     cell for cell in nbformat.read(ROOT / "notebooks" / "train_3b_tpu.ipynb", as_version=4).cells if cell.cell_type == "code"
 ]

@@ -126,7 +126,7 @@ def test_the_cache_of_a_full_disk_is_given_up(tmp_path, monkeypatch):
 
 def test_make_train_and_the_commands_that_it_prints_share_a_cache():
     """Both beside the runs: nothing in the Makefile names another place."""
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     assert "JAX_COMPILATION_CACHE_DIR" not in makefile
 
 

@@ -181,7 +181,7 @@ def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monke
 
 
 def test_the_whole_architecture_is_a_folder_with_its_own_code(tmp_path, monkeypatch, capsys):
-    """By our own commands; tests/test_torch_model.py has what is in the code."""
+    """By our own commands; tests/hub/test_torch_model.py has what is in the code."""
     cfg = small.nash_config()
     model = dataclasses.replace(cfg.model, rope_scaling="yarn,factor=4,original=16", tied_embeddings=False)
     run = drawn_run(tmp_path / "run", dataclasses.replace(cfg, model=model))

@@ -20,7 +20,7 @@ from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
 from nash_mhc.data.stories.corpus import StoryCorpus
 from nash_mhc.data.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GOOD = json.dumps({"text": "a good line"}) + "\n"
 
 

@@ -24,7 +24,7 @@ from nash_mhc.parallel import processes
 from nash_mhc.runtime.compat import absl, cudnn, lm_eval, orbax, pip, splash
 from nash_mhc.runtime.compat import jax as compat_jax
 
-PACKAGE = Path(__file__).parent.parent / "nash_mhc"
+PACKAGE = Path(__file__).parents[2] / "nash_mhc"
 COMPAT = PACKAGE / "runtime" / "compat"
 
 

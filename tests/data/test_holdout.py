@@ -27,7 +27,7 @@ from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import fixed_sample, open_held_out, open_source
 from nash_mhc.data.stories.corpus import StoryRows
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def documents(count: int, seed: int = 0) -> list[str]:

@@ -17,7 +17,7 @@ from nash_mhc.doctor import __main__ as doctor
 from nash_mhc.doctor import machine, packages
 from nash_mhc.doctor.findings import Finding
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Slow to import, and of no use to a test that is about something else: empty modules take their place.
 HEAVY = ("equinox", "optax", "clu", "grain", "transformers", "tensorboard", "pyarrow", "beartype", "jaxtyping", "tokenizers")
 

@@ -171,7 +171,7 @@ def test_other_mistakes_of_records(tmp_path: Path, capsys: pytest.CaptureFixture
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {file}:1: no field 'a', there are q; ")
