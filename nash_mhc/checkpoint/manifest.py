@@ -187,7 +187,7 @@ def remove_unfinished(folder: Folder) -> None:
 
 
 def _remove_busy(part: Folder) -> None:
-    """Remove a directory that TensorStore may still write to; retry, then leave it: no reader takes it for a checkpoint."""
+    """Remove a directory that TensorStore may still write to. Retry, then leave it: its name is no checkpoint's."""
     for attempt in range(_REMOVAL_ATTEMPTS):
         if attempt:
             time.sleep(_REMOVAL_PAUSE_S)

@@ -23,8 +23,8 @@ def rates(module: PyTree) -> PyTree:
 
     Adam moves every entry of a matrix by about the rate, all in directions that agree with its input: what comes out
     moves by the rate times the width. So what has the width among its axes learns at a rate of one over it, and the
-    same number suits every width (tests/optim/test_rates.py watches how far activations move). Scales, biases and taps move
-    what comes out by the rate itself.
+    same number suits every width (tests/optim/test_rates.py watches how far activations move).
+    Scales, biases and taps move what comes out by the rate itself.
     """
 
     def factor(declared: Declared, array: Any) -> float:

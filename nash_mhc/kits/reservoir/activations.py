@@ -1,6 +1,6 @@
 """What a layer of a reservoir model holds of a batch, in bytes of one device.
 
-Counted from what the code keeps, array by array, and held against XLA's own figures in tests/estimate/test_plan_memory.py.
+Counted from what the code keeps, array by array, and compared with XLA's figures in tests/estimate/test_plan_memory.py.
 States and what drives them are float32 whatever the compute dtype is: they add up over many tokens.
 """
 
