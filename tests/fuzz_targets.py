@@ -20,7 +20,7 @@ from nash_mhc.generate.prompts import read_prompts
 from nash_mhc.hub import __main__ as hub
 from nash_mhc.hub.load import config_of
 from nash_mhc.report import __main__ as report
-from nash_mhc.telemetry.fan_out import Telemetry
+from nash_mhc.telemetry.sinks import Telemetry
 from nash_mhc.train import __main__ as train
 
 _FIELDS = ("--prompt-template", "Q: {question}[ ({level})]", "--response-template", " A: {answer}")

@@ -13,7 +13,7 @@ import nash_mhc
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.key_names import keys
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.paths import place
+from nash_mhc.storage.files import place
 
 NAME = "s3://bucket/run"
 # Each command with every path that it takes; X stands for the path in question.

@@ -19,8 +19,7 @@ from jax.sharding import AxisType, Mesh
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.device_settings import for_platform
-from nash_mhc.parallel.divisibility import check_fit
-from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.parallel.mesh import check_fit, make_mesh
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import sharded_abstract_state

@@ -12,7 +12,7 @@ from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.telemetry.fan_out import Telemetry
+from nash_mhc.telemetry.sinks import Telemetry
 from nash_mhc.train.log import StepLog
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.trainer import run

@@ -18,8 +18,8 @@ from nash_mhc.config.commands import OneLineParser, chosen_command, module_comma
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.files import Folder, place
 from nash_mhc.storage.json_files import number, table
-from nash_mhc.storage.paths import Folder, place
 
 ABOUT = {
     "list": "steps, sizes, held-out losses, and what was set aside",

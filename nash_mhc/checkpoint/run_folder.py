@@ -22,8 +22,8 @@ from nash_mhc.config.recorded import leaves, taken_over
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig, section_classes
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, one_line, reason
+from nash_mhc.storage.files import Folder, is_remote, place
 from nash_mhc.storage.json_files import MALFORMED, parse_json, read_json, reading
-from nash_mhc.storage.paths import Folder, is_remote, place
 
 RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
     "run.json", "parameters.txt", "metrics.jsonl", "eval.jsonl", "checkpoints",

@@ -26,9 +26,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors
-from nash_mhc.storage.files import create_whole, exists, write_whole
+from nash_mhc.storage.files import Folder, create_whole, exists, is_remote, still_names, write_whole
 from nash_mhc.storage.json_files import parse_json
-from nash_mhc.storage.paths import Folder, is_remote, still_names
 
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
 BEAT_S, DEAD_S = 10.0, 45.0  # an owner writes its sign of life this often, and without one for so long it is taken for dead

@@ -8,13 +8,13 @@ from typing import Any
 
 import grain
 import numpy as np
+from absl import flags
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource
 from nash_mhc.data.workers import begin_worker, starting_workers
-from nash_mhc.runtime.compat.absl import mark_flags_as_parsed
 
 
 class Steps:
@@ -42,6 +42,12 @@ def _begin_worker(_: int, __: int) -> None:
     begin_worker()
 
 
+def _mark_absl_flags_as_parsed() -> None:
+    """Let grain's workers read absl's flags, which only an absl program parses."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
 def batches(
     source: RowSource,
     *,
@@ -65,7 +71,7 @@ def batches(
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
     ds: Any = grain.MapDataset.source(steps)[start_step:stop_step].to_iter_dataset(options)
     if workers:
-        mark_flags_as_parsed()
+        _mark_absl_flags_as_parsed()
         ds = ds.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=buffer), _begin_worker)
     iterator: Any = iter(ds)
     if workers:

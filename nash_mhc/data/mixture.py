@@ -11,7 +11,7 @@ import numpy as np
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.order import BLOCK, counts_before, dealt, shares, shuffled
 from nash_mhc.data.pack import Rows
-from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.files import digest_of
 
 
 class NothingHeldOut(ConfigError):

@@ -29,7 +29,7 @@ from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus, StoryRows
 from nash_mhc.data.streamed_rows import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
-from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.files import digest_of
 from nash_mhc.storage.folders import model_name
 
 _SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same

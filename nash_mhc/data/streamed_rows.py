@@ -33,7 +33,7 @@ from nash_mhc.data.pieces import Document, document_of, pieces_of
 from nash_mhc.data.prepared.manifest import VERSION
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.files import digest_of
 from nash_mhc.storage.json_files import MALFORMED, parse_json
 
 LANES = 16  # at most: divisible by the usual numbers of processes

@@ -72,9 +72,8 @@ def cache_command(argv: Sequence[str]) -> int:
     from nash_mhc.hub import stored
     from nash_mhc.hub.load import load
     from nash_mhc.parallel.board import leader_first
-    from nash_mhc.parallel.divisibility import check_fit
-    from nash_mhc.parallel.mesh import describe, make_mesh
-    from nash_mhc.runtime.program_cache import use_compilation_cache
+    from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
+    from nash_mhc.runtime.compiled import use_compilation_cache
     from nash_mhc.train.devices import join
 
     join(cfg, **vars(own))  # first of all

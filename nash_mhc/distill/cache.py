@@ -29,7 +29,7 @@ from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.board import from_leader, wait_for_all
 from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiled import CompiledStep
-from nash_mhc.storage.digests import digest_of_file
+from nash_mhc.storage.files import digest_of_file
 from nash_mhc.train.device_batches import own_rows, to_device
 from nash_mhc.train.teacher import finder
 

@@ -14,7 +14,7 @@ from nash_mhc.doctor.findings import OK, WARNING, Finding, size
 from nash_mhc.doctor.teller import Stop, Teller
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors
-from nash_mhc.storage.paths import Folder, is_remote, place
+from nash_mhc.storage.files import Folder, is_remote, place
 
 _BYTES, _BYTES_REMOTE = 64 << 20, 8 << 20  # written and read; over a network, few enough for a slow one
 _LITTLE = 5e9  # bytes that are free: a few checkpoints of the smaller presets
@@ -76,7 +76,7 @@ def _storage(tell: Teller, folder: Folder) -> None:
 
 
 def _cache(tell: Teller, folder: Folder) -> None:
-    """Where `runtime/program_cache.py` would keep compiled programs."""
+    """Where `runtime/compiled.py` would keep compiled programs."""
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     beside = Path("runs") if is_remote(folder) else folder.parent
     cache = place(named) if named else (beside / ".jax_cache").absolute()

@@ -15,7 +15,7 @@ from nash_mhc.hub.load import shape_of
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.ops.xent import chunk_length
-from nash_mhc.parallel.divisibility import check_fit, misfits
+from nash_mhc.parallel.mesh import check_fit, misfits
 from nash_mhc.parallel.sharding import RULES, logical_axes
 
 _KNOWN_BYTES = 6  # of a token that a teacher names: its id as int32, its logit as float16

@@ -13,7 +13,7 @@ from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors,
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig, check_field
 from nash_mhc.evaluate import harness
 from nash_mhc.evaluate.table import Row, rows_of, table, write_json
-from nash_mhc.storage.paths import is_remote, place
+from nash_mhc.storage.files import is_remote, place
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, texts: dict[str, str], named: list[str]) -> i
     from nash_mhc.hub.load import config_of, load
     from nash_mhc.parallel.mesh import describe, make_mesh
     from nash_mhc.parallel.processes import check_same, start
-    from nash_mhc.runtime.program_cache import use_compilation_cache
+    from nash_mhc.runtime.compiled import use_compilation_cache
 
     cfg = config_of(args.folder)
     if start(args.mesh) > 1:
@@ -129,7 +129,7 @@ def _sorted(names: list[str]) -> tuple[dict[str, str], list[str]]:
 def _check_fit(cfg: RunConfig, mesh: Mesh, batch_size: int) -> None:
     """ConfigError for a model or a batch that the mesh does not divide."""
     from nash_mhc.evaluate.scoring import row_unit
-    from nash_mhc.parallel.divisibility import check_fit
+    from nash_mhc.parallel.mesh import check_fit
 
     unit = row_unit(cfg.model.alignment, mesh)
     data = dataclasses.replace(cfg.data, batch_size=batch_size, seq_len=-(-cfg.data.seq_len // unit) * unit)

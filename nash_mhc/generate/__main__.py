@@ -16,8 +16,8 @@ from nash_mhc.config import kits
 from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
 from nash_mhc.config.kits import Generator, Registry
 from nash_mhc.config.schema import ConfigError, check_field
+from nash_mhc.storage.files import is_remote, place
 from nash_mhc.storage.folders import check_model_folder
-from nash_mhc.storage.paths import is_remote, place
 
 if TYPE_CHECKING:
     from nash_mhc.generate.decode import Loaded
@@ -106,7 +106,7 @@ def main() -> int:
     # After the flags: a typo is reported without JAX.
     from nash_mhc.generate.decode import load
     from nash_mhc.generate.prompts import Prompt, asked, read_prompts
-    from nash_mhc.runtime.program_cache import use_compilation_cache
+    from nash_mhc.runtime.compiled import use_compilation_cache
 
     prompts = [asked(args.prompt, args.system) if args.chat else Prompt(args.prompt)]
     if args.prompts:

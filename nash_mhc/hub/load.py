@@ -25,9 +25,8 @@ from nash_mhc.model.architectures import abstract_model, check_drawn
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.quantized import has_few_bits
 from nash_mhc.parallel.sharding import placed
-from nash_mhc.storage.files import exists
+from nash_mhc.storage.files import Folder, exists, is_remote
 from nash_mhc.storage.folders import check_model_folder
-from nash_mhc.storage.paths import Folder, is_remote
 
 BESIDE_RUN = "hub"  # folder of a run that has the files of the Hugging Face model that it began with, weights excepted
 

@@ -24,10 +24,8 @@ from nash_mhc.model.lora import adapted, adapters_of, base_of, merged, on_base
 from nash_mhc.model.quantized import baked, counted, quantized, unquantized
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.digests import digest_of, digests_of_files
-from nash_mhc.storage.files import exists
+from nash_mhc.storage.files import digest_of, digests_of_files, exists, is_remote
 from nash_mhc.storage.folders import check_model_folder
-from nash_mhc.storage.paths import is_remote
 
 Record = dict[str, Any]  # of run.json: where weights lie, and how to know that they are the same
 Say = Callable[[str], None]

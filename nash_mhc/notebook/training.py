@@ -22,7 +22,7 @@ from typing import Any
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, PARAMETERS, RUN, Row, RunFolder
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.runtime.signals import TRY_AGAIN
-from nash_mhc.storage.paths import is_remote
+from nash_mhc.storage.files import is_remote
 
 _WAIT_FOR_LOCK = "600"  # seconds: the process that the kernel before this one has started may still be saving
 _DRAWING = 9  # for each second of drawing, so many without: a CPU that trains needs them

@@ -12,7 +12,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.contents import Run, facts, in_words, open_run, remembered
 from nash_mhc.report.live import LiveServer
 from nash_mhc.report.page import write_page
-from nash_mhc.storage.paths import place
+from nash_mhc.storage.files import place
 
 
 def _show(runs: list[Run]) -> None:

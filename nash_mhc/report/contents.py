@@ -15,8 +15,8 @@ from nash_mhc.config.commands import module_command
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.config.humanize import duration
 from nash_mhc.config.kits import FIGURES
+from nash_mhc.storage.files import Folder
 from nash_mhc.storage.json_files import number, table
-from nash_mhc.storage.paths import Folder
 
 _STRETCHES = 500  # of a long run: each keeps its lowest and highest value of what is looked at for spikes
 _LOOKED_AT = ("loss", "grad_norm", "step_ms")

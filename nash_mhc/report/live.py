@@ -10,7 +10,7 @@ from typing import Any
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.contents import open_run
 from nash_mhc.report.page import as_json, data_of, page
-from nash_mhc.storage.paths import Folder
+from nash_mhc.storage.files import Folder
 
 _HOSTS = ("localhost", "127.0.0.1", "[::1]")  # by which this machine calls itself
 

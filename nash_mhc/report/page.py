@@ -11,8 +11,7 @@ from typing import Any
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.contents import Run, contents
 from nash_mhc.storage.errors import as_os_errors, reason
-from nash_mhc.storage.files import write_whole
-from nash_mhc.storage.paths import Folder
+from nash_mhc.storage.files import Folder, write_whole
 
 
 def data_of(runs: Sequence[Run]) -> dict[str, Any]:

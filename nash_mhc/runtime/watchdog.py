@@ -10,20 +10,184 @@ import faulthandler
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers, waits
+from nash_mhc.parallel.board import ANSWER_S, Board, LostProcess, coordinator_answers, waits
 from nash_mhc.parallel.processes import coordinator, when_coordinator_is_lost
-from nash_mhc.runtime import heartbeat
-from nash_mhc.runtime.heartbeat import Heartbeat, Sign
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
-from nash_mhc.runtime.stopping import StoppingPoint, Verdicts
+
+SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
+BEGIN_S = 120.0  # and for this long, one that has connected and given none yet
+
+Sign = dict[str, Any]  # name, phase, moves, at, ended
+
+
+@dataclass
+class _Peer:
+    """Another process: its last sign of life, and for how long there has been no new one."""
+
+    sign: Sign
+    silent: float = 0.0
+
+
+class Heartbeat:
+    """Times are counted in looks of `tick` seconds, not by the clock: a machine that was asleep has lost nobody."""
+
+    def __init__(self, board: Board, index: int, count: int, tick: float) -> None:
+        self._board, self._index, self._count, self._tick = board, index, count, tick
+        self._peers: dict[str, _Peer] = {}
+        self.looked = 0.0  # seconds with an answer
+        self._unanswered = 0.0  # seconds since the last one
+        self.missing: list[int] = []  # who has given no sign of life in all of them
+        self.all_run = False  # whether everyone who has given one is still at work
+
+    def exchange(self, mine: Sign) -> dict[str, Any] | None:
+        """Leaves a sign of life and reads the others'; returns the notes on the board. None: it cannot be reached,
+        because process 0, which holds it, is gone or frozen."""
+        try:
+            self._board.write(f"life/{self._index}", mine)
+            signs, notes = self._board.read("life"), self._board.read("notes")
+        except jax.errors.JaxRuntimeError as error:
+            # A frozen process has not answered for so long by now, a dead one answers at once.
+            self._unanswered += ANSWER_S if isinstance(error, LostProcess) and error.frozen else self._tick
+            return None
+        self.looked, self._unanswered = self.looked + self._tick, 0.0
+        self.missing = [index for index in range(self._count) if str(index) not in signs]
+        running = {index: sign for index, sign in signs.items() if not sign["ended"]}
+        self.all_run = len(running) == len(signs)
+        for index, sign in running.items():
+            peer = self._peers.setdefault(index, _Peer(sign))
+            peer.silent, peer.sign = (peer.silent + self._tick if sign == peer.sign else 0.0), sign
+        return notes
+
+    def lost(self, patience: float) -> str | None:
+        """Who is gone, in a sentence: nothing was heard of it for `patience` seconds, or, since the beginning,
+        for longer."""
+        if self.missing and self.looked >= BEGIN_S:
+            return self.never_came()
+        for peer in self._peers.values():
+            if peer.silent >= min(SILENCE_S, patience):
+                name, phase = peer.sign["name"], peer.sign["phase"]
+                silence = f"no sign of life for {peer.silent:.0f} s"
+                return f"{name} is gone or frozen, {silence}; the last that is known of it: {phase}"
+        return None
+
+    def coordinator_lost(self) -> str | None:
+        """Process 0 holds the notes, and gives no answer."""
+        if self._unanswered < min(SILENCE_S, ANSWER_S):
+            return None
+        known = self._peers.get("0")
+        phase = f"; the last that is known of it: {known.sign['phase']}" if known else ""
+        name = known.sign["name"] if known else "process 0"
+        return f"{name} is gone or frozen, no answer for {self._unanswered:.0f} s{phase}"
+
+    def never_came(self) -> str:
+        """Killed after the processes had found each other, before it had begun to watch over the others."""
+        names = " and ".join(f"process {index}" for index in self.missing)
+        return f"{names} connected and has given no sign of life since: gone, most likely"
+
+    def signs(self) -> dict[str, Sign]:
+        """The last one of each process that was heard of."""
+        return {index: peer.sign for index, peer in self._peers.items()}
+
+    def end(self, mine: Sign) -> None:
+        """This process has done its work: there will be silence, and nothing to worry about."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._board.write(f"life/{self._index}", mine | {"ended": True})
+
+
+class StoppingPoint:
+    """The main thread asks at every point where it could stop; another one agrees with the other processes meanwhile.
+
+    `board` is None where there is only one process.
+    """
+
+    def __init__(self, board: Board | None, index: int, count: int) -> None:
+        self._board, self._index, self._count = board, index, count
+        self._points = 0  # passed so far
+        self._stop_at: int | None = None
+        self._lock = threading.Lock()
+
+    def reached(self) -> bool:
+        """Passes a point: whether it is the one to stop at."""
+        with self._lock:
+            self._points += 1
+            if self._board is None:
+                return SIGNALS.caught is not None
+            return self._stop_at is not None and self._points >= self._stop_at
+
+    @property
+    def agreed(self) -> bool:
+        return self._stop_at is not None
+
+    def agree(self, why: str, give_up: Callable[[str], None]) -> None:
+        """Finds the first point that no process has passed yet; nobody passes another one meanwhile.
+
+        This is between the threads, because the main ones may be waiting for each other inside a step.
+        """
+        assert self._board is not None
+        with self._lock:
+            self._board.write("notes/stop", why)
+            self._board.write(f"points/{self._index}", self._points)
+            try:
+                points = [self._board.wait(f"points/{index}", 3 * SILENCE_S) for index in range(self._count)]
+            except TimeoutError as late:
+                # Still inside: nobody here passes another point before this process leaves.
+                give_up(f"{why}, and process {str(late).rpartition('/')[2]} did not answer")
+            else:
+                self._stop_at = 1 + max(points)
+
+
+class Verdicts:
+    """Of one process; `board` (None for a run of one process) is where the others read them."""
+
+    def __init__(self, board: Board | None, index: int, name: str, tick: float) -> None:
+        self._board, self._index, self._name, self._tick = board, index, name, tick
+
+    def post(self, verdict: str, culprits: Sequence[str] = (), code: int = TRY_AGAIN) -> None:
+        """For the others, who leave when they read it."""
+        if self._board is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a board they find out by themselves
+                self._board.write("notes/verdict", [verdict, list(culprits), code])
+
+    def carry_out(self, verdict: str, culprits: Sequence[str], code: int = TRY_AGAIN) -> None:
+        """Leaves, with the stacks of those who held up the others.
+        Returns only in a notebook, which is to stay alive."""
+        if str(self._index) in culprits:
+            stack = "(no room to write it)"
+            with contextlib.suppress(OSError):  # on a full disk
+                stack = _stack()
+            print(f"stack of {self._name}:\n{stack}", file=sys.stderr)
+            if self._board is not None:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._board.write(f"stacks/{self._index}", stack)
+        if self._board is not None and self._index == 0:
+            time.sleep(3 * self._tick)  # the board ends with process 0: the others read it first
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                for index, stack in self._board.read("stacks").items():  # one log shall tell it all
+                    print(f"stack of process {index}:\n{stack}", file=sys.stderr)
+        print(f"error: {verdict}; start it again to resume from the last checkpoint", file=sys.stderr)
+        if SIGNALS.listening or self._board is not None:
+            leave(code)
+        SIGNALS.interrupt()
+
+
+def _stack() -> str:
+    """Of all threads, as text; the interpreter writes it to a real file only."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
+
 
 _PATIENCE_S = 300.0  # that nobody waits longer than, whatever becomes of the board
 _EFFORT = 0.05  # CPU seconds per second: less is what looking costs
@@ -190,6 +354,6 @@ class Watch:
 
         Not by the clock, which runs on where a busy machine lets nobody look; only without end it does not wait.
         """
-        enough, end = self._looked + heartbeat.SILENCE_S + 5 * self._tick, time.monotonic() + _PATIENCE_S
+        enough, end = self._looked + SILENCE_S + 5 * self._tick, time.monotonic() + _PATIENCE_S
         while self._looked < enough and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(self._tick / 2)

@@ -13,7 +13,7 @@ from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import one_line
-from nash_mhc.storage.paths import is_remote, place
+from nash_mhc.storage.files import is_remote, place
 
 
 def check_free(out: Path) -> None:

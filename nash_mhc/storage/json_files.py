@@ -10,7 +10,7 @@ from typing import Any
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors, reason
-from nash_mhc.storage.paths import Folder
+from nash_mhc.storage.files import Folder
 
 # What Python raises where a file holds other values than the code that reads them expects.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)

@@ -7,10 +7,11 @@ import itertools
 import json
 import math
 import os
+import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -20,10 +21,11 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from nash_mhc.checkpoint.run_folder import EVALUATIONS, Row, row_of
-from nash_mhc.storage.append_log import growing
-from nash_mhc.storage.files import exists, write_whole
-from nash_mhc.storage.paths import Folder
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, ROW_FILES, Row, row_of
+from nash_mhc.checkpoint.run_lock import Nobody, Owner
+from nash_mhc.config.schema import ConfigError, TelemetryConfig
+from nash_mhc.storage.errors import as_os_errors, reason
+from nash_mhc.storage.files import Folder, exists, growing, is_remote, write_whole
 
 _NUMBERS = itertools.count()  # of the event files of this process
 
@@ -204,3 +206,134 @@ def _color(value: float | None) -> tuple[int, ...]:
         return _PAPER
     share = min(max(value, 0.0), 1.0)
     return tuple(round(a + share * (b - a)) for a, b in zip(_NOTHING, _MUCH, strict=True))
+
+
+def check_wandb(cfg: TelemetryConfig) -> None:
+    """Whether rows could be sent; looked at before anything is made. ConfigError."""
+    if cfg.wandb is None:
+        return
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("--wandb needs its library: pip install 'nash_mhc[wandb]', or pip install wandb") from None
+    if cfg.wandb_mode == "online":
+        try:
+            known = wandb.login(prompt=False)
+        except Exception as error:  # of many kinds; the user needs the reason
+            raise ConfigError(f"--wandb {cfg.wandb}: {_first_line(error)}; --wandb-mode offline needs no account") from None
+        if not known:
+            raise ConfigError(f"--wandb {cfg.wandb}: nobody is logged in; run wandb login, or use --wandb-mode offline")
+
+
+def new_wandb_id() -> str:
+    return secrets.token_hex(4)
+
+
+class WeightsAndBiases:
+    """A run there, with an id that the run's folder keeps: what is resumed goes on in the same one."""
+
+    def __init__(self, cfg: TelemetryConfig, folder: Folder, run_id: str, config: dict[str, Any]) -> None:
+        import wandb
+
+        self.name = f"wandb {cfg.wandb}"
+        self._rows: list[tuple[int, Row, str]] = []
+        mode: Literal["online", "offline"] = "online" if cfg.wandb_mode == "online" else "offline"
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
+        try:
+            self._run = wandb.init(
+                project=cfg.wandb, id=run_id, name=folder.name, config=config, mode=mode, resume="allow",
+                dir=None if is_remote(folder) else str(folder), settings=settings,
+            )  # fmt: skip
+        except Exception as error:  # of many kinds, its own and others'
+            raise ConfigError(f"--wandb {cfg.wandb}: {_first_line(error)}; --wandb-mode offline needs no network") from None
+
+    def add(self, step: int, row: Row, file: str) -> None:
+        self._rows.append((step, row, file))
+
+    def flush(self, *, last: bool = False) -> None:
+        try:
+            while self._rows:
+                step, row, file = self._rows[0]
+                texts = {tag: value for tag, value in row.items() if isinstance(value, str)}
+                self._run.log(dict(scalars(row, file)) | texts, step=step)
+                self._rows.pop(0)
+            if last:
+                self._run.finish()
+        except Exception as error:  # whatever it is, it is no reason to stop a run
+            raise OSError(_first_line(error)) from error
+
+    @property
+    def waiting(self) -> int:
+        return len(self._rows)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class Telemetry:
+    """Rows by step, to the files under `folder` and to the sinks `others`.
+
+    A resumed run first drops the rows of the steps that it is about to take again, and of evaluations after step
+    `evaluated`, which it is about to make again:
+    an earlier process may have done both, and have left no checkpoint of it.
+
+    What cannot be written waits in memory and is reported once: numbers are no reason to stop a run.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        start_step: int = 0,
+        evaluated: int | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        owner: Owner = Nobody(),
+        others: Sequence[Sink] = (),
+        texts: Mapping[str, str] = {},
+    ) -> None:
+        self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
+        with as_os_errors():
+            until = {METRICS: start_step, EVALUATIONS: start_step if evaluated is None else evaluated}
+            rows = [JsonLines(folder, name, until[name], say) for name in ROW_FILES]
+        self._sinks: list[Sink] = [*rows, EventFile(folder, start_step, texts), *others]
+        self._flush()
+
+    def write(self, step: int, row: Row, *, file: str = METRICS) -> None:
+        for sink in self._sinks:
+            sink.add(step, row, file)
+        self._flush()
+
+    def _flush(self, *, last: bool = False) -> None:
+        fault: tuple[str, OSError] | None = None
+        for sink in self._sinks:
+            try:
+                self._owner.check()  # whose folder it is now, its rows are no business of this run
+                sink.flush(last=last)
+            except OSError as error:
+                fault = fault or (sink.name, error)
+        if fault and not self._faulty:
+            self._say(f"{fault[0]} could not be written ({reason(fault[1])}, {self._folder}); its rows wait, training goes on")
+        elif self._faulty and not fault:
+            self._say(f"metrics are written to {self._folder} again, with the rows that had waited")
+        self._faulty = fault is not None
+
+    def close(self) -> None:
+        self._flush(last=True)
+        lost: dict[str, int] = {}
+        for sink in self._sinks:
+            name = "metrics" if sink.name in ROW_FILES else sink.name
+            lost[name] = lost.get(name, 0) + sink.waiting
+        for name, count in lost.items():
+            if count:
+                self._say(f"{count} row{'s' * (count > 1)} of {name} could not be written to {self._folder}")
+
+
+class Nowhere(Telemetry):
+    """Of a process whose numbers another one writes down."""
+
+    def __init__(self) -> None: ...
+
+    def write(self, step: int, row: Row, *, file: str = METRICS) -> None: ...
+
+    def close(self) -> None: ...

@@ -13,7 +13,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.profile import Profile
-from nash_mhc.storage.paths import is_remote
+from nash_mhc.storage.files import is_remote
 from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.state import TrainState
 

@@ -17,11 +17,9 @@ from nash_mhc.config.fields import weighted_parts
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.prepared.manifest import FILE
 from nash_mhc.model.device_settings import for_platform
-from nash_mhc.parallel.divisibility import check_fit, misfits
-from nash_mhc.parallel.mesh import make_mesh
+from nash_mhc.parallel.mesh import check_fit, make_mesh, misfits
 from nash_mhc.parallel.processes import check_same, start
-from nash_mhc.storage.digests import digest_of, digest_of_file
-from nash_mhc.storage.paths import is_remote
+from nash_mhc.storage.files import digest_of, digest_of_file, is_remote
 from nash_mhc.train.programs import make_objective
 from nash_mhc.train.state import abstract_state
 

@@ -23,7 +23,7 @@ from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch, Sums
 from nash_mhc.runtime.compiled import Program
 from nash_mhc.runtime.watchdog import Watch
-from nash_mhc.telemetry.fan_out import Telemetry
+from nash_mhc.telemetry.sinks import Telemetry
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.device_batches import own_rows, to_device

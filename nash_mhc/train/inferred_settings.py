@@ -23,8 +23,8 @@ from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.hub.importing import settings_of
 from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.files import is_remote
 from nash_mhc.storage.folders import check_model_folder
-from nash_mhc.storage.paths import is_remote
 
 _BEGIN = "data.begin_with_end"
 _OF_MODEL = ("data.tokenizer", _BEGIN)  # of the data: what goes with a model

@@ -28,9 +28,8 @@ from nash_mhc.parallel.processes import check_same
 from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import one_line
-from nash_mhc.storage.files import exists
-from nash_mhc.storage.paths import is_remote
-from nash_mhc.telemetry import weights_and_biases
+from nash_mhc.storage.files import exists, is_remote
+from nash_mhc.telemetry.sinks import check_wandb
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.resume import check_resume
@@ -106,7 +105,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     if jax.process_count() > 1:
         check_same({f"the data of --dataset {cfg.data.dataset}": identity}, patience=math.inf)  # it may take long to open
     from_leader(lambda: check_resume(cfg, rows=identity))
-    from_leader(lambda: weights_and_biases.check(cfg.telemetry))
+    from_leader(lambda: check_wandb(cfg.telemetry))
     held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, **how))
     evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh, teach=teachers.reader(held_out))
     tested = leader_first(lambda: open_test(cfg.data, tokenizer, **how))

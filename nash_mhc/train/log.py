@@ -20,9 +20,8 @@ from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.parallel.place import unread_variables
 from nash_mhc.runtime.hardware import peak_memory
-from nash_mhc.telemetry.fan_out import Telemetry
-from nash_mhc.telemetry.live_panel import LivePanel
-from nash_mhc.telemetry.terminal import JsonReporter, Reporter, is_terminal
+from nash_mhc.telemetry.sinks import Telemetry
+from nash_mhc.telemetry.terminal import JsonReporter, LivePanel, Reporter, is_terminal
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train import spikes
 from nash_mhc.train.callbacks import Callback, TrainingRun

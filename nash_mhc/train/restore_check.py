@@ -21,8 +21,7 @@ from nash_mhc.checkpoint.store import Store, arrays_of
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.files import sizes
-from nash_mhc.storage.paths import Folder, place
+from nash_mhc.storage.files import Folder, place, sizes
 from nash_mhc.train.state import TrainState, abstract_state, saved_part
 
 _BLOCK = 1 << 24  # numbers looked at together: what is computed of them stays small beside the checkpoint

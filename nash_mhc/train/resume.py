@@ -24,8 +24,7 @@ from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import placed
 from nash_mhc.storage.errors import one_line
-from nash_mhc.storage.files import exists
-from nash_mhc.storage.paths import is_remote
+from nash_mhc.storage.files import exists, is_remote
 from nash_mhc.telemetry.sinks import without_nan
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
 

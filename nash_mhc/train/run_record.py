@@ -25,10 +25,8 @@ from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
-from nash_mhc.storage.paths import is_remote
-from nash_mhc.telemetry import weights_and_biases
-from nash_mhc.telemetry.fan_out import Nowhere, Telemetry
-from nash_mhc.telemetry.sinks import Sink
+from nash_mhc.storage.files import is_remote
+from nash_mhc.telemetry.sinks import Nowhere, Sink, Telemetry, WeightsAndBiases, new_wandb_id
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.resume import Start
@@ -176,13 +174,13 @@ def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
     before = known.wandb if known is not None else None
     if wanted is None or (before is not None and before.get("project") == wanted):
         return before
-    return {"project": wanted, "id": weights_and_biases.new_id()}
+    return {"project": wanted, "id": new_wandb_id()}
 
 
 def _wandb_sink(inputs: Inputs, run: dict[str, str] | None, reporter: Reporter) -> list[Sink]:
     cfg = inputs.cfg
     if run is None or cfg.telemetry.wandb is None:
         return []
-    sink = weights_and_biases.WeightsAndBiases(cfg.telemetry, inputs.folder.path, run["id"], cfg.to_dict())
+    sink = WeightsAndBiases(cfg.telemetry, inputs.folder.path, run["id"], cfg.to_dict())
     reporter.say(f"wandb: run {run['id']} of project {run['project']}, {cfg.telemetry.wandb_mode}")
     return [sink]

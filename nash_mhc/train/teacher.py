@@ -22,10 +22,10 @@ from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_likeliest
 from nash_mhc.ops.distill import Teacher
-from nash_mhc.parallel.divisibility import check_fit
+from nash_mhc.parallel.mesh import check_fit
 from nash_mhc.parallel.sharding import named
 from nash_mhc.runtime.compiled import CompiledStep
-from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.files import digest_of
 from nash_mhc.train.programs import room_for
 
 Say = Callable[[str], None]

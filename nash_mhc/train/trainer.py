@@ -22,12 +22,12 @@ from nash_mhc.estimate.preflight import preflight
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.board import from_leader
+from nash_mhc.runtime.compiled import remove_programs, use_compilation_cache
 from nash_mhc.runtime.hardware import peak_flops
 from nash_mhc.runtime.profile import show_kernels
-from nash_mhc.runtime.program_cache import remove_programs, use_compilation_cache
 from nash_mhc.runtime.signals import SIGNALS, Interrupted
 from nash_mhc.runtime.watchdog import Watch
-from nash_mhc.storage.paths import Folder
+from nash_mhc.storage.files import Folder
 from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.telemetry.wall_clock import WallClock

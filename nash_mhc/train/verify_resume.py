@@ -32,7 +32,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
-from nash_mhc.parallel.divisibility import misfits
+from nash_mhc.parallel.mesh import misfits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.place import find_place
 from nash_mhc.train.callbacks import EachStep

@@ -13,7 +13,7 @@ from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.telemetry.fan_out import Telemetry
+from nash_mhc.telemetry.sinks import Telemetry
 from nash_mhc.train import run as train
 from nash_mhc.train import run_record, trainer
 

@@ -18,9 +18,8 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.generate.decode import load
 from nash_mhc.report import __main__ as report
-from nash_mhc.runtime.program_cache import use_compilation_cache
-from nash_mhc.storage.append_log import Rewritten
-from nash_mhc.storage.paths import place
+from nash_mhc.runtime.compiled import use_compilation_cache
+from nash_mhc.storage.files import Rewritten, place
 from nash_mhc.train import run as train
 
 

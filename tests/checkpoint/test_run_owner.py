@@ -13,7 +13,7 @@ from fake_gcs import serve
 from nash_mhc.checkpoint import manifest, run_lock
 from nash_mhc.checkpoint.run_lock import OBJECT, OTHERS, hold, hold_shared
 from nash_mhc.config import ConfigError
-from nash_mhc.storage.paths import place
+from nash_mhc.storage.files import place
 
 
 @pytest.fixture(scope="module")

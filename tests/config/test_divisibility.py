@@ -17,8 +17,7 @@ from nash_mhc.config.schema import (
 )
 from nash_mhc.kits.recursive.settings import RecursiveConfig
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
-from nash_mhc.parallel.divisibility import check_fit, misfits
-from nash_mhc.parallel.mesh import mesh_shape
+from nash_mhc.parallel.mesh import check_fit, mesh_shape, misfits
 
 FITS: dict[str, tuple[RunConfig, dict[str, int]]] = {
     "--batch-size": (changed(SMALL, data={"batch_size": 10}), {"data": 2, "fsdp": 2, "tp": 1}),

@@ -119,7 +119,7 @@ def test_a_window_lowers_the_flops():
 
 @pytest.mark.parametrize("name", presets.sizes())
 def test_every_preset_is_a_valid_run_that_a_2x2x2_mesh_divides(name):
-    from nash_mhc.parallel.divisibility import check_fit
+    from nash_mhc.parallel.mesh import check_fit
 
     run = presets.run(name)
     assert run.model == presets.model(name)
@@ -127,7 +127,7 @@ def test_every_preset_is_a_valid_run_that_a_2x2x2_mesh_divides(name):
 
 
 def test_the_default_preset_divides_over_eight_devices_along_any_axis():
-    from nash_mhc.parallel.divisibility import check_fit
+    from nash_mhc.parallel.mesh import check_fit
 
     for shape in ((8, 1, 1), (1, 8, 1), (1, 1, 8)):
         check_fit(presets.run(), dict(zip(("data", "fsdp", "tp"), shape, strict=True)))

@@ -20,7 +20,7 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.place import Place, find_place, unread_variables
-from nash_mhc.parallel.roll_call import wait_for_all
+from nash_mhc.parallel.processes import roll_call
 from nash_mhc.runtime.signals import TRY_AGAIN
 from nash_mhc.train.devices import settings_of_run
 
@@ -277,7 +277,7 @@ def test_a_roll_call_waits_for_the_port_and_takes_no_other_answer():
     with ThreadPoolExecutor(2) as threads:
         with socket.create_server(("localhost", 0)) as before:
             address = f"localhost:{before.getsockname()[1]}"
-            both = [threads.submit(wait_for_all, address, 2, number, 60.0) for number in range(2)]
+            both = [threads.submit(roll_call, address, 2, number, 60.0) for number in range(2)]
             with before.accept()[0] as caller:
                 caller.sendall(b"\x00\xff")
         assert [each.result() for each in both] == [None, None]
@@ -292,7 +292,7 @@ def test_a_roll_call_ends_alike_in_all_processes(missing):
     def ended(number):
         time.sleep(0.3 * (number == 0))  # the others may come first
         try:
-            return wait_for_all(address, 4, number, 2.0 if missing else 60.0)
+            return roll_call(address, 4, number, 2.0 if missing else 60.0)
         except ConfigError as error:
             return str(error).partition(" within 2 s")[0]
 

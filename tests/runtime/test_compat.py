@@ -15,13 +15,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 from nash_mhc.bench import corpus
-from nash_mhc.checkpoint.orbax_manager import close_manager, new_manager
+from nash_mhc.checkpoint.store import close_manager, new_manager
 from nash_mhc.config.schema import ConfigError, MeshConfig
+from nash_mhc.data import loader
 from nash_mhc.ops.attend import attend, attend_with_evidence
 from nash_mhc.ops.attend_rows import Rows
 from nash_mhc.ops.kernels import attend_cudnn
 from nash_mhc.parallel import processes
-from nash_mhc.runtime.compat import absl, cudnn, lm_eval, orbax, pip, splash
+from nash_mhc.runtime.compat import cudnn, lm_eval, orbax, pip, splash
 from nash_mhc.runtime.compat import jax as compat_jax
 
 PACKAGE = Path(__file__).parents[2] / "nash_mhc"
@@ -188,7 +189,7 @@ def test_workers_of_grain_find_absl_s_flags_parsed(monkeypatch):
     from absl import flags
 
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
-    absl.mark_flags_as_parsed()
+    loader._mark_absl_flags_as_parsed()
     assert flags.FLAGS.is_parsed()
 
 

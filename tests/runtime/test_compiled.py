@@ -14,9 +14,8 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import compiler_options
 from nash_mhc.runtime.compat.jax import write_programs_whole
-from nash_mhc.runtime.compiled import CompiledStep, Program, compiles_still
+from nash_mhc.runtime.compiled import CompiledStep, Program, compiles_still, remove_programs, use_compilation_cache
 from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
-from nash_mhc.runtime.program_cache import remove_programs, use_compilation_cache
 from nash_mhc.train.programs import compile_evaluation, compile_train_step
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nash_mhc.parallel import board
 from nash_mhc.parallel.board import Board, coordinator_answers
-from nash_mhc.runtime import heartbeat, stopping, watchdog
+from nash_mhc.runtime import watchdog
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 
@@ -39,9 +39,9 @@ def left(monkeypatch):
 
     monkeypatch.setattr(watchdog, "Board", Notes)
     monkeypatch.setattr(watchdog, "leave", leave)
-    monkeypatch.setattr(stopping, "leave", leave)
+    monkeypatch.setattr(watchdog, "leave", leave)
     monkeypatch.setattr(watchdog.Watch, "_catch_aborts", lambda _: None)
-    monkeypatch.setattr(heartbeat, "SILENCE_S", 0.2)
+    monkeypatch.setattr(watchdog, "SILENCE_S", 0.2)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # SystemExit there ends the thread, as `leave` the process
     return gone
@@ -58,7 +58,7 @@ def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
 
 
 def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEGIN_S", 0.3)
+    monkeypatch.setattr(watchdog, "BEGIN_S", 0.3)
     with watchdog.Watch(stall_timeout=0.5):
         assert left.wait(60)
     assert left.code == TRY_AGAIN
@@ -66,7 +66,7 @@ def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch)
 
 
 def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch):
-    monkeypatch.setattr(heartbeat, "SILENCE_S", 60.0)
+    monkeypatch.setattr(watchdog, "SILENCE_S", 60.0)
     monkeypatch.setattr(watchdog.Watch, "_let_the_thread_find_out", lambda _: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watchdog.Watch(stall_timeout=0.5) as watched:
         watched._board.write("life/1", watched._sign() | {"name": "process 1"})

@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
 
-from nash_mhc.telemetry.fan_out import Telemetry
-from nash_mhc.telemetry.live_panel import LivePanel, sparkline
-from nash_mhc.telemetry.terminal import Reporter, is_terminal
+from nash_mhc.telemetry.sinks import Telemetry
+from nash_mhc.telemetry.terminal import LivePanel, Reporter, is_terminal, sparkline
 
 ROW = {"loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "step_ms": 12.0, "tokens_per_s": 34567.0, "mfu": 0.42}
 ROW |= {"tokens_seen": 1_234_567}

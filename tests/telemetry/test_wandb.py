@@ -10,9 +10,8 @@ import pytest
 from runs import RUN, at, rows
 
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
-from nash_mhc.telemetry import weights_and_biases
-from nash_mhc.telemetry.fan_out import Telemetry
-from nash_mhc.telemetry.sinks import scalars
+from nash_mhc.telemetry import sinks
+from nash_mhc.telemetry.sinks import Telemetry, scalars
 
 OFFLINE = dataclasses.replace(RUN, telemetry=TelemetryConfig(sample_tokens=4, wandb="stories", wandb_mode="offline"))
 
@@ -65,7 +64,7 @@ def logged(folder):
 
 
 def test_it_gets_the_same_numbers_as_the_runs_own_files(tmp_path):
-    sink = weights_and_biases.WeightsAndBiases(OFFLINE.telemetry, tmp_path, weights_and_biases.new_id(), {})
+    sink = sinks.WeightsAndBiases(OFFLINE.telemetry, tmp_path, sinks.new_wandb_id(), {})
     telemetry = Telemetry(tmp_path, others=[sink])
     for step in range(1, 400):  # more than fits into one of its blocks
         layers = [[0.25 * step, 0.75], [0.5, 1.0 / step]]
@@ -105,7 +104,7 @@ def test_rows_of_metrics_and_of_evaluations_are_kept_for_it_and_a_resumed_run_ha
 
 
 def test_another_project_is_another_run_there(tmp_path):
-    told = weights_and_biases.new_id(), weights_and_biases.new_id()
+    told = sinks.new_wandb_id(), sinks.new_wandb_id()
     assert told[0] != told[1]
     at(tmp_path / "run", OFFLINE, total_steps=2)
     before = json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]

@@ -29,7 +29,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, TrainConfig
 from nash_mhc.data.inspection import of_run
 from nash_mhc.data.mixture import passes
 from nash_mhc.parallel.mesh import describe
-from nash_mhc.storage.paths import place
+from nash_mhc.storage.files import place
 from nash_mhc.train import __main__ as train
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings

@@ -10,7 +10,7 @@ from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.readers import Raw, Unreachable, columns_of, format_of
-from nash_mhc.storage.digests import digest_of, digests_of_sources
+from nash_mhc.storage.files import digest_of, digests_of_sources
 
 _UNKNOWN_SIZE = 1 << 30  # bytes that a dataset is taken for when it does not say: its chunks are large
 

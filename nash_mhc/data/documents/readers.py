@@ -19,7 +19,7 @@ from nash_mhc.data.documents.files import FORMATS, ending_of, find_files, kind_o
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.documents.templates import both
 from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus
-from nash_mhc.storage.digests import digest_of, digests_of_sources
+from nash_mhc.storage.files import digest_of, digests_of_sources
 from nash_mhc.storage.json_files import MALFORMED, parse_json
 
 BLOCK = 4 << 20  # bytes of a text file that are handled at once: a document may be larger than memory

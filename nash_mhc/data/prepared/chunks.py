@@ -26,7 +26,7 @@ from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.prepared.rows import RowFormat
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.files import digest_of
 
 
 class Chunk(NamedTuple):

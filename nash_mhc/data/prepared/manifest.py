@@ -13,8 +13,7 @@ from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
 from nash_mhc.data.documents.files import counted_endings
-from nash_mhc.storage.digests import digest_of, digests_of_files
-from nash_mhc.storage.files import write_whole
+from nash_mhc.storage.files import digest_of, digests_of_files, write_whole
 from nash_mhc.storage.json_files import check_types, read_json, reading, table
 
 FILE = "manifest.json"

@@ -31,8 +31,8 @@ from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Sp
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
+from nash_mhc.storage.files import still_names
 from nash_mhc.storage.json_files import MALFORMED, parse_json
-from nash_mhc.storage.paths import still_names
 
 RECIPE = "recipe.json"
 

@@ -20,7 +20,7 @@ from nash_mhc.data.mixture import Extras
 from nash_mhc.data.pack import Taught
 from nash_mhc.data.prepared.manifest import Damaged, check_files
 from nash_mhc.data.prepared.rows import PreparedRows, few_open_files
-from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.files import digest_of
 from nash_mhc.storage.json_files import check_types, read_json, reading
 
 FILE = "teacher.json"

@@ -31,7 +31,7 @@ from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, is_held_out, sudo
 from nash_mhc.kits.recursive.puzzles.rows import GridRows
 from nash_mhc.kits.recursive.puzzles.sudoku import is_solution
 from nash_mhc.kits.recursive.puzzles.sudoku_search import BOXES, LANES, solve
-from nash_mhc.storage.digests import digest_of, digests_of_sources
+from nash_mhc.storage.files import digest_of, digests_of_sources
 
 _VERSION = 1  # of the rows that are made of a file
 _QUESTIONS, _ANSWERS, _RATINGS = ("question", "puzzle", "quizzes"), ("answer", "solution", "solutions"), ("rating",)

@@ -13,7 +13,7 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.data.stories.corpus import SPLITS
 from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, find_kind
 from nash_mhc.kits.recursive.puzzles.pool import VERSION, open_pool, sizes_of
-from nash_mhc.storage.digests import digest_of
+from nash_mhc.storage.files import digest_of
 
 _SYMMETRY = 3  # what random numbers are for
 _QUESTION, _ANSWER = "question", "solution"
