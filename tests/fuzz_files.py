@@ -19,7 +19,7 @@ from corpora import save_tokenizer
 from safetensors.numpy import save_file
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.run_lock import hold
+from nash_mhc.checkpoint.run_lock import acquire
 from nash_mhc.config.schema import DataConfig, ModelConfig, RunConfig
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
@@ -176,7 +176,7 @@ def run_on_stories(folder: Path) -> None:
 
 def lock(folder: Path) -> None:
     (folder / "run").mkdir()
-    with_lock = hold(folder / "run", wait=0, say=print)
+    with_lock = acquire(folder / "run", wait=0, say=print)
     with_lock.release()
     (folder / "run" / ".lock").write_text(json.dumps({"id": "a", "machine": ["b"], "pid": 3, "since": "then", "beat": 0}))
 

@@ -10,7 +10,7 @@ from fuzzing import Target, refused_or_read, run_main
 from nash_mhc.checkpoint import __main__ as checkpoint
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.checkpoint.run_lock import hold
+from nash_mhc.checkpoint.run_lock import acquire
 from nash_mhc.config.schema import DataConfig
 from nash_mhc.data import __main__ as data
 from nash_mhc.data.sources import open_held_out, open_source
@@ -103,7 +103,7 @@ def signed_again(folder: Path) -> int:
 
 
 def take_lock(folder: Path) -> int:
-    return refused_or_read(lambda: hold(folder / "run", wait=0, say=print).release())
+    return refused_or_read(lambda: acquire(folder / "run", wait=0, say=print).release())
 
 
 def import_model(folder: Path) -> int:

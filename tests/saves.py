@@ -38,7 +38,7 @@ def saver_of(store, heard, **options):
 
 def until_due(saver):
     """As the loop asks, after each step."""
-    while not saver.due():
+    while not saver.retry_due():
         time.sleep(0.01)
 
 

@@ -76,7 +76,7 @@ class Soaked:
             assert code in allowed, f"{kind.name} ended it with {code}:\n{life.said}"
             assert "Traceback" not in life.said, life.said
         self.done += 1
-        saved = manifest.numbered(self.folder / "checkpoints")
+        saved = manifest.saved_steps(self.folder / "checkpoints")
         return f"{kind.name} to {len(hit)} of {len(lives)} -> {codes}, step {saved[-1] if saved else 0} is saved"
 
     def finish(self) -> None:
@@ -96,7 +96,7 @@ def difference(soaked: Path, calm: Path, steps: int) -> list[str]:
     wrong += [name for name in want if name not in got or not np.array_equal(got[name], want[name])]
     left = [path.name for path in (soaked / "checkpoints").iterdir() if not path.name.isdecimal()]
     wrong += [f"left behind: {name}" for name in left]
-    bad = {step: manifest.problem(soaked / "checkpoints" / str(step)) for step in manifest.numbered(soaked / "checkpoints")}
+    bad = {step: manifest.problem(soaked / "checkpoints" / str(step)) for step in manifest.saved_steps(soaked / "checkpoints")}
     return wrong + [f"checkpoint {step}: {problem}" for step, problem in bad.items() if problem]
 
 

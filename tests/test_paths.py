@@ -13,7 +13,7 @@ import nash_mhc
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.key_names import keys
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.files import place
+from nash_mhc.storage.files import to_path
 
 NAME = "s3://bucket/run"
 # Each command with every path that it takes; X stands for the path in question.
@@ -83,7 +83,7 @@ def test_it_is_refused_in_files_and_by_the_reader_of_runs_too(write):
         lambda: parse(["--config", write(f"data:\n  dataset: {NAME}\n")]),
         lambda: read_chain(Path(write(f"teacher: {NAME}\nstages:\n  - name: one\n", "chain.yaml")), Path("out")),
         lambda: read_text(f"bytes:{NAME}"),
-        lambda: place(NAME),
+        lambda: to_path(NAME),
     ):
         with pytest.raises(ConfigError, match="s3:// is not supported"):
             read()

@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 import small
 
 from nash_mhc.checkpoint.saving import Saver
-from nash_mhc.checkpoint.store import Store, arrays_of
+from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.data.pack import Rows
 from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.watchdog import Watch
@@ -253,7 +253,7 @@ def arrays(folder: Path, step: int) -> dict[str, np.ndarray]:
     """Every array of a checkpoint, whatever mesh wrote it."""
     checkpoint = folder.absolute() / "checkpoints" / str(step)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    like = {k: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for k, (shape, dtype) in arrays_of(checkpoint).items()}
+    like = {k: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for k, (shape, dtype) in array_metadata(checkpoint).items()}
     with ocp.StandardCheckpointer() as reader:
         return jax.device_get(reader.restore(checkpoint / "state", like))
 

@@ -35,7 +35,7 @@ from nash_mhc.optim.optimizers import averaged
 from nash_mhc.optim.rounding import salt_of, wide
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Declared, Made, map_declared, named_leaves
+from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Declared, DerivedParam, map_declared, named_leaves
 from nash_mhc.parallel.sharding import for_compute
 
 Run = Callable[[Any, Any, Any], Any]  # (module, arrays, aside) -> what comes out
@@ -309,7 +309,7 @@ class Walk:
 
 def _only(module: Any, beginnings: tuple[str, ...]) -> Any:
     """The module with its arrays of such names, and None for the others."""
-    named, form = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, Weight | Made))
+    named, form = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, Weight | DerivedParam))
     name = lambda path: jax.tree_util.keystr(path).lstrip(".")
     kept = [leaf if beginnings and name(path).startswith(beginnings) else None for path, leaf in named]
     return jax.tree.unflatten(form, kept)

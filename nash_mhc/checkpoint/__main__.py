@@ -17,8 +17,8 @@ from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from nash_mhc.config.commands import OneLineParser, chosen_command, module_command, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
-from nash_mhc.storage.errors import one_line
-from nash_mhc.storage.files import Folder, place
+from nash_mhc.storage.errors import as_config_error
+from nash_mhc.storage.files import Folder, to_path
 from nash_mhc.storage.json_files import number, table
 
 ABOUT = {
@@ -32,8 +32,8 @@ USAGE = f"python -m nash_mhc.checkpoint {' | '.join(ABOUT)} DIR"
 
 def _folder(name: str) -> Folder:
     """The folder that holds the numbered checkpoints: of a run, or itself."""
-    folder = place(name)
-    with one_line(name):
+    folder = to_path(name)
+    with as_config_error(name):
         found = files.exists(folder, kind="directory")
     if not found:
         raise ConfigError(f"{folder}: no such folder; give run directory, such as runs/tiny-20260101-120000")
@@ -50,7 +50,7 @@ def _is_step(name: str) -> bool:
 
 
 def _steps(folder: Folder, wanted: int | None) -> list[int]:
-    steps = manifest.numbered(folder)
+    steps = manifest.saved_steps(folder)
     if wanted is not None and wanted not in steps:
         raise ConfigError(f"--step {wanted}: {folder} has no such checkpoint; it has {', '.join(map(str, steps)) or 'none'}")
     return steps if wanted is None else [wanted]
@@ -80,7 +80,7 @@ def list_command(folder: Folder, step: int | None) -> int:
     lines = [("step", "size", "tokens seen", "held-out loss", "saved", "state")]
     for name in sorted(names, key=lambda n: (int(n.partition(".")[0]), n)):
         checkpoint = folder / name
-        loss, tokens = manifest.held_out_loss(checkpoint), number(manifest.values_of(checkpoint), "tokens_seen")
+        loss, tokens = manifest.held_out_loss(checkpoint), number(manifest.read_values(checkpoint), "tokens_seen")
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(files.changed(checkpoint)))
         shown = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
         lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,.0f}", shown, saved, _state(folder, name)))
@@ -111,14 +111,14 @@ def inspect_command(folder: Folder, step: int | None) -> int:
     checkpoint = _last(folder, step)
     if wrong := manifest.problem(checkpoint):
         raise ConfigError(f"{checkpoint}: damaged or not finished, {wrong}; inspect another one with --step")
-    from nash_mhc.checkpoint.store import arrays_of  # brings JAX along, which the other commands do without
+    from nash_mhc.checkpoint.store import array_metadata  # brings JAX along, which the other commands do without
 
-    files, values = manifest.read(checkpoint), manifest.values_of(checkpoint)
+    files, values = manifest.read(checkpoint), manifest.read_values(checkpoint)
     print(f"{checkpoint}: {_size(checkpoint)} in {len(files)} files, whole; manifest {manifest.identity(checkpoint)}")
     evaluation = table(values, "evaluation")  # its names begin with eval/ already
     shown = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | evaluation
     print("\n".join(f"{name}: {value}" for name, value in _lines(shown)))
-    arrays = arrays_of(checkpoint)
+    arrays = array_metadata(checkpoint)
     width = max(map(len, arrays))
     for name, (shape, dtype) in arrays.items():
         print(f"  {name:<{width}}  {dtype}[{','.join(map(str, shape))}]")
@@ -136,7 +136,7 @@ def verify_command(folder: Folder, step: int | None) -> int:
             f"{each}: {problem or f'whole ({_size(folder / str(each))} read in {time.monotonic() - began:.1f} s)'}",
             flush=True,
         )
-    return 1 if wrong or not manifest.numbered(folder) else 0
+    return 1 if wrong or not manifest.saved_steps(folder) else 0
 
 
 def restore_test_command(folder: Folder, step: int | None) -> int:

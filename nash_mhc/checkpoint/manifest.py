@@ -34,7 +34,7 @@ def step_of(name: str) -> int | None:
     return int(name) if _STEP.fullmatch(name) else None
 
 
-def numbered(folder: Folder) -> list[int]:
+def saved_steps(folder: Folder) -> list[int]:
     """Steps that have a folder of their own, oldest first; what Orbax is still writing may have another name."""
     return sorted(step for name in files.subfolders(folder) if (step := step_of(name)) is not None)
 
@@ -56,7 +56,7 @@ def write(checkpoint: Folder) -> None:
     digests = digests_of_files(checkpoint / name for name in found)
     entries = {name: {"bytes": size, "sha256": digest} for (name, size), digest in zip(found.items(), digests, strict=True)}
     part = checkpoint.with_name(f"{checkpoint.name}.{FILE}.part")  # beside the checkpoint, whose files are all accounted for
-    files.write_whole(checkpoint / FILE, json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n", part=part)
+    files.write_atomic(checkpoint / FILE, json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n", part=part)
 
 
 def _not_answered(checkpoint: Folder, error: OSError) -> None:
@@ -116,7 +116,7 @@ def problem(checkpoint: Folder) -> str | None:
             for (name, (_, digest)), found_digest in zip(expected.items(), digests, strict=True):
                 if digest != found_digest:
                     return f"the content of {name} has changed"
-        if (step := values_of(checkpoint).get("step", checkpoint.name)) != step_of(checkpoint.name) and isinstance(step, int):
+        if (step := read_values(checkpoint).get("step", checkpoint.name)) != step_of(checkpoint.name) and isinstance(step, int):
             return f"it holds step {step} under another name"
     except OSError as error:
         _not_answered(checkpoint, error)
@@ -124,7 +124,7 @@ def problem(checkpoint: Folder) -> str | None:
     return None
 
 
-def values_of(checkpoint: Folder, *, strict: bool = False) -> dict[str, Any]:
+def read_values(checkpoint: Folder, *, strict: bool = False) -> dict[str, Any]:
     """The plain values beside the state (step, configuration, tokens seen, evaluation); empty when they cannot be read.
 
     With `strict`, only when they are not there or damaged: what the storage cannot say just now is an OSError.
@@ -143,19 +143,19 @@ def values_of(checkpoint: Folder, *, strict: bool = False) -> dict[str, Any]:
 
 def held_out_loss(checkpoint: Folder, *, strict: bool = False) -> float:
     """Infinite for a checkpoint that was not evaluated."""
-    evaluation = values_of(checkpoint, strict=strict).get("evaluation")
+    evaluation = read_values(checkpoint, strict=strict).get("evaluation")
     loss = number(evaluation, "eval/loss") if isinstance(evaluation, dict) else None
     return math.inf if loss is None else loss
 
 
-def kept(folder: Folder, *, last: int, every: int) -> set[int]:
+def retained(folder: Folder, *, last: int, every: int) -> set[int]:
     """Of the finished checkpoints: the last few, those at multiples of `every` (0: none) and the best by held-out loss.
 
     Orbax's retention policies know nothing of manifests: here a checkpoint without one does not count.
 
     OSError where that cannot be found out just now: nothing may be deleted for want of an answer.
     """
-    steps = [step for step in numbered(folder) if files.exists(folder / str(step) / FILE)]
+    steps = [step for step in saved_steps(folder) if files.exists(folder / str(step) / FILE)]
     chosen = set(steps[-last:]) | {step for step in steps if every and step % every == 0}
     losses = {step: held_out_loss(folder / str(step), strict=True) for step in steps}
     best = best_of(losses)
@@ -195,9 +195,9 @@ def _remove_busy(part: Folder) -> None:
             return
 
 
-def make_room(folder: Folder, *, keep: int, keep_every: int) -> None:
+def delete_unretained(folder: Folder, *, keep: int, keep_every: int) -> None:
     """Of what goes, the manifest goes first, so that half of it is never taken for whole."""
-    for old in set(numbered(folder)) - kept(folder, last=keep, every=keep_every):
+    for old in set(saved_steps(folder)) - retained(folder, last=keep, every=keep_every):
         mark = folder / f"{old}.saving"
         with contextlib.suppress(OSError):  # on a full disk there may be no room for it, and this makes some
             mark.touch()

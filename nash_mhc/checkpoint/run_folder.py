@@ -4,7 +4,7 @@ run.json          what the run is: configuration, data, devices, versions
 parameters.txt    name, shape and size of every parameter
 metrics.jsonl     a row every log interval          eval.jsonl    a row an evaluation
 result.json       what a fine-tuning run came to: its checkpoint, the test, questions before and after
-checkpoints/      one numbered folder a checkpoint (store.py)
+checkpoints/      one saved_steps folder a checkpoint (store.py)
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, numbered, step_of, values_of
+from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, read_values, saved_steps, step_of
 from nash_mhc.config import kits
 from nash_mhc.config.recorded import leaves, taken_over
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig, section_classes
 from nash_mhc.storage import files
-from nash_mhc.storage.errors import as_os_errors, one_line, reason
-from nash_mhc.storage.files import Folder, is_remote, place
+from nash_mhc.storage.errors import as_config_error, as_os_errors, reason
+from nash_mhc.storage.files import Folder, is_remote, to_path
 from nash_mhc.storage.json_files import MALFORMED, parse_json, read_json, reading
 
 RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
@@ -66,7 +66,7 @@ class RunFolder:
     """`path` may be on this machine or in an object store. Nothing is read, made or checked until it is asked for."""
 
     def __init__(self, name: str | Folder) -> None:
-        self.path = place(name)
+        self.path = to_path(name)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -76,7 +76,7 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def exists(self) -> bool:
-        with one_line(self.path):
+        with as_config_error(self.path):
             return files.exists(self.path, kind="directory")
 
     # --- what the run says about itself ------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class RunFolder:
         """run.json as it stands; ConfigError for a folder that is no run's."""
         if not self.exists():
             raise ConfigError(f"{self.path}: no such folder; give the folder of a run{hint}")
-        with one_line(self.path):
+        with as_config_error(self.path):
             found = files.exists(self.path / RUN)
         if not found:
             raise ConfigError(f"{self.path} has no {RUN}, so it is not the folder of a run (has the run started yet?)")
@@ -105,16 +105,18 @@ class RunFolder:
         there is no run, or nothing of it is usable."""
         try:
             info = parse_json((self.path / RUN).read_bytes())
-            config, history = _usable(flat(_configured(info))), list(info.get("history", []))
+            config, history = _usable(flatten_config(_configured(info))), list(info.get("history", []))
             commands = tuple(map(str, info.get("commands", ())))
             init_from, wandb, drawn = (_object(info, name) for name in ("init_from", "wandb", "drawn"))
             return Description(config, str(info["rows"]), history, init_from, wandb, drawn, commands)
         except (OSError, *MALFORMED):
             pass  # lost or damaged: every checkpoint knows it as well
         for step in reversed(self.steps()):
-            values = values_of(self.checkpoints / str(step))
+            values = read_values(self.checkpoints / str(step))
             try:
-                return Description(_usable(flat(values["config"])), str(values["data"]["rows"]), [], _object(values, "base"))
+                return Description(
+                    _usable(flatten_config(values["config"])), str(values["data"]["rows"]), [], _object(values, "base")
+                )
             except MALFORMED:
                 continue
         return None
@@ -128,7 +130,7 @@ class RunFolder:
         described = self.description()
         return {} if described is None else taken_over(described.config, as_asked=False)
 
-    def has_begun(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to continue from, or one that could be brought back."""
         return bool(self.finished()) or any(name.endswith(".damaged") for name in self.set_aside())
 
@@ -150,12 +152,12 @@ class RunFolder:
         """Every row of one of ROW_FILES; ConfigError for a line that is none.
         The last may be being written just now."""
         path = self.path / name
-        with one_line(path):
+        with as_config_error(path):
             lines = path.read_bytes().splitlines() if files.exists(path) else []
         rows: list[Row] = []
         for number, line in enumerate(lines, start=1):
             if (row := row_of(line)) is not None:
-                rows.append(renamed(row))
+                rows.append(with_current_names(row))
             elif number < len(lines):
                 raise ConfigError(f"{path}:{number}: not a row of JSON with a step; mend or remove the line")
         return rows
@@ -167,7 +169,7 @@ class RunFolder:
             return next((row for row in rows if row is not None), {})
         return {}
 
-    def written(self, step: int) -> float | None:
+    def completed_at(self, step: int) -> float | None:
         """When that checkpoint was whole, in seconds since the epoch; None where it is not."""
         path = self.checkpoints / str(step) / FILE
         with contextlib.suppress(OSError), as_os_errors():
@@ -176,7 +178,7 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, whole or not, oldest first."""
-        return numbered(self.checkpoints)
+        return saved_steps(self.checkpoints)
 
     def finished(self) -> list[int]:
         """Those of them whose save has ended."""
@@ -202,7 +204,7 @@ class RunFolder:
             for name, text in texts.items():
                 if "/" in name:
                     files.make((self.path / name).parent)
-                files.write_whole(self.path / name, text)
+                files.write_atomic(self.path / name, text)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Which of these files, and of the folder of checkpoints, someone has deleted or moved away. OSError."""
@@ -212,7 +214,7 @@ class RunFolder:
             return [CHECKPOINTS] * gone + [name for name in names if not files.exists(self.path / name, kind="file")]
 
 
-def renamed(row: Mapping[str, Any]) -> Row:
+def with_current_names(row: Mapping[str, Any]) -> Row:
     """Return a row under the names of today. Rows with `loss/ce` are older: their `loss` is what was minimized."""
     new = {"loss": "objective", "loss/ce": "loss"} if "loss/ce" in row else {}
     return {new.get(name, name): value for name, value in row.items()}
@@ -243,7 +245,7 @@ def _usable(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def flat(config: dict[str, Any]) -> dict[str, Any]:
+def flatten_config(config: dict[str, Any]) -> dict[str, Any]:
     """`data.batch_size` -> 8; KeyError or AttributeError for what is no configuration."""
     values = {
         f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
@@ -259,7 +261,7 @@ def make_run_folder(named: str | None, model_size: str) -> RunFolder:
     """Writable. One that the user did not name is new: two runs never meet by accident. ConfigError."""
     stamp = f"runs/{model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
-    for path in map(place, candidates):
+    for path in map(to_path, candidates):
         try:
             with as_os_errors():
                 if not is_remote(path):

@@ -26,7 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors
-from nash_mhc.storage.files import Folder, create_whole, exists, is_remote, still_names, write_whole
+from nash_mhc.storage.files import Folder, create_exclusive, exists, is_remote, is_same_file, write_atomic
 from nash_mhc.storage.json_files import parse_json
 
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
@@ -48,7 +48,7 @@ class Owner(Protocol):
     def release(self) -> None: ...
 
 
-class Nobody:
+class NoOwner:
     """For what needs no owner: a process that writes nothing, a test."""
 
     def check(self) -> None: ...
@@ -117,7 +117,7 @@ def _try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            if still_names(path, handle):  # who had it before may have deleted it meanwhile
+            if is_same_file(path, handle):  # who had it before may have deleted it meanwhile
                 return handle
         except BlockingIOError:
             os.close(handle)
@@ -150,7 +150,7 @@ class _Locked:
         return handle
 
     def _is_mine(self) -> bool:
-        return still_names(self._folder / LOCK, self._handle)
+        return is_same_file(self._folder / LOCK, self._handle)
 
     def check(self) -> None:
         if not self._is_mine():
@@ -171,7 +171,7 @@ class _Locked:
         os.close(self._handle)
 
 
-class _SharedLock(Nobody):
+class _SharedLock(NoOwner):
     def __init__(self, folder: Path, handle: int) -> None:
         self._folder, self._handle = folder, handle
 
@@ -226,7 +226,7 @@ class _Beating:
 
     def _created(self) -> bool:
         with as_os_errors(), contextlib.suppress(FileExistsError):
-            create_whole(self._path, json.dumps(self._about))
+            create_exclusive(self._path, json.dumps(self._about))
             return True
         return False
 
@@ -249,7 +249,7 @@ class _Beating:
             later = self._about | {"beat": self._about["beat"] + 1}
             with as_os_errors():
                 # In one piece: who reads half of it would take it for nobody's.
-                write_whole(self._path, json.dumps(later), part=self._folder / f".{OBJECT}.{me}.part")
+                write_atomic(self._path, json.dumps(later), part=self._folder / f".{OBJECT}.{me}.part")
             self._about, self._last_beat = later, time.monotonic()
 
     def check(self) -> None:
@@ -286,7 +286,7 @@ def _runs(pid: Any) -> bool:
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
-def hold(folder: Folder, *, wait: float = 0.0, say: Callable[[str], None] = print) -> Owner:
+def acquire(folder: Folder, *, wait: float = 0.0, say: Callable[[str], None] = print) -> Owner:
     """The folder, which is there, is this process's until it ends or lets go of it.
     ConfigError says who has it since when."""
     if is_remote(folder):
@@ -299,16 +299,16 @@ def hold(folder: Folder, *, wait: float = 0.0, say: Callable[[str], None] = prin
         return _Beating(folder, wait, say)
 
 
-def hold_shared(folder: Folder) -> Owner:
+def acquire_shared(folder: Folder) -> Owner:
     """Hold the folder for another process of the run: while one is alive, no other run begins there."""
     if not is_remote(folder):
         with contextlib.suppress(OSError):
             if (handle := _try_lock(Path(folder) / OTHERS, fcntl.LOCK_SH)) is not None:
                 return _SharedLock(Path(folder), handle)
-    return Nobody()
+    return NoOwner()
 
 
-def check_seen(folder: Folder) -> None:
+def check_visible(folder: Folder) -> None:
     """ConfigError where this process does not see the folder that process 0 holds."""
     end = time.monotonic() + SEEN_S
     while not any(exists(folder / name) for name in (LOCK, OBJECT)):

@@ -13,12 +13,12 @@ import jax
 from jaxtyping import PyTree
 
 from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
-from nash_mhc.checkpoint.run_lock import Nobody, Owner
+from nash_mhc.checkpoint.run_lock import NoOwner, Owner
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import resume_command
 from nash_mhc.config.humanize import duration
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.board import in_any_process, together
+from nash_mhc.parallel.board import any_process, run_collectively
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason
 
@@ -40,7 +40,7 @@ class Saver:
         texts: Mapping[str, str | bytes],
         *,
         say: Callable[[str], None],
-        owner: Owner = Nobody(),
+        owner: Owner = NoOwner(),
         last: int | None = None,
         attempts: int = 8,  # with these pauses, a quarter of an hour
         first_pause: float = 10.0,
@@ -65,9 +65,9 @@ class Saver:
     def _agreed(self, mine: bool) -> bool:
         """Whether it is so in any process. Saving is done by all of them together, so they must all decide alike, and
         they ask in the same order: every answer that a decision here depends on goes through this method."""
-        return in_any_process(mine)
+        return any_process(mine)
 
-    def due(self) -> bool:
+    def retry_due(self) -> bool:
         """Asked after each step: whether to save now because an earlier save failed and the pause after it is over.
 
         Several processes try again when the next checkpoint is due:
@@ -103,7 +103,7 @@ class Saver:
                 self._store.save(step, state, values)
 
             try:
-                together(begin)
+                run_collectively(begin)
             except OSError as fault:
                 self._note(fault, wait=wait)
             if not wait:
@@ -119,11 +119,11 @@ class Saver:
                 return
             time.sleep(min(left, _LOOK_S))
 
-    def end_quietly(self) -> None:
+    def wait_quietly(self) -> None:
         """Waits for the save under way, for a run that ends for another reason: a failure is no longer worth a word."""
         if self._writing is not None:
             with contextlib.suppress(OSError):
-                together(self._store.wait)
+                run_collectively(self._store.wait)
         self._writing = None
 
     def _end(self, *, wait: bool = False) -> None:
@@ -131,7 +131,7 @@ class Saver:
         if self._writing is None:
             return
         try:
-            together(self._store.wait)
+            run_collectively(self._store.wait)
         except OSError as fault:
             self._note(fault, wait=wait)
             return

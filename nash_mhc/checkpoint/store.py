@@ -15,20 +15,20 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.manifest import make_room, remove_unfinished
+from nash_mhc.checkpoint.manifest import delete_unretained, remove_unfinished
 from nash_mhc.checkpoint.run_lock import SEEN_S
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.board import LostProcess, Meeting, from_leader
+from nash_mhc.parallel.board import Barrier, LostProcess, from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.runtime.compat.orbax import write_replicas_in_parts
 from nash_mhc.storage import files
-from nash_mhc.storage.errors import as_os_errors, one_line
-from nash_mhc.storage.files import Folder, is_remote, place
+from nash_mhc.storage.errors import as_config_error, as_os_errors
+from nash_mhc.storage.files import Folder, is_remote, to_path
 
 _LEAST_PART = 2**20  # bytes of an array that one of several processes writes, where all of them have it
 
 
-def new_manager(folder: Folder, name: str) -> tuple[ocp.CheckpointManager, Meeting | None]:
+def new_manager(folder: Folder, name: str) -> tuple[ocp.CheckpointManager, Barrier | None]:
     """A manager for the folder, which is there, and the barrier where its threads wait for other processes.
 
     `name` is used once, by all processes at the same time.
@@ -43,7 +43,7 @@ def new_manager(folder: Folder, name: str) -> tuple[ocp.CheckpointManager, Meeti
     if several:
         # Orbax's usual barriers are collectives of the devices and wait forever. These have a timeout, and a name of
         # their own: one that has failed cannot be used again.
-        meeting = at_once.barrier_sync_fn = Meeting(name)
+        meeting = at_once.barrier_sync_fn = Barrier(name)
         processes.active_processes = set(range(jax.process_count()))
         processes.barrier_sync_key_prefix = name
     options = ocp.CheckpointManagerOptions(
@@ -79,7 +79,7 @@ class Store:
 
     def __init__(self, folder: str | Folder, *, keep: int = 3, keep_every: int = 0) -> None:
         # Orbax takes a relative folder and then fails at the first save.
-        self.folder = (place(folder) if is_remote(folder) else place(folder).absolute()) / "checkpoints"
+        self.folder = (to_path(folder) if is_remote(folder) else to_path(folder).absolute()) / "checkpoints"
         self._keep, self._keep_every = keep, keep_every
         self._verified: set[int] = set()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -88,13 +88,13 @@ class Store:
         global _stores  # noqa: PLW0603
         _stores += 1
         self._number, self._attempt = _stores, 0
-        self._meeting: Meeting | None = None
+        self._meeting: Barrier | None = None
         from_leader(self._make_folder)
-        with one_line(self.folder):
+        with as_config_error(self.folder):
             self._manager = self._new_manager()
 
     def _make_folder(self) -> None:
-        with one_line(self.folder):
+        with as_config_error(self.folder):
             files.make(self.folder)
 
     def _new_manager(self) -> ocp.CheckpointManager:
@@ -189,7 +189,7 @@ class Store:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first."""
-        return manifest.numbered(self.folder)
+        return manifest.saved_steps(self.folder)
 
     def finished(self) -> list[int]:
         """Those of them whose save has ended."""
@@ -267,9 +267,9 @@ class Store:
             # The checkpoint is whole: what cannot be deleted now goes after the next one.
             with contextlib.suppress(OSError), as_os_errors():
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)
-                make_room(self.folder, keep=self._keep, keep_every=self._keep_every)
+                delete_unretained(self.folder, keep=self._keep, keep_every=self._keep_every)
 
-    def newest(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
+    def latest_complete(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
         """The last step whose checkpoint is whole.
         Each one passed over is reported in a line and, with `set_aside`, renamed.
 
@@ -298,7 +298,7 @@ class Store:
             )
         return None
 
-    def trust(self, step: int | None) -> None:
+    def mark_verified(self, step: int | None) -> None:
         """Another process has verified it, and may have set aside later ones, which may be saved again."""
         if jax.process_index():
             self._manager.reload()
@@ -311,26 +311,26 @@ class Store:
         shapes = self._checked(step, wanted)
         if extra := sorted(set(shapes) - set(wanted)):
             raise ConfigError(
-                f"{self.folder}/{step}: holds {extra[0]}, which this configuration has no place for (see run.json)"
+                f"{self.folder}/{step}: holds {extra[0]}, which this configuration has no to_path for (see run.json)"
             )
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), values=ocp.args.JsonRestore())
-        with one_line(self.folder / str(step)):
+        with as_config_error(self.folder / str(step)):
             items = self._manager.restore(step, args=parts)
         return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted]), items["values"]
 
     def restore_part(self, step: int, like: PyTree, *prefixes: str) -> PyTree:
         """Only the leaves under these prefixes, each under the first that has it, laid out as `like`."""
-        there, leaves = arrays_of(self.folder / str(step)), named_leaves(like)
+        there, leaves = array_metadata(self.folder / str(step)), named_leaves(like)
         first = lambda name: next((p for p in prefixes if f"{p}.{name}" in there), prefixes[-1])
         wanted = {f"{first(name)}.{name}": leaf for name, leaf in leaves.items()}
         self._checked(step, wanted)
         known = {f"{prefix}.{name}" for prefix in prefixes for name in leaves}
         if extra := sorted(name for name in there if name.startswith(tuple(f"{p}." for p in prefixes)) and name not in known):
-            raise ConfigError(f"{self.folder}/{step}: holds {extra[0]}, which this model has no place for (see run.json)")
+            raise ConfigError(f"{self.folder}/{step}: holds {extra[0]}, which this model has no to_path for (see run.json)")
         arguments = ocp.args.PyTreeRestore(
             item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
         )
-        with one_line(self.folder / str(step)), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with as_config_error(self.folder / str(step)), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             found = reader.restore(self.folder / str(step) / "state", args=arguments)
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])
 
@@ -348,7 +348,7 @@ class Store:
         return shapes
 
 
-def arrays_of(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], str]]:
+def array_metadata(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name -> (shape, dtype) of the whole arrays, whatever mesh wrote them; no array is read and no device is asked."""
     state = checkpoint / "state"
     found = ocp.StandardCheckpointHandler().metadata(state if is_remote(state) else state.absolute())

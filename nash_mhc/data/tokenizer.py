@@ -16,7 +16,7 @@ import numpy as np
 
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.folders import how_to_get, model_name
+from nash_mhc.storage.folders import download_command, model_name
 from nash_mhc.storage.json_files import read_json
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
@@ -231,7 +231,7 @@ def load_tokenizer(name: str, *, begin_with_end: bool = True) -> Tokenizer:
     if from_hub is None and not Path(name).exists():
         raise ConfigError(
             f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; one of Hugging Face is hf:{name}, "
-            f"or a folder ({how_to_get(name)})"
+            f"or a folder ({download_command(name)})"
         )
     if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in FILES):
         raise ConfigError(f"--tokenizer {name}: no tokenizer is in that folder (such as tokenizer.json); name one that has it")

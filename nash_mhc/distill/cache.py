@@ -26,8 +26,8 @@ from nash_mhc.data.prepared.taught import FILE, TeacherFormat
 from nash_mhc.hub.load import Loaded
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch
-from nash_mhc.parallel.board import from_leader, wait_for_all
-from nash_mhc.parallel.sharding import named
+from nash_mhc.parallel.board import barrier, from_leader
+from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.files import digest_of_file
 from nash_mhc.train.device_batches import own_rows, to_device
@@ -116,7 +116,7 @@ def _program(loaded: Loaded, source: PreparedRows, mesh: Mesh, wanted: Wanted) -
         temperatures=wanted.temperatures, vocabulary=min(source.form.vocab_size, loaded.config.model.vocab_size),
     )  # fmt: skip
     only_part = lambda model, batch: find(model, jax.tree.map(lambda a: a[0], batch))[:3]
-    places = named(mesh, "batch", "time", "candidates")
+    places = named_sharding(mesh, "batch", "time", "candidates")
     return CompiledStep(only_part, mesh, out_shardings=(places, places, places), warn=lambda text: None)
 
 
@@ -165,7 +165,7 @@ def _write_shard(
 def _all_written(handle: int) -> None:
     """By every process, before anyone says so."""
     os.fsync(handle)
-    wait_for_all()
+    barrier()
 
 
 def _batch(source: PreparedRows, numbers: range, size: int, mesh: Mesh) -> Batch:

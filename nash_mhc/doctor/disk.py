@@ -14,7 +14,7 @@ from nash_mhc.doctor.findings import OK, WARNING, Finding, size
 from nash_mhc.doctor.teller import Stop, Teller
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors
-from nash_mhc.storage.files import Folder, is_remote, place
+from nash_mhc.storage.files import Folder, is_remote, to_path
 
 _BYTES, _BYTES_REMOTE = 64 << 20, 8 << 20  # written and read; over a network, few enough for a slow one
 _LITTLE = 5e9  # bytes that are free: a few checkpoints of the smaller presets
@@ -51,7 +51,7 @@ def _rates(folder: Folder) -> tuple[int, float, float]:
     files.make(trial)
     try:
         began = time.perf_counter()
-        files.write_whole(trial / "written", written)
+        files.write_atomic(trial / "written", written)
         half = time.perf_counter()
         found = _read(trial / "written")
         end = time.perf_counter()
@@ -79,7 +79,7 @@ def _cache(tell: Teller, folder: Folder) -> None:
     """Where `runtime/compiled.py` would keep compiled programs."""
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     beside = Path("runs") if is_remote(folder) else folder.parent
-    cache = place(named) if named else (beside / ".jax_cache").absolute()
+    cache = to_path(named) if named else (beside / ".jax_cache").absolute()
     if named == "":
         remedy = "unset JAX_COMPILATION_CACHE_DIR: an empty one means that every start compiles anew"
         tell.found(Finding("compilation cache", WARNING, "switched off", remedy))
@@ -102,7 +102,7 @@ def _cache(tell: Teller, folder: Folder) -> None:
 def check(tell: Teller, *, folder: str, run_folder: str) -> None:
     remedy = f"let this user write to {folder}, or name another folder, and give it to train as --checkpoint-dir"
     with contextlib.suppress(Stop), tell.part("storage", f"writing to {folder}", remedy), as_os_errors():
-        _storage(tell, place(folder))
+        _storage(tell, to_path(folder))
     remedy = "set JAX_COMPILATION_CACHE_DIR to a folder of your own"
     with tell.part("compilation cache", "looking for the cache", remedy, status=WARNING):
-        _cache(tell, place(run_folder))
+        _cache(tell, to_path(run_folder))

@@ -13,7 +13,7 @@ from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors,
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig, check_field
 from nash_mhc.evaluate import harness
 from nash_mhc.evaluate.table import Row, rows_of, table, write_json
-from nash_mhc.storage.files import is_remote, place
+from nash_mhc.storage.files import is_remote, to_path
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace, texts: dict[str, str], named: list[str]) -> i
     _check_fit(cfg, mesh, args.batch_size)
     tasks = {task.name: task for task in harness.load_tasks(named, progress.say)} if named else {}
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
-        use_compilation_cache(place(args.folder))
+        use_compilation_cache(to_path(args.folder))
     loaded = load(args.folder, args.step, mesh=mesh, say=progress.say)
     rows: list[Row] = []
     details: dict[str, Any] = {}

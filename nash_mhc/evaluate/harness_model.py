@@ -17,7 +17,7 @@ from nash_mhc.evaluate.scoring import Request, Scorer, windows
 from nash_mhc.hub.load import Loaded
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import MANY, generate_tokens
-from nash_mhc.parallel.sharding import for_compute, named
+from nash_mhc.parallel.sharding import for_compute, named_sharding
 
 _NEW_TOKENS = 256  # that a task asks for when it says nothing, as with lm-eval's own backends
 _SHORTEST = 64  # tokens that the smallest cache has room for
@@ -158,6 +158,6 @@ def whole_model(model: LanguageModel, dtype: str) -> LanguageModel:
     if mesh.size == 1:
         return model
     everywhere: Callable[[LanguageModel], LanguageModel] = jax.jit(
-        lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named(mesh)
+        lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named_sharding(mesh)
     )
     return jax.tree.map(lambda a: a.addressable_data(0), everywhere(model))

@@ -17,7 +17,7 @@ from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_log_probs
 from nash_mhc.ops.log_probs import TokenScores
-from nash_mhc.parallel.sharding import RULES, named
+from nash_mhc.parallel.sharding import RULES, named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import own_rows, to_device
 
@@ -82,7 +82,7 @@ class Scorer:
             return sharded_log_probs(x_BTD, model.unembed_VD, batch.targets[0], model.cfg.vocab_size)
 
         # Several shapes are what is meant here: no word about each. Every process reads all of it.
-        self._program = CompiledStep(scores, mesh, out_shardings=named(mesh), warn=lambda text: None)
+        self._program = CompiledStep(scores, mesh, out_shardings=named_sharding(mesh), warn=lambda text: None)
         self._lengths: set[int] = set()  # that there are programs for
 
     def row_length(self, count: int) -> int:

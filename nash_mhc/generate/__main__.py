@@ -16,7 +16,7 @@ from nash_mhc.config import kits
 from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
 from nash_mhc.config.kits import Generator, Registry
 from nash_mhc.config.schema import ConfigError, check_field
-from nash_mhc.storage.files import is_remote, place
+from nash_mhc.storage.files import is_remote, to_path
 from nash_mhc.storage.folders import check_model_folder
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def main() -> int:
     check_model_folder("", args.folder, "; the text to continue is --prompt")
     loaded = load(args.folder, args.step, say=_say)
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
-        use_compilation_cache(place(args.folder))  # the sample that a run ends with has left the program there
+        use_compilation_cache(to_path(args.folder))  # the sample that a run ends with has left the program there
     if special := _special(args):
         print(kits.load(GENERATORS[special].answer)(loaded, getattr(args, special)))
         return 0

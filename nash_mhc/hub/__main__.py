@@ -96,9 +96,9 @@ def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, 
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
     from nash_mhc.hub.load import load
-    from nash_mhc.storage.folders import check_free
+    from nash_mhc.storage.folders import check_is_new
 
-    check_free(Path(args.out))
+    check_is_new(Path(args.out))
     return args, load(args.folder, args.step, say=_say)
 
 
@@ -134,9 +134,9 @@ def _pack(argv: Sequence[str]) -> int:
     args = parser.parse_strictly(argv, "the folder to create is --out {word}")
     from nash_mhc.hub.load import load_few_bits
     from nash_mhc.hub.packed import write_packed
-    from nash_mhc.storage.folders import check_free
+    from nash_mhc.storage.folders import check_is_new
 
-    check_free(Path(args.out))
+    check_is_new(Path(args.out))
     loaded = load_few_bits(args.folder, args.step, say=_say)
     sizes = write_packed(loaded, Path(args.out), args.dtype)
     whole = sum(size.numbers for size in sizes)

@@ -29,7 +29,7 @@ from nash_mhc.model.lora import adapters_of, alpha_of, factor_of
 from nash_mhc.model.weights import PROJECTIONS
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
-from nash_mhc.storage.folders import check_free, new_folder
+from nash_mhc.storage.folders import check_is_new, new_folder
 
 WEIGHTS = "adapter_model.safetensors"
 DTYPES = "adapter_dtypes"  # of run.json: tensor -> dtype, of those that did not come as float32
@@ -120,7 +120,7 @@ def _in_dtype(array: np.ndarray, dtype: str | None) -> np.ndarray:
 
 def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], None]) -> int:
     """Makes `out`, a folder of ours with adapters on top of `base`; how many parameters they have. ConfigError."""
-    check_free(out)
+    check_is_new(out)
     run = config_of(base, "--base")
     if not isinstance(run.model, ModelConfig):
         raise ConfigError(f"--base {base}: a model of the kind {run.model.architecture!r} takes no adapters of PEFT's")

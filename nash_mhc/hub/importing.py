@@ -17,7 +17,7 @@ from nash_mhc.data.tokenizer import FILES
 from nash_mhc.hub.folder import TENSOR_DTYPES, HubFolder, files_beside, is_hub_folder, tensor_dtypes
 from nash_mhc.hub.load import BESIDE_RUN, Loaded, load
 from nash_mhc.model.architectures import count_parameters
-from nash_mhc.storage.folders import check_free, new_folder
+from nash_mhc.storage.folders import check_is_new, new_folder
 
 # A model that is trained on may look further or otherwise at what it reads; its weights have the shapes that they have.
 _FREE = ("window", "full_every", "rope_theta", "rope_scaling", "norm_eps")
@@ -31,7 +31,7 @@ class _Weights(eqx.Module):
 
 def import_folder(folder: Path, out: Path, say: Callable[[str], None] = lambda text: None) -> Loaded:
     """Makes `out`, whole or not at all. ConfigError."""
-    check_free(out)
+    check_is_new(out)
     loaded = load(folder, say=say)
     with new_folder(out) as part:
         for name, content in contents_beside(folder).items():

@@ -24,7 +24,7 @@ from nash_mhc.hub.stored import adapted_shape, chosen_step, model_shape, read_ad
 from nash_mhc.model.architectures import abstract_model, check_drawn
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.quantized import has_few_bits
-from nash_mhc.parallel.sharding import placed
+from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.storage.files import Folder, exists, is_remote
 from nash_mhc.storage.folders import check_model_folder
 
@@ -180,7 +180,7 @@ def _tokenizer(cfg: RunConfig, beside: Path | None) -> str:
 def _placed(model: Any, mesh: Mesh | None) -> Any:
     """Shapes, and the places of the arrays: as in training, or all on this machine's first device."""
     if mesh is not None:
-        return placed(model, mesh)
+        return with_shardings(model, mesh)
     at = SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), model)
 

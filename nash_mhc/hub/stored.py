@@ -15,7 +15,7 @@ import jax
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.checkpoint.store import Store, arrays_of
+from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.hub.folder import CONFIG, HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
@@ -56,7 +56,7 @@ def find(flag: str, name: str, step: int | None, *, hashed: bool, say: Say) -> R
         checkpoint = other.folder / str(found)
         if step is not None and (wrong := from_leader(lambda: manifest.problem(checkpoint))):
             raise ConfigError(f"{flag} {name}: its checkpoint {found} is damaged, {wrong}; choose another --init-step")
-        averaged = any(entry.startswith("ema.") for entry in arrays_of(checkpoint))
+        averaged = any(entry.startswith("ema.") for entry in array_metadata(checkpoint))
         return {"folder": folder, "step": found, "averaged": averaged, "manifest": manifest.identity(checkpoint)}
 
 
@@ -67,10 +67,10 @@ def chosen_step(run: RunFolder, store: Store, say: Say) -> int | None:
         ends_with_best = run.config().ends_with_best
     if ends_with_best and (best := run.best_step()) is not None and best != run.steps()[-1]:
         if (wrong := manifest.problem(run.checkpoints / str(best))) is None:
-            store.trust(best)
+            store.mark_verified(best)
             return best
         say(f"checkpoint {best}, the best: damaged, {wrong}; passed over")
-    return store.newest(say)
+    return store.latest_complete(say)
 
 
 def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool = False) -> Any:
@@ -94,7 +94,7 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
     if not verified:
         from_leader(lambda: _check_same(record, run))
     with Store(name) as store:
-        store.trust(step)
+        store.mark_verified(step)
         cfg = run.config()
         if cfg.lora.rank:
             whole = merged(read_adapted(run, cfg, store, step, place, say))
@@ -140,7 +140,7 @@ def adapted_shape(cfg: RunConfig) -> Any:
 def base_record(run: RunFolder, step: int) -> Record:
     """Where the base of a run's adapters lies: every checkpoint knows it, too."""
     known = run.description()
-    record = (known and known.init_from) or manifest.values_of(run.checkpoints / str(step)).get("base")
+    record = (known and known.init_from) or manifest.read_values(run.checkpoints / str(step)).get("base")
     if not record:
         raise ConfigError(f"{run}: neither run.json nor checkpoint {step} says which model its adapters belong to")
     return record

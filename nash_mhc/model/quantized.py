@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from nash_mhc.config.schema import QuantizeConfig
 from nash_mhc.model.weights import GROUPS, PROJECTIONS, Weight
 from nash_mhc.ops import quantize as ops
-from nash_mhc.parallel.params import SCALE, STATE, Declared, Made, map_declared, named_leaves, param
+from nash_mhc.parallel.params import SCALE, STATE, Declared, DerivedParam, map_declared, named_leaves, param
 
 _LOOK_EVERY = 100  # steps between two looks at magnitudes
 _RESTS = 2  # looks in a row at which one had hardly moved, and it stays
@@ -43,7 +43,7 @@ class Exported(NamedTuple):
         return ops.dequantized(self.codes.astype(jnp.int32), s, self.levels_L)
 
 
-class Quantized(Made, Weight):
+class Quantized(DerivedParam, Weight):
     base: Float[Array, "..."] = param("inputs", "outputs")
     # Either a scale for every group of inputs, or two narrow matrices whose product has one for every element.
     scale: Float[Array, "..."] | None = param("groups", "outputs", role=SCALE, cast=False)
@@ -72,14 +72,14 @@ class Quantized(Made, Weight):
         """Whether it is that of all layers."""
         return self.base.ndim > self.axes
 
-    def made(self) -> Array:
+    def materialize(self) -> Array:
         # What the backward pass needs is quickly made again, and as large as the weights themselves.
         parts = (self.base, self.scale, self.scale_a, self.scale_b, self.magnitudes_R, self.steps_K)
         one = jax.checkpoint(functools.partial(_made, bits=self.bits, inputs=self.inputs))
         return (jax.vmap(one) if self.is_stack else one)(*parts)
 
     def array(self) -> Array:
-        return self.made()
+        return self.materialize()
 
     def after_update(self, step: Int[Array, ""], changed: Bool[Array, ""], health: Mapping[str, Array]) -> Quantized:
         """Check every 100 steps which magnitudes hardly moved. After two such checks in a row a magnitude is frozen."""

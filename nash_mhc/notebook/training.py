@@ -190,7 +190,7 @@ def pack(folder: str, archive: str) -> Path:
     run = RunFolder(folder)
     if is_remote(run.path):
         raise Stopped(f"{folder} is in a bucket already; fetch it with: gcloud storage cp --recursive {folder} .")
-    whole = [step for step in run.steps() if run.written(step) is not None]
+    whole = [step for step in run.steps() if run.completed_at(step) is not None]
     if not whole:
         raise Stopped(f"{folder} holds no whole checkpoint yet; let the run reach its first save")
     checkpoint = run.checkpoints / str(whole[-1])

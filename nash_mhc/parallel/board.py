@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.runtime.compat.jax import joined
+from nash_mhc.runtime.compat.jax import distributed_state
 
 T = TypeVar("T")
 ANSWER_S = 20.0  # process 0 holds the notes; without an answer for this long, it is taken for dead or frozen
@@ -24,7 +24,7 @@ _LOOK_S = 1.0
 
 
 class LostProcess(jax.errors.JaxRuntimeError):
-    """Another process of the run is gone, frozen, or does not come to where this one waits for it."""
+    """Another process of the run is gone, frozen, or does not come to where this one is_waiting for it."""
 
     def __init__(self, verdict: str, *missing: int, frozen: bool = False) -> None:
         super().__init__(verdict)
@@ -38,7 +38,7 @@ class Board:
     """
 
     def __init__(self, name: str) -> None:
-        self._client = joined().client
+        self._client = distributed_state().client
         self._name = name
 
     def write(self, key: str, note: Any) -> None:
@@ -81,7 +81,7 @@ def _answered(ask: Callable[[], T], seconds: float = ANSWER_S) -> T:
 
 def coordinator_answers(seconds: float = 2.0) -> bool:
     """Whether process 0 is still there, and there all the time: one that dies loses its sockets one after another."""
-    host, _, port = str(joined().coordinator_address).rpartition(":")
+    host, _, port = str(distributed_state().coordinator_address).rpartition(":")
     end = time.monotonic() + seconds
     while True:
         try:
@@ -131,7 +131,7 @@ def leader_first(make: Callable[[], T]) -> T:
     return made[0] if made else make()
 
 
-def in_any_process(mine: bool) -> bool:
+def any_process(mine: bool) -> bool:
     """Whether `mine` is true in at least one process. Called by all, in the same order as everything here."""
     if jax.process_count() == 1:
         return mine
@@ -140,17 +140,17 @@ def in_any_process(mine: bool) -> bool:
     return any(_patiently(board, f"{call}/{index}") for index in range(jax.process_count()))
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Until every process has come this far. (That `from_leader` returns says nothing of those who follow.)"""
-    in_any_process(False)  # nobody says yes, so that all are asked
+    any_process(False)  # nobody says yes, so that all are asked
 
 
 _waits = 0
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Inside, this process waits for another one: whoever looks for the one that holds up all passes it over."""
+def waiting_for_peer() -> Iterator[None]:
+    """Inside, this process is_waiting for another one: whoever looks for the one that holds up all passes it over."""
     global _waits  # noqa: PLW0603
     _waits += 1
     try:
@@ -159,12 +159,12 @@ def waiting() -> Iterator[None]:
         _waits -= 1
 
 
-def waits() -> bool:
+def is_waiting() -> bool:
     return _waits > 0
 
 
 def _patiently(board: Board, key: str) -> Any:
-    with waiting():
+    with waiting_for_peer():
         while True:  # preparing data may take hours; runtime/watchdog.py finds out who stands still meanwhile
             with contextlib.suppress(TimeoutError):
                 return board.wait(key, 60)
@@ -173,14 +173,14 @@ def _patiently(board: Board, key: str) -> Any:
 _MERCY_S = 1.0  # for work that may end by itself, once it has failed elsewhere
 
 
-def together(work: Callable[[], T]) -> T:
+def run_collectively(work: Callable[[], T]) -> T:
     """Run `work()` in all processes at once. What fails in one fails in all, with its OSError or ConfigError.
 
-    Work that waits for the process that failed is abandoned in its thread.
+    Work that is_waiting for the process that failed is abandoned in its thread.
     """
     if jax.process_count() == 1:
         return work()
-    board, call, me, count = Board("nash_mhc/together"), _next_call(), jax.process_index(), jax.process_count()
+    board, call, me, count = Board("nash_mhc/run_collectively"), _next_call(), jax.process_index(), jax.process_count()
     mine, done = _in_thread(work)
     said, look = False, 0.02
     with contextlib.ExitStack() as held:
@@ -188,7 +188,7 @@ def together(work: Callable[[], T]) -> T:
             if not said and done.is_set():
                 board.write(f"{call}/{me}", _outcome(mine.exception()))
                 said, look = True, 0.02
-                held.enter_context(waiting())
+                held.enter_context(waiting_for_peer())
             notes = board.read(call)
             if failed := {index: note for index, note in notes.items() if note is not None}:
                 break
@@ -240,11 +240,11 @@ def _forget(board: Board, call: str, me: int) -> None:
 _said: list[str] = []
 
 
-def named(indices: list[int]) -> str:
+def process_names(indices: list[int]) -> str:
     return " and ".join(f"process {index}" for index in indices)
 
 
-class Meeting:
+class Barrier:
     """A barrier for all processes that can be given up, as Orbax takes one for the threads that write a checkpoint."""
 
     def __init__(self, name: str) -> None:
@@ -264,7 +264,7 @@ class Meeting:
                 raise TimeoutError(f"given up: {key}")
             if time.monotonic() > end:
                 missing = [index for index in range(count) if str(index) not in there]
-                raise TimeoutError(f"{named(missing)} did not come to {key} within {timeout_ms / 1000:.0f} s")
+                raise TimeoutError(f"{process_names(missing)} did not come to {key} within {timeout_ms / 1000:.0f} s")
             look = min(1.0, look * 1.5)
         if use > 2:
             self._board.delete(f"{key}/{use - 2}/{me}")

@@ -44,12 +44,12 @@ SCALE = Role("scale", decays=False, by_width=False)
 STATE = Role("state", decays=False, by_width=False)  # not trained; a hook updates it: `model/protocol.py`, after_update
 
 
-class Made(eqx.Module):
+class DerivedParam(eqx.Module):
     """Stands where a parameter was declared, and makes its array: before that is cast to the compute dtype and put
     together, so that every device makes its own share, from numbers that are not rounded yet."""
 
     @abstractmethod
-    def made(self) -> Array:
+    def materialize(self) -> Array:
         """In the shape and with the axes of the parameter."""
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ConfigError, MeshConfig
-from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers, named, waiting
+from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers, process_names, waiting_for_peer
 from nash_mhc.parallel.place import find_place
-from nash_mhc.runtime.compat.jax import can_join, joined, when_heartbeats_stop
+from nash_mhc.runtime.compat.jax import can_join, distributed_state, when_heartbeats_stop
 
 _LOOK_S = 0.2
 _MARGIN_S = 10.0  # process 0 began to wait later than those that it answers
@@ -105,7 +105,7 @@ def start(cfg: MeshConfig) -> int:
     """Joins the run's other processes, if there are any, before the first use of a device;
     returns how many there are."""
     if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
-        return joined().num_processes or 1
+        return distributed_state().num_processes or 1
     if not can_join():
         raise ConfigError(f"jax {jax.__version__} does not say how processes meet; start one process, or use jax 0.12")
     jax.config.update("jax_enable_preemption_service", False)  # signals are ours: runtime/signals.py
@@ -124,7 +124,7 @@ def start(cfg: MeshConfig) -> int:
         where = f"process {own.index} of {own.count} at {own.address}" if own.address else "the processes of this pod"
         why = " ".join(str(error).split())[:300]
         raise ConfigError(f"{where}: the processes did not find each other within {_CONNECT_S} s ({why})") from None
-    return int(joined().num_processes)
+    return int(distributed_state().num_processes)
 
 
 def _leave() -> None:
@@ -139,7 +139,7 @@ def _leave() -> None:
 
 
 def coordinator() -> str:
-    return f"process 0 (the coordinator, {joined().coordinator_address})"
+    return f"process 0 (the coordinator, {distributed_state().coordinator_address})"
 
 
 # Called where JAX would abort because process 0 cannot be reached; once a run is watched over, by runtime/watchdog.py.
@@ -193,13 +193,13 @@ def check_same(settings: Mapping[str, Any], patience: float = _PATIENCE_S) -> No
     No device is used. All processes call it, in the same order. LostProcess names who is missing.
     """
     global _asked  # noqa: PLW0603
-    state = joined()
+    state = distributed_state()
     if (count := state.num_processes or 1) == 1:
         return
     _asked += 1
     board, me = Board(f"nash_mhc/same{_asked}"), state.process_id
     board.write(f"settings/{me}", {"--num-processes": count} | dict(settings))
-    with waiting():
+    with waiting_for_peer():
         _until_all(board, "settings", 1, patience)
         count = board.read("settings")["0"]["--num-processes"]  # what process 0 was started with
         _until_all(board, "settings", count, patience)
@@ -234,7 +234,7 @@ def _until_all(board: Board, folder: str, count: int, seconds: float) -> None:
     end, look = time.monotonic() + seconds, 0.05
     while missing := sorted(set(range(count)) - set(map(int, board.read(folder)))):
         if time.monotonic() > end:
-            text = f"{named(missing)} connected and has not sent its settings within {seconds:.0f} s: gone or frozen"
+            text = f"{process_names(missing)} connected and has not sent its settings within {seconds:.0f} s: gone or frozen"
             raise LostProcess(text, *missing)
         time.sleep(look)
         look = min(1.0, look * 1.2)

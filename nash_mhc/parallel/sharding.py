@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from nash_mhc.config.kits import Registry
-from nash_mhc.parallel.params import Axes, Declared, Made, map_declared
+from nash_mhc.parallel.params import Axes, Declared, DerivedParam, map_declared
 
 # One row a logical axis. An empty row says "every device holds all of it", in so many words: a name that is not
 # listed is an error, so nothing is replicated by accident.
@@ -81,13 +81,13 @@ def shardings(module: PyTree, mesh: Mesh) -> PyTree:
     return map_declared(module, lambda declared, _: NamedSharding(mesh, spec(declared.axes)))
 
 
-def placed(module: PyTree, mesh: Mesh) -> PyTree:
+def with_shardings(module: PyTree, mesh: Mesh) -> PyTree:
     """A module of shapes, each with its place on the mesh: what restoring starts from."""
     place = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
     return jax.tree.map(place, module, shardings(module, mesh))
 
 
-def named(mesh: Mesh, *axes: str) -> NamedSharding:
+def named_sharding(mesh: Mesh, *axes: str) -> NamedSharding:
     """The sharding of one array with these logical axes; no axes: replicated (scalars, keys)."""
     return NamedSharding(mesh, spec(axes))
 
@@ -157,8 +157,8 @@ def for_compute(module: PyTree, dtype: Any) -> PyTree:
             return w
         return checkpoint_name(_gathered(w, declared.axes) if _ambient() else w, GATHERED_WEIGHT)
 
-    is_made = lambda x: isinstance(x, Made)
-    made = jax.tree.map(lambda x: x.made() if is_made(x) else x, module, is_leaf=is_made)
+    is_made = lambda x: isinstance(x, DerivedParam)
+    made = jax.tree.map(lambda x: x.materialize() if is_made(x) else x, module, is_leaf=is_made)
     return map_declared(made, prepare)
 
 

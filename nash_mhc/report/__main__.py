@@ -12,7 +12,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.contents import Run, facts, in_words, open_run, remembered
 from nash_mhc.report.live import LiveServer
 from nash_mhc.report.page import write_page
-from nash_mhc.storage.files import place
+from nash_mhc.storage.files import to_path
 
 
 def _show(runs: list[Run]) -> None:
@@ -57,7 +57,7 @@ def main() -> int:
             except KeyboardInterrupt:
                 print()
         return 0
-    out = place(args.out) if args.out else runs[0].folder / "report.html"
+    out = to_path(args.out) if args.out else runs[0].folder / "report.html"
     write_page(runs, out)
     _show(runs)
     print(f"report: {out}")

@@ -11,7 +11,7 @@ from typing import Any
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.contents import Run, contents
 from nash_mhc.storage.errors import as_os_errors, reason
-from nash_mhc.storage.files import Folder, write_whole
+from nash_mhc.storage.files import Folder, write_atomic
 
 
 def data_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -58,6 +58,6 @@ def write_page(runs: Sequence[Run], out: Folder) -> None:
     """All of the page or nothing: someone may be looking at the last one."""
     try:
         with as_os_errors():
-            write_whole(out, page(runs))
+            write_atomic(out, page(runs))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written ({reason(error)}); choose another file") from error

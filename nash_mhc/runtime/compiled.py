@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from nash_mhc.ops.platform import in_any_order
-from nash_mhc.parallel.sharding import named
+from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compat.cudnn import number_backward_passes
 from nash_mhc.runtime.compat.jax import write_programs_whole
 from nash_mhc.runtime.compiler_options import compiler_options
@@ -81,7 +81,7 @@ Program = Future[Any]  # one that is to come: `result()` waits for it
 _THREAD = "compile"
 
 
-def compiles_still() -> bool:
+def is_compiling() -> bool:
     """Whether something is being compiled that nobody may be waiting for any more."""
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
@@ -144,7 +144,7 @@ class CompiledStep:
         self._latest = key
         return program.result()
 
-    def begin(self, state: Any, batch: Any, *, after: Program | None = None) -> Program:
+    def compile_in_background(self, state: Any, batch: Any, *, after: Program | None = None) -> Program:
         """Traces at once, and starts to compile in a thread of its own, once another program is there.
 
         Other things can be compiled meanwhile, and an interrupt gets through, which a compiler in the main thread holds
@@ -166,7 +166,7 @@ class CompiledStep:
             changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
             self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
         start = time.perf_counter()
-        scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named(self._mesh))
+        scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named_sharding(self._mesh))
         constants = jax.tree.map(scalar, self._constants)
         with jax.set_mesh(self._mesh), in_any_order(not self._deterministic_gpu):
             lowered = self._jit.lower(state, batch, *constants)
@@ -196,7 +196,7 @@ class CompiledStep:
         assert self._latest is not None
         return str(self._programs[self._latest].result().as_text())
 
-    def again(self, constants: Sequence[Any] = (), warn: Callable[[str], None] = print) -> CompiledStep:
+    def with_constants(self, constants: Sequence[Any] = (), warn: Callable[[str], None] = print) -> CompiledStep:
         """The same programs, those that are compiled already among them, with other numbers, for another run."""
         other = copy.copy(self)
         other._constants, other._placed, other._warn = constants, None, warn
@@ -205,5 +205,5 @@ class CompiledStep:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         if self._placed is None:
-            self._placed = [jax.device_put(x, named(self._mesh)) for x in self._constants]
+            self._placed = [jax.device_put(x, named_sharding(self._mesh)) for x in self._constants]
         return self.compile(state, batch)(state, batch, *self._placed)

@@ -24,7 +24,7 @@ _GRAPHS = "xla_gpu_enable_command_buffer"  # what is to be recorded; empty: noth
 SHOWN = 10
 
 
-def show_kernels() -> None:
+def disable_command_buffers() -> None:
     """Before JAX has looked for devices, of which a GPU would record steps as graphs: what is in those has no names."""
     flags = os.environ.get("XLA_FLAGS", "")
     if _GRAPHS not in flags and Path("/dev/nvidiactl").exists():

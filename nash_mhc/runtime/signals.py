@@ -31,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
         self.step, self.folder = step, folder
 
 
-def leave(code: int = TRY_AGAIN) -> None:
+def exit_now(code: int = TRY_AGAIN) -> None:
     """Ends the process here and now, whatever its threads are in the middle of; what is on disk stays as it is."""
     if (processes := sys.modules.get("multiprocessing")) is not None:
         for child in processes.active_children():
@@ -71,7 +71,7 @@ class Signals:
         self.listening, self._sockets = True, (ours, theirs)
         threading.Thread(target=self._read, args=(ours,), name="signals", daemon=True).start()
 
-    def began_with_process(self) -> float | None:
+    def process_start_time(self) -> float | None:
         """When the process began, for its first run where it is there for that run alone; None for any other."""
         self._runs += 1
         return self._started if self.listening and self._runs == 1 else None
@@ -87,12 +87,12 @@ class Signals:
                 if not self._work:
                     self._say(f"{name}: nothing is lost; start the same command again")
                     self.before_leaving(name)
-                    leave()
+                    exit_now()
                 if self.caught is not None:
                     if time.monotonic() - self._caught_at < _ECHO_S:
                         continue
                     self._say(f"{name} again: leaving at once; the last whole checkpoint is where the next start goes on from")
-                    leave()
+                    exit_now()
                 self._catch(name)
 
     def _catch(self, name: str) -> None:

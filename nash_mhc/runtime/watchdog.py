@@ -21,9 +21,9 @@ from typing import Any
 import jax
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.parallel.board import ANSWER_S, Board, LostProcess, coordinator_answers, waits
+from nash_mhc.parallel.board import ANSWER_S, Board, LostProcess, coordinator_answers, is_waiting
 from nash_mhc.parallel.processes import coordinator, when_coordinator_is_lost
-from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, leave
+from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, exit_now
 
 SILENCE_S = 20.0  # without a sign of life for this long, a process is taken for dead
 BEGIN_S = 120.0  # and for this long, one that has connected and given none yet
@@ -177,7 +177,7 @@ class Verdicts:
                     print(f"stack of process {index}:\n{stack}", file=sys.stderr)
         print(f"error: {verdict}; start it again to resume from the last checkpoint", file=sys.stderr)
         if SIGNALS.listening or self._board is not None:
-            leave(code)
+            exit_now(code)
         SIGNALS.interrupt()
 
 
@@ -251,7 +251,7 @@ class Watch:
         if self._others is not None:
             self._others.end(self._sign())
 
-    def doing(self, phase: str, *, working: bool = False) -> None:
+    def set_phase(self, phase: str, *, working: bool = False) -> None:
         """The main thread goes over to `phase`.
         Only while it is `working` does standing still for long mean anything."""
         self._phase, self._working, self._begun = phase, working, self._begun or working
@@ -283,7 +283,7 @@ class Watch:
 
     def _sign(self) -> Sign:
         about = {"name": self._name, "phase": self._phase, "moves": self._moves, "at": time.monotonic(), "ended": False}
-        return about | {"still": self._still, "waits": waits()}
+        return about | {"still": self._still, "waits": is_waiting()}
 
     def _makes_an_effort(self) -> bool:
         """Whether this process has computed, read or written something since the last look: preparing data or compiling
@@ -340,12 +340,12 @@ class Watch:
         """What else the abort means; returns where it is one."""
         if SIGNALS.ending is not None:
             # Process 0 may be gone a moment before JAX has taken leave of it here: everything is done, and that counts.
-            leave(SIGNALS.ending)
+            exit_now(SIGNALS.ending)
         if not coordinator_answers():
             print(
                 f"error: {coordinator()} is gone; start all processes again to resume from the last checkpoint", file=sys.stderr
             )
-            leave()
+            exit_now()
         # Gloo, too, may end a process that has lost another one.
         self._let_the_thread_find_out()
 

@@ -48,7 +48,7 @@ def as_os_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_line(place: object) -> Iterator[None]:
+def as_config_error(place: object) -> Iterator[None]:
     """For whoever only wants to look: a place that cannot be reached is a ConfigError."""
     try:
         with as_os_errors():

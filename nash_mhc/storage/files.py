@@ -30,18 +30,18 @@ else:
     Folder = PurePath
 
 
-def still_names(path: Path, handle: int) -> bool:
+def is_same_file(path: Path, handle: int) -> bool:
     """Whether the name still means the file or folder that was opened; another process may have moved or removed it."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return path.stat().st_ino == os.fstat(handle).st_ino
     return False
 
 
-def is_remote(place: str | Folder) -> bool:
-    return str(place).startswith("gs://")
+def is_remote(path: str | Folder) -> bool:
+    return str(path).startswith("gs://")
 
 
-def place(name: str | Folder) -> Folder:
+def to_path(name: str | Folder) -> Folder:
     """The path of that name; ConfigError for a gs:// name without the package that reaches it."""
     check_scheme("", str(name), remote=True)
     if not is_remote(name):
@@ -131,7 +131,7 @@ def move(folder: Folder, target: Folder) -> None:
     store.rm(root, recursive=True)
 
 
-def create_whole(path: Folder, text: str) -> None:
+def create_exclusive(path: Folder, text: str) -> None:
     """FileExistsError where there is one already; of several who try at once, one succeeds."""
     if is_remote(path):
         store, name = _reached(path)
@@ -162,7 +162,7 @@ def _sync(path: Folder) -> None:
             raise
 
 
-def write_whole(path: Folder, content: str | bytes, *, part: Folder | None = None, durable: bool = True) -> None:
+def write_atomic(path: Folder, content: str | bytes, *, part: Folder | None = None, durable: bool = True) -> None:
     """All of it or nothing, even if power is lost where it is `durable`; `part` is where it grows, if not beside it."""
     data = content.encode() if isinstance(content, str) else content
     if is_remote(path):
@@ -182,7 +182,7 @@ def write_whole(path: Folder, content: str | bytes, *, part: Folder | None = Non
         raise
 
 
-class Appended:
+class LocalLog:
     """On this machine: added to at once, and nothing is left half written."""
 
     def __init__(self, path: Folder, first: bytes = b"") -> None:
@@ -210,7 +210,7 @@ class Appended:
         self.waiting = []
 
 
-class Rewritten:
+class RemoteLog:
     """In an object store, which can add nothing to an object:
     written again as a whole, in the background and now and then."""
 
@@ -253,8 +253,8 @@ class Rewritten:
             self._end()
 
 
-def growing(path: Folder, first: bytes = b"") -> Appended | Rewritten:
-    return Rewritten(path, first) if is_remote(path) else Appended(path, first)
+def open_log(path: Folder, first: bytes = b"") -> LocalLog | RemoteLog:
+    return RemoteLog(path, first) if is_remote(path) else LocalLog(path, first)
 
 
 def digest_of(values: Any) -> str:

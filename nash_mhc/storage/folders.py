@@ -12,11 +12,11 @@ from pathlib import Path
 from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
-from nash_mhc.storage.errors import one_line
-from nash_mhc.storage.files import is_remote, place
+from nash_mhc.storage.errors import as_config_error
+from nash_mhc.storage.files import is_remote, to_path
 
 
-def check_free(out: Path) -> None:
+def check_is_new(out: Path) -> None:
     """ConfigError where something is there."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
@@ -25,9 +25,9 @@ def check_free(out: Path) -> None:
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Where to write what `out` shall hold at the end. ConfigError."""
-    check_free(out)
+    check_is_new(out)
     part = out.with_name(f".{out.name}.part")
-    with one_line(f"--out {out}"):
+    with as_config_error(f"--out {out}"):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:
@@ -50,15 +50,15 @@ def model_name(text: str) -> str | None:
     return text if named and not Path(named[1]).exists() else None
 
 
-def how_to_get(name: str) -> str:
+def download_command(name: str) -> str:
     """The command that makes a folder of that name from a model on Hugging Face."""
     return shlex.join(["hf", "download", model_name(name) or "OWNER/NAME", "--local-dir", name.removeprefix("hf:")])
 
 
 def check_model_folder(flag: str, name: str, hint: str = "") -> None:
     """ConfigError unless `name` is a folder that holds a run or a model. `hint`: what else the user may have meant."""
-    folder, shown = place(name), f"{flag} {name}".strip()
-    with one_line(shown):
+    folder, shown = to_path(name), f"{flag} {name}".strip()
+    with as_config_error(shown):
         is_there = files.exists(folder, kind="directory")
         if is_there and (is_remote(name) or any((Path(folder) / held).exists() for held in _HELD)):
             return
@@ -67,4 +67,4 @@ def check_model_folder(flag: str, name: str, hint: str = "") -> None:
         raise ConfigError(f"{shown}: holds adapters of PEFT without their base; make one folder of both with {command}")
     wrong = "holds neither a run nor a model" if is_there else "no such folder"
     remedy = "give the folder of a run or of a Hugging Face model"
-    raise ConfigError(f"{shown}: {wrong}; {remedy} ({how_to_get(name)}){hint}")
+    raise ConfigError(f"{shown}: {wrong}; {remedy} ({download_command(name)}){hint}")

@@ -22,10 +22,10 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, ROW_FILES, Row, row_of
-from nash_mhc.checkpoint.run_lock import Nobody, Owner
+from nash_mhc.checkpoint.run_lock import NoOwner, Owner
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.storage.errors import as_os_errors, reason
-from nash_mhc.storage.files import Folder, exists, growing, is_remote, write_whole
+from nash_mhc.storage.files import Folder, exists, is_remote, open_log, write_atomic
 
 _NUMBERS = itertools.count()  # of the event files of this process
 
@@ -85,12 +85,12 @@ class JsonLines:
             rows = [(line, row_of(line)) for line in lines]
             if damaged := [number for number, (_, row) in enumerate(rows, start=1) if row is None]:
                 copy = path.with_name(f"{name}.damaged")
-                write_whole(copy, data)
+                write_atomic(copy, data)
                 others = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
                 say(f"{path}: line {damaged[0]}{others} cannot be read and is left out; {copy.name} keeps the file as it was")
             kept = [line + b"\n" for line, row in rows if row is not None and row["step"] <= keep_until]
-            write_whole(path, b"".join(kept))
-        self._file = growing(path)
+            write_atomic(path, b"".join(kept))
+        self._file = open_log(path)
 
     def add(self, step: int, row: Row, file: str) -> None:
         if file == self.name:
@@ -106,7 +106,7 @@ class JsonLines:
 
 
 class EventFile:
-    """TensorBoard's records, appended like any growing file.
+    """TensorBoard's records, appended like any open_log file.
 
     The writers of tensorboard and tensorboardX have a thread that dies of the first fault; clu's needs TensorFlow.
     """
@@ -122,7 +122,7 @@ class EventFile:
         about = [_text(tag, text) for tag, text in texts.items()]
         if about:
             first += _record(Event(wall_time=time.time(), step=start_step, summary=Summary(value=about)))
-        self._file = growing(folder / self.name, first)
+        self._file = open_log(folder / self.name, first)
         self.waiting = 0  # whatever is not here is in metrics.jsonl
 
     def add(self, step: int, row: Row, file: str) -> None:
@@ -288,7 +288,7 @@ class Telemetry:
         start_step: int = 0,
         evaluated: int | None = None,
         say: Callable[[str], None] = lambda text: None,
-        owner: Owner = Nobody(),
+        owner: Owner = NoOwner(),
         others: Sequence[Sink] = (),
         texts: Mapping[str, str] = {},
     ) -> None:
@@ -329,7 +329,7 @@ class Telemetry:
                 self._say(f"{count} row{'s' * (count > 1)} of {name} could not be written to {self._folder}")
 
 
-class Nowhere(Telemetry):
+class NullTelemetry(Telemetry):
     """Of a process whose numbers another one writes down."""
 
     def __init__(self) -> None: ...

@@ -21,9 +21,9 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.estimate.preflight import after_running_out, best_here, room_of
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.board import LostProcess
-from nash_mhc.runtime.compiled import compiles_still
+from nash_mhc.runtime.compiled import is_compiling
 from nash_mhc.runtime.compiler_options import as_comments
-from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, leave
+from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, exit_now
 from nash_mhc.telemetry.terminal import JsonReporter
 from nash_mhc.train.devices import join, resolve
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings
@@ -151,12 +151,12 @@ def command() -> int:
         code = one_line_errors(main)
     except LostProcess as lost:
         print(f"error: {lost}; start it again to resume from the last checkpoint", file=sys.stderr)
-        leave()
+        exit_now()
     except Exception:
         traceback.print_exc()
         code = 1
-    if code not in (0, TRY_AGAIN) or (compiles_still() and jax.process_count() == 1):
-        leave(code)  # an ordinary end would wait for what still compiles, and JAX for the other processes
+    if code not in (0, TRY_AGAIN) or (is_compiling() and jax.process_count() == 1):
+        exit_now(code)  # an ordinary end would wait for what still compiles, and JAX for the other processes
     SIGNALS.ending = code
     return code
 

@@ -17,12 +17,12 @@ from nash_mhc.data.mixture import Extras
 from nash_mhc.data.pack import AnyRows, Rows, Taught
 from nash_mhc.data.sources import RowSource
 from nash_mhc.objectives.base import Batch
-from nash_mhc.parallel.sharding import RULES, named
+from nash_mhc.parallel.sharding import RULES, named_sharding
 
 
 def batch_sharding(mesh: Mesh, axes: int = 3) -> NamedSharding:
     """Return the sharding of an array [accumulation, batch, time, ...] with so many axes."""
-    return named(mesh, "parts", "batch", *("time",) * (axes - 2))
+    return named_sharding(mesh, "parts", "batch", *("time",) * (axes - 2))
 
 
 def to_device(rows: Rows | Taught, mesh: Mesh) -> Batch:

@@ -86,7 +86,7 @@ class Evaluator:
         Of several processes, none may wait for its compiler while the others train: there, wait here.
         """
         alone = jax.process_count() == 1
-        self.program = self.step.begin(model, batch, after=after if alone else None)
+        self.program = self.step.compile_in_background(model, batch, after=after if alone else None)
         if not alone:
             self.program.result()
 
@@ -224,7 +224,7 @@ class Evaluations:
         """Return the evaluator's means for a model; Stopped if a signal comes."""
 
         def should_stop() -> bool:
-            self._watch.doing(f"evaluation at step {step}", working=True)
+            self._watch.set_phase(f"evaluation at step {step}", working=True)
             return self._watch.should_stop()
 
         with self._clock.during("evaluation"):
@@ -232,7 +232,7 @@ class Evaluations:
 
     def _wait_for_program(self, program: Program | None) -> None:
         while program is not None and not program.done():
-            self._watch.doing("compiling the evaluation")
+            self._watch.set_phase("compiling the evaluation")
             if self._watch.should_stop():
                 raise Stopped
             futures.wait([program], timeout=0.1)

@@ -22,7 +22,7 @@ from nash_mhc.data.sources import source_of
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.hub.importing import settings_of
-from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import is_remote
 from nash_mhc.storage.folders import check_model_folder
 
@@ -53,7 +53,7 @@ def of_run(flag: str, folder: str, model_kind: str = OURS, *, with_data: bool = 
     """The model and the tokenizer of a run, or of a Hugging Face folder, that is started from; with a run's data."""
     if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
         return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
-    with one_line(f"{flag} {folder}"):
+    with as_config_error(f"{flag} {folder}"):
         described = RunFolder(folder).description()
     if flag == "--init-from" and described is None:
         check_model_folder(flag, folder)
@@ -94,8 +94,8 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
 
 
 def _has_begun(folder: str) -> bool:
-    with one_line(f"--checkpoint-dir {folder}"):
-        return RunFolder(folder).has_begun()
+    with as_config_error(f"--checkpoint-dir {folder}"):
+        return RunFolder(folder).has_checkpoint()
 
 
 _NAME_A_VOCABULARY = ("data.dataset", "data.tokenizer", "train.init_from", "train.resume_from", "train.checkpoint_dir")
@@ -124,9 +124,9 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
     A run without a checkpoint may begin again with other data or another tokenizer: what followed from those goes.
     """
     run = RunFolder(folder)
-    with one_line(f"--checkpoint-dir {folder}"):
+    with as_config_error(f"--checkpoint-dir {folder}"):
         known = {} if run.is_imported() else run.settings()
-        has_begun = bool(known) and run.has_begun()
+        has_begun = bool(known) and run.has_checkpoint()
     # What is damaged may hold anything; bounds and choices are checked when the configuration is built.
     known = {path: value for path, value in known.items() if value is None or isinstance(value, bool | int | float | str)}
     if "kit" not in given and isinstance(folders := known.get("kit"), str):

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
-from nash_mhc.checkpoint.run_lock import Owner, check_seen, hold, hold_shared
+from nash_mhc.checkpoint.run_lock import Owner, acquire, acquire_shared, check_visible
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.mixture import RowSource
@@ -27,7 +27,7 @@ from nash_mhc.parallel.board import from_leader, leader_first
 from nash_mhc.parallel.processes import check_same
 from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.watchdog import Watch
-from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import exists, is_remote
 from nash_mhc.telemetry.sinks import check_wandb
 from nash_mhc.train.device_batches import abstract_batch
@@ -83,7 +83,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitS
     owner: Owner | None = None
     if own is not None and from_leader(lambda: _is_there(own)):
         owner = _hold(own, watch, held, say, wait=cfg.train.wait_for_lock)
-    watch.doing("preparing the data")
+    watch.set_phase("preparing the data")
     tokenizer = _tokenizer(cfg.data, cfg.model.vocab_size, own, cfg.train)
     floor = loss_floor(cfg.data, tokenizer)
     align = cfg.model.alignment
@@ -148,7 +148,7 @@ def _with_steps_of(cfg: RunConfig, source: RowSource) -> RunConfig:
 
 
 def _is_there(folder: RunFolder) -> bool:
-    with one_line(f"--checkpoint-dir {folder}"):
+    with as_config_error(f"--checkpoint-dir {folder}"):
         return exists(folder.path, kind="directory")
 
 
@@ -156,12 +156,12 @@ def _hold(folder: RunFolder, watch: Watch, held: contextlib.ExitStack, say: Say,
     """Lock the folder for this run; its other processes follow once the first one holds it."""
 
     def take() -> Owner:
-        watch.doing(f"waiting for {folder}")
-        with one_line(f"--checkpoint-dir {folder}"):
+        watch.set_phase(f"waiting for {folder}")
+        with as_config_error(f"--checkpoint-dir {folder}"):
             if jax.process_index() == 0:
-                return hold(folder.path, wait=wait, say=say)
-            check_seen(folder.path)
-            return hold_shared(folder.path)
+                return acquire(folder.path, wait=wait, say=say)
+            check_visible(folder.path)
+            return acquire_shared(folder.path)
 
     owner = leader_first(take)
     held.callback(owner.release)

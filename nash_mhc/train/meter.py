@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nash_mhc.checkpoint.run_folder import renamed
+from nash_mhc.checkpoint.run_folder import with_current_names
 from nash_mhc.telemetry.sinks import without_nan
 
 _WEIGHT = "weight/"  # prefix: the weight of the mean with the rest of the name
@@ -28,7 +28,9 @@ class Interval:
     def __init__(self, saved: dict[str, Any] | None = None) -> None:
         saved = saved or {}
         self.steps: int = saved.get("steps", 0)
-        self._sums = {name: (np.array(total), weight) for name, (total, weight) in renamed(saved.get("sums", {})).items()}
+        self._sums = {
+            name: (np.array(total), weight) for name, (total, weight) in with_current_names(saved.get("sums", {})).items()
+        }
         self._most: dict[str, float] = dict(saved.get("most", {}))
         self._least = {name: np.array(value) for name, value in saved.get("least", {}).items()}
         self._newest: dict[str, float] = dict(saved.get("newest", {}))

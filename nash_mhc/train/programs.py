@@ -21,7 +21,7 @@ from nash_mhc.objectives.base import Batch, Objective, Sums
 from nash_mhc.objectives.registry import objective_of
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.sharding import named
+from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.state import registered, shaping, state_shardings
 from nash_mhc.train.step import make_train_step
@@ -67,21 +67,21 @@ def compile_train_step(
     """The real step, donated, with the state pinned to its shardings:
     what the run, the benchmark and the tests all use."""
     most_documents = source.most_documents if source is not None else most_documents
-    return _train_step(shaping(cfg), mesh, most_documents, room_for(cfg, source), registered(cfg)).again(
+    return _train_step(shaping(cfg), mesh, most_documents, room_for(cfg, source), registered(cfg)).with_constants(
         [Hyperparameters.of(cfg)], warn
     )
 
 
 @functools.lru_cache(_KEPT)
 def _train_step(cfg: RunConfig, mesh: Mesh, most_documents: int | None, room: int | None, _: tuple[Any, ...]) -> CompiledStep:
-    out = (state_shardings(cfg, mesh), named(mesh))  # the metrics lie everywhere: every process reads them
+    out = (state_shardings(cfg, mesh), named_sharding(mesh))  # the metrics lie everywhere: every process reads them
     step = make_train_step(_objective(cfg, most_documents, room, unroll=cfg.train.unroll == "yes"), Training.of(cfg))
     return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic)
 
 
 def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = None) -> CompiledStep:
     """(model, batch) -> sums over the batch."""
-    return _evaluation(shaping(cfg), mesh, room_for(cfg, held_out), registered(cfg)).again()
+    return _evaluation(shaping(cfg), mesh, room_for(cfg, held_out), registered(cfg)).with_constants()
 
 
 @functools.lru_cache(_KEPT)
@@ -91,4 +91,4 @@ def _evaluation(cfg: RunConfig, mesh: Mesh, room: int | None, _: tuple[Any, ...]
     def sums(model: LanguageModel, batch: Batch) -> Sums:
         return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
 
-    return CompiledStep(sums, mesh, out_shardings=named(mesh))  # every process reads them
+    return CompiledStep(sums, mesh, out_shardings=named_sharding(mesh))  # every process reads them

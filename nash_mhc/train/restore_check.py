@@ -17,11 +17,11 @@ from jax.sharding import SingleDeviceSharding
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.checkpoint.store import Store, arrays_of
+from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.files import Folder, place, sizes
+from nash_mhc.storage.files import Folder, sizes, to_path
 from nash_mhc.train.state import TrainState, abstract_state, saved_part
 
 _BLOCK = 1 << 24  # numbers looked at together: what is computed of them stays small beside the checkpoint
@@ -35,7 +35,7 @@ def _blocks(array: Any) -> Iterator[np.ndarray]:
 def wanted_state(checkpoint: Folder) -> TrainState:
     """Shapes and dtypes of the state that the checkpoint's own configuration makes, on one CPU device."""
     try:
-        cfg = RunConfig.from_dict(manifest.values_of(checkpoint)["config"])
+        cfg = RunConfig.from_dict(manifest.read_values(checkpoint)["config"])
     except (KeyError, TypeError, ConfigError) as error:
         wrong = manifest.problem(checkpoint) or f"this version cannot read its configuration ({error})"
         raise ConfigError(f"{checkpoint}: {wrong}") from error
@@ -70,7 +70,7 @@ def restore_test(folder: Folder, step: int) -> bool:
         print(f"FAILED: {' '.join(str(error).split()) or type(error).__name__}")
         return False
     seconds = time.monotonic() - began
-    wrong = list(_wrong_arrays(arrays_of(checkpoint), wanted, state))
+    wrong = list(_wrong_arrays(array_metadata(checkpoint), wanted, state))
     if not 0 <= int(state.step) <= int(values["step"]) == step:
         wrong.append(f"it says step {values['step']} and {int(state.step)} updates")
     print("\n".join(f"FAILED: {line}" for line in wrong) + "\n" * bool(wrong), end="")
@@ -89,7 +89,7 @@ def restore_test(folder: Folder, step: int) -> bool:
 
 def main() -> int:
     folder, step = sys.argv[1:]
-    return 0 if restore_test(place(folder), int(step)) else 1
+    return 0 if restore_test(to_path(folder), int(step)) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 from jax.sharding import Mesh
 
-from nash_mhc.checkpoint.run_folder import Description, RunFolder, flat
+from nash_mhc.checkpoint.run_folder import Description, RunFolder, flatten_config
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.key_names import of_any_kind
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
@@ -22,8 +22,8 @@ from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.objectives.registry import carries
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.sharding import placed
-from nash_mhc.storage.errors import one_line
+from nash_mhc.parallel.sharding import with_shardings
+from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import exists, is_remote
 from nash_mhc.telemetry.sinks import without_nan
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
@@ -74,7 +74,7 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     """Raise ConfigError unless a resumed run has the same model and, in its own folder, the same data (`rows`)."""
     if (described := folder.description()) is None:
         return
-    before, now = _with_rows_a_step(described.config), _with_rows_a_step(flat(cfg.to_dict()))
+    before, now = _with_rows_a_step(described.config), _with_rows_a_step(flatten_config(cfg.to_dict()))
     if before["model_kind"] != cfg.model_kind:
         raise ConfigError(
             f"{folder} holds another run: --model-kind {before['model_kind']} there, {cfg.model_kind} now; give the same, or "
@@ -134,7 +134,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
     """Raise ConfigError unless what the run would resume or start from fits it; nothing is written yet."""
     wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
     own = RunFolder(named) if named else None
-    with one_line(f"--checkpoint-dir {named}"):
+    with as_config_error(f"--checkpoint-dir {named}"):
         if own and own.is_imported():
             raise ConfigError(
                 f"--checkpoint-dir {named}: holds an imported model, which no run has begun with; start one from it with "
@@ -160,7 +160,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
             )
     elif own and cfg.train.init_from is not None and not cfg.lora.rank:
         _check_began_with(own, cfg.train.init_from)
-    if own and own.has_begun():  # without a checkpoint there is nothing that another shape or batch could not suit
+    if own and own.has_checkpoint():  # without a checkpoint there is nothing that another shape or batch could not suit
         _check_same_run(own, cfg, rows=rows)
 
 
@@ -228,7 +228,7 @@ def _shapes_differ(model: ArchitectureConfig, name: str, value: Any) -> bool:
 
 def other_run(flag: str, name: str) -> RunFolder:
     """Return the folder of another run; ConfigError if it has no checkpoints."""
-    with one_line(f"{flag} {name}"):
+    with as_config_error(f"{flag} {name}"):
         found = exists(RunFolder(name).checkpoints, kind="directory")
     if not found:
         raise ConfigError(f"{flag} {name}: no run with checkpoints there; give the --checkpoint-dir of an earlier run")
@@ -270,8 +270,8 @@ def starting_state(
     """Return the folder's own latest checkpoint, else that of --resume-from, else fresh weights: `fresh()` or drawn."""
 
     def newest(source: Store, **options: bool) -> int | None:
-        found: int | None = from_leader(lambda: source.newest(say, **options))  # one process verifies for all
-        source.trust(found)
+        found: int | None = from_leader(lambda: source.latest_complete(say, **options))  # one process verifies for all
+        source.mark_verified(found)
         return found
 
     def restored(source: Store, step: int, name: str) -> Start:
@@ -283,7 +283,7 @@ def starting_state(
             init_from = stored.base_record(run, step)
             if cfg.train.init_from is not None:  # it may lie elsewhere by now: its hash says whether it is the same
                 init_from |= {"folder": stored.absolute(cfg.train.init_from)}
-            base = stored.read(init_from, base_of(abstract_state(cfg).model), lambda shape: placed(shape, mesh), say)
+            base = stored.read(init_from, base_of(abstract_state(cfg).model), lambda shape: with_shardings(shape, mesh), say)
             state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
         return Start(state, step, values, f"step {step} of {name}", source is store, before, init_from)
 
@@ -311,7 +311,7 @@ def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, say: Callable[[str], No
     """Return the weights of another run (averaged ones if it has them) or a Hugging Face folder; the rest is fresh."""
     record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0, say=say)
     base = base_of(abstract_state(cfg).model)
-    model = stored.read(record, base, lambda shape: placed(shape, mesh), say, verified=True)
+    model = stored.read(record, base, lambda shape: with_shardings(shape, mesh), say, verified=True)
     step = f"step {record['step']} of " if "step" in record else ""
     averaged = "averaged " * record.get("averaged", False)
     origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"

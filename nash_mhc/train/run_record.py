@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc import __version__
-from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN, flat
+from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN, flatten_config
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.hub.importing import contents_beside
@@ -26,7 +26,7 @@ from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.files import is_remote
-from nash_mhc.telemetry.sinks import Nowhere, Sink, Telemetry, WeightsAndBiases, new_wandb_id
+from nash_mhc.telemetry.sinks import NullTelemetry, Sink, Telemetry, WeightsAndBiases, new_wandb_id
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.resume import Start
@@ -55,7 +55,7 @@ class Record:
 def record_run(inputs: Inputs, mesh: Mesh, start: Start, about: dict[str, Any]) -> Record:
     """Describe the run; `about` holds its settings as given, the command, and expected memory and speed."""
     config = inputs.cfg.to_dict()
-    changed = _changes(start.before.config, flat(config)) if start.before is not None else {}
+    changed = _changes(start.before.config, flatten_config(config)) if start.before is not None else {}
     wandb = from_leader(lambda: _wandb_run(inputs))
     before = start.before.commands if start.own and start.before is not None else ()
     known = about | {
@@ -79,7 +79,7 @@ def open_telemetry(
 ) -> Telemetry:
     """Write the record and open the files of rows, dropping rows after `step` and evaluations after `evaluated`."""
     if jax.process_index() > 0:
-        return Nowhere()
+        return NullTelemetry()
     configuration = "".join(f"    {line}\n" for line in json.dumps(inputs.cfg.to_dict(), indent=2).splitlines())
     others = [*sinks, *_wandb_sink(inputs, record.wandb, reporter)]
     try:

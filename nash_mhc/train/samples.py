@@ -17,7 +17,7 @@ from nash_mhc.data.tokenizer import Tokenizer, stream_text
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import MANY, Drawn, generate_rows, generate_tokens
-from nash_mhc.parallel.sharding import for_compute, named
+from nash_mhc.parallel.sharding import for_compute, named_sharding
 from nash_mhc.runtime.hardware import device_memory
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def _copied(model: Any, mesh: Mesh, dtype: str) -> Any:
 
 @functools.lru_cache(4)
 def _program(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
-    return jax.jit(lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named(mesh))
+    return jax.jit(lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named_sharding(mesh))
 
 
 def _fits(parameters: int, mesh: Mesh, dtype: str) -> bool:

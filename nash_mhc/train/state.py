@@ -22,7 +22,7 @@ from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.sharding import named, shardings
+from nash_mhc.parallel.sharding import named_sharding, shardings
 from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.train.spikes import Recent
 
@@ -107,14 +107,14 @@ def _state_shardings(cfg: RunConfig, mesh: Mesh, _: tuple[Any, ...]) -> TrainSta
     shape, training = abstract_state(cfg), Training.of(cfg)
     trained_shape, _ = training.split(shape.model)
     model, trained = shardings(shape.model, mesh), shardings(trained_shape, mesh)
-    replicated = named(mesh)
+    replicated = named_sharding(mesh)
     is_gone = lambda x: isinstance(x, optax.MaskedNode)  # what another part of the optimizer takes care of
     opt_state = optax.tree_utils.tree_map_params(
         training.make_optimizer(Hyperparameters.of(cfg), trained_shape), lambda x, s: x if is_gone(x) else s,
         shape.opt_state, trained, transform_non_params=lambda _: replicated, is_leaf=is_gone,
     )  # fmt: skip
     recent = jax.tree.map(lambda _: replicated, shape.recent)
-    carry = jax.tree.map(lambda a: named(mesh, *("parts", "batch", "time", "width")[: a.ndim]), shape.carry)
+    carry = jax.tree.map(lambda a: named_sharding(mesh, *("parts", "batch", "time", "width")[: a.ndim]), shape.carry)
     trees = (replicated, model, opt_state, None if shape.ema is None else trained, recent, carry)
     parts = lambda s: (s.step, s.model, s.opt_state, s.ema, s.recent, s.carry)
     return eqx.tree_at(parts, shape, trees, is_leaf=lambda x: x is None)

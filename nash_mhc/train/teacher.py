@@ -23,7 +23,7 @@ from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_likeliest
 from nash_mhc.ops.distill import Teacher
 from nash_mhc.parallel.mesh import check_fit
-from nash_mhc.parallel.sharding import named
+from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.files import digest_of
 from nash_mhc.train.programs import room_for
@@ -156,9 +156,9 @@ class OnlineTeacher:
     @property
     def _places(self) -> Teacher:
         tokens = ("parts", "batch", "time")
-        candidates = named(self._mesh, *tokens, "candidates")
-        layers = named(self._mesh, "parts", "layers", "batch", "time", "width") if self._layers else None
-        return Teacher(candidates, candidates, named(self._mesh, *tokens), layers)  # type: ignore[arg-type]
+        candidates = named_sharding(self._mesh, *tokens, "candidates")
+        layers = named_sharding(self._mesh, "parts", "layers", "batch", "time", "width") if self._layers else None
+        return Teacher(candidates, candidates, named_sharding(self._mesh, *tokens), layers)  # type: ignore[arg-type]
 
     def abstract(self, source: RowSource, batch: Batch) -> Teacher:
         """Shapes and shardings of what it will say of batches like this one."""

@@ -24,7 +24,7 @@ from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.runtime.compiled import remove_programs, use_compilation_cache
 from nash_mhc.runtime.hardware import peak_flops
-from nash_mhc.runtime.profile import show_kernels
+from nash_mhc.runtime.profile import disable_command_buffers
 from nash_mhc.runtime.signals import SIGNALS, Interrupted
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.files import Folder
@@ -76,9 +76,9 @@ def run(
     that the run's files get, in the first process. insist: train even if memory is not expected to suffice. command:
     what was typed, for run.json. opened: called with the run directory once this run holds its lock.
     """
-    clock = WallClock(SIGNALS.began_with_process())
+    clock = WallClock(SIGNALS.process_start_time())
     if cfg.telemetry.profiled is not None:
-        show_kernels()
+        disable_command_buffers()
     asked = cfg
     join(asked)  # the other processes, if there are any
     cfg, mesh = resolve(asked)  # fills in what depends on the devices
@@ -131,15 +131,15 @@ class Trainer:
         cfg, say = inputs.cfg, reporter.say
         self.cfg, self.folder, self.say = cfg, inputs.folder, say
         reporter.wait_for("compiling the step ...")
-        watch.doing("compiling")
+        watch.set_phase("compiling")
         self.step_fn = compile_train_step(cfg, mesh, inputs.source, warn=say)
         shapes = sharded_abstract_state(cfg, mesh)
-        compiling = self.step_fn.begin(shapes, inputs.abstract_batch(inputs.source, cfg.train.grad_accum, mesh))
+        compiling = self.step_fn.compile_in_background(shapes, inputs.abstract_batch(inputs.source, cfg.train.grad_accum, mesh))
         self.start = start = starting_state(cfg, mesh, store, say, lambda: warm_model(cfg, inputs.source, mesh, say))
         self.state, self.step = start.state, start.step
         store.warm_up(saved_part(cfg, start.state))
         if start.own and "clock" in start.values:
-            clock.resume(start.values["clock"], written=self.folder.written(start.step), row=self.folder.last_row())
+            clock.resume(start.values["clock"], written=self.folder.completed_at(start.step), row=self.folder.last_row())
 
         record = record_run(inputs, mesh, start, about)
         self.repeats_evaluation = inputs.evaluator is not None and start.evaluation_missing(cfg.train)
@@ -147,7 +147,7 @@ class Trainer:
         self.telemetry = open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks, reporter=reporter)
         self.saver = Saver(
             store, record.texts, say=say, owner=inputs.owner, last=start.step if start.own else None,
-            stopping=lambda: SIGNALS.caught is not None, make_room=lambda: remove_programs(self.folder.path),
+            stopping=lambda: SIGNALS.caught is not None, free_space=lambda: remove_programs(self.folder.path),
         )  # fmt: skip
         with clock.during("compile"):
             if (evaluator := inputs.evaluator) is not None:
@@ -209,7 +209,7 @@ class Trainer:
                     say(f"the run ends at step {self.step}: {self._stop_reason}")
                 state, self.test_score = finish(self.inputs, self.mesh, store, self.evaluations, self.state, self.step, say)
         except BadSteps as bad:
-            self.saver.end_quietly()
+            self.saver.wait_quietly()
             raise bad_steps_error(bad, self.inputs, store) from None
         finally:
             self.reporter.end()
@@ -231,7 +231,7 @@ class Trainer:
         with jax.transfer_guard("disallow"):
             while self.step < cfg.total_steps:
                 step = self.step + 1
-                watch.doing(f"reading the rows of step {step}", working=True)
+                watch.set_phase(f"reading the rows of step {step}", working=True)
                 if watch.should_stop() or self._stop_reason:
                     break
                 asked = time.perf_counter()
@@ -239,14 +239,14 @@ class Trainer:
                 batch = next(feed)
                 clock.enter("step")
                 meter.data_wait += time.perf_counter() - asked
-                watch.doing(f"step {step}", working=True)
+                watch.set_phase(f"step {step}", working=True)
                 self.notify("before_step")
                 self.state, metrics = self.step_fn(self.state, batch)
                 self.step = step
                 self.notify("after_step")
                 self._read_pending()
                 self._pending = step, metrics
-                to_save = self.saver.due() or self._save_requested or due(cfg.checkpoint_interval)
+                to_save = self.saver.retry_due() or self._save_requested or due(cfg.checkpoint_interval)
                 to_evaluate = due(cfg.eval_interval)
                 if to_evaluate or to_save:
                     self._read_pending()
@@ -282,7 +282,7 @@ class Trainer:
     def save(self, *, wait: bool = False) -> None:
         """Begin to save the state; with `wait`, return when the checkpoint is complete."""
         self._save_requested = False
-        self.watch.doing(f"saving step {self.step}")  # not `working`: storage may take as long as it likes
+        self.watch.set_phase(f"saving step {self.step}")  # not `working`: storage may take as long as it likes
         evaluations = self.evaluations
         counted = self.meter.to_json() | {"clock": self.clock.to_json(), "best": evaluations.best.to_json()}
         with self.clock.during("checkpoint"), jax.transfer_guard("allow"):  # Orbax copies to the host in its own way

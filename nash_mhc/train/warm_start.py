@@ -18,7 +18,7 @@ from nash_mhc.data.sources import RowSource
 from nash_mhc.model.architectures import abstract_model, architecture_of
 from nash_mhc.model.protocol import Execution, WarmStart
 from nash_mhc.objectives.base import Batch
-from nash_mhc.parallel.sharding import named, shardings
+from nash_mhc.parallel.sharding import named_sharding, shardings
 from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.programs import make_objective
 
@@ -37,7 +37,7 @@ def warm_model(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str
 
 
 def _solved(how: WarmStart, cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Any:
-    whole, places = named(mesh), shardings(abstract_model(cfg.model), mesh)
+    whole, places = named_sharding(mesh), shardings(abstract_model(cfg.model), mesh)
     make = jax.jit(lambda key: architecture_of(cfg.model).init(cfg.model, key=key), out_shardings=places)
     model = make(jax.random.key(cfg.train.seed))
     execution = Execution(cfg.train.dtype, "none", cfg.train.attention, source.most_documents)

@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(
     damage(run / "checkpoints" / "6")
     heard = []
     with Store(run) as store:
-        assert store.newest(heard.append, set_aside=True) == 3
+        assert store.latest_complete(heard.append, set_aside=True) == 3
         state, values = store.restore(3, LIKE)
         np.testing.assert_array_equal(state["a"], tree(3)["a"])
         assert (int(state["b"]["c"]), values["step"]) == (3, 3)
@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(
         # The run gets there again, and its new checkpoint takes the name.
         store.save(6, tree(6), {"step": 6})
     with Store(run) as store:
-        assert store.newest(heard.append) == 6
+        assert store.latest_complete(heard.append) == 6
     assert len(heard) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_reader_renames_nothing_and_a_damaged_step_asked_for_is_refused(run):
     flip(data_file(run / "checkpoints" / "6"))
     heard = []
     with Store(run) as store:
-        assert store.newest(heard.append) == 3
+        assert store.latest_complete(heard.append) == 3
         assert heard[0].endswith("passed over")
         assert store.steps() == [3, 6]
         with pytest.raises(ConfigError, match=r"checkpoints/6: the checkpoint is damaged, the content of state/"):
@@ -109,7 +109,7 @@ def test_when_no_checkpoint_is_whole_the_run_stops_each_time(run):
         flip(data_file(run / "checkpoints" / step))
     for set_aside in (False, True, True):  # set aside, they still are what the run has lost
         with Store(run) as store, pytest.raises(ConfigError, match=r"no checkpoint is whole \(3\S*, 6\S* cannot be used\)"):
-            store.newest(lambda text: None, set_aside=set_aside)
+            store.latest_complete(lambda text: None, set_aside=set_aside)
 
 
 def test_a_save_that_never_ended_is_no_loss(run):
@@ -119,10 +119,10 @@ def test_a_save_that_never_ended_is_no_loss(run):
         (run / "checkpoints" / f"{step}.saving").touch()
     heard = []
     with Store(run) as store:
-        assert store.newest(heard.append) is None
-        assert store.newest(heard.append, set_aside=True) is None
+        assert store.latest_complete(heard.append) is None
+        assert store.latest_complete(heard.append, set_aside=True) is None
         assert heard[2:] == [f"checkpoint {n}: its save did not end; set aside as {n}.unfinished" for n in (6, 3)]
-        assert store.newest(heard.append, set_aside=True) is None
+        assert store.latest_complete(heard.append, set_aside=True) is None
         store.save(4, tree(4), {})
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["4"]
 
@@ -164,7 +164,7 @@ def test_hashing_does_not_hold_up_the_loop_and_its_failure_is_told(tmp_path, mon
         assert (tmp_path / "checkpoints" / "1.saving").exists()
         go.set()
         store.wait()
-        assert store.newest(print) == 1
+        assert store.latest_complete(print) == 1
 
         def full(checkpoint):
             raise OSError(28, "No space left on device")
@@ -173,7 +173,7 @@ def test_hashing_does_not_hold_up_the_loop_and_its_failure_is_told(tmp_path, mon
         store.save(2, tree(2), {})
         with pytest.raises(OSError, match="No space left"):
             store.wait()
-        assert store.newest(print) == 1
+        assert store.latest_complete(print) == 1
 
 
 def test_files_are_on_the_disk_before_the_manifest_and_the_manifest_before_an_older_one_goes(tmp_path, monkeypatch):

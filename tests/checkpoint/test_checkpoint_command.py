@@ -80,7 +80,7 @@ def test_verify_reads_every_file_and_fails_where_one_differs(run, call):
     assert code == 1
     assert "20: the content of state/" in out
     assert call("verify", run, "--step", 10)[0] == 0
-    assert manifest.numbered(run / "checkpoints") == [10, 20, 30]  # a look changes nothing
+    assert manifest.saved_steps(run / "checkpoints") == [10, 20, 30]  # a look changes nothing
 
 
 def test_a_laptop_with_one_device_reads_what_eight_wrote(run):

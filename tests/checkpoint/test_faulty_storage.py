@@ -74,7 +74,7 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
     assert f"{folder}: checkpoints, run.json, parameters.txt had vanished and is made again, without those it held" in out
     assert f"metrics are written to {folder} again, with the rows that had waited" in out
     assert "checkpoint 5 is written, after 1 failed attempt" in out  # after the next step, not at the next interval
-    assert manifest.numbered(folder / "checkpoints") == [5, 6]
+    assert manifest.saved_steps(folder / "checkpoints") == [5, 6]
     written = rows(folder)
     assert [row["step"] for row in written] == [4, 6]
     assert written[0]["save_ms"] == 0
@@ -105,7 +105,7 @@ def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, mo
     assert "3 attempts in a row have failed; the run stops here; the last whole checkpoint is step 2" in err
     assert [row["step"] for row in rows(tmp_path / "run")] == [2, 4, 6]  # it has trained on, and these files had room
     assert manifest.problem(first) is None
-    assert manifest.numbered(first.parent) == [2]
+    assert manifest.saved_steps(first.parent) == [2]
 
 
 def test_a_folder_that_cannot_be_written_at_the_start_is_refused(tmp_path):

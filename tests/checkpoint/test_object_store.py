@@ -19,7 +19,7 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.generate.decode import load
 from nash_mhc.report import __main__ as report
 from nash_mhc.runtime.compiled import use_compilation_cache
-from nash_mhc.storage.files import Rewritten, place
+from nash_mhc.storage.files import RemoteLog, to_path
 from nash_mhc.train import run as train
 
 
@@ -106,7 +106,7 @@ def test_what_goes_goes_whole_and_a_save_that_never_ended_is_no_loss(gcs):
     del gcs.objects["bucket", "run/checkpoints/3/manifest.json"]
     gcs.put("bucket", "run/checkpoints/3.saving", b"")
     with Store("gs://bucket/run") as store:
-        assert store.newest(heard.append, set_aside=True) is None
+        assert store.latest_complete(heard.append, set_aside=True) is None
         assert heard == ["checkpoint 3: its save did not end; set aside as 3.unfinished"]
         store.save(4, tree(4), {})
         store.wait()
@@ -160,15 +160,15 @@ def test_a_store_that_does_not_answer_makes_no_checkpoint_a_damaged_one(gcs, unr
         before = gcs.names("bucket")
         gcs.refuse = lambda method, name: method == "GET" and name.endswith(unread)
         with pytest.raises((ConfigError, OSError), match="the storage says no"):
-            store.newest(pytest.fail, set_aside=True)
+            store.latest_complete(pytest.fail, set_aside=True)
         gcs.refuse = None
         assert gcs.names("bucket") == before
-        assert store.newest(pytest.fail, set_aside=True) == 2
+        assert store.latest_complete(pytest.fail, set_aside=True) == 2
 
 
 def test_a_growing_file_is_rewritten_now_and_then_and_at_the_end(gcs):
     gcs.put("bucket", "run/rows", b"1\n")
-    file = Rewritten(place("gs://bucket/run/rows"), pause=0.0)
+    file = RemoteLog(to_path("gs://bucket/run/rows"), pause=0.0)
     gcs.refuse = lambda method, name: method != "GET"
     file.add(b"2\n")
     file.flush()
@@ -181,7 +181,7 @@ def test_a_growing_file_is_rewritten_now_and_then_and_at_the_end(gcs):
     while file.waiting:
         file.flush()
     assert gcs.objects["bucket", "run/rows"][0] == b"1\n2\n3\n"
-    file = Rewritten(place("gs://bucket/run/rows"), pause=1000.0)
+    file = RemoteLog(to_path("gs://bucket/run/rows"), pause=1000.0)
     with gcs.lock:  # the store takes its time, and the loop does not wait for it
         file.add(b"4\n")
         file.flush()
@@ -226,7 +226,7 @@ def test_compiled_programs_of_a_run_in_a_bucket_stay_on_this_machine(tmp_path, m
     before = jax.config.values["jax_compilation_cache_dir"]
     try:
         jax.config.update("jax_compilation_cache_dir", None)
-        use_compilation_cache(place("gs://bucket/run"))
+        use_compilation_cache(to_path("gs://bucket/run"))
         assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "runs" / ".jax_cache")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

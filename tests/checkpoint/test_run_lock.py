@@ -12,7 +12,7 @@ import pytest
 from runs import losses
 from training_process import TrainingProcess, arrays, pair
 
-from nash_mhc.checkpoint.run_lock import LOCK, OTHERS, hold, hold_shared
+from nash_mhc.checkpoint.run_lock import LOCK, OTHERS, acquire, acquire_shared
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
@@ -75,7 +75,7 @@ def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbr
 
 def test_a_wait_ends_with_one_line_and_can_be_stopped(tmp_path):
     (tmp_path / "run").mkdir()
-    owner = hold(tmp_path / "run")
+    owner = acquire(tmp_path / "run")
     life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "1", NO_EVALUATION="1")
     assert life.end() == 2
     assert re.search(HELD + r" \(waited for \d+ s\); stop that one", life.said), life.said
@@ -103,18 +103,18 @@ def test_the_others_of_a_run_are_waited_for_when_its_first_process_has_died(tmp_
 
 
 def test_one_process_can_hold_a_folder_once_and_threads_do_not_share_it(tmp_path):
-    owner = hold(tmp_path)
+    owner = acquire(tmp_path)
     with pytest.raises(ConfigError, match=rf"another run holds it \(process {os.getpid()} on "):
-        hold(tmp_path)
+        acquire(tmp_path)
     owner.release()
-    hold(tmp_path).release()
+    acquire(tmp_path).release()
 
 
 def test_of_many_that_want_a_folder_at_once_one_has_it(tmp_path):
     inside, most, done = [0], [0], []
 
     def work():
-        owner = hold(tmp_path, wait=600.0, say=lambda text: None)
+        owner = acquire(tmp_path, wait=600.0, say=lambda text: None)
         inside[0] += 1
         most[0] = max(most)
         assert inside[0] == 1
@@ -134,20 +134,20 @@ def test_of_many_that_want_a_folder_at_once_one_has_it(tmp_path):
 def test_a_folder_that_is_made_again_is_taken_again_unless_another_run_has_it(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    owner = hold(folder)
+    owner = acquire(folder)
     owner.check()
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match="the folder has vanished"):
         owner.check()
     with pytest.raises(ConfigError, match="another run holds it"):
-        hold(tmp_path / "elsewhere")  # it is still this run's, wherever it lies
+        acquire(tmp_path / "elsewhere")  # it is still this run's, wherever it lies
     folder.mkdir()
     owner.retake()
     owner.check()
-    hold(tmp_path / "elsewhere").release()
+    acquire(tmp_path / "elsewhere").release()
     shutil.rmtree(folder)
     folder.mkdir()
-    other = hold(folder)
+    other = acquire(folder)
     with pytest.raises(ConfigError, match="another run holds it"):
         owner.retake()
     with pytest.raises(OSError, match="has vanished"):
@@ -158,11 +158,11 @@ def test_a_folder_that_is_made_again_is_taken_again_unless_another_run_has_it(tm
 def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_path):
     folder = tmp_path / "run"
     with Store(folder) as store:
-        owner = hold(folder)
+        owner = acquire(folder)
         saver = Saver(store, {"run.json": "{}"}, say=lambda text: None, owner=owner)
         folder.rename(tmp_path / "moved")
         folder.mkdir()
-        other = hold(folder)
+        other = acquire(folder)
         saving = folder / "checkpoints" / "5"  # as a save under way looks
         saving.mkdir(parents=True)
         saving.with_name("5.saving").write_text("")
@@ -174,7 +174,7 @@ def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_
 
 
 def test_a_lock_that_was_deleted_is_taken_again_although_the_others_of_the_run_hold_theirs(tmp_path):
-    owner, other = hold(tmp_path), hold_shared(tmp_path)
+    owner, other = acquire(tmp_path), acquire_shared(tmp_path)
     (tmp_path / LOCK).unlink()
     owner.retake()
     owner.check()
@@ -182,6 +182,6 @@ def test_a_lock_that_was_deleted_is_taken_again_although_the_others_of_the_run_h
     other.retake()
     owner.release()
     with pytest.raises(ConfigError, match="processes of a run whose first one has ended"):
-        hold(tmp_path)
+        acquire(tmp_path)
     other.release()
-    hold(tmp_path).release()
+    acquire(tmp_path).release()

@@ -11,9 +11,9 @@ import pytest
 from fake_gcs import serve
 
 from nash_mhc.checkpoint import manifest, run_lock
-from nash_mhc.checkpoint.run_lock import OBJECT, OTHERS, hold, hold_shared
+from nash_mhc.checkpoint.run_lock import OBJECT, OTHERS, acquire, acquire_shared
 from nash_mhc.config import ConfigError
-from nash_mhc.storage.files import place
+from nash_mhc.storage.files import to_path
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def beating(request, tmp_path, monkeypatch, served):
     monkeypatch.setattr(run_lock, "_machine", lambda machine=iter(range(99)): [f"host-{next(machine)}"])
     if request.param == "bucket":
         served.objects.clear()
-        return place("gs://bucket/run")
+        return to_path("gs://bucket/run")
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -43,26 +43,26 @@ def owner_of(folder):
 
 def test_a_living_owner_is_named_and_keeps_the_folder(beating):
     heard = []
-    owner = hold(beating)
+    owner = acquire(beating)
     with pytest.raises(ConfigError, match=r"another run holds it \(process \d+ on host-0, since"):
-        hold(beating, say=heard.append)
+        acquire(beating, say=heard.append)
     assert "seeing whether that is still there" in heard[0]
     with pytest.raises(ConfigError, match=r"\(waited for \d+ s\)"):
-        hold(beating, wait=0.6, say=heard.append)
+        acquire(beating, wait=0.6, say=heard.append)
     owner.check()
     assert owner_of(beating)["machine"] == ["host-0"]
     owner.release()
     assert not (beating / OBJECT).exists()
-    hold(beating).release()
+    acquire(beating).release()
 
 
 def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "DEAD_S", 1.0)
     heard = []
-    frozen = hold(beating)
+    frozen = acquire(beating)
     frozen._ended.set()  # a machine that was put to sleep
     frozen._thread.join()
-    owner = hold(beating, say=heard.append)
+    owner = acquire(beating, say=heard.append)
     assert heard[-1].endswith("has given no sign of life for 1 s; this run takes it over")
     frozen._give_sign()  # it wakes up, and finds another one
     with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) has taken it over"):
@@ -75,7 +75,7 @@ def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(be
 
 def test_what_another_owner_has_half_written_is_not_written_over(beating, monkeypatch):
     """It has come while this one was asleep: the first sign of life must not take the folder away from it again."""
-    frozen = hold(beating)
+    frozen = acquire(beating)
     frozen._ended.set()
     frozen._thread.join()
     (beating / OBJECT).write_text('{"id": "anoth')
@@ -90,7 +90,7 @@ def test_what_another_owner_has_half_written_is_not_written_over(beating, monkey
 @pytest.mark.parametrize("beating", ["disk without locks"], indirect=True)  # a bucket's client asks for the size first
 def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.0005)
-    owner = hold(beating)
+    owner = acquire(beating)
     began, read = owner_of(beating)["beat"], 0
     while owner_of(beating)["beat"] < began + 50 or read < 200:
         read += 1
@@ -99,7 +99,7 @@ def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
 
 def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "DEAD_S", 0.3)
-    owner = hold(beating)
+    owner = acquire(beating)
     owner._ended.set()  # no beat arrives any more
     owner._thread.join()
     time.sleep(0.4)
@@ -114,13 +114,13 @@ def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "_machine", lambda: ["here"])
     monkeypatch.setattr(run_lock, "DEAD_S", 1e6)
     with pytest.raises(ConfigError, match="another run holds it"):
-        first = hold(beating)
-        hold(beating, say=lambda text: None)
+        first = acquire(beating)
+        acquire(beating, say=lambda text: None)
     first.release()
     with subprocess.Popen(["true"]) as ended:
         pid = ended.pid
     (beating / OBJECT).write_text(json.dumps({"machine": ["here"], "pid": pid, "id": "x", "since": "", "beat": 3}))
-    hold(beating).release()
+    acquire(beating).release()
 
 
 def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
@@ -149,11 +149,11 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"gs://bucket/run: another run \(process 1 on far, since now\) has taken it over"):
         run(longer, quiet=True, callbacks=[EachStep(lambda step: taken_over(step - 6))])
     assert json.loads(served.objects[name][0]) == other
-    assert manifest.numbered(place("gs://bucket/run") / "checkpoints") == [6]
+    assert manifest.saved_steps(to_path("gs://bucket/run") / "checkpoints") == [6]
 
 
 def test_accompanying_needs_no_lock_where_there_is_none(monkeypatch, tmp_path):
-    hold_shared(place("gs://bucket/x")).release()
-    owner = hold_shared(tmp_path)
+    acquire_shared(to_path("gs://bucket/x")).release()
+    owner = acquire_shared(tmp_path)
     assert (tmp_path / OTHERS).exists()
     owner.release()

@@ -11,7 +11,7 @@ from saves import LIKE, full_disk, saver_of, tree, until_due
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
-from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.errors import as_config_error
 
 
 @pytest.fixture
@@ -57,33 +57,33 @@ def test_a_failed_save_is_told_and_the_state_of_then_is_saved_when_the_pause_is_
     with full_disk():
         saver.save(tree(2), 2, {})
         while not heard:
-            assert not saver.due()
+            assert not saver.retry_due()
         clock.now += 29
-        assert not saver.due()
+        assert not saver.retry_due()
         clock.now += 2
-        assert saver.due()
+        assert saver.retry_due()
         saver.save(tree(3), 3, {})
         while len(heard) < 2:
-            assert not saver.due()
+            assert not saver.retry_due()
         clock.now += 49
         saver.save(tree(4), 4, {})  # at its interval, within the pause: nothing is tried
     told = f"could not be written (File too large, {store.folder}); training goes on, it is tried again in"
     end = "and the run gives up if it still fails in"  # four more pauses, then three
     assert heard == [f"checkpoint 2 {told} 30 s, {end} 3 min", f"checkpoint 3 {told} 50 s, {end} 2 min 30 s"]
-    assert not saver.due()
+    assert not saver.retry_due()
     clock.now += 2
-    assert saver.due()
+    assert saver.retry_due()
     saver.save(tree(5), 5, {})
     while len(heard) < 3:
-        assert not saver.due()
+        assert not saver.retry_due()
     assert heard[2] == "checkpoint 5 is written, after 2 failed attempts"
     assert names(store) == ["1", "5"]
-    assert store.newest(heard.append) == 5
+    assert store.latest_complete(heard.append) == 5
     np.testing.assert_array_equal(store.restore(5, LIKE)[0]["a"], tree(5)["a"])
     with full_disk():
         saver.save(tree(6), 6, {})
         while len(heard) < 4:
-            assert not saver.due()
+            assert not saver.retry_due()
     saver.save(tree(7), 7, {}, wait=True)  # the end of a run asks for no pause
     assert heard[4:] == ["checkpoint 7 is written, after 1 failed attempt"]
     assert not caplog.records  # no library has told it a second time, with a traceback
@@ -104,7 +104,7 @@ def test_too_many_failures_in_a_row_stop_the_run_and_leave_the_last_whole_checkp
             until_due(saver)
     assert names(store) == ["1"]
     with Store(store.folder.parent) as again:
-        assert again.newest(heard.append, set_aside=True) == 1
+        assert again.latest_complete(heard.append, set_aside=True) == 1
         again.save(2, tree(2), {})
         again.wait()
         assert names(again) == ["1", "2"]
@@ -134,9 +134,9 @@ def test_at_the_end_the_pauses_are_waited_for(store, heard, clock):
 )
 def test_a_peer_that_is_lost_during_a_restore_is_no_fault_of_the_storage(words):
     """Orbax hands it on as an error of another kind; as a ConfigError, the command would not be started again."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"peer|process|RPC"), one_line("a/checkpoints/53"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"peer|process|RPC"), as_config_error("a/checkpoints/53"):
         raise ValueError(words)
-    with pytest.raises(ConfigError, match=r"gloo/1: cannot be reached \(NOT_FOUND: Error opening"), one_line("gloo/1"):
+    with pytest.raises(ConfigError, match=r"gloo/1: cannot be reached \(NOT_FOUND: Error opening"), as_config_error("gloo/1"):
         raise ValueError('NOT_FOUND: Error opening "zarr" driver: /runs/gloo failed/collective/coordination/1')
 
 
@@ -146,7 +146,7 @@ def test_an_old_checkpoint_is_never_deleted_because_of_a_failure(tmp_path, heard
         store.wait()
         with full_disk(), pytest.raises(ConfigError, match="the last whole checkpoint is step 1"):
             saver_of(store, heard, attempts=2).save(tree(2), 2, {}, wait=True)
-        assert store.newest(heard.append) == 1
+        assert store.latest_complete(heard.append) == 1
         saver_of(store, heard).save(tree(2), 2, {}, wait=True)
         assert names(store) == ["2"]
 
@@ -165,7 +165,7 @@ def test_a_vanished_folder_is_made_again(store, heard, fault):
     assert any(f"{missing}, parameters.txt had vanished and is made again" in line for line in heard)
     assert (store.folder.parent / "run.json").read_text() == "{}\n"
     assert (store.folder.parent / "parameters.txt").read_text() == "a 3\n"
-    assert store.newest(heard.append) == (2 if fault == "deleted" else 3)
+    assert store.latest_complete(heard.append) == (2 if fault == "deleted" else 3)
 
 
 def test_once_asked_to_stop_a_run_does_not_wait_for_long(store, heard, clock):
@@ -193,7 +193,7 @@ def test_a_full_disk_is_rid_of_what_can_be_made_again(store, heard, monkeypatch)
         return 5_000_000
 
     monkeypatch.setattr(manifest, "write", fails)
-    saver = saver_of(store, heard, make_room=make_room)
+    saver = saver_of(store, heard, free_space=make_room)
     saver.save(tree(2), 2, {}, wait=True)
     assert names(store) == ["1", "2"]
     assert sum("5.0 MB of compiled programs" in line for line in heard) == 1

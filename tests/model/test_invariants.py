@@ -23,7 +23,7 @@ from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import StreamState
 from nash_mhc.ops import residual_streams
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.parallel.sharding import for_compute, named, shardings
+from nash_mhc.parallel.sharding import for_compute, named_sharding, shardings
 
 BASE = ModelConfig(
     vocab_size=2, width=64, layers=2, heads=8, kv_heads=8, head_dim=8, ffn=32, tied_embeddings=False,
@@ -81,7 +81,7 @@ class Case:
 
     def __call__(self, tokens_BT, segments_BT, asked_B):
         with jax.set_mesh(self.mesh):
-            place = lambda a, *axes: jax.device_put(np.asarray(a, np.int32), named(self.mesh, *axes))
+            place = lambda a, *axes: jax.device_put(np.asarray(a, np.int32), named_sharding(self.mesh, *axes))
             args = place(tokens_BT, "batch", "time"), place(segments_BT, "batch", "time"), place(asked_B, "batch")
             grads_VD, logits_BTV = self.compiled(self.model, *args)
         return np.asarray(logits_BTV), np.asarray(grads_VD)
@@ -207,7 +207,7 @@ def test_a_layer_that_mixes_its_streams_twice_is_the_same_on_a_mesh():
     for shape in ((2, 2, 2), (1, 1, 1)):
         mesh = make_mesh(MeshConfig(*shape))
         with jax.set_mesh(mesh):
-            placed = jax.device_put(xs, named(mesh, "batch", "time_split", "width"))
+            placed = jax.device_put(xs, named_sharding(mesh, "batch", "time_split", "width"))
             found.append(jax.device_get(jax.tree.leaves(through(jax.device_put(layer, shardings(layer, mesh)), placed))))
     assert np.abs(found[0][0] - found[0][1]).max() > 1.0  # streams that still differ
     for a, b in zip(*found, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import small
 from runs import RUN, assert_equal_states, at, drawn_run, rows
 
-from nash_mhc.checkpoint.store import arrays_of
+from nash_mhc.checkpoint.store import array_metadata
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
 from nash_mhc.hub.load import load
 from nash_mhc.model.lora import Lora, adapted, base_of, drops, merged, with_dropout
@@ -138,7 +138,7 @@ def test_the_base_stays_bit_for_bit_and_only_adapters_are_saved(base, unbroken):
     assert len(b) == 4 and all(np.abs(leaf).min() > 0 for leaf in b)
     moments = [name for name in named_leaves(unbroken.state.opt_state) if "layers" in name]
     assert moments and all(name.endswith(("lora_a", "lora_b")) for name in moments)
-    saved = arrays_of(unbroken.folder / "checkpoints" / "50")
+    saved = array_metadata(unbroken.folder / "checkpoints" / "50")
     assert all(name.endswith(("lora_a", "lora_b")) for name in saved if "layers" in name)
     assert not any("embed_VD" in name for name in saved)
     scored = [row["eval/loss"] for row in rows(unbroken.folder, "eval.jsonl")]

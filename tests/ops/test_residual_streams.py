@@ -14,7 +14,7 @@ from nash_mhc.ops import residual_streams, stream_maps
 from nash_mhc.ops.norm import rms_norm_reference
 from nash_mhc.ops.platform import compared
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.parallel.sharding import named
+from nash_mhc.parallel.sharding import named_sharding
 
 R, B, T, D, M = 4, 2, 64, 96, 24  # 128 tokens: a whole block of every kernel; three chunks of columns
 EPS = 1e-6
@@ -121,7 +121,7 @@ def test_on_a_mesh_the_gradients_of_all_tokens_are_added_up(in_kernels):
         want, _ = gradient(plain_normed_sub_layer)(args)
         mesh = make_mesh(MeshConfig(data=1, fsdp=2, tp=4))
         with jax.set_mesh(mesh):
-            got, _ = gradient(normed_sub_layer)(jax.device_put(args, named(mesh)))
+            got, _ = gradient(normed_sub_layer)(jax.device_put(args, named_sharding(mesh)))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), got, want)
 
 

@@ -34,7 +34,7 @@ def losses(folder):
 
 
 def steps(folder):
-    return manifest.numbered(folder / "checkpoints")
+    return manifest.saved_steps(folder / "checkpoints")
 
 
 def until_whole(checkpoint, lives):

@@ -22,7 +22,7 @@ from nash_mhc.parallel.sharding import (
     constrain,
     logical_axes,
     mesh_axis,
-    named,
+    named_sharding,
     on_shards,
     shardings,
     spec,
@@ -213,7 +213,7 @@ def test_a_state_without_averages_has_no_sharding_for_them() -> None:
 
 def test_weights_do_not_depend_on_the_mesh() -> None:
     draw = lambda: init_matrix(jax.random.key(3), (8, 4), 8)
-    split = jax.jit(draw, out_shardings=named(make_mesh(MESH), "vocab", "embed"))()
+    split = jax.jit(draw, out_shardings=named_sharding(make_mesh(MESH), "vocab", "embed"))()
     assert split.sharding.shard_shape(split.shape) == (4, 2)
     np.testing.assert_array_equal(np.asarray(split), np.asarray(jax.jit(draw)()))
 

@@ -14,7 +14,7 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import compiler_options
 from nash_mhc.runtime.compat.jax import write_programs_whole
-from nash_mhc.runtime.compiled import CompiledStep, Program, compiles_still, remove_programs, use_compilation_cache
+from nash_mhc.runtime.compiled import CompiledStep, Program, is_compiling, remove_programs, use_compilation_cache
 from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
 from nash_mhc.train.programs import compile_evaluation, compile_train_step
 
@@ -27,7 +27,7 @@ def test_what_was_compiled_in_the_background_is_what_runs():
         return state + batch
 
     step = CompiledStep(add, make_mesh(MeshConfig(1, 1, 1)))
-    step.begin(jnp.ones(3), jnp.ones(3)).result()
+    step.compile_in_background(jnp.ones(3), jnp.ones(3)).result()
     assert step(jnp.ones(3), jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert (step.traces, seen) == (1, [True])  # traced at once: in the same order at every start
     assert step.seconds > 0
@@ -44,8 +44,8 @@ def test_what_goes_wrong_reaches_the_one_who_waits():
 def test_one_program_is_compiled_behind_another():
     mesh, first, seen = make_mesh(MeshConfig(1, 1, 1)), Program(), []
     second = CompiledStep(jnp.add, mesh)
-    program = second.begin(jnp.ones(3), jnp.ones(3), after=first)
-    assert (program.done(), compiles_still()) == (False, True)
+    program = second.compile_in_background(jnp.ones(3), jnp.ones(3), after=first)
+    assert (program.done(), is_compiling()) == (False, True)
     asks = threading.Thread(target=lambda: seen.append(second(jnp.ones(3), jnp.ones(3)).tolist()))
     asks.start()  # who needs it waits for it, and has nothing compiled for a second time
     first.set_result(None)
@@ -61,8 +61,8 @@ def test_what_is_behind_a_program_that_fails_fails_with_it_and_may_be_tried_agai
     first = CompiledStep(jnp.add, mesh)
     monkeypatch.setitem(OPTIONS, "cpu", ())
     second = CompiledStep(jnp.add, mesh)
-    compiled = first.begin(jnp.ones(3), jnp.ones(3))
-    behind = second.begin(jnp.ones(3), jnp.ones(3), after=compiled)
+    compiled = first.compile_in_background(jnp.ones(3), jnp.ones(3))
+    behind = second.compile_in_background(jnp.ones(3), jnp.ones(3), after=compiled)
     for program in compiled, behind:
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             program.result()

@@ -27,7 +27,7 @@ def losses(folder):
 
 
 def checkpoints(folder):
-    return manifest.numbered(Path(folder) / "checkpoints")
+    return manifest.saved_steps(Path(folder) / "checkpoints")
 
 
 def test_during_import(tmp_path):

@@ -89,7 +89,7 @@ def test_signals_at_any_moment_of_the_start_are_all_the_same_to_it(starts):
 
 def test_the_run_that_was_never_allowed_to_start_ends_as_any_other(starts):
     folder, _ = starts
-    end = max(manifest.numbered(folder / "plain" / "checkpoints"), default=0) + 5
+    end = max(manifest.saved_steps(folder / "plain" / "checkpoints"), default=0) + 5
     last, unbroken = (TrainingProcess(folder / name, *FLAGS, "--total-steps", str(end)) for name in ("plain", "unbroken"))
     assert (last.end(), unbroken.end()) == (0, 0), last.said
     assert losses(folder / "plain") == losses(folder / "unbroken")

@@ -38,8 +38,7 @@ def left(monkeypatch):
         raise SystemExit(code)
 
     monkeypatch.setattr(watchdog, "Board", Notes)
-    monkeypatch.setattr(watchdog, "leave", leave)
-    monkeypatch.setattr(watchdog, "leave", leave)
+    monkeypatch.setattr(watchdog, "exit_now", leave)
     monkeypatch.setattr(watchdog.Watch, "_catch_aborts", lambda _: None)
     monkeypatch.setattr(watchdog, "SILENCE_S", 0.2)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -91,7 +90,7 @@ def test_a_coordinator_that_dies_while_it_is_asked_is_gone(dies, monkeypatch):
     """The kernel takes a dead process's sockets away one by one: the one that listens may be the last."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-        monkeypatch.setattr(board, "joined", lambda: SimpleNamespace(coordinator_address=address))
+        monkeypatch.setattr(board, "distributed_state", lambda: SimpleNamespace(coordinator_address=address))
         asked = threading.Event()
 
         def die():

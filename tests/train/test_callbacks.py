@@ -75,7 +75,7 @@ def test_a_callback_stops_a_run_which_resumes_as_the_unbroken_one(tmp_path, caps
     stopped = run(config(tmp_path / "run", eval_interval=0), callbacks=[StopAt(2)])
     assert int(stopped.state.step) == 2
     assert "the run ends at step 2: the loss is low enough" in capsys.readouterr().out
-    assert manifest.numbered(tmp_path / "run" / "checkpoints") == [2]
+    assert manifest.saved_steps(tmp_path / "run" / "checkpoints") == [2]
     resumed = at(tmp_path / "run", evaluated=False)
     assert_equal_states(resumed.state, unbroken.state, rtol=0, atol=0)
 
@@ -88,7 +88,7 @@ class SaveAt(Callback):
 
 def test_a_callback_saves_checkpoints_of_the_newest_step(tmp_path):
     run(config(tmp_path, eval_interval=0, total_steps=4), quiet=True, callbacks=[SaveAt()])
-    assert manifest.numbered(tmp_path / "checkpoints") == [2, 3, 4]
+    assert manifest.saved_steps(tmp_path / "checkpoints") == [2, 3, 4]
 
 
 class Fails(Recorder):

@@ -29,7 +29,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, TrainConfig
 from nash_mhc.data.inspection import of_run
 from nash_mhc.data.mixture import passes
 from nash_mhc.parallel.mesh import describe
-from nash_mhc.storage.files import place
+from nash_mhc.storage.files import to_path
 from nash_mhc.train import __main__ as train
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import found_settings, recorded_settings
@@ -153,7 +153,7 @@ def test_home_is_expanded_wherever_a_path_is_written(tmp_path, monkeypatch, caps
     assert parsing.parse(["--dataset=~/x"]).config.data.dataset == f"{tmp_path}/x"
     parsed = parsing.parse(["--dataset=~/x:0.5", "--dataset=y:0.5"])
     assert parsed.given["data.dataset"] == f"{tmp_path}/x:0.5,y:0.5"
-    assert str(place("~/runs")) == f"{tmp_path}/runs"
+    assert str(to_path("~/runs")) == f"{tmp_path}/runs"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text " * 99)
     from nash_mhc.data import __main__ as data_command

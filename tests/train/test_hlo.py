@@ -12,7 +12,7 @@ import small
 
 from nash_mhc.bench.aot import communicating, count_collectives
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.parallel.sharding import named
+from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.programs import make_objective
 from nash_mhc.train.state import sharded_abstract_state
@@ -29,7 +29,7 @@ def compiled_gradients(cfg):
     """The step without its optimizer, which has no part in some of what is asked here."""
     mesh, objective = make_mesh(cfg.mesh), make_objective(cfg)
     state = sharded_abstract_state(cfg, mesh)
-    out = jax.tree.map(lambda a: a.sharding, state.model), named(mesh)
+    out = jax.tree.map(lambda a: a.sharding, state.model), named_sharding(mesh)
     run = jax.jit(
         jax.grad(lambda model, batch: objective(model, jax.tree.map(lambda a: a[0], batch)), has_aux=True), out_shardings=out
     )

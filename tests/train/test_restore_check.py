@@ -81,10 +81,10 @@ def test_damage_and_what_its_own_configuration_does_not_fit_fail(state, tmp_path
     code, out = tried(tmp_path / "b", monkeypatch, capsys)
     assert code == 1
     assert "FAILED: " in out and "the checkpoint is damaged, the content of state/" in out
-    assert manifest.numbered(tmp_path / "b" / "checkpoints") == [4]  # a look changes nothing
+    assert manifest.saved_steps(tmp_path / "b" / "checkpoints") == [4]  # a look changes nothing
 
     checkpoint = saved(tmp_path / "c", state)
-    values = manifest.values_of(checkpoint)
+    values = manifest.read_values(checkpoint)
     values["config"]["model"]["unheard_of"] = 1
     (checkpoint / "values" / "metadata").write_text(json.dumps(values))
     manifest.write(checkpoint)

@@ -29,14 +29,14 @@ def unbroken(tmp_path_factory):
 
 
 def test_a_checkpoint_holds_its_own_evaluation(unbroken):
-    told = {step: manifest.values_of(unbroken.folder / "checkpoints" / str(step))["evaluation"] for step in (2, 4, 6)}
+    told = {step: manifest.read_values(unbroken.folder / "checkpoints" / str(step))["evaluation"] for step in (2, 4, 6)}
     assert told == {2: None, 4: None, 6: unbroken.evaluation}
 
 
 def test_a_checkpoint_holds_position_randomness_and_metrics(unbroken, tmp_path):
     logged = {row["step"]: row for row in rows(at(tmp_path / "run", log_interval=1).folder)}
     for step in (2, 4, 6):
-        values = manifest.values_of(unbroken.folder / "checkpoints" / str(step))
+        values = manifest.read_values(unbroken.folder / "checkpoints" / str(step))
         assert values["data"] == {"rows_read": 8 * step, "rows": "stories-2"}
         assert values["rng"] == {"seed": RUN.train.seed, "step": step}
         # The metrics of the step itself, to the last bit; what is measured over several steps is not among them.
@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_everything_changed_that_may(unbroken, tmp_path):
     result = run(changed(folder, **FREE | {"data__batch_size": 4, "train__grad_accum": 2, "data__num_workers": 0}), quiet=True)
     assert int(result.state.step) == 7
     assert result.state.model.embed_VD.sharding.mesh.shape["data"] == 2
-    values = manifest.values_of(folder / "checkpoints" / "7")
+    values = manifest.read_values(folder / "checkpoints" / "7")
     assert values["data"]["rows_read"] == 7 * 8
     assert rows(folder)[-1]["loss"] < rows(unbroken.folder)[0]["loss"]
 
@@ -128,7 +128,7 @@ def test_a_run_recovers_from_the_checkpoint_before_the_damaged_one_bit_for_bit(u
     assert_equal_states(resumed.state, unbroken.state, rtol=0, atol=0)
     losses = [[(r["step"], r["loss"]) for r in rows(f)] for f in (tmp_path / "run", unbroken.folder)]
     assert losses[0] == losses[1]
-    assert manifest.numbered(tmp_path / "run" / "checkpoints") == [2, 4, 6]
+    assert manifest.saved_steps(tmp_path / "run" / "checkpoints") == [2, 4, 6]
 
 
 def test_a_run_without_a_whole_checkpoint_stops_and_keeps_its_rows(tmp_path):

@@ -13,7 +13,7 @@ from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
 from nash_mhc.data.documents.files import counted_endings
-from nash_mhc.storage.files import digest_of, digests_of_files, write_whole
+from nash_mhc.storage.files import digest_of, digests_of_files, write_atomic
 from nash_mhc.storage.json_files import check_types, read_json, reading, table
 
 FILE = "manifest.json"
@@ -161,7 +161,7 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
 def write_file(path: Path, data: bytes) -> None:
     """All of the file or nothing of it. Losing power may lose it: its hash, which is checked, then says so."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")  # a process that was left over may be writing the same file
-    write_whole(path, data, part=part, durable=False)
+    write_atomic(path, data, part=part, durable=False)
 
 
 def check_files(folder: Path, expected: dict[str, tuple[int | None, str]]) -> None:

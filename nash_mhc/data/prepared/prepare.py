@@ -31,7 +31,7 @@ from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Sp
 from nash_mhc.data.recipe import Recipe
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
-from nash_mhc.storage.files import still_names
+from nash_mhc.storage.files import is_same_file
 from nash_mhc.storage.json_files import MALFORMED, parse_json
 
 RECIPE = "recipe.json"
@@ -271,12 +271,12 @@ def _sole_owner(partial: Path) -> Iterator[None]:
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            if still_names(partial, handle):
+            if is_same_file(partial, handle):
                 try:
                     yield
                 finally:
                     with contextlib.suppress(OSError):  # where it holds something, it stays
-                        if still_names(partial, handle):
+                        if is_same_file(partial, handle):
                             partial.rmdir()
                 return
         finally:

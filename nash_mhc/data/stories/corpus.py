@@ -27,7 +27,7 @@ from nash_mhc.data.pack import Rows, pack
 from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, sample
 from nash_mhc.data.stories.lexicon import WORD_LISTS
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.storage.errors import one_line
+from nash_mhc.storage.errors import as_config_error
 
 SPLITS = ("train", "validation")
 
@@ -171,7 +171,7 @@ def write_questions(out: Path, count: int, seed: int) -> None:
     if out.exists():
         raise ConfigError(f"--out {out}: is there already; choose another file, or remove it first")
     part = out.with_name(f".{out.name}.part")
-    with one_line(f"--out {out}"):
+    with as_config_error(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with part.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in questions(count, seed))

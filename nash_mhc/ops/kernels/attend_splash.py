@@ -93,7 +93,7 @@ def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, window: 
 def gives_evidence() -> bool:
     from nash_mhc.runtime.compat import splash
 
-    return splash.gives_sums()
+    return splash.is_available()
 
 
 def found_by_splash(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Found:

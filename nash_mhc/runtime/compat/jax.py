@@ -47,7 +47,7 @@ def write_programs_whole() -> None:
     lru_cache.LRUCache.put = put  # type: ignore[method-assign]
 
 
-def joined() -> Any:
+def distributed_state() -> Any:
     """Return what JAX knows of the run's processes: client, num_processes, process_id, coordinator_address.
 
     No public name leads to it before there are devices; Orbax takes it from the same place. Without it, this is a
@@ -62,8 +62,8 @@ def joined() -> Any:
 
 
 def can_join() -> bool:
-    """Return whether `joined` has a client once the processes have found each other."""
-    return not isinstance(joined(), SimpleNamespace)
+    """Return whether `distributed_state` has a client once the processes have found each other."""
+    return not isinstance(distributed_state(), SimpleNamespace)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 SEEN = ("0.10.2", "0.11.2")  # of jax
 
 
-def gives_sums() -> bool:
+def is_available() -> bool:
     """Return whether `forward` and `backward` can be called; attention with evidence takes plain XLA otherwise."""
     return hasattr(_splash, "_splash_attention_forward") and hasattr(_splash, "_splash_attention_bwd")
 

@@ -24,7 +24,7 @@ from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.sharding import for_compute, placed
+from nash_mhc.parallel.sharding import for_compute, with_shardings
 from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import abstract_state, initial_state, state_shardings
@@ -291,13 +291,13 @@ def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(quant
     kept = stored.read(
         stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
         abstract_state(dataclasses.replace(with_bits(CONFIG.quantize.weights), train=cfg)).model,
-        lambda x: placed(x, MESH), print,
+        lambda x: with_shardings(x, MESH), print,
     )  # fmt: skip
     assert_equal_states(kept, first.state.model)
     for other in ("2/0,2/8", "3/0,2/4", None):
         plain = stored.read(
             stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
-            abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: placed(x, MESH), print,
+            abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: with_shardings(x, MESH), print,
         )  # fmt: skip
         assert_equal_states(plain, jax.jit(baked)(first.state.model))
 

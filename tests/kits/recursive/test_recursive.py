@@ -17,7 +17,7 @@ from nash_mhc.kits.recursive import model as recursive
 from nash_mhc.kits.recursive.settings import RecursiveConfig
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import Execution, LanguageModel
-from nash_mhc.parallel.sharding import named, placed
+from nash_mhc.parallel.sharding import named_sharding, with_shardings
 
 CFG = RecursiveConfig(width=32, heads=2, head_dim=16, ffn=48, inner_cycles=2, outer_cycles=3, gradient_cycles=1)
 TWO_NETS = dataclasses.replace(CFG, nets=2, gradient_cycles=2)
@@ -150,8 +150,8 @@ def gathers(cfg):
     """All-gathers in the gradient's program, every application written out, on eight devices of fsdp."""
     mesh = small.make_mesh(small.mesh_config(small.config(), 1, 8, 1).mesh)
     with jax.set_mesh(mesh):
-        model = placed(abstract_model(cfg), mesh)
-        tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=named(mesh, "batch", "time"))
+        model = with_shardings(abstract_model(cfg), mesh)
+        tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32, sharding=named_sharding(mesh, "batch", "time"))
         loss = lambda m, t: jnp.sum(m.hidden(t, None, Execution(unroll=True))[0])
         return jax.jit(jax.grad(loss)).lower(model, tokens).compile().as_text().count(" all-gather(")
 

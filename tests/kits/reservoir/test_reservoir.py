@@ -27,7 +27,7 @@ from nash_mhc.kits.reservoir.tanh_scan import tanh_scan
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.sharding import placed
+from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.train.devices import resolve
 from nash_mhc.train.state import abstract_state
 from nash_mhc.train.warm_start import warm_model
@@ -302,7 +302,7 @@ def test_no_collective_stands_inside_the_scan(cfg):
     run = small.mesh_config(dataclasses.replace(small.config(), model=cfg), 1, 1, 8)
     mesh = small.make_mesh(run.mesh)
     with jax.set_mesh(mesh):
-        model = placed(abstract_model(cfg), mesh)
+        model = with_shardings(abstract_model(cfg), mesh)
         tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
         text = jax.jit(lambda m, t: m.hidden(t, t)[0]).lower(model, tokens).compile().as_text()
     scan = f"{cfg.unit}_scan"
