@@ -46,17 +46,17 @@ class Saver:
         first_pause: float = 10.0,
         longest_pause: float = 300.0,
         stopping: Callable[[], bool] = lambda: False,
-        make_room: Callable[[], int] = lambda: 0,
+        free_space: Callable[[], int] = lambda: 0,
     ) -> None:
         """`last` is the step that this run has saved before, if any.
 
-        `stopping`: whether the run has been asked to stop, after which it does not wait for long. `make_room` removes
+        `stopping`: whether the run has been asked to stop, after which it does not wait for long. `free_space` removes
         what can be made again from a full disk, and returns how many bytes that were.
         """
         self._store, self._texts, self._attempts, self._say, self._owner = store, texts, attempts, say, owner
         self._run = RunFolder(store.folder.parent)
         self._first_pause, self._longest_pause = first_pause, longest_pause
-        self._stopping, self._make_room = stopping, make_room
+        self._stopping, self._free_space = stopping, free_space
         self._writing: int | None = None  # the step whose save is under way
         self.last = last  # the step that was saved last
         self._failed = 0  # attempts in a row
@@ -143,7 +143,7 @@ class Saver:
         step, self._writing = self._writing, None
         self._store.give_up()  # in every process: the next attempt is made by all of them
         self._failed += 1
-        if fault.errno in _FULL and (freed := self._make_room()):
+        if fault.errno in _FULL and (freed := self._free_space()):
             self._say(f"the disk is full: {freed / 1e6:,.1f} MB of compiled programs are removed; the next start compiles anew")
         attempts = min(self._attempts, _ATTEMPTS_WHILE_STOPPING) if self._agreed(self._stopping()) else self._attempts
         why = f"{reason(fault)}, {self._store.folder}"

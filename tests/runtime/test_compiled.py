@@ -38,7 +38,7 @@ def test_what_goes_wrong_reaches_the_one_who_waits():
         raise ValueError("no such shape")
 
     with pytest.raises(ValueError, match="no such shape"):
-        CompiledStep(broken, make_mesh(MeshConfig(1, 1, 1))).begin(jnp.ones(3), jnp.ones(3))
+        CompiledStep(broken, make_mesh(MeshConfig(1, 1, 1))).compile_in_background(jnp.ones(3), jnp.ones(3))
 
 
 def test_one_program_is_compiled_behind_another():
