@@ -207,7 +207,7 @@ def test_names_of_a_kit_are_known_to_flags_help_and_yaml(kit, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"--kit .*chilly: is no kit; give a folder with an __init__\.py that holds KIT"),
+        (None, r"--kit .*chilly: .*__init__\.py .*KIT"),
         ("", r"--kit .*chilly: cannot be loaded \(AttributeError: .*KIT"),
         ("import nowhere_at_all", r"--kit .*chilly: cannot be loaded \(ModuleNotFoundError: No module named 'nowhere_at_all'"),
     ],
@@ -223,7 +223,7 @@ def test_a_folder_that_is_no_kit_is_one_line(kit, text, message):
 
 
 def test_a_run_whose_kit_moved_says_so(kit):
-    with pytest.raises(ConfigError, match=r"--kit /moved/chilly: is no kit; say with --kit where it is now"):
+    with pytest.raises(ConfigError, match=r"--kit /moved/chilly: .* with --kit"):
         RunConfig.from_dict({"kit": "/moved/chilly"})
     kits.use(str(kit))
     RunConfig.from_dict({"kit": "/moved/chilly"})  # loaded from elsewhere

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.commands import name_hint
 from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
 from nash_mhc.model.attention import Attention, AttentionLayout, attention_layout
@@ -88,7 +88,7 @@ def chosen(names: list[str], wanted: str | None) -> list[str]:
     for word in [] if wanted is None else wanted.split(","):
         fits = {name for name in names if name == word.strip() or name.startswith(f"{word.strip()}-")}
         if not fits:
-            raise ConfigError(f"--parts {word.strip()}: this model has no such part{what_there_is(word.strip(), names)}")
+            raise ConfigError(f"--parts {word.strip()}: this model has no such part{name_hint(word.strip(), names)}")
         found |= fits
     return [name for name in names if name in found or wanted is None]
 

@@ -1,4 +1,4 @@
-"""Sections of what a run may do besides pretraining: `--help` names them, and `--help SECTION` shows one."""
+"""Config sections of optional features; `--help SECTION` shows one."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TelemetryConfig(Section):
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """First and last of the steps to profile."""
+        """Return the first and the last step to profile."""
         if self.profile is None:
             return None
         first, colon, last = self.profile.partition(":")

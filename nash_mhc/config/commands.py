@@ -1,4 +1,4 @@
-"""What every command shares: mistakes reported in one line, the nearest valid name, exit codes."""
+"""Helpers of every command: one-line errors, did-you-mean hints, exit codes, printed commands."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from nash_mhc.config.fields import ConfigError, check_scheme
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """`; did you mean X?` for the valid name closest to `word`, or nothing."""
-    by_core = {name.lstrip("-"): name for name in valid}  # dashes in front make any two short flags look alike
+    """Return `; did you mean X?` for the valid name closest to `word`, or an empty text."""
+    by_core = {name.lstrip("-"): name for name in valid}  # leading dashes make all short flags look alike
     near = difflib.get_close_matches(word.lower().lstrip("-"), by_core, n=1)
     return f"; did you mean {by_core[near[0]]}?" if near else ""
 
 
-def what_there_is(word: str, valid: Iterable[str]) -> str:
-    """`; did you mean X?`, or where nothing comes near, `; there are X, Y`."""
+def name_hint(word: str, valid: Iterable[str]) -> str:
+    """Return `; did you mean X?`, or `; there are X, Y` if no name is close."""
     valid = list(valid)
     return did_you_mean(word, valid) or f"; there are {', '.join(valid)}"
 
 
 def local_path(text: str) -> str:
-    """The type of an argument that names a file or folder of this machine."""
+    """argparse type: a local file or folder."""
     return _path(text, remote=False)
 
 
 def run_path(text: str) -> str:
-    """The type of an argument that names the folder of a run, which may be gs://."""
+    """argparse type: a run directory, local or gs://."""
     return _path(text, remote=True)
 
 
 def _path(text: str, *, remote: bool) -> str:
     try:
         check_scheme("", text, remote=remote)
-    except ConfigError as error:  # argparse has the flag's name
+    except ConfigError as error:  # argparse adds the flag's name
         raise argparse.ArgumentTypeError(str(error).lstrip()) from None
     return text
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse whose mistakes are one-line ConfigErrors, unknown flags with the nearest known one."""
+    """argparse that raises one-line ConfigErrors and suggests the nearest known flag."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
     def dashed(self, argv: Sequence[str]) -> list[str]:
-        """With --max_tokens written as --max-tokens, where there is such a flag."""
+        """Rewrite --max_tokens as --max-tokens if there is such a flag."""
         known = {name for action in self._actions for name in action.option_strings}
         words = []
         for word in argv:
@@ -65,7 +65,7 @@ class OneLineParser(argparse.ArgumentParser):
         return words
 
     def parse_strictly(self, argv: Sequence[str], stray: str) -> argparse.Namespace:
-        """Like parse_args; `stray` is the remedy for a word that belongs nowhere ({word!r} stands for it)."""
+        """Like parse_args; `stray` is the remedy for an unexpected argument, with {word!r} as its placeholder."""
         args, rest = self.parse_known_args(self.dashed(argv))
         if rest:
             word = rest[0].partition("=")[0]
@@ -77,7 +77,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def chosen_command(about: Mapping[str, str], usage: str, kind: str = "command") -> tuple[str, list[str]] | None:
-    """(the command's name, the arguments after it) of this process; None once its help has been shown."""
+    """Return (command, its arguments) from sys.argv, or None after printing the help."""
     command, *argv = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
         print(f"usage: {usage}\n", *(f"  {name:<12}  {text}" for name, text in about.items()), sep="\n")
@@ -89,7 +89,7 @@ def chosen_command(about: Mapping[str, str], usage: str, kind: str = "command") 
 
 
 def this_python() -> str:
-    """The word that starts this very Python from here."""
+    """Return the word that starts this Python from the current directory."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         return str(python.relative_to(Path.cwd()))
@@ -97,25 +97,25 @@ def this_python() -> str:
 
 
 def module_command(module: str, *words: str) -> str:
-    """A command line of this package that runs from here as it is printed."""
+    """Return a command line of this package that can be typed in the current directory."""
     return shlex.join([this_python(), "-m", module, *words])
 
 
 def resume_command(folder: object, *flags: str) -> str:
-    """The command that continues the run in this folder."""
+    """Return the command that resumes the run in this folder."""
     name = str(folder)
-    # A word without a slash is a folder only where it exists, and no file of settings.
+    # Without a slash, the parser takes a word for a folder only if it exists.
     return module_command("nash_mhc.train", name if "/" in name else f"./{name}", *flags)
 
 
 def printable(text: str) -> str:
-    """The text on one line. What a file holds may be in it: control characters are spelled out, and it has an end."""
+    """Return the text as one line of limited length, with control characters escaped: it may quote a file."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
     return line if len(line) <= 4000 else f"{line[:3000]} ... {line[-900:]}"
 
 
 def one_line_errors(main: Callable[[], int]) -> int:
-    """Runs a command's main and returns its exit code: a user's mistake is one line on stderr and 2, Ctrl-C is 130."""
+    """Run a command and return its exit code: 2 and one line on stderr for a user's mistake, 130 for Ctrl-C."""
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"nash_mhc {__version__}, jax {version('jax')}, Python {platform.python_version()}")
@@ -127,17 +127,14 @@ def one_line_errors(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader (`head`, a pager) has seen enough; the flush at exit must not fail again
+    except BrokenPipeError:  # the reader (`head`, a pager) has closed the pipe; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def file_to_write(flag: str, name: str | None) -> Path | None:
-    """The file that a flag names, if it names one; ConfigError where none can be written.
-
-    Asked before the work, which may take an hour.
-    """
+    """Return the file named by a flag, or None. ConfigError if it cannot be written: checked before hours of work."""
     file = Path(name).expanduser() if name else None
     if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        raise ConfigError(f"{flag} {file}: cannot be written; name a file in a folder that is there")
+        raise ConfigError(f"{flag} {file}: cannot be written; name a file in an existing folder")
     return file

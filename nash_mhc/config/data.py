@@ -1,4 +1,4 @@
-"""What a run reads: the keys of its data. No jax, no I/O."""
+"""Keys of the data of a run. No jax, no I/O."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from nash_mhc.config.fields import ConfigError, Section, key
 
-TEMPLATE = "{role}: {content}\n"  # of a message, where none is given
-TOKENIZER = "tokenizer"  # as the template: the tokenizer's own
+TEMPLATE = "{role}: {content}\n"  # default template of a message
+TOKENIZER = "tokenizer"  # value of --template: the tokenizer's chat template
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,22 @@ class DataConfig(Section):
         if self.format == "fields":
             if missing := [flag for flag, template in templates.items() if template is None]:
                 raise ConfigError(
-                    f"--format fields: {missing[0]} is missing; write it with fields of a record, as {{question}}"
+                    f"--format fields needs {missing[0]}; write it with the fields of a record, such as {{question}}"
                 )
             if self.template not in (None, TOKENIZER):
                 raise ConfigError(
-                    "--format fields has --prompt-template and --response-template; leave out --template, or use "
-                    f"--template {TOKENIZER}"
+                    f"--format fields uses --prompt-template and --response-template, not --template {self.template}; "
+                    f"leave --template out, or use --template {TOKENIZER}"
                 )
         elif given := [flag for flag, template in templates.items() if template is not None]:
-            raise ConfigError(f"{given[0]} is for --format fields; add that, or leave the template out")
+            raise ConfigError(f"{given[0]} needs --format fields; add it, or leave the template out")
         if self.validation_fraction + self.test_fraction >= 1:
             raise ConfigError(
-                f"--validation-fraction {self.validation_fraction:g} and --test-fraction {self.test_fraction:g} leave nothing "
-                "to train on; lower one of them"
+                f"--validation-fraction {self.validation_fraction:g} and --test-fraction {self.test_fraction:g} leave no "
+                "documents to train on; lower one of them"
             )
 
     @property
     def test_part(self) -> str | None:
-        """The name of the test part; None where none is asked for."""
+        """Return the name of the test split, or None."""
         return self.test_split or ("test" if self.test_fraction else None)

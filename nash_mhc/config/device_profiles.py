@@ -1,4 +1,4 @@
-"""Batch and learning rate that suit a kind of device: `--profile-for tpu`. Whatever the user sets goes before."""
+"""Batch size and learning rate for a kind of device (`--profile-for tpu`). The user's own settings override them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from nash_mhc.config.fields import Settings
 
-# Rows for each one of the preset, whose batch is what a CPU can wait for (`tiny`) or one small accelerator holds. An
-# accelerator is not filled by those; a TPU's matrix unit works on rows in eights.
-_ROWS = {"cpu": 1, "gpu": 4, "tpu": 8}
+# Factor on the preset's batch size, which is small enough for a CPU (`tiny`) or a small accelerator. A TPU's matrix
+# unit works on multiples of eight sequences.
+_BATCH_FACTOR = {"cpu": 1, "gpu": 4, "tpu": 8}
 
 
 def of_profile(platform: str, values: Mapping[str, Any]) -> Settings:
-    """Adam's steps may grow with the root of the batch: the noise of a mean falls with it."""
-    more = _ROWS[platform]
+    """Scale the batch by a factor and Adam's learning rate by its square root, as gradient noise falls."""
+    factor = _BATCH_FACTOR[platform]
     found = {
-        "data.batch_size": values["data.batch_size"] * more,
-        "optim.learning_rate": float(f"{values['optim.learning_rate'] * math.sqrt(more):.3g}"),
+        "data.batch_size": values["data.batch_size"] * factor,
+        "optim.learning_rate": float(f"{values['optim.learning_rate'] * math.sqrt(factor):.3g}"),
     }
     return {path: (value, f"--profile-for {platform}") for path, value in found.items()}

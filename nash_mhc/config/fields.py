@@ -1,5 +1,4 @@
-"""How a key is declared and checked: its type, its bounds and one line of help stand where the field does.
-No jax, no I/O."""
+"""Declare and check keys: each field carries its type, bounds and help text. No jax, no I/O."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ Settings = dict[str, tuple[Any, str]]  # path -> value, origin
 
 
 class ConfigError(ValueError):
-    """A user's mistake in one sentence: what is wrong, where, and the remedy. Commands print it and exit with 2."""
+    """A user's mistake in one line: what is wrong, where, and the remedy. Commands print it and exit with code 2."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it: IPython asks for this, and the sentence is all that helps."""
+        """Return what IPython shows in a notebook: the message without a traceback."""
         return [f"error: {self}"]
 
 
-# Keys of earlier versions -> what to do instead. Runs that recorded them still load.
+# Removed keys -> what to do instead. Runs that recorded them still load.
 REMOVED = {"model.sinkhorn_iterations": "the mixing of streams converges without it; leave it out"}
 
 
@@ -45,12 +44,11 @@ def key(
     further: str | None = None,
     seam: str | None = None,
 ) -> Any:
-    """Declares one key: its default, one line of help, inclusive bounds (`low`, `high`), an exclusive one (`above`).
+    """Declare one key: default, help text, inclusive bounds `low` and `high`, exclusive bound `above`.
 
-    The flag of a `weighted` key may be given several times with a weight (a:0.7), and the values are joined. A `path`
-    may begin with ~, wherever it is written, and lies on this machine; a `remote` one may be gs:// instead. An `axis`
-    is one of the mesh. `further`: the section of `--help` that shows this key, where it is another than its own.
-    `seam`: the field of Kit whose names are values of this key; the help text lists them.
+    weighted: the flag may be repeated with weights (a:0.7); the values are joined. path: a local path, in which ~ is
+    expanded; with `remote` it may be gs://. axis: a mesh axis. further: the `--help` section that shows this key, if it
+    is not its own. seam: the field of Kit whose names are values of this key; the help text lists them.
     """
     bounds = {"low": low, "above": above, "high": high}
     kind = {"weighted": weighted, "path": path, "remote": remote, "axis": axis, "further": further, "seam": seam}
@@ -58,12 +56,12 @@ def key(
 
 
 def axis(help: str) -> Any:
-    """Declares an axis of the mesh: how many devices lie along it."""
+    """Declare a mesh axis: its number of devices."""
     return key(1, help, low=-1, axis=True)
 
 
 def accepted_types(annotation: Any) -> tuple[type, ...]:
-    """`int | None` -> (int, NoneType); `float` -> (float,). The leaves of a config hold nothing more complicated."""
+    """Return `int | None` as (int, NoneType) and `float` as (float,). Keys have no other types."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return tuple(typing.get_args(annotation))
     return (annotation,)
@@ -74,8 +72,8 @@ def type_name(annotation: Any) -> str:
     return " or ".join(names[t] for t in accepted_types(annotation))
 
 
-def _can_be_passed_on(text: str) -> bool:
-    """Whether the operating system takes it as a name or an argument."""
+def _is_valid_argument(text: str) -> bool:
+    """Return whether the operating system accepts the text as a file name or an argument."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -83,9 +81,9 @@ def _can_be_passed_on(text: str) -> bool:
 
 
 def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
-    """One key against its declaration; raises ConfigError."""
+    """Check a value against its key's declaration; ConfigError."""
     types_ = accepted_types(annotation)
-    # bool is an int to Python, and an int is a fine float: neither surprise may reach a run.
+    # Python takes bool for an int: `--seed true` must fail.
     fits = isinstance(value, types_) and not (isinstance(value, bool) and bool not in types_)
     if not fits:
         raise ConfigError(f"{name} must be {type_name(annotation)}, not {value!r}")
@@ -97,8 +95,8 @@ def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
         raise ConfigError(f"{name} must be a finite number, not {value}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ConfigError(f"{name} must be an integer of 64 bits, not {value}")
-    if isinstance(value, str) and not _can_be_passed_on(value):
-        raise ConfigError(f"{name} must be text without NUL characters and halves of characters, not {value!r}")
+    if isinstance(value, str) and not _is_valid_argument(value):
+        raise ConfigError(f"{name} must be text without NUL characters or lone surrogates, not {value!r}")
     if metadata.get("path"):
         check_scheme(name, value, remote=metadata["remote"])
         longest = max((part for path, _ in weighted_parts(value) or [(value, "")] for part in path.split("/")), key=len)
@@ -117,16 +115,16 @@ def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Read once: a plan makes thousands of sections, and half of its time was spent on their annotations."""
+    """Cached: a plan builds thousands of sections, and reading annotations took half of its time."""
     return typing.get_type_hints(kind)
 
 
 class Section:
-    """Shared by all sections: every field is checked against its declaration at construction."""
+    """Base of all sections; checks every field against its declaration at construction."""
 
     section: ClassVar[str] = ""
-    about: ClassVar[str] = ""  # one line for `--help`, of a kit's section
-    prefixed: ClassVar[bool] = False  # whether its flags begin with its name: --mesh-data
+    about: ClassVar[str] = ""  # one line for `--help`, for the section of a kit
+    prefixed: ClassVar[bool] = False  # whether flags start with the section's name: --mesh-data
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]  # a class can be hashed
@@ -137,16 +135,16 @@ class Section:
                 value = float(value)
                 object.__setattr__(self, f.name, value)
             if f.metadata["path"] and isinstance(value, str):
-                value = at_home(value)
+                value = expand_home(value)
                 object.__setattr__(self, f.name, value)
             check_field(f"{self.section}.{f.name}", value, hints[f.name], f.metadata)
 
     def check_run(self, run: Any) -> None:
-        """ConfigError where the section does not fit the rest of a RunConfig; a kit's is asked where it is set."""
+        """Raise ConfigError if the section does not fit the rest of a RunConfig. Kit sections are checked if set."""
 
 
 def weighted_parts(text: str) -> list[tuple[str, str]]:
-    """`a:0.7,b:0.3` -> [(a, 0.7), (b, 0.3)]; empty for a text that is no list of names with weights."""
+    """Return `a:0.7,b:0.3` as [(a, 0.7), (b, 0.3)]; an empty list if the text is not a list of weighted names."""
     parts, end = [], 0
     for weight in re.finditer(r":(\d+(?:\.\d*)?|\.\d+)(?:,|$)", text):
         parts.append((text[end : weight.start()], weight[1]))
@@ -155,15 +153,15 @@ def weighted_parts(text: str) -> list[tuple[str, str]]:
     return parts if is_whole else []
 
 
-def at_home(path: str) -> str:
-    """With ~ written out, as a shell does it for some of the ways to say a path and not for others."""
+def expand_home(path: str) -> str:
+    """Expand ~ in a path or in each path of a weighted list."""
     if parts := weighted_parts(path):
         return ",".join(f"{os.path.expanduser(name)}:{weight}" for name, weight in parts)
     return os.path.expanduser(path)
 
 
 def check_scheme(name: str, path: str, *, remote: bool = False) -> None:
-    """ConfigError for a path with a scheme that is not supported: s3://bucket/run would become a local folder `s3:`."""
+    """Raise ConfigError for an unsupported scheme; s3://bucket/run would become a local folder `s3:`."""
     for part in [part for part, _ in weighted_parts(path)] or [path]:
         found = re.match(r"(?:hf:)?([A-Za-z][\w+.-]*)://", part)
         if found and not (remote and part.startswith("gs://")):
@@ -172,5 +170,5 @@ def check_scheme(name: str, path: str, *, remote: bool = False) -> None:
 
 
 def nearest_multiple(value: int, factor: int) -> int:
-    """The positive multiple of `factor` closest to `value`: what error messages propose."""
+    """Return the positive multiple of `factor` closest to `value`, for error messages."""
     return max(factor, round(value / factor) * factor)

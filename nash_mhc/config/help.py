@@ -1,4 +1,4 @@
-"""What is shown of the keys: the help text, a configuration as YAML, settings as flags."""
+"""Show keys: help text, a configuration as YAML, settings as flags."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from nash_mhc.config import presets
-from nash_mhc.config.commands import what_there_is
-from nash_mhc.config.key_names import OURS, SMALL, Key, further, keys, of_any_kind, sections
+from nash_mhc.config.commands import name_hint
+from nash_mhc.config.key_names import OURS, SMALL, Key, further, key_of_any_kind, keys, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 
 _DIR = "run directory (--checkpoint-dir), with a slash in its name; an existing run is resumed"
@@ -20,10 +20,10 @@ TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "de
 
 
 def as_flags(given: Mapping[str, Any]) -> list[str]:
-    """Words of a command line that sets these, each flag once (but a mixture's, once a part)."""
+    """Return the command-line words that set these values; a mixture repeats its flag."""
     words: list[str] = []
     for path, value in given.items():
-        key = of_any_kind(path)
+        key = key_of_any_kind(path)
         if isinstance(value, bool):
             words.append(key.flag if value else f"--no-{key.flag[2:]}")
         elif key.metadata.get("weighted") and (parts := weighted_parts(value)):
@@ -34,7 +34,7 @@ def as_flags(given: Mapping[str, Any]) -> list[str]:
 
 
 def _scalar(key: Key, value: Any) -> str:
-    """One value as YAML on one line, such that `_read_yaml` gives it back."""
+    """Return a value as one line of YAML that `read_yaml` reads back."""
     text_none = type(None) in key.kinds and str(value).lower() == "none" and value is not None
     style = '"' if text_none or not str(value).isprintable() else None
     text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
@@ -42,14 +42,14 @@ def _scalar(key: Key, value: Any) -> str:
 
 
 def render(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """YAML that `--config` reads back to the same configuration, each value with its origin as a comment."""
+    """Return YAML that `--config` reads back to the same configuration, with each value's origin as a comment."""
     values = config.to_dict()
     lines: list[tuple[str, str]] = []
     for path, key in keys(config.model_kind).items():
         section, _, name = path.rpartition(".")
         if section and (f"{section}:", "") not in lines:
             lines.append((f"{section}:", ""))
-        # An origin quotes what the user typed: nothing in it may end the comment or upset a YAML reader.
+        # An origin quotes what the user typed, which must not break the comment.
         origin = "".join(c if c.isprintable() else "?" for c in origins.get(path, ""))
         left = f"{'  ' if section else ''}{name}: {_scalar(key, key.of(values))}"
         lines.append((left, f"  # {origin}" if origin else ""))
@@ -68,7 +68,7 @@ def _width() -> int:
 
 
 def _described(key: Key, defaults: dict[str, Any]) -> str:
-    """Flag, kind or choices, help and default."""
+    """Return flag, type or choices, help and default as a line of help."""
     names = {int: "INT", float: "FLOAT", str: "TEXT", bool: "[BOOL]", type(None): "none"}
     choices = key.metadata["choices"]
     kind = "{" + ",".join(choices) + "}" if choices else "|".join(names[t] for t in key.kinds)
@@ -77,10 +77,10 @@ def _described(key: Key, defaults: dict[str, Any]) -> str:
 
 
 def section_help(section: str, kind: str = OURS) -> str:
-    """The keys of one section, or of one kind of model; ConfigError if there is none of that name."""
+    """Return the help of one section or model kind; ConfigError for an unknown name."""
     known = list(dict.fromkeys([*sections(), *further(), *ARCHITECTURES]))
     if section not in known:
-        raise ConfigError(f"--help {section}: no such section{what_there_is(section, known)}")
+        raise ConfigError(f"--help {section}: no such section{name_hint(section, known)}")
     if section in ARCHITECTURES:
         section, kind = "model", section
     defaults = presets.run(kind=kind).to_dict()
@@ -92,9 +92,9 @@ def section_help(section: str, kind: str = OURS) -> str:
 
 
 def usage(prog: str, *, folder: bool = False, kind: str = OURS) -> str:
-    """The help text: all keys of pretraining by section, then the names of the further sections.
+    """Return the help text: all keys of pretraining by section, then the names of the other sections.
 
-    `folder`: whether the command takes the folder of a run without a flag.
+    `folder`: whether the command takes a run directory without a flag.
     """
     width, defaults = _width(), presets.run(kind=kind).to_dict()
     note = (

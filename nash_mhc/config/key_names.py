@@ -1,4 +1,4 @@
-"""Every key of a run under its three names, derived from the fields in schema.py: path, flag and short form."""
+"""The names of every key, derived from the fields in schema.py: path, flag and short form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nash_mhc.config.schema import (
 )
 
 SMALL = "--use-small-model"  # the same as --model-size small
-# What other frameworks call these keys: never accepted, only the source of a better "did you mean".
+# Names in other frameworks: never accepted, only used for "did you mean".
 NICKNAMES = {
     "lr": "learning_rate", "steps": "total_steps", "bs": "batch_size", "use_small_model": "model_size",
     "global_batch_size": "batch_size", "device_type": "platform", "device": "platform", "arch": "model_kind",
@@ -30,7 +30,7 @@ NICKNAMES = {
 }  # fmt: skip
 
 
-# What a run may do besides pretraining: --help names these sections, and --help SECTION shows one.
+# Sections of optional features, which `--help` only names; `--help SECTION` shows one.
 FURTHER = {
     "objective": "the objective, if it is not next-token cross-entropy",
     "layers": "blocks of the layers: mixers, feed-forward networks, patterns",
@@ -46,7 +46,7 @@ FURTHER = {
 
 
 def further() -> dict[str, str]:
-    """Sections that `--help` only names, each with its line; those of kits last."""
+    """Return the optional sections by name, each with its line of help; those of kits last."""
     return FURTHER | {name: kind.about for name, kind in KIT_SECTIONS.items()}
 
 
@@ -65,7 +65,7 @@ class Key:
 
     @property
     def section(self) -> str:
-        """Whose help shows it: that of its own part of the configuration, or of what it is there for."""
+        """Return the section of `--help` that shows the key."""
         return self.metadata.get("further") or self.path.rpartition(".")[0]
 
     @property
@@ -74,9 +74,9 @@ class Key:
 
     @property
     def help(self) -> str:
-        """The help text, with the names that kits add."""
+        """Return the help text with the names that kits add."""
         offered = kits.provided(self.metadata["seam"]) if self.metadata.get("seam") else []
-        return self.metadata["help"] + (f"; of kits: {', '.join(offered)}" if offered else "")
+        return self.metadata["help"] + (f"; from kits: {', '.join(offered)}" if offered else "")
 
     def of(self, values: Mapping[str, Any]) -> Any:
         section, _, name = self.path.rpartition(".")
@@ -87,7 +87,7 @@ OURS = ModelConfig.architecture
 
 
 def keys(kind: str = OURS) -> dict[str, Key]:
-    """Every leaf of the RunConfig of that kind of model by its path, in the order of the schema."""
+    """Return every key of a RunConfig with this kind of model, by path, in the order of the schema."""
     return _keys(kind, tuple(ARCHITECTURES), tuple(section_classes(kind).items()))
 
 
@@ -101,7 +101,7 @@ def _keys(model_kind: str, kinds: tuple[str, ...], sections: tuple[tuple[str, ty
         metadata = dict(top.metadata, choices=presets.sizes(model_kind)) if top.name == "model_size" else top.metadata
         found.append(Key(top.name, "--" + top.name.replace("_", "-"), hints[top.name], metadata))
         if top.name == "model_size":
-            about = "model kind, each with keys and sizes of its own; --help KIND lists them"
+            about = "model kind; each has its own keys and sizes, which --help KIND lists"
             of_kind = declared.key(OURS, about, choices=kinds).metadata
             found.append(Key("model_kind", "--model-kind", str, of_kind))
     for name, kind in sections:
@@ -112,8 +112,8 @@ def _keys(model_kind: str, kinds: tuple[str, ...], sections: tuple[tuple[str, ty
     return {key.path: key for key in found}
 
 
-def of_any_kind(path: str) -> Key:
-    """The key of that path, whichever kind of model has it."""
+def key_of_any_kind(path: str) -> Key:
+    """Return the key with this path, from any kind of model."""
     return next(keys(kind)[path] for kind in ARCHITECTURES if path in keys(kind))
 
 
@@ -122,7 +122,7 @@ def sections() -> list[str]:
 
 
 def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
-    """The key with that path or short form; `loose` also goes by the last component, to guess what was meant."""
+    """Return the key with this path or short form; `loose` also matches the last component, for hints."""
     found = [key for key in keys(kind).values() if name in (key.path, key.short)]
     last = name.rsplit(".", maxsplit=1)[-1]
     last = (NICKNAMES | kits.nicknames()).get(last, last)
@@ -130,8 +130,8 @@ def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
     return found[0] if found else None
 
 
-def of_another_kind(name: str, kind: str) -> str:
-    """What to add about a name that is not a key of this kind of model: it was removed, or another kind has it."""
+def other_kind_hint(name: str, kind: str) -> str:
+    """Return a remark on a name that is no key of this kind of model: it was removed, or another kind has it."""
     for path, instead in declared.REMOVED.items():
         if name in (path, path.replace(".", "_")):
             return f": {path} was removed; {instead}"

@@ -1,7 +1,7 @@
-"""Kits: optional capabilities, each a folder of nash_mhc/kits or one that --kit names.
+"""Kits: optional capabilities, each a folder in nash_mhc/kits or a folder named by --kit.
 
-A kit's `__init__.py` holds `KIT`, a record that is cheap to import and says by name what the kit provides. The modules
-behind those names are imported when a name is looked up. The core imports no kit by itself.
+A kit's `__init__.py` holds `KIT`, a cheap record of the names that the kit provides. Their modules are imported when a
+name is looked up. The core imports no kit.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PACKAGE = "nash_mhc.kits"
 T = TypeVar("T")
 
 
-References = Mapping[str, str]  # name -> "module:attribute", of one of the kit's own modules
+References = Mapping[str, str]  # name -> "module:attribute", relative to the kit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kit:
-    """What a kit provides for each seam of the core: a registry has the same name, and looks here."""
+    """Names that a kit provides for each seam of the core; the registry of a seam has the field's name."""
 
     model_kinds: References = field(default_factory=dict)  # ArchitectureConfig classes (config/model.py)
     architectures: References = field(default_factory=dict)  # by model kind: Architecture (model/protocol.py)
@@ -45,18 +45,18 @@ class Kit:
 
 
 class Figure(NamedTuple):
-    """How a number of an objective is shown: `NAME` in metrics.jsonl, `eval/NAME` in eval.jsonl."""
+    """How to show a metric of an objective: `NAME` in metrics.jsonl, `eval/NAME` in eval.jsonl."""
 
-    fact: str  # its name among the facts of the report
+    fact: str  # its name in the report's table of facts
     form: str = "{:.4f}"
     chart: str = ""  # title of its chart in the report; empty: no chart
     log: bool = False  # whether the chart is logarithmic
-    line: str = ""  # what the terminal adds to the line of an evaluation, with names of eval.jsonl in braces
-    of_text: bool = True  # whether bits per byte and perplexity mean something beside it
+    line: str = ""  # suffix of the evaluation's line on the terminal, with names of eval.jsonl in braces
+    of_text: bool = True  # whether bits per byte and perplexity are meaningful too
 
 
 class Generator(NamedTuple):
-    """A flag of `generate` that does something else than write text."""
+    """A flag of `generate` that replaces writing text."""
 
     metavar: str
     help: str
@@ -64,7 +64,7 @@ class Generator(NamedTuple):
 
 
 def all_kits() -> dict[str, Kit]:
-    """Return every kit by name, those of the package first."""
+    """Return all kits by name, those of the package first."""
     return _all_kits(os.environ.get(OUTSIDE, ""))
 
 
@@ -72,7 +72,7 @@ def all_kits() -> dict[str, Kit]:
 def _all_kits(outside: str) -> dict[str, Kit]:
     try:
         package = importlib.import_module(_PACKAGE)
-    except ModuleNotFoundError as error:  # the folder was deleted: a core without kits
+    except ModuleNotFoundError as error:  # the folder was deleted: the core runs without kits
         if error.name != _PACKAGE:
             raise
         return {}
@@ -82,9 +82,9 @@ def _all_kits(outside: str) -> dict[str, Kit]:
 
 
 def use(folders: str | None, *, recorded: bool = False) -> None:
-    """Add kit folders outside of the package, separated by commas. ConfigError for one that is no kit.
+    """Add kit folders outside of the package, separated by commas. ConfigError for one that is not a kit.
 
-    `recorded`: they stand in a run's metadata, so a kit of that name that is loaded from elsewhere is as good.
+    recorded: the folders come from a run's metadata; a kit of the same name loaded from elsewhere is accepted.
     """
     for folder in absolute(folders or "").split(","):
         if folder:
@@ -92,7 +92,7 @@ def use(folders: str | None, *, recorded: bool = False) -> None:
 
 
 def forget() -> None:
-    """Look for kits anew, after a folder came or went."""
+    """Clear the cache of kits, after a folder was added or removed."""
     _all_kits.cache_clear()
 
 
@@ -108,48 +108,48 @@ def _use(folder: str, recorded: bool) -> None:
     if name in all_kits() and folder in importlib.import_module(f"{_PACKAGE}.{name}").__path__:
         return  # a kit of the package
     if not (Path(folder) / "__init__.py").is_file() or not name.isidentifier():
-        remedy = "say with --kit where it is now" if recorded else "give a folder with an __init__.py that holds KIT"
-        raise ConfigError(f"--kit {folder}: is no kit; {remedy}")
+        remedy = "give its new place with --kit" if recorded else "give a folder whose __init__.py defines KIT"
+        raise ConfigError(f"--kit {folder}: is not a kit; {remedy}")
     if name in all_kits():
-        raise ConfigError(f"--kit {folder}: there is a kit named {name} already; rename the folder")
+        raise ConfigError(f"--kit {folder}: a kit named {name} exists already; rename the folder")
     package, before = importlib.import_module(_PACKAGE), os.environ.get(OUTSIDE)
     package.__path__.append(str(Path(folder).parent))
     os.environ[OUTSIDE] = os.pathsep.join([*known, folder])
     try:
         all_kits()
-    except Exception as error:  # code of the user's
+    except Exception as error:  # any failure of the user's code
         package.__path__.pop()
         os.environ.pop(OUTSIDE) if before is None else os.environ.update({OUTSIDE: before})
         raise ConfigError(f"--kit {folder}: cannot be loaded ({type(error).__name__}: {error})") from error
 
 
 def provided(seam: str) -> list[str]:
-    """Return the names that kits provide for a seam, without loading any."""
+    """Return the names that kits provide for a seam, without importing their modules."""
     return [name for kit in all_kits().values() for name in getattr(kit, seam)]
 
 
 def load(reference: str) -> Any:
-    """Import and return what an absolute "module:attribute" names."""
+    """Import and return an absolute "module:attribute"."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def nicknames() -> dict[str, str]:
-    """Return what other frameworks call the keys of kits."""
+    """Return names that other frameworks use for the keys of kits."""
     return {name: key for kit in all_kits().values() for name, key in kit.nicknames.items()}
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
-    """Entries by name: the core's, those that were registered, and those of kits, which are loaded when looked up.
+    """Entries by name: the core's, registered ones, and those of kits, which are loaded when looked up.
 
-    `seam` is the field of Kit that names the kits' entries.
+    `seam` is the field of Kit that lists the kits' entries.
     """
 
     def __init__(self, seam: str, known: Mapping[str, T]) -> None:
         self._seam, self._known = seam, dict(known)
 
     def _offered(self) -> dict[str, Any]:
-        """Return the kits' entries: name -> absolute reference, or the entry itself where it is no text."""
+        """Return the kits' entries by name: absolute references, or entries given directly."""
         offers = {kit: getattr(record, self._seam) for kit, record in all_kits().items()}
         absolute = lambda kit, entry: f"{_PACKAGE}.{kit}.{entry}" if isinstance(entry, str) else entry
         return {name: absolute(kit, entry) for kit, offered in offers.items() for name, entry in offered.items()}
@@ -176,16 +176,16 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return sum(1 for _ in self)
 
     def copy(self) -> Registry[T]:
-        """Return a registry of its own with the same entries."""
+        """Return a separate registry with the same entries."""
         return Registry(self._seam, self._known)
 
 
-# Numbers of objectives beside the loss.
+# Metrics of objectives other than the loss.
 FIGURES: Registry[Figure] = Registry(
     "figures",
     {
         "kl": Figure(
-            "held-out KL from the teacher, nats a token", chart="KL from the teacher, nats a token", log=True,
+            "held-out KL from the teacher, nats/token", chart="KL from the teacher, nats/token", log=True,
             line=", KL from the teacher {eval/kl:.4f}",
         ),
     },

@@ -1,4 +1,4 @@
-"""The mesh of devices: its axes, which devices, and which processes."""
+"""Keys of the device mesh: axes, devices and processes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from nash_mhc.config.fields import ConfigError, Section, axis, key
 
-PLATFORMS = ("tpu", "gpu", "cpu")  # what `auto` takes, in this order
+PLATFORMS = ("tpu", "gpu", "cpu")  # the order of `auto`
 
 
 @dataclass(frozen=True)
 class MeshConfig(Section):
     section, prefixed = "mesh", True
 
-    # The axes of the mesh, outermost first.
-    # Another one is a line here, and a name in the RULES of parallel/sharding.py.
+    # Mesh axes, outermost first. A new axis needs a line here and its name in RULES of parallel/sharding.py.
     data: int = axis("devices along data: each group holds all parameters and a share of the batch (-1: the rest)")
     fsdp: int = axis("devices along fsdp: batch and parameters are split (-1: the rest)")
     tp: int = axis("devices along tp: heads, MLP and vocabulary are split (-1: the rest)")
@@ -34,7 +33,7 @@ class MeshConfig(Section):
         None, "HOST:PORT of process 0 (none: from the scheduler, else a single process)", flag="coordinator-address"
     )
     num_processes: int | None = key(
-        None, "processes of the run (1: a single process, whatever the scheduler says)", low=1, flag="num-processes"
+        None, "processes of the run (1: a single process, ignores the scheduler)", low=1, flag="num-processes"
     )
     process_id: int | None = key(None, "index of this process, from 0", low=0, flag="process-id")
     connect_timeout: float = key(60.0, "seconds to wait for the other processes at the start", above=0, flag="connect-timeout")
@@ -46,8 +45,8 @@ class MeshConfig(Section):
                 raise ConfigError(f"mesh.{name} must be a positive number of devices or -1 for the rest, not 0")
         if unknown := [name for name in self.platforms if name not in PLATFORMS]:
             raise ConfigError(
-                f"mesh.platform {self.platform!r}: must be auto, or {', '.join(PLATFORMS)} in the order of your wish, not "
-                f"{unknown[0]!r}"
+                f"mesh.platform {self.platform!r}: must be auto, or some of {', '.join(PLATFORMS)} in order of preference, "
+                f"not {unknown[0]!r}"
             )
         rest = [name for name, size in self.axes.items() if size == -1]
         if len(rest) > 1:
@@ -55,12 +54,12 @@ class MeshConfig(Section):
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """Kinds of devices, the first choice first."""
+        """Return the device kinds in order of preference."""
         return PLATFORMS if self.platform == "auto" else tuple(name.strip() for name in self.platform.split(","))
 
     @property
     def axes(self) -> dict[str, int]:
-        """Devices along each axis, in the order of the mesh."""
+        """Return the number of devices along each axis, in mesh order."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["axis"]}
 
     def __str__(self) -> str:

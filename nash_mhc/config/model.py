@@ -1,4 +1,4 @@
-"""What a model's configuration says to everything outside of the model, and that of our own."""
+"""The interface of a model's configuration, and the configuration of Nash-MHC."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, ClassVar, NamedTuple
 from nash_mhc.config.fields import ConfigError, Section, Settings, key, nearest_multiple
 from nash_mhc.config.rope_scaling import RopeScaling
 
-# Names of the blocks that a layer may be made of. `register_mixer` and the like in model/layer.py add to them.
+# Names of registered blocks; `register_mixer`, `register_ffn` and `register_residual` in model/layer.py add to them.
 MIXERS = ["attention", "multiscale"]
 FFNS = ["swiglu"]
 RESIDUALS = ["mhc", "mhc-layer", "plain"]
 
 
 class LayerKind(NamedTuple):
-    """What may differ from layer to layer."""
+    """The settings that may differ between layers."""
 
     mixer: str
     window: int | None
@@ -38,25 +38,25 @@ def _layer_kinds(pattern: str, default: str, window: int | None, ffn_kind: str) 
         )
         if kind.mixer not in MIXERS or kind.ffn not in FFNS or not (count or "1").isdigit() or count == "0":
             raise ConfigError(
-                f"model.pattern {pattern!r}: {entry!r} is no layer. Write MIXER, MIXER/FFN or either with *COUNT, where "
-                f"MIXER is local, full, {', '.join(MIXERS)} and FFN is {', '.join(FFNS)}"
+                f"model.pattern {pattern!r}: {entry!r} is not a layer; write MIXER or MIXER/FFN, optionally with *COUNT. "
+                f"MIXER is one of local, full, {', '.join(MIXERS)}; FFN is one of {', '.join(FFNS)}"
             )
         kinds += [kind] * int(count or 1)
     return tuple(kinds)
 
 
 class Length(NamedTuple):
-    """A size that a mesh may have to divide."""
+    """A size that a mesh axis must divide if it splits this logical axis."""
 
-    axis: str  # logical
+    axis: str
     size: int
-    flag: str  # that sets it
+    flag: str  # the flag that sets the size
 
 
 class ArchitectureConfig(Section):
-    """The configuration of a kind of model: a frozen dataclass with at least `vocab_size` among its keys.
+    """The configuration of a kind of model: a frozen dataclass that has at least the key `vocab_size`.
 
-    `register` in `model/architectures.py` makes a kind known: `--model-kind` takes its name, and run.json has it.
+    `register` in `model/architectures.py` adds a kind: `--model-kind` accepts its name, and run.json records it.
     """
 
     section, prefixed = "model", True
@@ -65,23 +65,22 @@ class ArchitectureConfig(Section):
 
     @property
     def alignment(self) -> int:
-        """Documents begin at multiples of this in their rows, unless rows are spread out."""
+        """Return the multiple at which documents begin in a packed sequence."""
         return 1
 
     @property
     def depth(self) -> int:
-        """Layers that a program may hold one after the other instead of in a loop."""
+        """Return the number of layers that may be unrolled."""
         return 1
 
     @property
     def some_length(self) -> int:
-        """A row length that the model accepts, where shapes of rows do not matter."""
+        """Return a sequence length that the model accepts, for programs that need any one."""
         return 64 * self.alignment
 
     @property
     def padded_vocab(self) -> int:
-        """Vocabulary rounded up to a multiple of 128:
-        full matmul tiles, and any power-of-two tp up to 128 divides it."""
+        """Return the vocabulary rounded up to a multiple of 128, for full matmul tiles and any power-of-two tp."""
         return -(-self.vocab_size // 128) * 128
 
     @classmethod
@@ -90,16 +89,15 @@ class ArchitectureConfig(Section):
         return {}
 
     def lengths(self) -> list[Length]:
-        """What a mesh must divide."""
+        """Return the sizes that a mesh must divide."""
         return [Length("vocab", self.padded_vocab, "--model-vocab-size")]
 
     def check_rows(self, seq_len: int) -> None:
-        """ConfigError for rows that the model cannot take."""
+        """Raise ConfigError for a sequence length that the model cannot process."""
 
 
 class AttendingConfig(ArchitectureConfig):
-    """Of a kind that has plain attention among its parts, and keys for its heads; the rest is what attention asks of a
-    configuration."""
+    """A kind of model that contains plain attention, with keys for heads and fixed values for the rest."""
 
     heads: int
     head_dim: int
@@ -119,8 +117,7 @@ class AttendingConfig(ArchitectureConfig):
 
 @dataclass(frozen=True)
 class ModelConfig(ArchitectureConfig):
-    """The decoder. Letters in shapes are those of docs:
-    D width, N heads, K kv heads, H head dim, F ffn, V vocabulary."""
+    """The Nash-MHC decoder. Letters: D width, N heads, K kv heads, H head dim, F ffn, V vocabulary, L layers."""
 
     architecture = "nash-mhc"
 
@@ -131,8 +128,7 @@ class ModelConfig(ArchitectureConfig):
     kv_heads: int = key(8, "key and value heads (K); fewer than heads is grouped-query attention", low=1)
     head_dim: int = key(16, "width of a head (H); even", low=2)
     ffn: int = key(384, "width of the MLP (F)", low=1)
-    # Streams mixed once a layer and two scales cost half of what `mhc` and three scales do beside dense. With the
-    # latter, `small` learned less than dense in the same seconds; now it does not (docs/experiments.md).
+    # Mixing once per layer and two scales halve the overhead over dense, at equal quality (docs/experiments.md).
     scales: int = key(2, "resolutions of attention (C); 1 is plain attention", low=1, high=8)
     ratio: int = key(16, "ratio of strides between one scale and the next (r)", low=2, high=64)
     window: int | None = key(None, "tokens that the finest scale sees, itself included (none: all)", low=1)
@@ -189,7 +185,7 @@ class ModelConfig(ArchitectureConfig):
             raise ConfigError("model.pattern and model.full_every both say which layers differ; leave full_every at 0")
         mixers = {kind.mixer for kind in self.group}
         if mixers == {"attention"} and self.scales > 1:
-            raise ConfigError(f"model.scales {self.scales} needs the multiscale mixer, and no layer has it; set model.scales 1")
+            raise ConfigError(f"model.scales {self.scales} needs a multiscale layer; add one, or set model.scales 1")
         if "multiscale" in mixers and self.scales == 1:
             raise ConfigError("model.mixer multiscale needs at least 2 scales; set model.scales 2")
         if self.layers % len(self.group) and self.pattern is not None:
@@ -198,7 +194,7 @@ class ModelConfig(ArchitectureConfig):
                 f"{self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
             )
         if self.full_every and self.window is None:
-            raise ConfigError("model.full_every leaves a window out, and there is none; set model.window, or leave it at 0")
+            raise ConfigError("model.full_every removes windows, but model.window is none; set model.window, or full_every 0")
         if self.full_every and self.layers % self.full_every:
             divisors = [g for g in range(1, self.layers + 1) if self.layers % g == 0]
             best = min(divisors, key=lambda g: abs(g - self.full_every))
@@ -209,12 +205,12 @@ class ModelConfig(ArchitectureConfig):
 
     @property
     def mixings(self) -> int:
-        """How often a layer mixes streams."""
+        """Return how often a layer mixes streams."""
         return {"mhc": 2, "mhc-layer": 1}.get(self.residual, 0)
 
     @property
     def group(self) -> tuple[LayerKind, ...]:
-        """The layers of one group; the model is a stack of such groups."""
+        """Return the layers of one group; the model is a stack of such groups."""
         default = self.mixer or ("attention" if self.scales == 1 else "multiscale")
         pattern = self.pattern or (f"local*{self.full_every - 1},full" if self.full_every > 1 else "")
         pattern = pattern or ("full" if self.full_every else "local")
@@ -222,18 +218,18 @@ class ModelConfig(ArchitectureConfig):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows of one group's layers."""
+        """Return the windows of one group's layers."""
         return tuple(kind.window for kind in self.group)
 
     @property
     def embed_multiplier(self) -> float:
-        """Our tables are scaled for the output, where they meet a stream of norm sqrt(D); as input that would drown in
-        the layers' own outputs, so they enter at the scale of those. Tables of other origin enter as they are."""
+        """Return the factor on input embeddings. Our tables have the scale of an output projection, which as an input
+        would be small against the layers' outputs. Imported tables are used as they are."""
         return self.width**0.5 if self.embed_scale == "unit" else 1.0
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Tokens from one row of a scale to its next: 1, r, r^2, ..."""
+        """Return the stride of each scale in tokens: 1, r, r^2, ..."""
         return tuple(self.ratio**c for c in range(self.scales))
 
     @property

@@ -1,8 +1,7 @@
-"""argv + YAML + key=value -> RunConfig, with the origin of every value. No jax.
+"""Parse flags, YAML files and key=value into a RunConfig, with the origin of every value. No jax.
 
-Flags, override names, YAML keys and the help text are all derived from the fields in schema.py. Settings apply
-in the order of argv and the last one wins. Below all of them lie what the folder of a run has recorded, what other
-folders know, and the preset named by the last `model_size`.
+Settings apply in the order of argv; the last one wins. They override, in this order: the settings recorded in the run
+directory, settings inferred from other folders, and the preset of the last `model_size`.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from nash_mhc.config import kits, presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
 from nash_mhc.config.fields import Settings
 from nash_mhc.config.help import as_flags, render, section_help, usage
-from nash_mhc.config.key_names import OURS, SMALL, Key, find, keys, of_another_kind, sections
+from nash_mhc.config.key_names import OURS, SMALL, Key, find, keys, other_kind_hint, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 from nash_mhc.config.values import BOOLS, at, convert
 from nash_mhc.config.yaml_file import nodes_of, read_yaml
 
 __all__ = ["Key", "Parsed", "Settings", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
 
-_TYPED = ("flag ", "override ")  # origins of what stands on the command line
+_TYPED = ("flag ", "override ")  # origins of settings typed on the command line
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
 Found = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
 Recorded = Callable[[str, Mapping[str, Any]], Settings]
@@ -42,25 +41,25 @@ class Parsed:
     config: RunConfig
     origins: dict[str, str]  # "data.batch_size" -> "flag --batch-size", "run.yaml:7", "preset tiny", ...
     print_config: bool
-    given: dict[str, Any] = field(default_factory=dict)  # what the user has set, by flag, file or key=value
+    given: dict[str, Any] = field(default_factory=dict)  # the user's settings: flags, files and key=value
     own: argparse.Namespace = field(default_factory=argparse.Namespace)  # the command's own flags
 
 
 def _is_folder(word: str) -> bool:
-    """Whether a word alone is meant as a folder: a typo of a preset or a flag is not to begin a run of its name."""
+    """Return whether a bare word is a folder. A mistyped preset or flag must not become a run directory."""
     return "/" in word or "\\" in word or os.path.isdir(word)
 
 
 def _run_folder(name: str) -> str:
-    """ConfigError for a folder of other things: a run's files would lie among them."""
-    there = set(os.listdir(name)) if os.path.isdir(name) else set()
-    if there and not there & {"run.json", "checkpoints", ".lock"}:
-        raise ConfigError(f"{name}: is there and holds no run; give a new folder, or --dataset {name} for what to train on")
+    """Raise ConfigError for a folder with other files than a run's."""
+    files = set(os.listdir(name)) if os.path.isdir(name) else set()
+    if files and not files & {"run.json", "checkpoints", ".lock"}:
+        raise ConfigError(f"{name}: exists and holds no run; give a new folder, or --dataset {name} to train on it")
     return name
 
 
 def _named_folder(argv: Sequence[str], key: Key) -> str | None:
-    """The folder that argv names without a flag, or by this key; None where it names none."""
+    """Return the folder that argv names without a flag or by this key, or None."""
     takes_no_value = {k.flag for kind in ARCHITECTURES for k in keys(kind).values() if bool in k.kinds} | {SMALL}
     found = None
     for before, word in itertools.pairwise(["", *argv]):
@@ -74,7 +73,7 @@ def _named_folder(argv: Sequence[str], key: Key) -> str | None:
 
 
 def _last_named(argv: Sequence[str], key: str, found: str | None = None) -> str | None:
-    """Return the last value of a key at the top, before anything is checked: it says which keys there are."""
+    """Return the last value of a top-level key, before anything is checked: it decides which keys exist."""
     for word, follows in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         flag, equals, text = word.partition("=")
         text = text if equals else follows
@@ -100,9 +99,9 @@ def _none_or(text: str | None) -> str | None:
 
 
 def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = None, kind: str = OURS) -> tuple[Settings, bool]:
-    """Applies argv from left to right; returns the settings and whether --print-config was there.
+    """Apply argv from left to right; return the settings and whether --print-config was given.
 
-    `folder` is the path of the key that a folder without a flag is for.
+    `folder` is the path of the key that a folder without a flag sets.
     """
     known = keys(kind)
     by_flag = {k.flag: k for k in known.values()}
@@ -130,7 +129,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                 if (key := find(flag, kind=kind)) is None:
                     guess, valid = find(flag, loose=True, kind=kind), [*known, *(k.short for k in known.values())]
                     hint = f"; did you mean {guess.path}?" if guess else did_you_mean(flag, valid)
-                    hint = of_another_kind(flag, kind) or hint
+                    hint = other_kind_hint(flag, kind) or hint
                     raise ConfigError(f"unknown key {flag}{hint or '; --help lists them all'}")
                 settings[key.path] = (convert(key, text, key.path), f"override {token}")
         elif flag in off or flag in ("--print-config", SMALL):
@@ -147,31 +146,31 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
             guess = find(short, loose=True, kind=kind)
             valid = [*by_flag, *off, "--config", "--print-config", "--help", SMALL, *own_flags]
             hint = f"; did you mean {guess.flag}?" if guess else did_you_mean(flag, valid)
-            hint = of_another_kind(short, kind) or hint
+            hint = other_kind_hint(short, kind) or hint
             raise ConfigError(f"unknown flag {flag}{hint or '; --help lists them all'}")
         else:
             is_bool = key is not None and bool in key.kinds
             if not equals:
                 follows = rest[0] if rest else "--"
-                # -1 is a value, -x and --seed are not: a forgotten value must not swallow the next flag.
+                # -1 is a value; -x and --seed are flags, which a forgotten value must not swallow.
                 takes = follows.lower() in BOOLS if is_bool else re.match(r"(?!-)|-[\d.]|-inf$", follows)
                 text = rest.pop(0) if takes else "true" if is_bool else ""
             if key is not None:
                 value = convert(key, text, flag)
                 before, origin = settings.get(key.path, ("", ""))
                 if key.metadata["weighted"] and origin == f"flag {flag}" and before != value:
-                    # As everywhere, the last one would win: but who names two datasets wants both.
+                    # The last one does not win here: a user who names two datasets wants both.
                     if bare := [part for part in (before, value) if not weighted_parts(part)]:
-                        raise ConfigError(f"{flag} was given twice; a mixture's have weights: {flag} {bare[0]}:0.5")
+                        raise ConfigError(f"{flag} was given twice; a mixture needs weights: {flag} {bare[0]}:0.5")
                     value = f"{before},{value}"
                 settings[key.path] = (value, f"flag {flag}")
             elif text:
                 typed = {path: setting for path, setting in settings.items() if setting[1].startswith(_TYPED)}
                 read_yaml(text, settings, kind)
-                _tell_replaced(typed, settings)
+                _note_replaced(typed, settings)
             else:
                 raise ConfigError("--config needs a value, the name of a YAML file")
-    if folder is not None and alone is not None:  # as plain as a flag: what a file says about it does not count
+    if folder is not None and alone is not None:  # overrides files, like a flag
         before, origin = settings.get(folder, (None, ""))
         if origin.startswith(("flag", "override")):
             raise ConfigError(f"two folders are given, {before} and {alone}; name one")
@@ -179,8 +178,8 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
     return settings, print_config
 
 
-def _tell_replaced(typed: Settings, settings: Settings) -> None:
-    """What a file has set that was typed before it."""
+def _note_replaced(typed: Settings, settings: Settings) -> None:
+    """Print a note for each setting that was typed before a file and replaced by it."""
     for path, (value, origin) in typed.items():
         now, file = settings[path]
         if now != value:
@@ -191,34 +190,34 @@ def _tell_replaced(typed: Settings, settings: Settings) -> None:
 
 
 def with_origins(error: ConfigError, parsed: Parsed) -> ConfigError:
-    """The same, which says of the settings in it where they come from, if they were not typed."""
-    text, values, told = str(error), parsed.config.to_dict(), []
+    """Return the error with the origins of the settings it names, unless they were typed."""
+    text, values, remarks = str(error), parsed.config.to_dict(), []
     for path, key in keys(parsed.config.model_kind).items():
         origin, value = parsed.origins[path], key.of(values)
         named = rf"(?<![\w-])(?:{re.escape(key.flag)}|{re.escape(path)}) {re.escape(str(value))}(?![\w.])"
         if not origin.startswith((*_TYPED, "default", "preset", "argument", "the run")) and (match := re.search(named, text)):
-            told.append(f"{match[0]} from {origin}")
-    if not told:
+            remarks.append(f"{match[0]} from {origin}")
+    if not remarks:
         return ConfigError(text)
-    remark = f"({', '.join(told)})"
-    # Behind a command it would be typed with it.
+    remark = f"({', '.join(remarks)})"
+    # After a command, the remark would be typed with it.
     return ConfigError(f"{remark} {text}" if " -m nash_mhc." in text else f"{text} {remark}")
 
 
 def _one_length(settings: Settings) -> None:
-    """Epochs and steps both say how long a run is: one that was typed goes before one in a file."""
+    """Resolve epochs against total steps: a typed one overrides one in a file; two typed ones are an error."""
     epochs, steps = (settings.get(f"train.{name}") for name in ("epochs", "total_steps"))
     if epochs is None or steps is None or epochs[0] is None:
         return
     typed = [origin.startswith(_TYPED) for _, origin in (epochs, steps)]
     if all(typed):
-        raise ConfigError(f"--epochs {epochs[0]:g} and --total-steps {steps[0]} both say how long the run is; leave one out")
+        raise ConfigError(f"--epochs {epochs[0]:g} and --total-steps {steps[0]} both set the length of the run; leave one out")
     if typed[1]:
         settings["train.epochs"] = (None, steps[1])
 
 
 def _build(settings: Settings, found: Found, recorded: Settings, kind: str) -> tuple[RunConfig, dict[str, str]]:
-    """The preset, what is found in the user's folders on top of it, what a run has recorded, the settings above all."""
+    """Build the configuration from, lowest first: preset, inferred values, recorded settings, the user's settings."""
     known = keys(kind)
     settings = {path: setting for path, setting in recorded.items() if path in known} | settings
     size, size_origin = settings.get("model_size", (RunConfig.model_size, "default"))
@@ -227,22 +226,22 @@ def _build(settings: Settings, found: Found, recorded: Settings, kind: str) -> t
     preset = {path: key.of(values) for path, key in known.items()}
     given = {path: value for path, (value, _) in settings.items()}
     settings = {path: setting for path, setting in found(given, preset | given).items() if path not in settings} | settings
-    # A short trial run of a preset should just work: its warm-up is at most a tenth, unless the user chose one.
+    # A short trial run of a preset should just work: unless the user set the warm-up, it is at most a tenth of the run.
     total = settings.get("train.total_steps", (math.inf, ""))[0]
     if values["optim"]["warmup_steps"] > total / 10:
         values["optim"]["warmup_steps"] = total // 10
         origins["optim.warmup_steps"] += ", fitted to total_steps"
-    # What a preset keeps by name belongs to its own remat, and not to one that the user has chosen.
+    # A preset's remat_keep belongs to the preset's remat.
     if "train.remat" in settings and values["train"]["remat_keep"] is not None:
         values["train"]["remat_keep"] = None
-        origins["train.remat_keep"] = "none with a remat of your own"
+        origins["train.remat_keep"] = "none, because --remat is set"
     for path, (value, origin) in settings.items():
         section, _, name = path.rpartition(".")
         (values[section] if section else values)[name] = value
         origins[path] = origin
     try:
         return RunConfig.from_dict(values), origins
-    except ConfigError as error:  # keys that do not fit together: say where each of them came from
+    except ConfigError as error:  # keys that contradict each other: name their origins
         named = [path for path in known if re.search(rf"\b{re.escape(path)}\b", str(error))]
         where = ", ".join(f"{path} from {origins[path]}" for path in named)
         raise ConfigError(f"{error}{f' ({where})' if where else ''}") from None
@@ -261,12 +260,12 @@ def parse(
     folder: str | None = None,
     recorded: Recorded = lambda *_: {},
 ) -> Parsed:
-    """Raises ConfigError on any mistake; -h or --help prints and exits with 0.
+    """Parse a command line; ConfigError for any mistake; -h or --help prints the help and exits with 0.
 
-    `own` adds a command's own flags (no positionals) to an argparse group; their values come back as `Parsed.own`.
-    `found` is asked for settings that follow from others (what the user has set, all values):
-    they hold unless the user has set them. `folder` is the path of the key that a folder without a flag is for;
-    `recorded` is asked what the run in that folder has recorded (its name, what the user has set).
+    own: adds the command's flags (no positionals) to an argparse group; their values are in `Parsed.own`.
+    found: called with the user's settings and all values; returns inferred settings, which the user's override.
+    folder: path of the key that a folder without a flag sets.
+    recorded: called with that folder and the user's settings; returns the settings recorded in its run.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
@@ -293,7 +292,7 @@ def parse(
 
 
 def shown(parsed: Parsed) -> bool:
-    """Prints the configuration where --print-config asks for it, and nothing else is to be done."""
+    """Print the configuration if --print-config asks for it, and return whether it did."""
     if parsed.print_config:
         print(render(parsed.config, parsed.origins), end="")
     return parsed.print_config

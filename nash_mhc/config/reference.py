@@ -1,7 +1,4 @@
-"""docs/configuration.md, made from the declarations: `python -m nash_mhc.config.reference > docs/configuration.md`.
-
-A test holds the page equal to what this makes.
-"""
+"""Generate docs/configuration.md: `python -m nash_mhc.config.reference > docs/configuration.md`; a test compares it."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ def _value(value: Any) -> str:
 
 
 def _limits(key: Key) -> str:
-    """What a value must be, as the end of a sentence."""
+    """Return the bounds or choices of a value, as the end of a sentence."""
     of = key.metadata
     if of.get("choices"):
         return f"; one of {', '.join(f'`{choice}`' for choice in of['choices'])}"
@@ -94,7 +91,7 @@ def _section(name: str, title: str, about: str = "", kind: str = OURS) -> str:
 
 
 def _other_sizes() -> str:
-    """What each preset has that `tiny` has not. The keys of the model's shape are in docs/presets.md."""
+    """Return the table of keys that differ between presets. Model shapes are in docs/presets.md."""
     sizes = {name: presets.run(name).to_dict() for name in presets.sizes()}
     differing = [
         key
@@ -107,7 +104,7 @@ def _other_sizes() -> str:
 
 
 def _other_kinds() -> list[str]:
-    """The keys of a model that are not those of our own, kind by kind."""
+    """Return one section of model keys per other kind of model."""
     kinds = [kind for kind in ARCHITECTURES if kind != OURS]
     about = "Keys under `model` where `--model-kind {0}` is given, instead of those above.\nSizes: {1}.\n\n"
     return [
@@ -119,7 +116,7 @@ def _other_kinds() -> list[str]:
 
 
 def page() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     parts = [_BEGINNING, _section("", "General"), f"`{SMALL}` is the same as `--model-size small`.\n"]
     parts += [_section(name, title.capitalize()) for name, title in TITLES.items()]
     parts += _other_kinds()

@@ -1,7 +1,6 @@
-"""Every key of a run: frozen dataclasses, checked when they are built. No jax, no I/O.
+"""Every key of a run: frozen dataclasses, checked at construction. No jax, no I/O.
 
-A field carries its own help text and bounds, so the command line, `--help`, the YAML reader and the checks
-all read the same declaration. Add a key here and it exists everywhere.
+The command line, `--help`, the YAML reader and the checks all read the same field: a key added here exists everywhere.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from nash_mhc.config.fields import (
     ConfigError,
     Section,
     accepted_types,
-    at_home,
     check_field,
+    expand_home,
     key,
     nearest_multiple,
     weighted_parts,
@@ -36,16 +35,38 @@ from nash_mhc.config.mesh import PLATFORMS, MeshConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
 
 __all__ = [
-    "ARCHITECTURES", "KIT_SECTIONS", "PLATFORMS", "TEMPLATE", "ArchitectureConfig", "ConfigError", "DataConfig",
-    "DistillConfig", "Length", "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig", "PrecisionConfig",
-    "QuantizeConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig",
-    "accepted_types", "at_home", "check_field", "key", "nearest_multiple", "weighted_parts",
+    "ARCHITECTURES",
+    "KIT_SECTIONS",
+    "PLATFORMS",
+    "TEMPLATE",
+    "ArchitectureConfig",
+    "ConfigError",
+    "DataConfig",
+    "DistillConfig",
+    "Length",
+    "LoraConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "PrecisionConfig",
+    "QuantizeConfig",
+    "RunConfig",
+    "Section",
+    "TelemetryConfig",
+    "TrainConfig",
+    "accepted_types",
+    "check_field",
+    "expand_home",
+    "key",
+    "nearest_multiple",
+    "weighted_parts",
 ]  # fmt: skip
 
 
 S = TypeVar("S", bound=Section)
 
-# What a layer makes on its way that the backward pass may find saved; `model/remat.py` knows what is meant.
+# Activations that --remat-keep can save for the backward pass; `model/remat.py` implements them.
 KEEPABLE = ("qkv", "attention", "mixed", "output", "ffn-up", "ffn-down", "read", "coefficients")
 
 
@@ -162,15 +183,13 @@ class TrainConfig(Section):
         if self.resume == "never" and self.resume_from is not None:
             raise ConfigError("--resume never starts from fresh weights; leave out --resume-from, or --resume")
         if self.resume_from is not None and self.init_from is not None:
-            raise ConfigError(
-                "--resume-from goes on with a run, --init-from starts another one from its weights; leave one of them out"
-            )
+            raise ConfigError("--resume-from resumes a run, --init-from starts a new one from its weights; give one of them")
         if unknown := [name for name in self._kept_names if name not in KEEPABLE]:
-            raise ConfigError(f"train.remat_keep: there is no {unknown[0]!r}; there are {', '.join(KEEPABLE)}")
+            raise ConfigError(f"train.remat_keep: unknown activation {unknown[0]!r}; choose from {', '.join(KEEPABLE)}")
         if self.remat_keep is not None and self.remat == "none":
-            raise ConfigError("train.remat_keep: --remat none keeps everything; leave it out, or set --remat dots or full")
+            raise ConfigError("train.remat_keep: --remat none saves everything; leave it out, or set --remat dots or full")
         if self.init_step is not None and self.init_from is None:
-            raise ConfigError("--init-step names a checkpoint of --init-from; give both, or leave it out")
+            raise ConfigError("--init-step needs --init-from, whose checkpoint it names; give both, or leave it out")
 
     @property
     def _kept_names(self) -> list[str]:
@@ -178,7 +197,7 @@ class TrainConfig(Section):
 
     @property
     def kept(self) -> str:
-        """What is kept for the backward pass, as an Execution has it: `dots`, `dots+ffn-up`."""
+        """Return the remat choice with the extra saved activations: `dots`, `dots+ffn-up`."""
         return "+".join([self.remat, *([",".join(sorted(self._kept_names))] if self.remat_keep else [])])
 
 
@@ -191,18 +210,18 @@ KIT_SECTIONS: Registry[type[Section]] = Registry("sections", {})
 def architecture_config(name: str) -> type[ArchitectureConfig]:
     if name not in ARCHITECTURES:
         raise ConfigError(
-            f"model_kind {name}: this process knows no such model; there are {', '.join(ARCHITECTURES)} (name its kit with "
-            "--kit, or import the module that registers it)"
+            f"model_kind {name}: unknown; there are {', '.join(ARCHITECTURES)} (load its kit with --kit, or import the "
+            "module that registers it)"
         )
     return ARCHITECTURES[name]
 
 
 def section_classes(model_kind: str = ModelConfig.architecture) -> dict[str, type[Section]]:
     """Return every section by name: the fields of RunConfig that are sections, then those of kits."""
-    made = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}
-    ours: dict[str, Any] = {name: kind for name, kind in made.items() if kind is not dataclasses.MISSING}
-    if taken := [name for name in KIT_SECTIONS if name in made]:
-        raise ConfigError(f"a kit has a section named {taken[0]}, which the core has; rename the kit's")
+    factories = {f.name: f.default_factory for f in dataclasses.fields(RunConfig)}
+    ours: dict[str, Any] = {name: kind for name, kind in factories.items() if kind is not dataclasses.MISSING}
+    if taken := [name for name in KIT_SECTIONS if name in factories]:
+        raise ConfigError(f"a kit has a section named {taken[0]}, which is a section of the core; rename the kit's section")
     return ours | {"model": architecture_config(model_kind)} | dict(KIT_SECTIONS)
 
 
@@ -223,7 +242,7 @@ class RunConfig:
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    of_kits: tuple[Section, ...] = ()  # kits' sections, those that differ from their defaults: see `section`
+    of_kits: tuple[Section, ...] = ()  # kit sections that differ from their defaults: see `section`
 
     def __post_init__(self) -> None:
         check_field("model_size", self.model_size, str, {})
@@ -253,7 +272,7 @@ class RunConfig:
             section.check_run(self)
 
     def section(self, kind: type[S]) -> S:
-        """Return a kit's section by its class; its defaults where nothing was set."""
+        """Return a kit's section by its class; the defaults if nothing was set."""
         return next((section for section in self.of_kits if type(section) is kind), kind())
 
     def with_section(self, section: Section) -> RunConfig:
@@ -263,7 +282,7 @@ class RunConfig:
 
     @property
     def model_kind(self) -> str:
-        """The name of its model's architecture: which keys `model` has."""
+        """Return the name of the model's architecture, which decides the keys of `model`."""
         return self.model.architecture
 
     @property
@@ -273,13 +292,13 @@ class RunConfig:
 
     @property
     def ends_with_best(self) -> bool:
-        """Whether the checkpoint with the lowest held-out loss is the run's, and not the last."""
+        """Return whether the run ends with its best checkpoint by held-out loss instead of the last."""
         train = self.train
         tunes = bool(self.lora.rank or train.epochs is not None or train.patience)
         return train.end_with == "best" or (train.end_with == "auto" and tunes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, ready for JSON or YAML; `from_dict` is the inverse."""
+        """Return nested plain values for JSON or YAML; `from_dict` is the inverse."""
         values = dataclasses.asdict(dataclasses.replace(self, of_kits=()))
         del values["of_kits"]
         of_kits = {name: dataclasses.asdict(self.section(kind)) for name, kind in KIT_SECTIONS.items()}  # type: ignore[call-overload]

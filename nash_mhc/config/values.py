@@ -1,4 +1,4 @@
-"""Text that a user wrote for a key, on the command line or in a file, as a value of that key's type."""
+"""Convert the text of a key, from the command line or a file, to the key's type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.key_names import Key
-from nash_mhc.config.schema import ConfigError, at_home, check_field
+from nash_mhc.config.schema import ConfigError, check_field, expand_home
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -23,16 +23,16 @@ def at(where: str) -> Iterator[None]:
 
 
 def convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
-    """Text to the key's type, then the schema's own check; `name` is what the user called the key."""
+    """Convert text to the key's type and check it; `name` is what the user called the key."""
     word = text.strip().lower()
     if not word:
         raise ConfigError(f"{name} needs a value")
-    value: Any = at_home(text) if key.metadata["path"] else text
+    value: Any = expand_home(text) if key.metadata["path"] else text
     # Quotes in YAML keep the literal text, and "none" is an ordinary word where the key cannot be None (--remat none).
     choices = key.metadata["choices"] or ()
     may_be_none = not quoted and (not choices or type(None) in key.kinds)
     is_none = may_be_none and (word in ("null", "~") or (word == "none" and type(None) in key.kinds))
-    with contextlib.suppress(KeyError, ValueError):  # what stays text fails the check below, which says what it wants
+    with contextlib.suppress(KeyError, ValueError):  # a value left as text fails the check below
         if is_none:
             value = None
         elif bool in key.kinds:
@@ -40,7 +40,7 @@ def convert(key: Key, text: str, name: str, *, quoted: bool = False) -> Any:
         elif float in key.kinds:
             value = float(word)
         elif int in key.kinds:
-            # People write 1e4 for a number of steps; plain digits must not lose precision on the way through a float.
+            # Accept 1e4 for an integer, but do not pass plain digits through a float: they would lose precision.
             value = int(word) if re.fullmatch(r"[+-]?[\d_]+", word) else float(word)
             value = int(value) if isinstance(value, int) or value.is_integer() else text
     try:

@@ -1,4 +1,4 @@
-"""A YAML file of settings: every key checked, every mistake with its line."""
+"""Read YAML files of settings: check every key and report mistakes with their line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import yaml
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.fields import Settings, check_scheme
-from nash_mhc.config.key_names import find, keys, of_another_kind, sections
+from nash_mhc.config.key_names import find, keys, other_kind_hint, sections
 from nash_mhc.config.recorded import is_run_json, is_taken_over
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.config.values import at, convert
 
 
 def nodes_of(file: str) -> yaml.nodes.Node | None:
-    """The settings in a file; of a run.json, those that its run was started with."""
+    """Return the settings in a file; for a run.json, the settings that its run was started with."""
     root = _composed(file)
     top = {name.value: child for name, child in root.value if _is_text(name)} if isinstance(root, yaml.MappingNode) else {}
     if not is_run_json({*top}):
@@ -42,7 +42,7 @@ def _composed(file: str) -> yaml.nodes.Node | None:
 
 
 def values_of(file: str) -> Any:
-    """The plain values of a YAML file; ConfigError."""
+    """Return the plain values of a YAML file; ConfigError."""
     return _parsed(file, "cannot read", yaml.safe_load)
 
 
@@ -52,7 +52,7 @@ def _parsed(file: str, cannot: str, parse: Callable[[str], Any]) -> Any:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{cannot} {file}: {reason}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # dates and numbers that are none are ValueErrors
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # invalid dates and numbers are ValueErrors
         mark = getattr(error, "problem_mark", None)
         plain = str(error) if isinstance(error, ValueError) else "nested too deeply"
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or plain
@@ -60,13 +60,13 @@ def _parsed(file: str, cannot: str, parse: Callable[[str], Any]) -> Any:
 
 
 def read_yaml(file: str, settings: Settings, kind: str) -> None:
-    """Applies one YAML file. The node tree, not plain values: it keeps line numbers and the text of each scalar."""
+    """Apply one YAML file. Reads the node tree, which has line numbers and the text of each scalar."""
     known = keys(kind)
     lines: dict[str, int] = {}
 
     def walk(node: yaml.nodes.Node | None, section: str) -> None:
         if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
-            return  # an empty file, or a section whose keys are all commented out
+            return  # an empty file, or a section with all keys commented out
         if not isinstance(node, yaml.MappingNode):
             start = f"{file}:{node.start_mark.line + 1}"
             raise ConfigError(f"{start}: {section or 'the file'} must hold lines of the form 'key: value'")
@@ -93,9 +93,9 @@ def read_yaml(file: str, settings: Settings, kind: str) -> None:
 
 
 def _misplaced(name: str, section: str, kind: str) -> str:
-    """About a name in a file that is no key there: where it belongs, else the nearest key, else all there are."""
-    if section == "model" and (whose := of_another_kind(f"model.{name}", kind)):
-        return f"unknown key model.{name}{whose}"
+    """Return the error for a name that is no key here: where it belongs, the nearest key, or all keys."""
+    if section == "model" and (hint := other_kind_hint(f"model.{name}", kind)):
+        return f"unknown key model.{name}{hint}"
     key, known = find(name, loose=True, kind=kind), keys(kind)
     if key is not None:
         top, _, last = key.path.rpartition(".")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
-from nash_mhc.config.commands import module_command, what_there_is
+from nash_mhc.config.commands import module_command, name_hint
 from nash_mhc.config.fields import check_scheme
 from nash_mhc.config.key_names import find, keys
 from nash_mhc.config.parsing import parse
@@ -50,7 +50,7 @@ def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]
             continue
         if (key := find(str(name))) is None:
             known = [k.short for k in keys().values()] + list(others)
-            raise ConfigError(f"{where}: unknown key {name}{what_there_is(str(name), known)[:200]}")
+            raise ConfigError(f"{where}: unknown key {name}{name_hint(str(name), known)[:200]}")
         if isinstance(value, bool):
             words.append(key.flag if value else f"--no-{key.flag[2:]}")
         else:
@@ -64,7 +64,7 @@ def read_chain(file: Path, out: Path) -> list[Link]:
     if not isinstance(chain, dict) or not isinstance(chain.get("stages"), list) or not chain["stages"]:
         raise ConfigError(f"{file}: must have stages, a list of runs; recipes/kd-qat-2bit.yaml is an example")
     if unknown := [name for name in chain if name not in _PARTS]:
-        raise ConfigError(f"{file}: unknown part {unknown[0]}{what_there_is(str(unknown[0]), _PARTS)}")
+        raise ConfigError(f"{file}: unknown part {unknown[0]}{name_hint(str(unknown[0]), _PARTS)}")
     if not isinstance(student := chain.get("student", {}), dict):
         raise ConfigError(f"{file}: student: must hold keys and values of a run")
     links, folders = [], {}
@@ -87,7 +87,7 @@ def read_chain(file: Path, out: Path) -> list[Link]:
             raise ConfigError(f"{where}: its name {name!r} must be a folder's, and no other's")
         origin = stage.get("from", before)
         if not isinstance(origin, str) or (origin != "fresh" and origin not in folders):
-            raise ConfigError(f"{where}: from {origin}{what_there_is(str(origin), ['fresh', *folders])}")
+            raise ConfigError(f"{where}: from {origin}{name_hint(str(origin), ['fresh', *folders])}")
         given = {"dataset": str(out / CACHE)} | student | settings
         if origin != "fresh":
             given["init_from"] = str(folders[origin])
@@ -110,7 +110,7 @@ def _named(value: Any, folders: dict[str, Path], file: Path) -> list[str]:
     names = value if isinstance(value, list) else [] if value is None else [value]
     for name in names:
         if not isinstance(name, str) or name not in folders:
-            raise ConfigError(f"{file}: pack {name}{what_there_is(str(name), folders)}")
+            raise ConfigError(f"{file}: pack {name}{name_hint(str(name), folders)}")
     return names
 
 

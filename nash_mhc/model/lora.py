@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
-from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.commands import name_hint
 from nash_mhc.config.schema import ConfigError, LoraConfig
 from nash_mhc.model.weights import GROUPS, PROJECTIONS, Weight, array_of, project
 from nash_mhc.parallel.params import ADAPTER, MATRIX, Declared, map_declared, named_leaves, param
@@ -82,7 +82,7 @@ def targets(model: Any, wanted: str) -> set[str]:
             if name.rpartition(".")[2] in ends or fnmatch.fnmatchcase(name, word) or name.startswith(f"{word}.")
         ]
         if not fits:
-            known = what_there_is(word, [*GROUPS, *PROJECTIONS])
+            known = name_hint(word, [*GROUPS, *PROJECTIONS])
             raise ConfigError(
                 f"--lora-targets {word}: no matrix of this model is named so (a run's parameters.txt lists them){known}"
             )

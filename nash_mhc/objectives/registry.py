@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.commands import name_hint
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.protocol import Execution
@@ -49,7 +49,7 @@ def register(name: str, make: Make, carries: Begin | None = None, examples: str 
 def named_objective(cfg: RunConfig) -> ObjectiveKind:
     """Return the objective that the run names; ConfigError."""
     if (name := cfg.objective.name) not in OBJECTIVES:
-        raise ConfigError(f"--objective {name}: there is no such objective{what_there_is(name, OBJECTIVES)}")
+        raise ConfigError(f"--objective {name}: there is no such objective{name_hint(name, OBJECTIVES)}")
     return OBJECTIVES[name]
 
 

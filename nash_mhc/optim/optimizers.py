@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from nash_mhc.config.commands import what_there_is
+from nash_mhc.config.commands import name_hint
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
@@ -83,7 +83,7 @@ def register(name: str, make: Make) -> None:
 def make_optimizer(h: Hyperparameters, model: PyTree, name: str = "adamw") -> optax.GradientTransformation:
     """Clips by the global norm, then as `name` says; decay on matrices only, alike for all of them. ConfigError."""
     if name not in OPTIMIZERS:
-        raise ConfigError(f"--optimizer {name}: there is no such optimizer{what_there_is(name, OPTIMIZERS)}")
+        raise ConfigError(f"--optimizer {name}: there is no such optimizer{name_hint(name, OPTIMIZERS)}")
     return optax.chain(
         optax.clip_by_global_norm(h.max_grad_norm),
         OPTIMIZERS[name](h, model),

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flatten_config
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.key_names import of_any_kind
+from nash_mhc.config.key_names import key_of_any_kind
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
@@ -205,7 +205,7 @@ def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:
     changed = [name for name in now if now[name] != was[name]]
     # Name the keys that change the shapes on their own; if there is none, all that differ.
     alone = [name for name in changed if _shapes_differ(theirs, name, now[name])] or changed
-    flags = [of_any_kind(f"model.{name}").flag for name in alone]
+    flags = [key_of_any_kind(f"model.{name}").flag for name in alone]
     raise ConfigError(
         f"--init-from {folder}: its weights have other shapes: "
         + ", ".join(f"model.{name} {was[name]} there, {now[name]} now" for name in alone)

@@ -118,7 +118,7 @@ def test_the_folder_of_a_run_needs_no_flag(tmp_path: Path, monkeypatch: pytest.M
     for argv in (["runs/a", "--config", "run.yaml"], ["--config", "run.yaml", "runs/a"]):
         assert parse(*argv).config.train.checkpoint_dir == "runs/a"
     (tmp_path / "there" / "a.txt").write_text("text")
-    with pytest.raises(ConfigError, match="there: is there and holds no run; give a new folder, or --dataset there"):
+    with pytest.raises(ConfigError, match=r"^there: .*--dataset there"):
         parse("there")
     (tmp_path / "there" / "run.json").write_text("{}")
     assert parse("there").config.train.checkpoint_dir == "there"
@@ -152,7 +152,7 @@ def test_steps_that_are_typed_go_before_epochs_in_a_file(tmp_path):
     assert parsing.parse(recipe).config.train.epochs == 3
     (tmp_path / "steps.yaml").write_text("train:\n  total_steps: 40\n")
     assert parsing.parse(["--config", str(tmp_path / "steps.yaml"), "--epochs", "2"]).config.train.epochs == 2
-    with pytest.raises(ConfigError, match=r"^--epochs 2 and --total-steps 40 both say how long the run is; leave one out$"):
+    with pytest.raises(ConfigError, match=r"^--epochs 2 and --total-steps 40 [^(]*$"):
         parsing.parse(["--epochs", "2", "--total-steps", "40"])
 
 

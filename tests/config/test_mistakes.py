@@ -14,10 +14,10 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--dataset", "a:0.7", "--dataset", "b"], "--dataset was given twice; a mixture's have weights: --dataset b:0.5"),
+        (["--dataset", "a:0.7", "--dataset", "b"], "--dataset was given twice; a mixture needs weights: --dataset b:0.5"),
         (
             ["--dataset", "hf:x", "--dataset", "a:0.7"],
-            "--dataset was given twice; a mixture's have weights: --dataset hf:x:0.5",
+            "--dataset was given twice; a mixture needs weights: --dataset hf:x:0.5",
         ),
         (["--batchsize", "8"], "unknown flag --batchsize; did you mean --batch-size?"),
         (["--batch_sise=8"], "unknown flag --batch_sise; did you mean --batch-size?"),
@@ -100,7 +100,7 @@ def test_groups_of_layers_divide_them():
     assert error("--model-full-every", "3", "--model-layers", "8").startswith(
         "model.full_every 3 does not divide model.layers 8; the nearest that does is 2"
     )
-    assert "set model.window, or leave it at 0" in error("--model-full-every", "2", "--model-window", "none")
+    assert "; set model.window, or full_every 0" in error("--model-full-every", "2", "--model-window", "none")
 
 
 def test_keys_that_do_not_fit_together_name_both_origins(write):

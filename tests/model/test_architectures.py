@@ -79,5 +79,5 @@ def test_what_does_not_divide_is_told_by_its_own_names():
 def test_a_run_of_a_model_that_is_not_known_is_refused(tmp_path, monkeypatch):
     folder = at(tmp_path / "run", config(), total_steps=1).folder
     monkeypatch.delitem(ARCHITECTURES, "bigram")
-    with pytest.raises(ConfigError, match=r"model_kind bigram: this process knows no such model; there are nash-mhc"):
+    with pytest.raises(ConfigError, match=r"model_kind bigram: .*nash-mhc"):
         load(folder)

@@ -16,7 +16,7 @@ def test_rows_of_older_runs_say_what_is_what(tmp_path: Path) -> None:
     found = contents(run)
     assert (found["rows"]["loss"], found["rows"]["kl"]) == ([4.0, 4.0], [0.5, 0.5])
     assert found["facts"]["final loss, nats a token"] == "4.0000"
-    assert found["facts"]["held-out KL from the teacher, nats a token"] == "0.6250"
+    assert found["facts"]["held-out KL from the teacher, nats/token"] == "0.6250"
     assert run.rows[0]["objective"] == 0.5 and "loss/ce" not in run.rows[0]
 
 

@@ -188,7 +188,7 @@ def test_a_student_comes_nearer_to_its_teacher(unbroken, tmp_path):
     (page,) = [contents(open_run(unbroken.folder))]
     assert page["rows"]["loss"][-1] == pytest.approx(trained["loss"], rel=1e-5)
     assert page["rows"]["kl"][-1] == pytest.approx(trained["kl"], rel=1e-5)
-    assert page["facts"]["held-out KL from the teacher, nats a token"] == f"{scored[-1]['eval/kl']:.4f}"
+    assert page["facts"]["held-out KL from the teacher, nats/token"] == f"{scored[-1]['eval/kl']:.4f}"
     shown = show([{"name": "few", "step": 40, "loss": scored[-1]["eval/loss"], "kl": scored[-1]["eval/kl"]}], tmp_path)
     assert re.search(rf"few +40 +{scored[-1]['eval/loss']:.4f} +1.000 +{scored[-1]['eval/kl']:.4f}", shown)
 
