@@ -282,9 +282,9 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
             ConfigError, match=r"holds model\.layers\.attention\.k_norm\.scale_D, which this model has no place"
         ):
             starting_state(new(model__qk_norm=False), mesh, store, print)
-    with pytest.raises(ConfigError, match="--resume-from .*--init-from"):
+    with pytest.raises(ConfigError, match=r"--resume-from .*--init-from"):
         new(train__resume_from=str(base.folder))
-    with pytest.raises(ConfigError, match="--init-step .*--init-from"):
+    with pytest.raises(ConfigError, match=r"--init-step .*--init-from"):
         changed(tmp_path / "new", train__init_step=3)
     with pytest.raises(ConfigError, match=r"--resume-from \S+: is at step 6 already, and --total-steps is 6; .* --init-from"):
         run(changed(tmp_path / "new", train__resume_from=str(base.folder)), quiet=True)
