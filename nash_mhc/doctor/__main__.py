@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.doctor [FOLDER]`: is this machine ready to train? Each line is fine, or says what to do."""
+"""`python -m nash_mhc.doctor [DIR]`: check whether this machine can train. Each line is ok, or says what to do."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nash_mhc import __version__
 from nash_mhc.config.commands import OneLineParser, file_to_write, local_path, one_line_errors, run_path
 from nash_mhc.config.humanize import counted, duration
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, told
-from nash_mhc.doctor.isolated import Watched
-from nash_mhc.doctor.machine import check_memory, compare
-from nash_mhc.doctor.packages import check_packages, device_packages
-from nash_mhc.doctor.show import Lines
-from nash_mhc.doctor.smoke import hurried
+from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, Lines, one_line
+from nash_mhc.doctor.isolated import IsolatedChecks
+from nash_mhc.doctor.machine import check_hidden_devices, check_memory, check_packages, device_packages
+from nash_mhc.doctor.trial import fast_compilation
 
 _DEVICES = ("imports", "devices", "matmul", "all-reduce", "device memory")
 _REPORT = "please report this; the other checks do not depend on it"
@@ -31,93 +29,97 @@ _REPORT = "please report this; the other checks do not depend on it"
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m nash_mhc.doctor", allow_abbrev=False,
-        description="Looks at this machine and tries what a run needs. Exit code 1 where something would stop one.",
+        description="Check this machine and try the steps of a run. Exit code 1 if something would stop a run.",
     )  # fmt: skip
-    text = "where a run would write: its folder, here or gs://; it need not be there yet [the current folder]"
-    parser.add_argument("folder", type=run_path, metavar="FOLDER", nargs="?", help=text)
+    text = "run directory, local or gs://; it need not exist (default: the current directory)"
+    parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help=text)
     parser.add_argument("--quick", action="store_true", help="skip the smoke test, which takes most of the time")
     parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results to this file")
-    text = "seconds a check may be silent; five times as long for the smoke test [120]"
+    text = "seconds that a check may be silent; 5x as long for the smoke test (default: 120)"
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
-    args = parser.parse_strictly(argv, "name one folder")
+    args = parser.parse_strictly(argv, "give one directory")
     if not 0 < args.timeout < 1e6:
         raise ConfigError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
     file_to_write("--json", args.json)
     name = args.folder
     if name is not None and not ("/" in name or os.path.isdir(name)):  # a setting, or a typo
-        setting = "; doctor takes no settings of a run" if "=" in name else ""
-        raise ConfigError(f"{name!r}: there is no such folder{setting}; a new one has a slash in its name: runs/NAME")
+        setting = "; doctor takes no run settings" if "=" in name else ""
+        raise ConfigError(f"{name!r}: no such directory{setting}; a new one needs a slash in its name: runs/NAME")
     return args
 
 
-def _each(check: str, look: Callable[[], Iterable[Finding] | None], lines: Lines) -> None:
-    """No check can end the others. Those in a process of their own have told what they found when they return."""
+def _guarded(check: str, run: Callable[[], Iterable[Finding] | None], lines: Lines) -> None:
+    """Show the findings of one check. If it raises, show that as a warning, so that the others still run."""
     try:
-        for finding in look() or ():
+        for finding in run() or ():
             lines.found(finding)
-    except Exception as error:  # whatever it is: a file of the system that looks otherwise, a package half installed
-        lines.found(Finding(check, WARNING, f"could not be looked at ({type(error).__name__}: {told(error)})", _REPORT))
+    except Exception as error:
+        lines.found(Finding(check, WARNING, f"the check failed ({type(error).__name__}: {one_line(error)})", _REPORT))
 
 
 def _figures(lines: Lines, check: str) -> dict[str, Any]:
     return next((f.figures for f in lines.findings if f.check == check and f.status == OK), {})
 
 
-def _smoke(watched: Watched, lines: Lines) -> None:
-    """Only where the devices answer; where one fails, the run would fail in the same way, after minutes."""
-    seen, env = _figures(lines, "devices"), os.environ
+def _smoke(isolated: IsolatedChecks, lines: Lines) -> None:
+    """Run the smoke test, unless a device check has failed: then it would fail the same way, minutes later."""
+    devices, env = _figures(lines, "devices"), os.environ
     failed = [f.check for f in lines.findings if f.status in (PROBLEM, SKIPPED) and f.check in _DEVICES]
-    if not seen or failed or seen["processes"] > 1:
-        alone = f"because of {failed[0] if failed else 'devices'}"
-        reason = alone if failed or not seen else "it takes all processes; train for 2 steps with the same launcher"
-        lines.found(Finding("smoke test", SKIPPED, reason))
+    if failed or not devices:
+        lines.found(Finding("smoke test", SKIPPED, f"because of {failed[0] if failed else 'devices'}"))
+        return
+    if devices["processes"] > 1:
+        text = "it needs all processes; train for 2 steps with the same launcher"
+        lines.found(Finding("smoke test", SKIPPED, text))
         return
     with tempfile.TemporaryDirectory(prefix="nash-mhc-doctor-", ignore_cleanup_errors=True) as scratch:
-        settings = {"scratch": scratch, "platform": seen["platform"], "count": seen["count"]}
-        watched.run("smoke", ["smoke test"], settings, env if seen["platform"] != "cpu" else hurried(env))
+        settings = {"scratch": scratch, "platform": devices["platform"], "count": devices["count"]}
+        isolated.run("smoke", ["smoke test"], settings, env if devices["platform"] != "cpu" else fast_compilation(env))
 
 
-def _has_temporary_files(lines: Lines) -> bool:
+def _can_write_temporary_files(lines: Lines) -> bool:
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"x")
     except OSError as error:
-        remedy = "make room there, or set TMPDIR to a folder that can be written"
-        lines.found(Finding("temporary files", PROBLEM, told(error), remedy))
+        remedy = "free space there, or set TMPDIR to a writable directory"
+        lines.found(Finding("temporary files", PROBLEM, one_line(error), remedy))
         return False
     return True
 
 
 def examine(args: argparse.Namespace, lines: Lines) -> None:
-    watched = Watched(lines.found, lines.busy, args.timeout)
-    # A folder that is named is a run's; without a name, runs are made below ./runs.
+    isolated = IsolatedChecks(lines.found, lines.busy, args.timeout)
+    # An explicit directory is that of a run. Without one, runs are created below ./runs.
     where = {"folder": args.folder or ".", "run_folder": args.folder or "runs/new"}
-    _each("packages", check_packages, lines)
-    _each("host memory", check_memory, lines)
-    if not _has_temporary_files(lines):
-        return  # what follows keeps there what its processes say
-    _each("accelerators", lambda: watched.run("accelerators", ["accelerators"], {}, os.environ), lines)
-    _each("storage", lambda: watched.run("storage", ["storage", "compilation cache"], where, os.environ), lines)
-    _each("devices", lambda: watched.run("devices", _DEVICES, {}, os.environ), lines)
-    if seen := _figures(lines, "devices"):
-        _each("devices", lambda: compare(_figures(lines, "accelerators"), seen, device_packages(), os.environ), lines)
+    _guarded("packages", check_packages, lines)
+    _guarded("host memory", check_memory, lines)
+    if not _can_write_temporary_files(lines):
+        return  # the isolated checks log to temporary files
+    _guarded("accelerators", lambda: isolated.run("accelerators", ["accelerators"], {}, os.environ), lines)
+    _guarded("storage", lambda: isolated.run("storage", ["storage", "compilation cache"], where, os.environ), lines)
+    _guarded("devices", lambda: isolated.run("devices", _DEVICES, {}, os.environ), lines)
+    if devices := _figures(lines, "devices"):
+        accelerators = _figures(lines, "accelerators")
+        hidden = lambda: check_hidden_devices(accelerators, devices, device_packages(), os.environ)
+        _guarded("devices", hidden, lines)
     if not args.quick:
-        _each("smoke test", lambda: _smoke(watched, lines), lines)
+        _guarded("smoke test", lambda: _smoke(isolated, lines), lines)
 
 
 def verdict(findings: Sequence[Finding]) -> tuple[int, str]:
-    """(exit code, the last line)"""
+    """Return (exit code, the last line)."""
     count = lambda status: sum(finding.status == status for finding in findings)
-    wrong, odd = count(PROBLEM), count(WARNING)
-    noted = f", {counted(odd, 'warning')}" * bool(odd)
-    if wrong:
-        return 1, f"{counted(wrong, 'problem')}{noted}: a run would not get far here"
-    return 0, "all is well" if not odd else f"ready to train{noted}"
+    problems, warnings = count(PROBLEM), count(WARNING)
+    and_warnings = f", {counted(warnings, 'warning')}" if warnings else ""
+    if problems:
+        return 1, f"{counted(problems, 'problem')}{and_warnings}: a run would fail here"
+    return 0, f"ready to train{and_warnings}"
 
 
-def _write(file: str, lines: Lines, code: int, seconds: float) -> int:
-    found = [finding.as_dict() for finding in lines.findings]
-    content = {"nash_mhc": __version__, "exit_code": code, "seconds": round(seconds, 2), "findings": found}
+def _write_json(file: str, lines: Lines, code: int, seconds: float) -> int:
+    findings = [finding.as_dict() for finding in lines.findings]
+    content = {"nash_mhc": __version__, "exit_code": code, "seconds": round(seconds, 2), "findings": findings}
     try:
         Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -126,22 +128,19 @@ def _write(file: str, lines: Lines, code: int, seconds: float) -> int:
     return code
 
 
-def _leave(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)  # by way of every `finally`: processes end, and their folder goes
-
-
 def main() -> int:
-    args, began = parse(sys.argv[1:]), time.monotonic()
-    signal.signal(signal.SIGTERM, _leave)
+    args, start = parse(sys.argv[1:]), time.monotonic()
+    # Exit through every `finally`, so that child processes end and their files are removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     lines = Lines()
     try:
         examine(args, lines)
     finally:
         lines.end()
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     code, text = verdict(lines.findings)
     lines.say(f"{text} ({duration(seconds)})")
-    return _write(args.json, lines, code, seconds) if args.json else code
+    return _write_json(args.json, lines, code, seconds) if args.json else code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`doctor`: whatever is wrong with a machine is a line with its remedy; it never crashes, and leaves nothing behind."""
+"""`doctor` reports every fault of a machine as a line with a remedy, never crashes, and leaves nothing behind."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from sampled import long
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.doctor import __main__ as doctor
-from nash_mhc.doctor import machine, packages
+from nash_mhc.doctor import machine
 from nash_mhc.doctor.findings import Finding
 
 ROOT = Path(__file__).parents[2]
-# Slow to import, and of no use to a test that is about something else: empty modules take their place.
+# Slow to import and not needed by most tests: empty modules replace them.
 HEAVY = ("equinox", "optax", "clu", "grain", "transformers", "tensorboard", "pyarrow", "beartype", "jaxtyping", "tokenizers")
 
 
 class Machine:
-    """A machine with its own packages in front of the real ones, and its own folder for temporary files."""
+    """A machine with extra packages in front of the real ones, and a separate directory for temporary files."""
 
     def __init__(self, folder: Path) -> None:
         self.packages, self.temporary, self.here = folder / "packages", folder / "tmp", folder / "here"
@@ -47,7 +47,7 @@ class Machine:
         return subprocess.Popen(command, env=kept, cwd=self.here, **out)
 
     def examine(self, *argv: str, **env: str | None) -> tuple[int, dict[str, list[tuple[str, str]]]]:
-        """(exit code, check -> the status and the text of each of its lines); whatever happens, this holds."""
+        """Return (exit code, check -> [(status, text)]) and check what must hold for every run of the command."""
         there = sorted(self.here.iterdir())
         out, err = (process := self.start(*argv, **env)).communicate(timeout=300)
         assert err == ""
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written_is_one_problem(here: Machine) -> None:
     assert (code, problems(found)) == (1, ["storage"])
     ((_, text),) = found["storage"]
     assert "Not a directory" in text and "name another folder" in text
-    assert found["matmul"][0][0] == "ok"  # all else is looked at nonetheless
+    assert found["matmul"][0][0] == "ok"  # the other checks still run
     assert found["compilation cache"][0][0] == "warning" and "JAX_COMPILATION_CACHE_DIR" in found["compilation cache"][0][1]
 
 
@@ -112,13 +112,14 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
-def test_missing_packages_are_named_and_broken_ones_as_well(here: Machine) -> None:
+def test_missing_and_broken_packages_are_named(here: Machine) -> None:
     here.is_light()
     here.has(sitecustomize=HIDDEN)
     code, found = here.examine()
     assert (code, set(problems(found))) == (1, {"packages"})
-    told = [text for _, text in found["packages"]]
-    assert len(told) == 3 and all(any(f"pip install {name}" in text for text in told) for name in ("optax", "rich", "pyyaml"))
+    texts = [text for _, text in found["packages"]]
+    assert len(texts) == 3
+    assert all(any(f"pip install {name}" in text for text in texts) for name in ("optax", "rich", "pyyaml"))
     assert found["smoke test"] == [("not tried", "because of imports")]
 
     here.has(sitecustomize="", optax="raise AttributeError('this optax wants another jax')")
@@ -128,7 +129,7 @@ def test_missing_packages_are_named_and_broken_ones_as_well(here: Machine) -> No
     assert "pip install --force-reinstall optax" in found["imports"][0][1]
 
 
-def test_a_platform_that_is_not_there_is_told_with_the_variable_that_asks_for_it(here: Machine) -> None:
+def test_a_missing_platform_is_reported_with_the_variable_that_asks_for_it(here: Machine) -> None:
     here.is_light()
     code, found = here.examine(JAX_PLATFORMS="cuda")
     assert (code, problems(found)) == (1, ["devices"])
@@ -137,21 +138,21 @@ def test_a_platform_that_is_not_there_is_told_with_the_variable_that_asks_for_it
 
 
 @pytest.mark.parametrize(
-    ("does", "told"),
+    ("does", "expected"),
     [
-        # As a driver does: in C, and with the lock that all other threads of the process would need.
+        # As a driver does: in C, holding the lock that all other threads of the process need.
         ("ctypes.PyDLL(None).sleep(1000)", "no answer within 40 s while asking JAX for its devices"),
         *long(("os.kill(os.getpid(), signal.SIGSEGV)", "the process died of SIGSEGV while asking JAX for its devices")),
     ],
 )
-def test_a_device_that_hangs_or_tears_the_process_down_is_a_line(here: Machine, does: str, told: str) -> None:
+def test_a_device_that_hangs_or_crashes_the_process_is_a_line(here: Machine, does: str, expected: str) -> None:
     here.is_light()
     pid = here.packages / "pid"
     plugin = f"import ctypes, os, signal\ndef initialize():\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    {does}\n"
     here.has(jax_plugins__stuck=plugin)
     code, found = here.examine("--timeout", "40", JAX_PLATFORMS=None)
     assert (code, problems(found)) == (1, ["devices"])
-    assert told in found["devices"][0][1] and "end other processes that hold the device" in found["devices"][0][1]
+    assert expected in found["devices"][0][1] and "end other processes that hold the device" in found["devices"][0][1]
     assert [found[check][0][0] for check in ("matmul", "all-reduce", "device memory", "smoke test")] == ["not tried"] * 4
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
@@ -176,37 +177,37 @@ def test_a_doctor_that_is_killed_takes_its_processes_along(here: Machine) -> Non
         time.sleep(0.05)
 
 
-def test_a_driver_that_keeps_its_own_tool_waiting_is_a_line(here: Machine) -> None:
+def test_a_driver_that_hangs_nvidia_smi_is_a_line(here: Machine) -> None:
     here.is_light()
     tool = here.packages / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexec sleep 1000\n")
     tool.chmod(0o755)
     code, found = here.examine("--quick", "--timeout", "60", PATH=f"{here.packages}:{os.environ['PATH']}")
-    assert (code, problems(found)) == (0, [])  # the CPU is there
+    assert (code, problems(found)) == (0, [])  # a run can use the CPU
     assert found["accelerators"][0][0] == "warning"
-    assert "no answer within 15 s while asking nvidia-smi; look after the driver" in found["accelerators"][0][1]
+    assert "no answer within 15 s while asking nvidia-smi; check the driver" in found["accelerators"][0][1]
     assert found["devices"][0][0] == "ok"
 
 
 def test_wrong_flags_are_one_line_each(tmp_path: Path) -> None:
-    for argv, told in [
+    for argv, expected in [
         (["--quik"], "unknown flag --quik; did you mean --quick"),
-        (["a", "b"], "unexpected argument 'b'; name one folder"),
+        (["a", "b"], "unexpected argument 'b'; "),
         (["--timeout", "0"], "--timeout 0: must be"),
-        (["--quick", "device_type=tpu"], "'device_type=tpu': .* doctor takes no settings of a run"),
-        (["tpu"], "'tpu': there is no such folder; a new one has a slash in its name"),
+        (["--quick", "device_type=tpu"], "'device_type=tpu': .* doctor takes no run settings"),
+        (["tpu"], "'tpu': no such directory; .*runs/NAME"),
         (["--json", str(tmp_path / "no" / "file.json")], "cannot be written; name a file in a folder that is there"),
     ]:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=expected):
             doctor.parse(argv)
 
 
-def test_a_check_that_fails_in_an_unforeseen_way_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_in_a_check_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[Finding]:
         raise ZeroDivisionError("by a file of the system")
 
     monkeypatch.setattr(doctor, "check_memory", broken)
-    monkeypatch.setattr(doctor.Watched, "run", lambda *_: None)
+    monkeypatch.setattr(doctor.IsolatedChecks, "run", lambda *_: None)
     lines = doctor.Lines()
     doctor.examine(doctor.parse(["--quick"]), lines)
     checks = {finding.check: finding.status for finding in lines.findings}
@@ -224,18 +225,18 @@ def installed(folder: Path, **versions: str) -> None:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_versions_that_do_not_fit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_versions_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, jaxlib="0.4.1", rich="1.0", jax_cuda13_plugin="0.4.1", jax_cuda12_plugin="0.4.1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = [finding for finding in packages.check_packages() if finding.status != "ok"]
-    told = "\n".join(f"{finding.status} {finding.text}; {finding.remedy}" for finding in found)
-    assert "problem rich is 1.0, and this package needs >=13.7; pip install 'rich>=13.7'" in told
-    assert "problem jaxlib is 0.4.1, and jax " in told
-    assert "problem jax-cuda13-plugin is 0.4.1, and jax " in told
-    assert "warning JAX is installed for cuda12 and cuda13 at once" in told
+    found = [finding for finding in machine.check_packages() if finding.status != "ok"]
+    lines = "\n".join(f"{finding.status} {finding.text}; {finding.remedy}" for finding in found)
+    assert "problem rich is 1.0, and this package needs >=13.7; pip install 'rich>=13.7'" in lines
+    assert "problem jaxlib is 0.4.1, and jax " in lines
+    assert "problem jax-cuda13-plugin is 0.4.1, and jax " in lines
+    assert "warning JAX is installed for cuda12 and cuda13 at once" in lines
 
 
-def test_an_accelerator_that_jax_does_not_see_is_told_with_what_hides_it(
+def test_an_accelerator_that_jax_does_not_see_is_reported_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -247,7 +248,7 @@ def test_an_accelerator_that_jax_does_not_see_is_told_with_what_hides_it(
     assert second.status == "warning" and second.text.startswith("GPU 1: 73.4 GB of 85.5 GB")
 
     def compared(seen: dict, parts: tuple[str, ...] = (), **env: str) -> list[tuple[str, str]]:
-        return [(f.text, f.remedy) for f in machine.compare(first.figures, seen, list(parts), env)]
+        return [(f.text, f.remedy) for f in machine.check_hidden_devices(first.figures, seen, list(parts), env)]
 
     cpu, cuda = {"platform": "cpu", "local": 1}, ("jax-cuda13-plugin",)
     assert compared(cpu, cuda, JAX_PLATFORMS="cpu")[0][1] == "unset JAX_PLATFORMS"
@@ -256,8 +257,8 @@ def test_an_accelerator_that_jax_does_not_see_is_told_with_what_hides_it(
     assert "JAX does not say why" in compared(cpu, cuda)[0][0]
     assert compared({"platform": "gpu", "local": 1}, cuda, CUDA_VISIBLE_DEVICES="0")[0][0] == "JAX sees 1 of 2 GPUs"
     assert compared({"platform": "gpu", "local": 2}, cuda) == []
-    ((text, _),) = [(f.text, f.remedy) for f in machine.compare({}, cpu, list(cuda), {})]
-    assert text == "JAX is installed for CUDA, and no GPU is here"
+    ((text, _),) = [(f.text, f.remedy) for f in machine.check_hidden_devices({}, cpu, list(cuda), {})]
+    assert text == "JAX is installed for CUDA, but there is no GPU"
 
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     first, _ = machine.check_accelerators()
