@@ -1,4 +1,4 @@
-"""Files of runs that never ran, as training writes them, and their live page."""
+"""Write the files of a run without training, and serve its live page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.report.live import LiveServer
+from nash_mhc.report.page import LiveServer
 
 
 def make_run(folder: Path, rows: list[dict[str, Any]], evals: list[dict[str, Any]] = [], **info: Any) -> Path:  # noqa: B006

@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.report DIR [DIR ...]`: the files of runs -> one HTML page, and a summary on the terminal."""
+"""`python -m nash_mhc.report DIR [DIR ...]`: write one HTML page about runs, and print a summary."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from rich.table import Table
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.report.contents import Run, facts, in_words, open_run, remembered
-from nash_mhc.report.live import LiveServer
-from nash_mhc.report.page import write_page
+from nash_mhc.report.contents import Run, facts, memory_facts, open_run, summarize
+from nash_mhc.report.page import LiveServer, write_page
 from nash_mhc.storage.files import to_path
 
 
 def _show(runs: list[Run]) -> None:
+    each = [facts(run) | memory_facts(run) for run in runs]
     if len(runs) == 1:
-        for name, text in (facts(runs[0]) | remembered(runs[0])).items():
+        for name, text in each[0].items():
             print(f"{name:<32} {text}")
     else:
-        found = [facts(run) | remembered(run) for run in runs]
         table = Table("", *(run.name for run in runs))
-        for name in dict.fromkeys(name for each in found for name in each):
-            table.add_row(name, *(each.get(name, "") for each in found))
+        for name in dict.fromkeys(name for known in each for name in known):
+            table.add_row(name, *(known.get(name, "") for known in each))
         Console().print(table)
     for run in runs:
-        print(in_words(run) if len(runs) == 1 else f"{run.name}: {in_words(run)}")
+        print(summarize(run) if len(runs) == 1 else f"{run.name}: {summarize(run)}")
         if len(run.rows) < 2:
-            print(f"the run has {len(run.rows) or 'no'} row{'s' * (not run.rows)} of metrics so far: the charts say little yet")
+            print(
+                f"the run has {len(run.rows) or 'no'} row{'s' * (not run.rows)} of metrics so far: the charts are almost empty"
+            )
 
 
 def main() -> int:
     parser = OneLineParser(
-        prog="python -m nash_mhc.report", allow_abbrev=False, description="One HTML page about a run, or about several."
+        prog="python -m nash_mhc.report", allow_abbrev=False, description="Write one HTML page about one or more runs."
     )
     parser.add_argument(
         "folders", nargs="*", type=run_path, metavar="DIR", help="run directory; several are shown side by side"
@@ -41,17 +42,17 @@ def main() -> int:
     parser.add_argument("--out", type=run_path, metavar="FILE", help="output file (default: report.html in the first DIR)")
     parser.add_argument("--live", action="store_true", help="serve the page with the newest rows until Ctrl-C")
     parser.add_argument("--port", type=int, metavar="N", help="port of the live page (default: a free one)")
-    args = parser.parse_strictly(sys.argv[1:], "give folders of runs, and --out FILE")
+    args = parser.parse_strictly(sys.argv[1:], "give run directories, and --out FILE")
     if not args.folders:
-        raise ConfigError("which run? Give its folder: python -m nash_mhc.report runs/tiny-20260101-120000")
+        raise ConfigError("no run given; give its directory: python -m nash_mhc.report runs/tiny-20260101-120000")
     if args.live and args.out:
         raise ConfigError("--live writes no file; leave out --out, or --live")
     if args.port is not None and not args.live:
-        raise ConfigError("--port is that of the live page; add --live")
+        raise ConfigError("--port needs --live; add it")
     runs = [open_run(folder) for folder in args.folders]
     if args.live:
         with LiveServer(args.folders, args.port or 0) as server:
-            print(f"live: {server.address} (Ctrl-C ends it)", flush=True)
+            print(f"live: {server.address} (Ctrl-C to stop)", flush=True)
             try:
                 server.serve_forever(poll_interval=0.2)
             except KeyboardInterrupt:

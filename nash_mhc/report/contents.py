@@ -1,4 +1,4 @@
-"""The files of a run -> what the page shows of it: facts, columns of numbers, samples. No jax: it is read anywhere."""
+"""Read the files of a run and collect what its page shows: facts, columns of numbers, samples. Needs no jax."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from nash_mhc.config.kits import FIGURES
 from nash_mhc.storage.files import Folder
 from nash_mhc.storage.json_files import number, table
 
-_STRETCHES = 500  # of a long run: each keeps its lowest and highest value of what is looked at for spikes
-_LOOKED_AT = ("loss", "grad_norm", "step_ms")
+_BUCKETS = 500  # of a long run; each contributes its lowest and highest values
+_SPIKY = ("loss", "grad_norm", "step_ms")  # columns whose extremes are shown
 _HEALTH_ROWS = 120  # columns of a heat map
-_COLUMNS = (  # of metrics.jsonl, as far as they are numbers
-    "loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib",
-    "goodput",
+_COLUMNS = (
+    "loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "step_ms", "data_wait_ms", "mfu", "memory_gib", "goodput",
 )  # fmt: skip
-_HELD_OUT = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/bits_per_byte")
-_HEALTH = ("scale_weight", "scale_entropy", "scales_unused", "gain_forward", "gain_backward", "stream_rms")
+_EVAL_COLUMNS = ("eval/loss", "eval/loss_ema", "eval/accuracy", "eval/bits_per_byte")
+# Name -> nesting of its value: one number per layer, or one per layer and part.
+_HEALTH = {
+    "scale_weight": 2, "scale_entropy": 1, "scales_unused": 1, "gain_forward": 1, "gain_backward": 1, "stream_rms": 2,
+}  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -36,7 +38,7 @@ class Run(NamedTuple):
     info: dict[str, Any]  # run.json
     rows: list[Row]
     evals: list[Row]
-    result: dict[str, Any] = {}  # result.json, of a run that has one
+    result: dict[str, Any] = {}  # result.json, if there is one
 
     @property
     def name(self) -> str:
@@ -44,33 +46,32 @@ class Run(NamedTuple):
 
 
 def open_run(name: str | Folder) -> Run:
-    """ConfigError for what is no run, or holds lines that are no rows."""
+    """Read a run. Raise ConfigError if the directory is not a run or a file has a broken line."""
     folder = RunFolder(name)
     info = folder.info()
-    with contextlib.suppress(ConfigError):  # a kit that moved: its numbers are left out
+    with contextlib.suppress(ConfigError):  # the figures of a kit that has moved are omitted
         kits.use(str(table(info, "config").get("kit") or ""), recorded=True)
     return Run(folder.path, info, folder.rows(METRICS), folder.rows(EVALUATIONS), folder.result())
 
 
-def _short(value: Any) -> Any:
-    """Six digits are more than a screen shows, and half the size."""
+def _rounded(value: Any) -> Any:
+    """Round to six digits, more than a screen shows, to halve the size. NaN and non-numbers become None."""
     if isinstance(value, list):
-        return [_short(v) for v in value]
+        return [_rounded(v) for v in value]
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def _total(info: dict[str, Any]) -> float | None:
-    """The steps that the run was to take."""
+def _total_steps(info: dict[str, Any]) -> float | None:
     return number(table(table(info, "config"), "train"), "total_steps")
 
 
 def facts(run: Run) -> dict[str, str]:
-    """The run in a few numbers, ready to show; what is not known is left out."""
-    info, last, held_out = run.info, run.rows[-1] if run.rows else {}, run.evals[-1] if run.evals else {}
+    """Return the key figures as text, without those that are unknown."""
+    info, last, evaluation = run.info, run.rows[-1] if run.rows else {}, run.evals[-1] if run.evals else {}
     devices, mesh, floor = (table(info, name) for name in ("devices", "mesh", "floor"))
-    loss, nats = number(held_out, "eval/loss"), number(floor, "nats_per_token")
+    loss, nats = number(evaluation, "eval/loss"), number(floor, "nats_per_token")
     test, expected = table(run.result, "test"), table(info, "expected")
 
     def median(name: str) -> float | None:
@@ -80,196 +81,187 @@ def facts(run: Run) -> dict[str, str]:
     def show(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
 
-    total = _total(info)
-    found = {
+    total = _total_steps(info)
+    texts = {
         "parameters": show(number(info, "parameters"), "{:,.0f}"),
         "device": f"{devices.get('count')} x {devices.get('kind')}" if devices else "",
         "mesh": f"{'x'.join(map(str, mesh.values()))} ({' x '.join(mesh)})" if mesh else "",
-        "steps": f"{last.get('step', held_out.get('step', 0)):,} of {total:,.0f}" if total is not None else "",
+        "steps": f"{last.get('step', evaluation.get('step', 0)):,} of {total:,.0f}" if total is not None else "",
         "tokens seen": show(number(last, "tokens_seen"), "{:,.0f}"),
-        "final loss, nats a token": show(number(last, "loss"), "{:.4f}"),
-        "held-out loss, nats a token": show(loss, "{:.4f}"),
-        "the same with averaged weights": show(number(held_out, "eval/loss_ema"), "{:.4f}"),
-        **{figure.fact: show(number(held_out, f"eval/{name}"), figure.form) for name, figure in FIGURES.items()},
-        "held-out bits a byte": show(number(held_out, "eval/bits_per_byte"), "{:.4f}"),
-        "test loss, nats a token": show(number(test, "test/loss"), "{:.4f}"),
+        "final loss, nats/token": show(number(last, "loss"), "{:.4f}"),
+        "held-out loss, nats/token": show(loss, "{:.4f}"),
+        "held-out loss, averaged weights": show(number(evaluation, "eval/loss_ema"), "{:.4f}"),
+        **{figure.fact: show(number(evaluation, f"eval/{name}"), figure.form) for name, figure in FIGURES.items()},
+        "held-out bits/byte": show(number(evaluation, "eval/bits_per_byte"), "{:.4f}"),
+        "test loss, nats/token": show(number(test, "test/loss"), "{:.4f}"),
         "test accuracy": show(number(test, "test/accuracy"), "{:.1%}"),
-        "floor, nats a token": show(nats, "{:.4f}"),
-        "floor, bits a byte": show(number(floor, "bits_per_byte"), "{:.4f}"),
+        "floor, nats/token": show(nats, "{:.4f}"),
+        "floor, bits/byte": show(number(floor, "bits_per_byte"), "{:.4f}"),
         "held-out loss / floor": f"{loss / nats:.3f}x" if loss is not None and nats else "",
-        "tokens a second (median)": show(median("tokens_per_s"), "{:,.0f}"),
-        "tokens a second, expected": show(number(expected, "tokens_per_s"), "{:,.0f}"),
+        "tokens/s (median)": show(median("tokens_per_s"), "{:,.0f}"),
+        "tokens/s, expected": show(number(expected, "tokens_per_s"), "{:,.0f}"),
         "MFU (median)": show(median("mfu"), "{:.1%}"),
         "goodput (share of time in steps)": show(number(last, "goodput"), "{:.1%}"),
-        "peak memory of a device": show(number(last, "memory_gib"), "{:.1f} GiB"),
+        "peak memory per device": show(number(last, "memory_gib"), "{:.1f} GiB"),
         "peak memory, expected": show(number(expected, "gib"), "{:.2g} GiB"),
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in texts.items() if text}
 
 
-def remembered(run: Run) -> dict[str, str]:
-    """What a reservoir remembers, ready to show; empty for any other model."""
-    known = run.info.get("remembers")
-    if not isinstance(known, dict):
+def memory_facts(run: Run) -> dict[str, str]:
+    """Return what is known of a reservoir's memory as text; empty for any other model."""
+    memory = run.info.get("remembers")
+    if not isinstance(memory, dict):
         return {}
-    capacity, radius = number(known, "capacity"), number(known, "radius")
-    forgets, watched = number(known, "forgets"), number(known, "watched")
-    seen = "never" if watched is None else f"not in {watched:,.0f} tokens"
-    units = f"{number(known, 'units') or 0:,.0f} real units"
+    capacity, radius = number(memory, "capacity"), number(memory, "radius")
+    forgets, watched = number(memory, "forgets"), number(memory, "watched")
+    not_forgotten = "never" if watched is None else f"not in {watched:,.0f} tokens"
+    units = f"{number(memory, 'units') or 0:,.0f} real units"
     return {
-        "memory capacity of a layer": f"none of {units}: states grow" if capacity is None else f"{capacity:.1f} of {units}",
+        "memory capacity of a layer": f"none of {units}: states diverge" if capacity is None else f"{capacity:.1f} of {units}",
         "effective spectral radius": "" if radius is None else f"{radius:.5f}",
-        "a start is forgotten (to 1%)": seen if forgets is None else f"after {forgets:,.0f} tokens",
+        "initial state forgotten (to 1%)": not_forgotten if forgets is None else f"after {forgets:,.0f} tokens",
     }
 
 
-def in_words(run: Run) -> str:
-    """What became of the run, in two or three sentences."""
+def summarize(run: Run) -> str:
+    """Return the outcome of the run in two or three sentences."""
     if not run.rows:
         return "The run has no rows of metrics yet."
-    last, total = run.rows[-1], _total(run.info)
+    last, total = run.rows[-1], _total_steps(run.info)
     step = int(last["step"])
-    done = step == total
-    told = [f"All {step:,} steps are done." if done else f"Step {step:,}{'' if total is None else f' of {total:,.0f}'}."]
+    of_total = "" if total is None else f" of {total:,.0f}"
+    sentences = [f"All {step:,} steps are done." if step == total else f"Step {step:,}{of_total}."]
     losses = [(int(row["step"]), loss) for row in run.evals if (loss := number(row, "eval/loss")) is not None]
     if losses:
-        at, loss = losses[-1]
-        text = f"The held-out loss is {loss:.4f} nats a token at step {at:,}"
+        eval_step, loss = losses[-1]
+        text = f"The held-out loss is {loss:.4f} nats/token at step {eval_step:,}"
         if floor := number(table(run.info, "floor"), "nats_per_token"):
             text += f", {loss / floor:.2f} times the floor of this text"
-        best_at, best = min(losses, key=lambda found: found[1])
-        told.append(text + (f"; it was lowest at step {best_at:,} ({best:.4f})." if best_at != at else "."))
-        if (ends := number(run.result, "step")) is not None and ends != at:
-            told.append(f"The run ends with the checkpoint of step {ends:,.0f}.")
+        best_step, best = min(losses, key=lambda pair: pair[1])
+        sentences.append(text + (f"; it was lowest at step {best_step:,} ({best:.4f})." if best_step != eval_step else "."))
+        if (end := number(run.result, "step")) is not None and end != eval_step:
+            sentences.append(f"The run ends with the checkpoint of step {end:,.0f}.")
     elif (loss := number(last, "loss")) is not None:
-        told.append(f"The training loss is {loss:.4f}; nothing was evaluated.")
-    spent = _seconds(last)
-    if spent and (whole := sum(spent.values())):
-        text = f"It took {duration(whole)}, {spent.get('step', 0.0) / whole:.0%} of it in steps"
-        lost = spent.get("lost", 0.0) + spent.get("down", 0.0)
-        told.append(text + (f" and {lost / whole:.0%} lost to stops." if lost / whole >= 0.005 else "."))
+        sentences.append(f"The training loss is {loss:.4f}; there was no evaluation.")
+    seconds = _seconds(last)
+    if whole := sum(seconds.values()):
+        lost = (seconds.get("lost", 0.0) + seconds.get("down", 0.0)) / whole
+        and_lost = f" and {lost:.0%} lost to stops" if lost >= 0.005 else ""
+        sentences.append(f"It took {duration(whole)}, {seconds.get('step', 0.0) / whole:.0%} of it in steps{and_lost}.")
     if (skipped := number(last, "skipped")) and skipped > 0:
-        told.append(f"{skipped:,.0f} update{'s were' if skipped > 1 else ' was'} skipped.")
-    return " ".join(told)
+        sentences.append(f"{skipped:,.0f} update{'s were' if skipped > 1 else ' was'} skipped.")
+    return " ".join(sentences)
 
 
 def _seconds(row: Row) -> dict[str, float]:
-    """All time since the first start, by what it was spent on; empty where the run has not counted it."""
+    """Return the time since the first start by activity; empty for old runs, which did not record it."""
     return {name.removeprefix("time/"): number(row, name) or 0.0 for name in row if name.startswith("time/")}
 
 
-def _kept(rows: Sequence[Row]) -> list[Row]:
-    """Of a long run the lowest and the highest of each stretch, of everything that is looked at for spikes,
-    and the rows that tell of one."""
-    if len(rows) <= 4 * _STRETCHES:
+def _thinned(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a long run that keep its extremes: lowest and highest per bucket, spikes and skipped steps."""
+    if len(rows) <= 4 * _BUCKETS:
         return list(rows)
-    size, kept = math.ceil(len(rows) / _STRETCHES), {0, len(rows) - 1}
-    for at in range(0, len(rows), size):
-        for name in _LOOKED_AT:
-            known = [(v, i) for i in range(at, min(at + size, len(rows))) if (v := number(rows[i], name)) is not None]
-            kept |= {min(known)[1], max(known)[1]} if known else {at}
-    kept |= {i for i, row in enumerate(rows) if row.get("spike_steps") or row.get("skipped_steps")}
-    return [rows[i] for i in sorted(kept)]
+    size, chosen = math.ceil(len(rows) / _BUCKETS), {0, len(rows) - 1}
+    for start in range(0, len(rows), size):
+        for name in _SPIKY:
+            values = [(v, i) for i in range(start, min(start + size, len(rows))) if (v := number(rows[i], name)) is not None]
+            chosen |= {min(values)[1], max(values)[1]} if values else {start}
+    chosen |= {i for i, row in enumerate(rows) if row.get("spike_steps") or row.get("skipped_steps")}
+    return [rows[i] for i in sorted(chosen)]
 
 
-def _between(steps: list[float], values: list[float | None], step: float) -> float | None:
-    """The value at a step between those of the rows; None where no row reaches so far."""
-    at = bisect.bisect_left(steps, step)
-    if at == len(steps):
+def _interpolated(steps: list[float], values: list[float | None], step: float) -> float | None:
+    """Return the value at a step between those of the rows, or None after the last row."""
+    i = bisect.bisect_left(steps, step)
+    if i == len(steps):
         return values[-1] if values and steps and step == steps[-1] else None
-    after = values[at]
-    if after is None or steps[at] == step:
+    after = values[i]
+    if after is None or steps[i] == step:
         return after
-    before, x0 = (values[at - 1], steps[at - 1]) if at else (0.0, 0.0)
-    return None if before is None else before + (after - before) * (step - x0) / (steps[at] - x0)
+    before, first = (values[i - 1], steps[i - 1]) if i else (0.0, 0.0)
+    return None if before is None else before + (after - before) * (step - first) / (steps[i] - first)
 
 
 def _marks(run: Run) -> list[dict[str, Any]]:
-    """Steps that were spikes or whose update was skipped, each with the command that shows what it read."""
-    found: dict[int, str] = {}
+    """Return the spikes and skipped steps, each with the command that shows its batch."""
+    marks: dict[int, list[str]] = {}
     for row in run.rows:
         for key, what in (("spike_steps", "spike"), ("skipped_steps", "skipped")):
             steps = row.get(key)
             for step in steps if isinstance(steps, list) else []:
                 if isinstance(step, int):
-                    found[step] = f"{found[step]}, {what}" if step in found else what
-    show = lambda step: module_command("nash_mhc.data", "inspect", str(run.folder), "--step", str(step))
-    return [{"step": step, "what": what, "command": show(step)} for step, what in sorted(found.items())]
+                    marks.setdefault(step, []).append(what)
+    command = lambda step: module_command("nash_mhc.data", "inspect", str(run.folder), "--step", str(step))
+    return [{"step": step, "what": ", ".join(what), "command": command(step)} for step, what in sorted(marks.items())]
 
 
-def _depth(value: Any) -> int:
-    return 1 + _depth(value[0]) if isinstance(value, list) and value else 0
+def _nesting(value: Any) -> int:
+    return 1 + _nesting(value[0]) if isinstance(value, list) and value else 0
 
 
 def _health(rows: Sequence[Row]) -> dict[str, Any]:
-    """What was measured layer by layer, at some of the rows: values[row][layer], or values[row][layer][part]."""
+    """Return values[row][layer], or values[row][layer][part], of evenly spaced rows including the last."""
     every = max(1, math.ceil(len(rows) / _HEALTH_ROWS))
-    chosen = [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % every == 0]  # the last is one of them
+    chosen = [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % every == 0]
     values: dict[str, Any] = {}
-    for name in _HEALTH:
+    for name, nesting in _HEALTH.items():
         per_row = [row.get(f"health/{name}") for row in chosen]
-        if per_row and all(_depth(value) == (2 if name in ("scale_weight", "stream_rms") else 1) for value in per_row):
-            values[name] = _short(per_row)
+        if per_row and all(_nesting(value) == nesting for value in per_row):
+            values[name] = _rounded(per_row)
     return {"step": [row["step"] for row in chosen], "values": values} if values else {}
 
 
-def _flat(config: Any) -> dict[str, str]:
+def _flat_config(config: Any) -> dict[str, str]:
     shown = lambda value: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    if not isinstance(config, dict):
-        return {}
     return {
         f"{section}.{key}" if isinstance(values, dict) else section: shown(value)
-        for section, values in config.items()
+        for section, values in (config.items() if isinstance(config, dict) else ())
         for key, value in (values.items() if isinstance(values, dict) else [("", values)])
     }
 
 
 def contents(run: Run) -> dict[str, Any]:
-    """Everything that the page shows of the run, ready for JSON: numbers, lists and texts, no NaN."""
-    rows, info = _kept(run.rows), run.info
+    """Return everything that the page shows of the run as JSON data without NaN."""
+    rows, info = _thinned(run.rows), run.info
     steps = [float(row["step"]) for row in rows]
-    spent = [_seconds(row) for row in rows]
-    seconds: list[float | None] = [sum(parts.values()) if parts else None for parts in spent]
+    times = [_seconds(row) for row in rows]
+    seconds: list[float | None] = [sum(parts.values()) if parts else None for parts in times]
     tokens = [number(row, "tokens_seen") for row in rows]
-    per_token = number(info, "flops_per_token")
-    columns = {name: [number(row, name) for row in rows] for name in (*_COLUMNS, *FIGURES)}
-    columns |= {name: [number(row, name) for row in rows] for row in rows[-1:] for name in row if name.startswith("epochs/")}
-    at = [float(row["step"]) for row in run.evals]
-    held_out = {name: [number(row, name) for row in run.evals] for name in (*_HELD_OUT, *(f"eval/{name}" for name in FIGURES))}
+    epochs = [name for name in (rows[-1] if rows else ()) if name.startswith("epochs/")]
+    columns = {name: [number(row, name) for row in rows] for name in (*_COLUMNS, *FIGURES, *epochs)}
+    eval_steps = [float(row["step"]) for row in run.evals]
+    eval_names = (*_EVAL_COLUMNS, *(f"eval/{name}" for name in FIGURES))
+    eval_columns = {name: [number(row, name) for row in run.evals] for name in eval_names}
     mixing = run.evals[-1].get("health/res") if run.evals else None
-    environment = {f"device {k}": str(v) for k, v in table(info, "devices").items()} | {
-        str(k): str(v) for k, v in table(info, "versions").items()
-    }
-    samples = [{"step": row["step"], "text": row["sample"]} for row in run.evals if isinstance(row.get("sample"), str)]
-    known = lambda table: {name: _short(values) for name, values in table.items() if any(v is not None for v in values)}
+    total_time = sum(times[-1].values()) if times else 0.0
+    without_empty = lambda table: {name: _rounded(v) for name, v in table.items() if any(x is not None for x in v)}
     return {
         "name": run.name,
         "folder": str(run.folder),
-        "words": in_words(run),
+        "words": summarize(run),
         "facts": facts(run),
         "count": [len(run.rows), len(run.evals)],
         "floor": number(table(info, "floor"), "nats_per_token"),
-        "flopsPerToken": per_token,
-        "rows": {"step": steps, "tokens": _short(tokens), "seconds": _short(seconds)} | known(columns),
+        "flopsPerToken": number(info, "flops_per_token"),
+        "rows": {"step": steps, "tokens": _rounded(tokens), "seconds": _rounded(seconds)} | without_empty(columns),
         "evals": {
-            "step": at,
-            "tokens": _short([_between(steps, tokens, step) for step in at]),
-            "seconds": _short([_between(steps, seconds, step) for step in at]),
+            "step": eval_steps,
+            "tokens": _rounded([_interpolated(steps, tokens, step) for step in eval_steps]),
+            "seconds": _rounded([_interpolated(steps, seconds, step) for step in eval_steps]),
         }
-        | known(held_out),
+        | without_empty(eval_columns),
         "charts": [[figure.chart, name, figure.log] for name, figure in FIGURES.items() if figure.chart],
-        "spent": _short_parts(spent[-1]) if spent else {},
+        # Parts too small to see are omitted.
+        "spent": {name: _rounded(s) for name, s in times[-1].items() if s >= 0.0005 * total_time > 0} if times else {},
         "marks": _marks(run),
         "health": _health(run.rows),
-        "mixing": _short(mixing) if _depth(mixing) == 4 else None,  # H_res of each layer and sub-layer
-        "remembered": remembered(run),
-        "curve": _short(info["remembers"].get("curve") or []) if remembered(run) else [],  # of delays, how much is left
-        "samples": samples,
-        "config": _flat(info.get("config")),
-        "environment": environment,
+        "mixing": _rounded(mixing) if _nesting(mixing) == 4 else None,  # H_res by layer and sub-layer
+        "memory": memory_facts(run),
+        "curve": _rounded(info["remembers"].get("curve") or []) if memory_facts(run) else [],  # [delay, recall]
+        "samples": [{"step": row["step"], "text": row["sample"]} for row in run.evals if isinstance(row.get("sample"), str)],
+        "config": _flat_config(info.get("config")),
+        "environment": {f"device {k}": str(v) for k, v in table(info, "devices").items()}
+        | {str(k): str(v) for k, v in table(info, "versions").items()},
     }
-
-
-def _short_parts(parts: dict[str, float]) -> dict[str, float]:
-    whole = sum(parts.values())
-    return {name: _short(s) for name, s in parts.items() if whole and s / whole >= 0.0005}

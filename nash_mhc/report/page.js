@@ -1,5 +1,5 @@
 "use strict";
-// Builds the page from the JSON in it; a live page asks for newer JSON every two seconds and builds itself again.
+// Builds the page from the embedded JSON. A live page fetches newer JSON every two seconds and rebuilds itself.
 
 const COLORS = ["var(--run0)", "var(--run1)", "var(--run2)", "var(--run3)", "var(--run4)", "var(--run5)", "var(--run6)", "var(--run7)"];
 const AXES = { steps: "step", tokens: "tokens", time: "time of the run", FLOPs: "FLOPs" };
@@ -18,7 +18,7 @@ function points(run, table, name) {
   return values ? at.map((x, i) => [x, values[i]]).filter((p) => p[0] !== null) : [];
 }
 
-// One line a run; of the loss and the accuracy, what was held out as well.
+// One line per run, and dots for held-out values if there are any.
 function series(data, row, held) {
   const several = data.runs.length > 1, found = [];
   data.runs.forEach((run, i) => {
@@ -49,7 +49,7 @@ function showCommand(inside, mark) {
   inside.querySelector(".command")?.remove();
   const copy = make("button", { type: "button" }, "copy"), code = make("code", {}, mark.command);
   copy.addEventListener("click", () => navigator.clipboard?.writeText(mark.command).then(() => { copy.textContent = "copied"; }));
-  inside.append(make("p", { class: "command" }, `step ${mark.step} (${mark.what}): what it read is shown by `, code, copy));
+  inside.append(make("p", { class: "command" }, `step ${mark.step} (${mark.what}): show its batch: `, code, copy));
 }
 
 function marks(data) {
@@ -72,7 +72,7 @@ function summary(data) {
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.facts)))];
   const head = make("tr", {}, make("th", {}), ...data.runs.map((run, i) => make("th", {}, make("i", { style: `background:${COLORS[i % COLORS.length]}` }), run.name)));
   const rows = names.map((name) => make("tr", {}, make("td", {}, name), ...data.runs.map((run) => make("td", {}, run.facts[name] ?? ""))));
-  const words = make("tr", {}, make("td", {}, "in words"), ...data.runs.map((run) => make("td", { class: "words" }, run.words)));
+  const words = make("tr", {}, make("td", {}, "summary"), ...data.runs.map((run) => make("td", { class: "words" }, run.words)));
   return [make("div", { class: "card scroll" }, make("table", { class: "facts" }, head, words, ...rows))];
 }
 
@@ -119,7 +119,7 @@ function mapWithAxes(title, values, low, high, rowName, first, last, describe) {
 
 const transpose = (table) => table[0].map((_, i) => table.map((row) => row[i]));
 
-// Over time (columns) and depth (rows): the weight of every scale, and the entropy of the weights.
+// Heat maps over time (columns) and depth (rows).
 function insideMaps(run) {
   const { step, values } = run.health, maps = [], first = `step ${step[0]}`, last = `step ${step.at(-1)}`;
   const over = (title, table, low, high) => maps.push(mapWithAxes(title, transpose(table), low, high, "layer", first, last,
@@ -130,7 +130,7 @@ function insideMaps(run) {
   if (values.scale_entropy) over("entropy of the weights (1: all scales alike)", values.scale_entropy, 0, 1);
   if (values.stream_rms) {
     const top = Math.max(...values.stream_rms.at(-1).flat());
-    maps.push(mapWithAxes("size of each stream, last row", values.stream_rms.at(-1), 0, top, "layer", "stream 0", `stream ${values.stream_rms[0][0].length - 1}`,
+    maps.push(mapWithAxes("RMS of each stream, last row", values.stream_rms.at(-1), 0, top, "layer", "stream 0", `stream ${values.stream_rms[0][0].length - 1}`,
       (layer, stream, value) => `layer ${layer}, stream ${stream}: ${short(value)}`));
   }
   return maps;
@@ -156,7 +156,7 @@ function mixing(run) {
     canvas.describe = (to, from, value) => `${of(layer, part)}: stream ${from} into stream ${to}: ${short(value)}`;
     return canvas;
   }), make("span", {}, `${layer}`)));
-  return make("div", { class: "map" }, make("h3", {}, `H_res by layer${once ? "" : ", above of attention, below of the FFN"} (row: into, column: from; mean over tokens)`), make("div", { class: "grids" }, ...grids));
+  return make("div", { class: "map" }, make("h3", {}, `H_res by layer${once ? "" : ", attention above, FFN below"} (row: into, column: from; mean over tokens)`), make("div", { class: "grids" }, ...grids));
 }
 
 function inside(run, several) {
@@ -167,15 +167,15 @@ function inside(run, several) {
   return node;
 }
 
-// Of a reservoir: how much of what it heard can be told from its state, by how long ago that was.
+// A reservoir's memory: how well past inputs can be read from its state, by delay.
 function memory(run, several) {
-  const told = Object.entries(run.remembered);
-  if (!told.length) return null;
-  const node = card(`What a layer remembers${several ? `: ${run.name}` : ""}`, make("dl", {}, ...told.map(([k, v]) => make("div", {}, make("dt", {}, k), make("dd", {}, v)))));
+  const facts = Object.entries(run.memory);
+  if (!facts.length) return null;
+  const node = card(`Memory of a layer${several ? `: ${run.name}` : ""}`, make("dl", {}, ...facts.map(([k, v]) => make("div", {}, make("dt", {}, k), make("dd", {}, v)))));
   if (run.curve.length < 2) return node;
   const own = new Board(), chart = make("figure", { class: "card", "data-chart": `memory, ${run.name}` });
   Object.assign(own, { name: "tokens ago", whole: true, format: (x) => `${short(Math.round(2 ** x))} ago` });
-  const caption = make("figcaption", {}, make("span", { class: "title" }, "share of an input that its state tells, by how long ago it was heard"));
+  const caption = make("figcaption", {}, make("span", { class: "title" }, "share of an input that its state retains, by delay"));
   chart.append(caption); node.append(chart);
   caption.append(new Chart(chart, { title: "memory", series: [{ name: "remembered", color: "var(--run0)", points: run.curve.map(([ago, share]) => [Math.log2(ago), share]), dots: true }] }, own).readout);
   return node;
@@ -190,7 +190,7 @@ function samples(run, several) {
     state.sample = Number(range.value) === last ? null : Number(range.value);
     text.textContent = run.samples[range.value].text || "(nothing)"; label.textContent = `step ${run.samples[range.value].step}`;
   });
-  return card(`What it writes${several ? `: ${run.name}` : ""}`, make("p", { class: "slider" }, range, label), text);
+  return card(`Samples${several ? `: ${run.name}` : ""}`, make("p", { class: "slider" }, range, label), text);
 }
 
 function tableOf(data, name, rebuild) {
@@ -199,9 +199,9 @@ function tableOf(data, name, rebuild) {
   const shown = several && name === "config" && state.onlyDifferent ? keys.filter(differs) : keys;
   const rows = shown.map((key) => make("tr", { class: several && differs(key) ? "differs" : "" }, make("td", {}, key), ...data.runs.map((run) => make("td", {}, run[name][key] ?? ""))));
   const head = several ? make("tr", {}, make("th", {}), ...data.runs.map((run) => make("th", {}, run.name))) : null;
-  const only = make("button", { type: "button" }, state.onlyDifferent ? "show every key" : "show only what differs");
+  const only = make("button", { type: "button" }, state.onlyDifferent ? "show every key" : "show only differences");
   only.addEventListener("click", () => { state.onlyDifferent = !state.onlyDifferent; rebuild(); });
-  const none = several && !rows.length ? make("p", { class: "none" }, "all are the same") : null;
+  const none = several && !rows.length ? make("p", { class: "none" }, "no differences") : null;
   return [several && name === "config" ? make("p", {}, only) : null, make("div", { class: "scroll" }, make("table", {}, head, ...rows)), none];
 }
 
@@ -215,7 +215,7 @@ function build(data) {
   const rebuild = () => build(data), open = [...document.querySelectorAll("details")].map((d) => d.open), several = data.runs.length > 1, at = window.scrollY;
   const range = state.range;
   board = new Board();
-  const axis = axisChoice(data, rebuild);  // it may find that what was chosen is not known
+  const axis = axisChoice(data, rebuild);  // may reset an axis that these runs do not have
   Object.assign(board, { name: AXES[state.axis], format: state.axis === "time" ? clock : short, time: state.axis === "time", range });
   const zoom = board.zoom.bind(board);
   board.zoom = (to) => { state.range = to; document.body.toggleAttribute("data-zoomed", to !== null); zoom(to); };
@@ -230,8 +230,8 @@ function build(data) {
   main.append(axis, legend(data));
   const floors = new Set(data.runs.map((run) => run.floor)), floor = [...floors][0];
   const level = floors.size === 1 && floor !== null ? { y: floor, name: "floor" } : null;
-  figure(main, "loss", { heading: "Loss (cross-entropy), nats a token", series: series(data, "loss", "eval/loss"), level, log: true, big: true });
-  if (several) main.append(...summary(data));  // what one wants to see of several is how they compare
+  figure(main, "loss", { heading: "Loss (cross-entropy), nats/token", series: series(data, "loss", "eval/loss"), level, log: true, big: true });
+  if (several) main.append(...summary(data));
   const wall = wallClock(data);
   if (wall) main.append(wall);
   const small = make("div", { class: "small" });
@@ -244,10 +244,10 @@ function build(data) {
   }
   figure(small, "token accuracy", { series: series(data, "accuracy", "eval/accuracy") });
   figure(small, "learning rate", { series: series(data, "lr") });
-  figure(small, "tokens a second", { series: series(data, "tokens_per_s") });
-  figure(small, "ms a step", { series: series(data, "step_ms") });
-  figure(small, "ms a step waiting for data", { series: series(data, "data_wait_ms") });
-  for (const [name, key] of [["share of the peak rate (MFU)", "mfu"], ["goodput", "goodput"], ["memory of a device, GiB", "memory_gib"]]) {
+  figure(small, "tokens/s", { series: series(data, "tokens_per_s") });
+  figure(small, "ms/step", { series: series(data, "step_ms") });
+  figure(small, "ms/step waiting for data", { series: series(data, "data_wait_ms") });
+  for (const [name, key] of [["MFU (share of peak FLOP/s)", "mfu"], ["goodput", "goodput"], ["memory per device, GiB", "memory_gib"]]) {
     const lines = series(data, key);
     if (lines.length) figure(small, name, { series: lines });
   }

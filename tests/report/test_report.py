@@ -19,9 +19,8 @@ from report_files import make_run, row, serving
 from nash_mhc.config.commands import module_command, one_line_errors
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.report.__main__ import main
-from nash_mhc.report.contents import contents, facts, in_words, open_run
-from nash_mhc.report.live import LiveServer
-from nash_mhc.report.page import data_of
+from nash_mhc.report.contents import contents, facts, open_run, summarize
+from nash_mhc.report.page import LiveServer, page_data
 
 EVAL = {"step": 4, "eval/loss": 2.0, "eval/bits_per_byte": 2.885, "eval/accuracy": 0.45, "eval/perplexity": 7.39}
 
@@ -54,19 +53,19 @@ def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
         "mesh": "2x2x1 (data x fsdp x tp)",
         "steps": "4 of 300",
         "tokens seen": "256",
-        "final loss, nats a token": "2.0000",
-        "held-out loss, nats a token": "2.0000",
-        "held-out bits a byte": "2.8850",
-        "floor, nats a token": "0.5000",
-        "floor, bits a byte": "0.7500",
+        "final loss, nats/token": "2.0000",
+        "held-out loss, nats/token": "2.0000",
+        "held-out bits/byte": "2.8850",
+        "floor, nats/token": "0.5000",
+        "floor, bits/byte": "0.7500",
         "held-out loss / floor": "4.000x",
-        "tokens a second (median)": "1,500",
+        "tokens/s (median)": "1,500",
         "MFU (median)": "25.0%",
     }
 
 
 def shown(text: str) -> dict[str, Any]:
-    """What the page is made from, as its script reads it."""
+    """Return the data embedded in a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
     assert found is not None
     return json.loads(found.group(1))
@@ -80,7 +79,7 @@ def test_page_is_whole_and_needs_nothing_else(
     assert (code, err) == (0, "")
     assert out.endswith(f"report: {folder / 'report.html'}\n")
     assert re.search(r"^held-out loss / floor +4\.000x$", out, re.M)
-    assert "\nStep 4 of 300. The held-out loss is 2.0000 nats a token at step 4, 4.00 times the floor of this text.\n" in out
+    assert "\nStep 4 of 300. The held-out loss is 2.0000 nats/token at step 4, 4.00 times the floor of this text.\n" in out
     text = (folder / "report.html").read_text()
     elements = Elements(text)
     assert [script.get("src") for script in elements.of("script")] == [None] * 3
@@ -152,7 +151,7 @@ def test_a_step_that_stands_out_comes_with_the_command_that_shows_it(tmp_path: P
 
 
 def test_evaluations_lie_where_their_steps_were(tmp_path: Path) -> None:
-    """They know their step only; tokens and time are those of the rows around it."""
+    """Evaluations record only their step; tokens and time are interpolated between rows."""
     rows = [row(2, **{"time/step": 20.0}), row(4, **{"time/step": 40.0})]
     evals = [{"step": s, "eval/loss": 1.0} for s in (1, 2, 3, 4, 5)]
     found = contents(open_run(make_run(tmp_path, rows, evals)))["evals"]
@@ -189,7 +188,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (code, out, err.count("\n")) == (2, "", 1)
         return err.removeprefix("error: ").replace(str(tmp_path), "DIR").strip()
 
-    assert error().startswith("which run? Give its folder")
+    assert "nash_mhc.report runs/" in error()
     assert error(tmp_path / "no").startswith("DIR/no: no such folder; give the folder of a run")
     assert error(tmp_path).startswith("DIR has no run.json, so it is not the folder of a run")
     (tmp_path / "run.json").write_text("{")
@@ -200,7 +199,7 @@ def test_each_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert error(tmp_path, "--uot=x") == "unknown flag --uot; did you mean --out?"
     assert error(tmp_path, "--zzz") == "unknown flag --zzz; --help lists them all"
     assert error(tmp_path, tmp_path / "again").startswith("DIR/again: no such folder")
-    assert error(tmp_path, "--port", 1) == "--port is that of the live page; add --live"
+    assert error(tmp_path, "--port", 1) == "--port needs --live; add it"
     assert error(tmp_path, "--live", "--out", "x") == "--live writes no file; leave out --out, or --live"
     taken = LiveServer([tmp_path], 0)
     number = taken.server_address[1]
@@ -238,8 +237,8 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     assert contents(open_run(make_run(tmp_path / "old", [row(1)])))["spent"] == {}
     spent = {"time/start": 10.0, "time/step": 80.0, "time/lost": 10.0, "time/down": 0.0, "time/<b>": 0.0001, "goodput": 0.8}
     run = open_run(make_run(tmp_path / "new", [row(1), row(2, **spent)]))
-    assert contents(run)["spent"] == {"start": 10.0, "step": 80.0, "lost": 10.0}  # of nothing there is nothing to see
-    assert in_words(run).endswith("It took 1 min 40 s, 80% of it in steps and 10% lost to stops.")
+    assert contents(run)["spent"] == {"start": 10.0, "step": 80.0, "lost": 10.0}  # parts too small to see are omitted
+    assert summarize(run).endswith("It took 1 min 40 s, 80% of it in steps and 10% lost to stops.")
     assert facts(run)["goodput (share of time in steps)"] == "80.0%"
 
 
@@ -249,7 +248,7 @@ def live(tmp_path: Path) -> Iterator[LiveServer]:
         yield server
 
 
-def asked(server: LiveServer, path: str, host: str = "localhost") -> tuple[int, str]:
+def fetch(server: LiveServer, path: str, host: str = "localhost") -> tuple[int, str]:
     request = urllib.request.Request(server.address + path, headers={"Host": f"{host}:{server.server_address[1]}"})
     try:
         with urllib.request.urlopen(request) as answer:
@@ -259,30 +258,30 @@ def asked(server: LiveServer, path: str, host: str = "localhost") -> tuple[int, 
 
 
 def test_a_live_page_follows_the_run(live: LiveServer, tmp_path: Path) -> None:
-    code, text = asked(live, "")
+    code, text = fetch(live, "")
     assert code == 200
     assert "data-live" in text
     assert "connect-src 'self'" in text
     assert shown(text)["runs"][0]["rows"]["step"] == [1, 2]
     with (tmp_path / "r" / "metrics.jsonl").open("a") as out:
         out.write(json.dumps(row(3)) + "\n")
-    code, text = asked(live, "data.json")
+    code, text = fetch(live, "data.json")
     assert code == 200
-    assert json.loads(text) == data_of([open_run(tmp_path / "r")])
+    assert json.loads(text) == page_data([open_run(tmp_path / "r")])
     assert json.loads(text)["runs"][0]["rows"]["step"] == [1, 2, 3]
     assert not (tmp_path / "r" / "report.html").exists()
 
 
 def test_a_live_page_is_for_this_machine_and_survives_its_folder(live: LiveServer, tmp_path: Path) -> None:
     assert live.server_address[0] == "127.0.0.1"
-    assert asked(live, "", host="elsewhere.example")[0] == 403
-    assert asked(live, "run.json")[0] == 404
+    assert fetch(live, "", host="elsewhere.example")[0] == 403
+    assert fetch(live, "run.json")[0] == 404
     (tmp_path / "r").rename(tmp_path / "moved")
-    code, text = asked(live, "data.json")
+    code, text = fetch(live, "data.json")
     assert (code, text.count("\n")) == (503, 1)
     assert "no such folder" in text
     (tmp_path / "moved").rename(tmp_path / "r")
-    assert asked(live, "data.json")[0] == 200
+    assert fetch(live, "data.json")[0] == 200
 
 
 def test_the_live_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
@@ -292,7 +291,7 @@ def test_the_live_command_serves_until_it_is_interrupted(tmp_path: Path) -> None
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             assert process.stdout is not None
-            found = re.fullmatch(r"live: (http://localhost:\d+/) \(Ctrl-C ends it\)\n", process.stdout.readline())
+            found = re.fullmatch(r"live: (http://localhost:\d+/) \(Ctrl-C to stop\)\n", process.stdout.readline())
             assert found is not None
             with urllib.request.urlopen(found.group(1) + "data.json") as answer:
                 assert json.load(answer)["runs"][0]["rows"]["step"] == [1, 2]

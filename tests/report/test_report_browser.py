@@ -23,7 +23,7 @@ from nash_mhc.train.callbacks import EachStep
 CFG = small.nash_config(train__total_steps=8, train__eval_interval=4, train__log_interval=1)
 CFG = dataclasses.replace(CFG, telemetry=TelemetryConfig(sample_tokens=8))
 EVERY_CHART = (
-    "loss", "gradient norm", "token accuracy", "learning rate", "tokens a second", "ms a step", "ms a step waiting for data",
+    "loss", "gradient norm", "token accuracy", "learning rate", "tokens/s", "ms/step", "ms/step waiting for data",
     "goodput",
 )  # fmt: skip
 

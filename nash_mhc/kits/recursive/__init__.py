@@ -2,7 +2,7 @@
 
 from nash_mhc.config.kits import Figure, Kit
 
-_LINE = ", solved {eval/exact:.1%} (stopping by itself {eval/exact_stopping:.1%}, after {eval/passes:.1f} passes)"
+_LINE = ", solved {eval/exact:.1%} ({eval/exact_stopping:.1%} when it stops early, after {eval/passes:.1f} passes)"
 
 KIT = Kit(
     model_kinds={"recursive": "settings:RecursiveConfig"},
@@ -15,7 +15,7 @@ KIT = Kit(
     tokenizers={"puzzles": "puzzles.source:tokenizer"},
     figures={
         "exact": Figure("held-out puzzles solved", "{:.1%}", "puzzles solved", line=_LINE, of_text=False),
-        "exact_stopping": Figure("solved, stopping by itself", "{:.1%}"),
+        "exact_stopping": Figure("solved when it stops early", "{:.1%}"),
     },
     nicknames={
         "H_cycles": "outer_cycles",

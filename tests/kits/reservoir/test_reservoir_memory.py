@@ -16,7 +16,7 @@ from nash_mhc.kits.reservoir import model as reservoir
 from nash_mhc.kits.reservoir.memory import memory
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
 from nash_mhc.report.__main__ import main
-from nash_mhc.report.contents import contents, open_run, remembered
+from nash_mhc.report.contents import contents, memory_facts, open_run
 
 RING = ReservoirConfig(width=8, units=12, ffn=16, leak=1.0, slowest_leak=1.0)  # no leaks: one ring
 SPREAD = dataclasses.replace(RING, slowest_leak=0.05, radius=0.9)
@@ -106,20 +106,20 @@ def test_what_grows_without_end_has_no_capacity():
 
 def test_the_report_shows_it(tmp_path, monkeypatch, capsys):
     folder = make_run(tmp_path, [row(1), row(2)], remembers=reservoir_memory.as_dict(SPREAD))
-    told = remembered(open_run(folder))
+    facts = memory_facts(open_run(folder))
     found = memory(SPREAD)
-    assert told["memory capacity of a layer"] == f"{found.capacity:.1f} of 24 real units"
-    assert told["effective spectral radius"] == f"{found.radius:.5f}"
-    assert told["a start is forgotten (to 1%)"] == f"after {found.forgets:,} tokens"
+    assert facts["memory capacity of a layer"] == f"{found.capacity:.1f} of 24 real units"
+    assert facts["effective spectral radius"] == f"{found.radius:.5f}"
+    assert facts["initial state forgotten (to 1%)"] == f"after {found.forgets:,} tokens"
     shown = contents(open_run(folder))
-    assert shown["remembered"] == told and shown["curve"] == [list(point) for point in found.curve]
+    assert shown["memory"] == facts and shown["curve"] == [list(point) for point in found.curve]
     monkeypatch.setattr(sys, "argv", ["report", str(folder)])
     assert main() == 0
     out = capsys.readouterr().out
-    assert f"memory capacity of a layer       {told['memory capacity of a layer']}" in out
+    assert f"memory capacity of a layer       {facts['memory capacity of a layer']}" in out
     page = (folder / "report.html").read_text()
-    assert json.dumps(told)[1:40] in page.replace('":"', '": "') and "What a layer remembers" in page
-    assert remembered(open_run(make_run(tmp_path / "other", [row(1)]))) == {}
+    assert json.dumps(facts)[1:40] in page.replace('":"', '": "') and "Memory of a layer" in page
+    assert memory_facts(open_run(make_run(tmp_path / "other", [row(1)]))) == {}
 
 
 def test_the_presets_are_measured_in_seconds_and_larger_ones_remember_more():
