@@ -22,7 +22,7 @@ from nash_mhc.config.schema import (
     TrainConfig,
 )
 from nash_mhc.data.pack import Rows
-from nash_mhc.model.architectures import abstract_model, architecture_of
+from nash_mhc.model.architectures import WEIGHTS, abstract_model, architecture_of
 from nash_mhc.model.lm import LM
 from nash_mhc.model.sampling import Drawn, Written, write_on
 from nash_mhc.parallel.mesh import make_mesh
@@ -115,7 +115,7 @@ def _fresh_model(cfg: ModelConfig, seed: int) -> Any:
 
 @functools.cache
 def _start(cfg: RunConfig, seed: int) -> TrainState:
-    if cfg.lora.rank or cfg.quantize.weights:  # which draw for themselves
+    if cfg.lora.rank or cfg.of_kits:  # which draw for themselves
         return jax.device_get(create_state(dataclasses.replace(cfg, train=TrainConfig(seed=seed)), make_mesh(cfg.mesh)))
     return jax.device_get(initial_state(cfg, _fresh_model(cfg.model, seed)))
 
@@ -124,7 +124,8 @@ def start(cfg: RunConfig, mesh: Any) -> TrainState:
     """`create_state`, drawn once for all meshes and optimizers: that it draws the same values on every mesh, and those
     of this function, is a test of its own (test_lm)."""
     shaped = shaping(cfg)  # whatever a mesh, a dtype or the rows have to do with it is left out
-    drawn = RunConfig(model=cfg.model, optim=shaped.optim, lora=cfg.lora, quantize=cfg.quantize, precision=cfg.precision)
+    kits = tuple(section for section in cfg.of_kits if section.section in WEIGHTS)
+    drawn = RunConfig(model=cfg.model, optim=shaped.optim, lora=cfg.lora, precision=cfg.precision, of_kits=kits)
     return _placed(cfg, mesh, _start(drawn, cfg.train.seed))
 
 

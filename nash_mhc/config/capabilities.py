@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nash_mhc.config.fields import ConfigError, Section, key
 
@@ -69,66 +67,6 @@ class DistillConfig(Section):
         super().__post_init__()
         if self.text + self.hard > 1:
             raise ConfigError(f"--distill-text {self.text:g} and --distill-hard {self.hard:g} are more than all of the loss")
-
-
-class Bits(NamedTuple):
-    """Of a weight: its bits, and the rank of its scales (0: one for each group)."""
-
-    bits: int
-    rank: int
-
-
-# Bits and rank of the feed-forward layers' weights, then of attention's.
-QUANTIZED = {"q2a4": "2/32,4/8", "q4a4": "4/4,4/4", "q4_r32": "4/32,4/32", "q2a2": "2/32,2/32"}
-
-
-@dataclass(frozen=True)
-class QuantizeConfig(Section):
-    section, prefixed = "quantize", True
-
-    weights: str | None = key(
-        None,
-        f"train with quantized weights: {', '.join(QUANTIZED)}, or bits/rank of MLP and attention, such as 2/32,4/8"
-        f" (rank 0: one scale per group; none: not quantized)",
-        flag="quantize",
-    )
-    group: int = key(32, "inputs per scale at rank 0, and for the initial scales of any rank", low=2)
-    levels: str = key("uniform", "quantization levels: evenly spaced, or a learned table", choices=("uniform", "table"))
-    magnitudes: bool = key(False, "split scales into unit vectors and trained magnitudes")
-    rest: float = key(0.0, "freeze magnitudes that move less than this share in 100 steps, twice (0: never)", low=0, high=1)
-    trains: str = key(
-        "both",
-        "weights to train: the quantized ones, their scales, or both with everything else",
-        choices=("weights", "scales", "both"),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.mlp, self.attention
-
-    @property
-    def mlp(self) -> Bits | None:
-        """None: as they are."""
-        return self._parsed()[0]
-
-    @property
-    def attention(self) -> Bits | None:
-        return self._parsed()[1]
-
-    def _parsed(self) -> tuple[Bits | None, Bits | None]:
-        if self.weights is None:
-            return None, None
-        parts = QUANTIZED.get(self.weights, self.weights).split(",")
-        found = [re.fullmatch(r"([234])/(\d+)", part.strip()) for part in parts]
-        if len(parts) != 2 or not all(match or part.strip() == "none" for match, part in zip(found, parts, strict=True)):
-            raise ConfigError(
-                f"--quantize {self.weights}: must be {', '.join(QUANTIZED)}, or bits (2, 3 or 4) and rank of the feed-forward "
-                "layers and of attention, such as 2/32,4/8"
-            )
-        mlp, attention = (Bits(int(match[1]), int(match[2])) if match else None for match in found)
-        if mlp is None and attention is None:
-            raise ConfigError(f"--quantize {self.weights}: leaves every weight as it is; leave it out")
-        return mlp, attention
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ class Section:
     section: ClassVar[str] = ""
     about: ClassVar[str] = ""  # one line for `--help`, for the section of a kit
     prefixed: ClassVar[bool] = False  # whether flags start with the section's name: --mesh-data
+    switch: ClassVar[str] = ""  # for the section of a kit: while this key is set, a resumed run cannot change the section
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]  # a class can be hashed
@@ -141,6 +142,10 @@ class Section:
 
     def check_run(self, run: Any) -> None:
         """Raise ConfigError if the section does not fit the rest of a RunConfig. Kit sections are checked if set."""
+
+    def trains_role(self, role: str) -> bool:
+        """Whether a kit's section lets parameters of this role (`parallel/params.py`) be trained."""
+        return True
 
 
 def weighted_parts(text: str) -> list[tuple[str, str]]:

@@ -38,7 +38,6 @@ FURTHER = {
     "tuning": "fine-tuning: templates, epochs, early stopping, the final checkpoint",
     "lora": "LoRA fine-tuning of the model in --init-from",
     "distill": "distillation from a cached or online teacher (--objective distill)",
-    "quantize": "quantization-aware training with 2 to 4 bits",
     "precision": "precision and memory: dtypes of weights, moments and matmuls, remat",
     "profile": "batch size and learning rate for a kind of device",
     "telemetry": "telemetry: Weights & Biases, JSON logs, profiles, samples",

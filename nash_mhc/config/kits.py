@@ -42,6 +42,9 @@ class Kit:
     figures: Mapping[str, Figure] = field(default_factory=dict)  # by name in metrics.jsonl
     nicknames: Mapping[str, str] = field(default_factory=dict)  # what others call a key -> its name, for "did you mean"
     generators: References = field(default_factory=dict)  # by flag of `generate`, without dashes: Generator
+    weights: References = field(default_factory=dict)  # by section: (model, section) -> model (model/architectures.py)
+    formats: References = field(default_factory=dict)  # by a file of the folder: ModelFormat (hub/load.py)
+    hub_commands: Mapping[str, HubCommand] = field(default_factory=dict)  # by name: `python -m nash_mhc.hub NAME`
 
 
 class Figure(NamedTuple):
@@ -61,6 +64,13 @@ class Generator(NamedTuple):
     metavar: str
     help: str
     answer: str  # "module:function", absolute: (hub.load.Loaded, the flag's value) -> text to print
+
+
+class HubCommand(NamedTuple):
+    """A subcommand of `python -m nash_mhc.hub`."""
+
+    about: str  # one line of help
+    main: str  # "module:function", absolute: (arguments after the name) -> exit code
 
 
 def all_kits() -> dict[str, Kit]:

@@ -15,7 +15,6 @@ from nash_mhc.config.capabilities import (
     LoraConfig,
     ObjectiveConfig,
     PrecisionConfig,
-    QuantizeConfig,
     TelemetryConfig,
 )
 from nash_mhc.config.data import TEMPLATE, DataConfig
@@ -50,7 +49,6 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "PrecisionConfig",
-    "QuantizeConfig",
     "RunConfig",
     "Section",
     "TelemetryConfig",
@@ -239,7 +237,6 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
-    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     of_kits: tuple[Section, ...] = ()  # kit sections that differ from their defaults: see `section`
@@ -256,17 +253,8 @@ class RunConfig:
             )
         if self.lora.rank and self.optim.train_only is not None:
             raise ConfigError("--lora-rank trains adapters alone; leave out --train-only, or choose their --lora-targets")
-        if self.lora.rank and self.quantize.weights is not None:
-            raise ConfigError(
-                "--quantize: adapters correct a model that is quantized already; quantize it in a run of its own, and name "
-                "that one with --init-from, without --quantize"
-            )
         if self.train.matmul_dtype == "float8" and not isinstance(self.model, ModelConfig):
             raise ConfigError(f"--matmul-dtype float8: only models of kind {ModelConfig.architecture} have such products")
-        if self.train.matmul_dtype == "float8" and self.quantize.weights is not None:
-            raise ConfigError(
-                "--matmul-dtype float8: weights that --quantize has rounded would be rounded twice; leave one out"
-            )
         self.model.check_rows(self.data.seq_len)
         for section in (self.model, *self.of_kits):
             section.check_run(self)

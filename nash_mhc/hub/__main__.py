@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
+from nash_mhc.config.kits import HubCommand, Registry
+from nash_mhc.config.kits import load as load_reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.folders import check_model_folder
 
 ABOUT = {
     "import": "a Hugging Face folder becomes a folder of ours; `train --init-from` takes the former as it is, too",
     "export": "a run becomes a folder that transformers loads; one with adapters, a folder that PEFT loads",
-    "pack": "a run with weights of few bits becomes a folder that holds no more than those bits",
     "merge": "a run's adapters and their base become one model, in a folder that transformers loads",
     "check": "what two folders predict for the same text, compared",
 }
-USAGE = f"python -m nash_mhc.hub {' | '.join(ABOUT)} ..."
 _TEXT = "The old lighthouse keeper counted the ships as they came in, and wrote the number of each into a small green book. "
 
 
@@ -122,33 +122,6 @@ def _export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _pack(argv: Sequence[str]) -> int:
-    parser = _parser("pack")
-    parser.add_argument(
-        "folder", type=run_path, metavar="DIR", help="run directory of a run with --quantize, or of LoRA on one"
-    )
-    parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to create")
-    parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the run's final one)")
-    about = "dtype of what is not quantized; float32 is bit-equal to training [float32]"
-    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=about)
-    args = parser.parse_strictly(argv, "the folder to create is --out {word}")
-    from nash_mhc.hub.load import load_few_bits
-    from nash_mhc.hub.packed import write_packed
-    from nash_mhc.storage.folders import check_is_new
-
-    check_is_new(Path(args.out))
-    loaded = load_few_bits(args.folder, args.step, say=_say)
-    sizes = write_packed(loaded, Path(args.out), args.dtype)
-    whole = sum(size.numbers for size in sizes)
-    print(f"  {'':<12} {'numbers':>15} {'bytes':>15} {'bits each':>10}")
-    for size in sizes:
-        print(f"  {size.name:<12} {size.numbers:>15,} {size.bytes:>15,} {8 * size.bytes / size.numbers:>10.2f}")
-    total = sum(size.bytes for size in sizes)
-    print(f"  {'all':<12} {whole:>15,} {total:>15,} {8 * total / whole:>10.2f}   ({total / whole / 2:.0%} of float16)")
-    print(f"{args.out}: ask it with {_ask(args.out)}")
-    return 0
-
-
 def _merge(argv: Sequence[str]) -> int:
     args, loaded = _written_by("merge", argv)
     if not loaded.config.lora.rank:
@@ -226,17 +199,21 @@ def _text(args: argparse.Namespace) -> str:
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "import": _import, "export": _export, "pack": _pack, "merge": _merge, "check": _check,
+    "import": _import, "export": _export, "merge": _merge, "check": _check,
 }  # fmt: skip
 
 
 def main() -> int:
+    of_kits: Registry[HubCommand] = Registry("hub_commands", {})
+    about = ABOUT | {name: command.about for name, command in of_kits.items()}
+    usage = f"python -m nash_mhc.hub {' | '.join(about)} ..."
     if not sys.argv[1:]:
-        raise ConfigError(f"what is to be done? {USAGE}")
-    if (chosen := chosen_command(ABOUT, USAGE)) is None:
+        raise ConfigError(f"no command is given; {usage}")
+    if (chosen := chosen_command(about, usage)) is None:
         return 0
     command, argv = chosen
-    return _COMMANDS[command](argv)
+    run = _COMMANDS[command] if command in _COMMANDS else load_reference(of_kits[command].main)
+    return run(argv)
 
 
 if __name__ == "__main__":

@@ -3,27 +3,25 @@ kind."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
-from nash_mhc.hub.packed import is_packed, read_packed, read_packed_config
 from nash_mhc.hub.reading import read_weights
-from nash_mhc.hub.stored import adapted_shape, chosen_step, model_shape, read_adapted, read_corrected
+from nash_mhc.hub.stored import adapted_shape, chosen_step, model_shape, read_adapted
 from nash_mhc.model.architectures import abstract_model, check_drawn
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.quantized import has_few_bits
 from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.storage.files import Folder, exists, is_remote
 from nash_mhc.storage.folders import check_model_folder
@@ -42,6 +40,24 @@ class Loaded:
     beside: Path | None = None  # where the files of the Hugging Face model lie that it is or began with
 
 
+class ModelFormat(NamedTuple):
+    """How to read model folders of a kit."""
+
+    config: Callable[[Path], RunConfig]
+    read: Callable[[Path, Any], Any]  # (folder, shapes with shardings) -> model
+
+
+FORMATS: Registry[ModelFormat] = Registry("formats", {})  # by the name of a file that only such folders have
+
+
+def format_of(folder: str | Folder) -> ModelFormat | None:
+    """Return how to read a folder of a kit's format, or None for a run or a Hugging Face folder."""
+    if is_remote(folder):
+        return None
+    files = (name for name in FORMATS if (Path(str(folder)).expanduser() / name).is_file())
+    return next((FORMATS[name] for name in files), None)
+
+
 def load(
     folder: str | Folder,
     step: int | None = None,
@@ -57,8 +73,8 @@ def load(
     """
     if not is_remote(folder) and is_hub_folder(str(folder)):
         return _of_hub(Path(str(folder)), step, mesh, say)
-    if not is_remote(folder) and is_packed(str(folder)):
-        return _of_packed(Path(str(folder)), step, mesh, say)
+    if (found := format_of(folder)) is not None:
+        return _of_format(found, Path(str(folder)), step, mesh, say)
     check_model_folder("", str(folder))
     run = RunFolder(folder)
     cfg = run.config()
@@ -77,7 +93,7 @@ def load(
         if chosen is None:
             raise ConfigError(f"{run.checkpoints}: its first save has not ended; wait for it, or let the run go on")
         say(f"reading step {chosen} of {folder} ...")
-        place = functools.partial(_placed, mesh=mesh)
+        place = functools.partial(on_devices, mesh=mesh)
         if cfg.lora.rank:
             model = read_adapted(run, cfg, store, chosen, place, say)
         else:
@@ -86,26 +102,11 @@ def load(
     return Loaded(cfg, tokenizer, model, chosen, _dtype(cfg.train.dtype), (tokenizer.end, *stops), beside)
 
 
-def load_few_bits(folder: str, step: int | None = None, *, say: Callable[[str], None] = lambda text: None) -> Loaded:
-    """A run with weights of few bits as they are trained, with the adapters that correct them, if any. ConfigError."""
-    loaded = load(folder, step, say=say)
-    corrected = None
-    if loaded.config.lora.rank and not is_packed(folder):
-        place = functools.partial(_placed, mesh=None)
-        corrected = read_corrected(RunFolder(folder), loaded.model, loaded.step, place, say)
-    if corrected is not None:
-        return dataclasses.replace(loaded, model=corrected)
-    if not has_few_bits(loaded.model):
-        raise ConfigError(f"{folder}: was not trained with --quantize; python -m nash_mhc.hub export writes it as it is")
-    return loaded
-
-
 def tokenizer_of(folder: str) -> Tokenizer:
     """Of either kind of folder, without its weights. ConfigError where it has more tokens than the model."""
     cfg, name = config_of(folder), folder
     if is_remote(folder) or not is_hub_folder(folder):
-        is_run = is_remote(folder) or not is_packed(folder)
-        name = _tokenizer(cfg, _beside(RunFolder(folder))) if is_run else cfg.data.tokenizer
+        name = cfg.data.tokenizer if format_of(folder) else _tokenizer(cfg, _beside(RunFolder(folder)))
     tokenizer = load_tokenizer(name, begin_with_end=cfg.data.begin_with_end)
     _check_vocabulary(folder, tokenizer, cfg.model.vocab_size)
     return tokenizer
@@ -124,8 +125,8 @@ def config_of(folder: str, flag: str = "") -> RunConfig:
     """Of either kind of folder, which `flag` names, without anything else of it. ConfigError."""
     if not is_remote(folder) and is_hub_folder(folder):
         return _hub_config(HubFolder(folder))
-    if not is_remote(folder) and is_packed(folder):
-        return read_packed_config(Path(folder))
+    if (found := format_of(folder)) is not None:
+        return found.config(Path(folder))
     check_model_folder(flag, folder)
     return RunFolder(folder).config()
 
@@ -133,7 +134,7 @@ def config_of(folder: str, flag: str = "") -> RunConfig:
 def shape_of(folder: str, flag: str = "") -> tuple[RunConfig, Any]:
     """Its configuration, and the tree of the model that `load` gives, with shapes for arrays. ConfigError."""
     cfg = config_of(folder, flag)
-    is_run = is_remote(folder) or not (is_hub_folder(folder) or is_packed(folder))
+    is_run = is_remote(folder) or not (is_hub_folder(folder) or format_of(folder))
     return cfg, model_shape(cfg) if is_run and not cfg.lora.rank else adapted_shape(cfg)
 
 
@@ -150,17 +151,17 @@ def _of_hub(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str]
     cfg = _hub_config(folder)
     tokenizer = tokenizer_of(str(path))
     say(f"reading {path} ...")
-    model = read_weights(folder, _placed(abstract_model(cfg.model), mesh), say)
+    model = read_weights(folder, on_devices(abstract_model(cfg.model), mesh), say)
     return Loaded(cfg, tokenizer, model, 0, _dtype("bfloat16"), (tokenizer.end, *folder.stops()), path)
 
 
-def _of_packed(path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str], None]) -> Loaded:
+def _of_format(form: ModelFormat, path: Path, step: int | None, mesh: Mesh | None, say: Callable[[str], None]) -> Loaded:
     if step is not None:
         raise ConfigError(f"--step {step}: {path} is no run, and has no steps")
-    cfg = read_packed_config(path)
+    cfg = form.config(path)
     tokenizer = tokenizer_of(str(path))
     say(f"reading {path} ...")
-    model = read_packed(path, _placed(adapted_shape(cfg), mesh))
+    model = form.read(path, on_devices(adapted_shape(cfg), mesh))
     return Loaded(cfg, tokenizer, model, 0, _dtype(cfg.train.dtype), (tokenizer.end,))
 
 
@@ -177,8 +178,8 @@ def _tokenizer(cfg: RunConfig, beside: Path | None) -> str:
     return str(beside) if copy and named != "bytes" and not Path(named).exists() else named
 
 
-def _placed(model: Any, mesh: Mesh | None) -> Any:
-    """Shapes, and the places of the arrays: as in training, or all on this machine's first device."""
+def on_devices(model: Any, mesh: Mesh | None) -> Any:
+    """Return the shapes with shardings: as in training on a mesh, else all on the first device of this machine."""
     if mesh is not None:
         return with_shardings(model, mesh)
     at = SingleDeviceSharding(jax.devices()[0])

@@ -19,9 +19,9 @@ from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.hub.folder import CONFIG, HubFolder, is_hub_folder
 from nash_mhc.hub.reading import read_weights
-from nash_mhc.model.architectures import abstract_model
+from nash_mhc.model.architectures import abstract_model, with_weight_modules
 from nash_mhc.model.lora import adapted, adapters_of, base_of, merged, on_base
-from nash_mhc.model.quantized import baked, counted, quantized, unquantized
+from nash_mhc.model.weights import bases, count_by_storage, has_derived, materialized
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.files import digest_of, digests_of_files, exists, is_remote
@@ -74,13 +74,13 @@ def chosen_step(run: RunFolder, store: Store, say: Say) -> int | None:
 
 
 def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool = False) -> Any:
-    """What was found, in the shapes and dtypes of `shape`; ConfigError where it is not the same any more.
+    """Return the model of a record in the shapes and dtypes of `shape`; ConfigError if it has changed since.
 
-    Weights that are quantized there as they are here come as they are. Other ones are arrays, here as well: of what is
-    quantized there, those that are computed with.
-    `verified`: it has just been found. Every process calls this, and gets what its own devices hold.
+    Weight modules are restored as they are if the folder stores the same ones. Otherwise the model has plain arrays:
+    those that the folder's modules compute with. `verified`: skip the check, `find` has just made the record. Every
+    process calls this and gets its own devices' share.
     """
-    name, like = record["folder"], place(unquantized(shape))
+    name, like = record["folder"], place(bases(shape))
     if record.get("hub"):
         if not is_hub_folder(name):
             raise ConfigError(f"{name}: the model that this run's adapters belong to is not there; bring it back{_MOVED}")
@@ -98,16 +98,15 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
         cfg = run.config()
         if cfg.lora.rank:
             whole = merged(read_adapted(run, cfg, store, step, place, say))
-        elif cfg.quantize.weights is None:
+        elif not has_derived(own := model_shape(cfg)):
             return store.restore_part(step, like, "ema", "model")
         else:
-            own = model_shape(cfg)
             sizes = lambda tree: [(name, leaf.shape) for name, leaf in named_leaves(tree).items()]
-            alike = sizes(own) == sizes(shape) and counted(own) == counted(shape)
+            alike = sizes(own) == sizes(shape) and count_by_storage(own) == count_by_storage(shape)
             found = store.restore_part(step, place(shape if alike else own), "ema", "model")
             if alike:
                 return found
-            whole = jax.jit(baked)(found)
+            whole = jax.jit(materialized)(found)
     return jax.tree.map(lambda a, b: jax.device_put(a.astype(b.dtype), b.sharding), whole, like)
 
 
@@ -118,18 +117,9 @@ def read_adapted(run: RunFolder, cfg: RunConfig, store: Store, step: int, place:
     return on_base(adapters, read(base_record(run, step), base_of(adapted_shape(cfg)), place, say))
 
 
-def read_corrected(run: RunFolder, adapted: Any, step: int, place: Place, say: Say) -> Any | None:
-    """The model of a run whose adapters correct weights of few bits, with these as they are; None: they do not."""
-    record = base_record(run, step)
-    if record.get("hub") or RunFolder(record["folder"]).config().quantize.weights is None:
-        return None
-    shape = model_shape(RunFolder(record["folder"]).config())
-    return on_base(adapters_of(adapted), read(record, shape, place, say))
-
-
 def model_shape(cfg: RunConfig) -> Any:
-    """The tree of the model of a run without adapters, and shapes for arrays."""
-    return jax.eval_shape(lambda model: quantized(model, cfg.quantize), abstract_model(cfg.model))
+    """Return the tree of the model of a run without adapters, with shapes for arrays."""
+    return jax.eval_shape(lambda model: with_weight_modules(model, cfg.of_kits), abstract_model(cfg.model))
 
 
 def adapted_shape(cfg: RunConfig) -> Any:

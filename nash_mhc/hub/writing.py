@@ -23,7 +23,7 @@ from nash_mhc.hub.folder import DTYPES as HUB_DTYPES
 from nash_mhc.hub.load import Loaded
 from nash_mhc.hub.narrowed import narrowed
 from nash_mhc.hub.tensors import tensors, written
-from nash_mhc.model.quantized import baked, has_few_bits
+from nash_mhc.model.weights import has_derived, materialized
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.folders import new_folder
 
@@ -62,7 +62,7 @@ def imported_dtype(loaded: Loaded) -> str:
 
 def named_tensors(loaded: Loaded, *, twice: bool = False) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under the name that it has there, float32, one at a time; of a tied model `twice` the one table."""
-    plain = jax.jit(baked)(loaded.model) if has_few_bits(loaded.model) else loaded.model
+    plain = jax.jit(materialized)(loaded.model) if has_derived(loaded.model) else loaded.model
     cfg, leaves = loaded.config.model, named_leaves(plain)
     assert isinstance(cfg, ModelConfig)
     for name, array in written(leaves, cfg.layers, tensors(cfg)):

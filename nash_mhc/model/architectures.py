@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from nash_mhc.config.kits import Registry
-from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RunConfig
+from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RunConfig, Section
 from nash_mhc.model import activations as counted
 from nash_mhc.model import traced_memory
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.lora import adapted
 from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution
-from nash_mhc.model.quantized import quantized
 
 _KNOWN: dict[type[ArchitectureConfig], Architecture] = {}
 _OF_KITS: Registry[Architecture] = Registry("architectures", {})
+# By a kit's section: (model, section) -> the model with weight modules in the places of arrays.
+WEIGHTS: Registry[Callable[[Any, Section], Any]] = Registry("weights", {})
 
 
 def register(config: type[ArchitectureConfig], architecture: Architecture) -> None:
@@ -64,8 +66,15 @@ def _abstract_model(cfg: ArchitectureConfig, architecture: Architecture) -> Any:
 
 
 def as_trained(cfg: RunConfig, model: Any, key: Array) -> Any:
-    """Return the model with quantized weights and adapters, where the run asks for them."""
-    return adapted(quantized(model, cfg.quantize), cfg.lora, key)
+    """Return the model with the weight modules of kits and with adapters, where the run asks for them."""
+    return adapted(with_weight_modules(model, cfg.of_kits), cfg.lora, key)
+
+
+def with_weight_modules(model: Any, sections: Iterable[Section]) -> Any:
+    for section in sections:
+        if section.section in WEIGHTS:
+            model = WEIGHTS[section.section](model, section)
+    return model
 
 
 def check_drawn(cfg: ArchitectureConfig, before: dict[str, Any] | None, where: str) -> None:

@@ -12,14 +12,17 @@ name the axes of the parameter "inputs" and "outputs":
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from nash_mhc.ops.project import project as times
+from nash_mhc.parallel.params import DerivedParam
 
 # Theirs are the names that people know; ours end the parameters' names.
 PROJECTIONS = {
@@ -38,6 +41,32 @@ class Weight(eqx.Module):
     def project(self, x: Array, equation: str | None) -> Array:
         """x times this weight; one that knows a cheaper way than to make the whole array has its own."""
         return project(x, self.array(), equation)
+
+
+def is_derived(x: Any) -> bool:
+    return isinstance(x, DerivedParam)
+
+
+def has_derived(model: Any) -> bool:
+    return any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived)))
+
+
+def materialized(model: Any) -> Any:
+    """Return the model with plain arrays: what its weight modules compute with."""
+    return jax.tree.map(lambda x: x.materialize() if is_derived(x) else x, model, is_leaf=is_derived)
+
+
+def bases(shape: Any) -> Any:
+    """Return a model of shapes with the trained array of each weight module in its place."""
+    return jax.tree.map(lambda x: x.base if is_derived(x) else x, shape, is_leaf=is_derived)
+
+
+def count_by_storage(model: Any) -> dict[str, int]:
+    """Return the number of weights by how they are stored ("2 bits"), of modules that say so."""
+    counts: dict[str, int] = {}
+    for x in filter(is_derived, jax.tree.leaves(model, is_leaf=is_derived)):
+        counts[x.storage] = counts.get(x.storage, 0) + math.prod(x.base.shape)
+    return counts
 
 
 def array_of(weight: Any) -> Array:

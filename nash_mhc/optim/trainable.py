@@ -13,13 +13,13 @@ import optax
 from jaxtyping import Array, Bool, PyTree
 
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, RunConfig, Section
 from nash_mhc.optim import adamw
 from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
 from nash_mhc.optim.rounding import Salt, map_numbered, salt_of, stored, wide
 from nash_mhc.optim.schedule import Hyperparameters
-from nash_mhc.parallel.params import ADAPTER, SCALE, STATE, map_declared, named_leaves
+from nash_mhc.parallel.params import ADAPTER, STATE, Declared, map_declared, named_leaves
 
 
 class Training(NamedTuple):
@@ -29,7 +29,7 @@ class Training(NamedTuple):
     freeze: str | None = None  # patterns, with commas between them
     train_only: str | None = None
     adapters: bool = False  # nothing else
-    quantized: str = "both"  # which part of quantized weights
+    sections: tuple[Section, ...] = ()  # of kits, which may freeze parameters by their role
     weights: str = "float32"  # how they are kept from step to step, the large ones
     moments: str = "float32"
 
@@ -42,7 +42,7 @@ class Training(NamedTuple):
             optim.freeze,
             optim.train_only,
             adapters,
-            cfg.quantize.trains if cfg.quantize.weights else "both",
+            cfg.of_kits,
         )
         return Training(*what, kept.weights_dtype, kept.moments_dtype)
 
@@ -51,23 +51,21 @@ class Training(NamedTuple):
 
         ConfigError for a pattern that fits no parameter, and where nothing is left to train.
         """
-        state = set(named_leaves(map_declared(model, lambda declared, _: declared.role == STATE or None)))
-        plain = self.freeze is None and self.train_only is None and not self.adapters and self.quantized == "both"
-        if plain and not state:
+        names = list(named_leaves(map_declared(model, lambda declared, _: self._trains(declared) or None)))
+        if self.freeze is None and self.train_only is None and len(names) == len(named_leaves(model)):
             return model, jax.tree.map(lambda _: None, model)
-        names = list(named_leaves(model))
-        if self.adapters:
-            names = list(named_leaves(map_declared(model, lambda declared, _: declared.role == ADAPTER or None)))
-        elif self.quantized != "both":
-            scales = self.quantized == "scales"
-            names = list(named_leaves(map_declared(model, lambda declared, _: (declared.role == SCALE) == scales or None)))
-        names = [name for name in names if name not in state]
         only = _matching(names, self.train_only, "--train-only") if self.train_only is not None else set(names)
         trained = only - (_matching(names, self.freeze, "--freeze") if self.freeze is not None else set())
         if not trained:
             raise ConfigError("--freeze and --train-only leave no parameter to train; freeze fewer")
         mask = jax.tree.unflatten(jax.tree.structure(model), [name in trained for name in named_leaves(model)])
         return eqx.partition(model, mask)
+
+    def _trains(self, declared: Declared) -> bool:
+        """Whether parameters of this role are trained."""
+        if self.adapters:
+            return declared.role == ADAPTER
+        return declared.role != STATE and all(section.trains_role(declared.role.name) for section in self.sections)
 
     def kept(self, model: PyTree) -> PyTree:
         """The model as it is kept from step to step."""

@@ -39,14 +39,19 @@ GATE = Role("gate", rate=4.0)
 # A narrow correction of a matrix: at the very rate that a run is given, which is what everyone's recipes mean by it.
 ADAPTER = Role("adapter", by_width=False)
 
-# What the codes of a quantized weight are multiplied by: at the rate that a run is given, likewise, and never shrunk.
-SCALE = Role("scale", decays=False, by_width=False)
 STATE = Role("state", decays=False, by_width=False)  # not trained; a hook updates it: `model/protocol.py`, after_update
 
 
 class DerivedParam(eqx.Module):
     """Stands where a parameter was declared, and makes its array: before that is cast to the compute dtype and put
     together, so that every device makes its own share, from numbers that are not rounded yet."""
+
+    base: Any  # the trained array, in the shape of the parameter
+
+    @property
+    @abstractmethod
+    def storage(self) -> str:
+        """How an exported model stores it, such as "2 bits"."""
 
     @abstractmethod
     def materialize(self) -> Array:

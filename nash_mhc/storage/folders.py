@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nash_mhc.config.commands import module_command
+from nash_mhc.config.kits import provided
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error
@@ -39,7 +40,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-_HELD = ("config.json", "run.json", "packed.json", "checkpoints")  # one of them in every folder of a run or a model
+_HELD = ("config.json", "run.json", "checkpoints")  # one of them in every folder of a run or a model, beside kits' formats
 
 
 def model_name(text: str) -> str | None:
@@ -60,7 +61,7 @@ def check_model_folder(flag: str, name: str, hint: str = "") -> None:
     folder, shown = to_path(name), f"{flag} {name}".strip()
     with as_config_error(shown):
         is_there = files.exists(folder, kind="directory")
-        if is_there and (is_remote(name) or any((Path(folder) / held).exists() for held in _HELD)):
+        if is_there and (is_remote(name) or any((Path(folder) / held).exists() for held in (*_HELD, *provided("formats")))):
             return
     if is_there and (Path(folder) / "adapter_config.json").exists():
         command = module_command("nash_mhc.hub", "import", name, "--base", "BASE", "--out", "RUN")

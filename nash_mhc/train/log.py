@@ -15,7 +15,7 @@ from nash_mhc.config.schema import ArchitectureConfig, ConfigError, MeshConfig
 from nash_mhc.data.inspection import rows_of_step
 from nash_mhc.data.mixture import passes
 from nash_mhc.model.architectures import architecture_of, count_parameters
-from nash_mhc.model.quantized import counted
+from nash_mhc.model.weights import count_by_storage
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.parallel.place import unread_variables
@@ -134,8 +134,7 @@ def _parameters(cfg: ArchitectureConfig, model: Any, training: Training, *, has_
     text = f"{count_parameters(cfg):,} parameters"
     if (drawn := architecture_of(cfg).drawn(cfg)) is not None:
         text += f", and {drawn.numbers:,} numbers from seed {drawn.seed} that nobody trains"
-    if few := counted(model):
-        text += "".join(f", {count:,} of them of {bits} bits" for bits, count in sorted(few.items()))
+    text += "".join(f", {count:,} with {storage}" for storage, count in sorted(count_by_storage(model).items()))
     trained, frozen = training.split(model)
     if not jax.tree.leaves(frozen):
         return text

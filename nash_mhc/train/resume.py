@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flatten_config
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.key_names import key_of_any_kind
-from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import KIT_SECTIONS, ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.importing import check_fits
@@ -88,8 +88,9 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     kept += ["optim.optimizer", "optim.freeze", "optim.train_only"]
     if before.get("lora.rank") or now["lora.rank"]:  # dropout and what follows from it may change on the way
         kept += [f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "base_dtype")]
-    if before.get("quantize.weights") or now["quantize.weights"]:
-        kept += [k for k in now if k.startswith("quantize.")]
+    for name, kind in KIT_SECTIONS.items():
+        if kind.switch and (before.get(f"{name}.{kind.switch}") or now[f"{name}.{kind.switch}"]):
+            kept += [k for k in now if k.startswith(f"{name}.")]
     if carries(cfg):  # one part a row
         kept += ["objective.name", "data.batch_size", "train.grad_accum"]
     if rows is not None:

@@ -64,7 +64,6 @@ def shaping(cfg: RunConfig) -> RunConfig:
         objective=cfg.objective,
         lora=cfg.lora,
         distill=cfg.distill,
-        quantize=cfg.quantize,
         precision=cfg.precision,
         of_kits=cfg.of_kits,
     )

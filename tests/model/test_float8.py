@@ -10,7 +10,8 @@ import pytest
 import small
 from bigram import BigramConfig
 
-from nash_mhc.config.schema import ConfigError, QuantizeConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
+from nash_mhc.kits.quantize.settings import QuantizeConfig
 from nash_mhc.ops import float8
 
 EQUATIONS = {
@@ -98,5 +99,5 @@ def test_what_it_cannot_go_with_is_said():
     train = TrainConfig(matmul_dtype="float8")
     with pytest.raises(ConfigError, match="only models of kind nash-mhc"):
         RunConfig(model=BigramConfig(), train=train)
-    with pytest.raises(ConfigError, match="rounded twice"):
-        RunConfig(train=train, quantize=QuantizeConfig(weights="4/8,4/8"))
+    with pytest.raises(ConfigError, match="--matmul-dtype float8: --quantize"):
+        RunConfig(train=train, of_kits=(QuantizeConfig(weights="4/8,4/8"),))

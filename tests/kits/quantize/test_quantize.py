@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops import quantize as q
+from nash_mhc.kits.quantize import ops as q
 
 BITS = (2, 3, 4)
 

@@ -13,14 +13,16 @@ from runs import RUN, assert_equal_states, at, untrained_run
 from safetensors.numpy import load_file
 from sampled import long
 
-from nash_mhc.config.schema import ConfigError, LoraConfig, QuantizeConfig
+from nash_mhc.config.schema import ConfigError, LoraConfig
 from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.hub import stored
-from nash_mhc.hub.load import Loaded, load, load_few_bits
-from nash_mhc.hub.packed import is_packed, write_packed
-from nash_mhc.model import quantized as quantizing
+from nash_mhc.hub.load import Loaded, format_of, load
+from nash_mhc.kits.quantize import weights as quantizing
+from nash_mhc.kits.quantize.packed import FORMAT, load_quantized, write_packed
+from nash_mhc.kits.quantize.settings import QuantizeConfig
+from nash_mhc.kits.quantize.weights import Quantized, is_quantized, quantized
 from nash_mhc.model.lora import adapted
-from nash_mhc.model.quantized import Quantized, baked, is_quantized, quantized
+from nash_mhc.model.weights import materialized
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
@@ -37,7 +39,7 @@ FORMS = {
 }
 # The one that is trained; unrolled or not as a run resolves it, so that its step is theirs.
 TRAINED = "magnitudes, table"
-CONFIG = dataclasses.replace(small.config(train__unroll="no"), quantize=FORMS[TRAINED])
+CONFIG = small.config(train__unroll="no").with_section(FORMS[TRAINED])
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))
 
 def snapped(model):
     """With every weight on its level: it computes what it did, and nothing is left between the levels."""
-    put = lambda x: dataclasses.replace(x, base=baked(x)) if is_quantized(x) else x
+    put = lambda x: dataclasses.replace(x, base=materialized(x)) if is_quantized(x) else x
     return jax.tree.map(put, model, is_leaf=is_quantized)
 
 
@@ -70,7 +72,7 @@ def weights_of(model):
 
 
 def test_each_projection_has_few_levels_and_nothing_else_has(few, plain):
-    made = named_leaves(jax.jit(baked)(few))
+    made = named_leaves(jax.jit(materialized)(few))
     assert set(made) == set(named_leaves(plain))
     changed = {name for name, leaf in named_leaves(plain).items() if (np.asarray(leaf) != np.asarray(made[name])).any()}
     ends = {"q_DNH", "k_DKH", "v_DKH", "out_NHD", "gate_DF", "up_DF", "down_FD"}
@@ -84,7 +86,7 @@ def test_each_projection_has_few_levels_and_nothing_else_has(few, plain):
 def test_the_baked_model_and_the_snapped_one_compute_the_same_bit_for_bit(few):
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     want = forward(few, tokens_BT)
-    np.testing.assert_array_equal(forward(jax.jit(baked)(few), tokens_BT), want)
+    np.testing.assert_array_equal(forward(jax.jit(materialized)(few), tokens_BT), want)
     # Samples and prompts make the weights of all layers once, before the first token.
     np.testing.assert_array_equal(forward(jax.jit(lambda model: for_compute(model, jnp.float32))(few), tokens_BT), want)
     once = jax.jit(snapped)(few)
@@ -173,11 +175,12 @@ def is_scale(name):
     ("trains", "weights"), [pytest.param("weights", "none,2/4", marks=pytest.mark.long), ("scales", "2/0,none")]
 )
 def test_only_what_is_named_is_trained(fitted, trains, weights):
-    cfg = dataclasses.replace(CONFIG, quantize=dataclasses.replace(CONFIG.quantize, trains=trains))
+    section = dataclasses.replace(FORMS[TRAINED], trains=trains)
+    cfg = CONFIG.with_section(section)
     names = named_leaves(Training.of(cfg).split(abstract_state(cfg).model)[0])
     asked = lambda names: {name for name in names if is_scale(name) == (trains == "scales") and not is_watched(name)}
     assert set(names) == asked(named_leaves(abstract_state(cfg).model))
-    cfg = dataclasses.replace(cfg, quantize=dataclasses.replace(cfg.quantize, weights=weights))
+    cfg = cfg.with_section(dataclasses.replace(section, weights=weights))
     if trains == "weights":  # the fitted model, with few bits in attention alone
         of_ffn = lambda path: ".ffn." in jax.tree_util.keystr(path)
         given = jax.tree_util.tree_map_with_path(
@@ -196,9 +199,9 @@ def test_only_what_is_named_is_trained(fitted, trains, weights):
 def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
     loaded = Loaded(CONFIG, ByteTokenizer(), few, 7, "float32", ())
     sizes = {size.name: size for size in write_packed(loaded, tmp_path / "packed")}
-    assert is_packed(str(tmp_path / "packed"))
+    assert format_of(tmp_path / "packed") is FORMAT
     read = load(tmp_path / "packed")
-    for (name, a), b in zip(named_leaves(jax.jit(baked)(few)).items(), jax.tree.leaves(read.model), strict=True):
+    for (name, a), b in zip(named_leaves(jax.jit(materialized)(few)).items(), jax.tree.leaves(read.model), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
     bits, size = min((int(name.split()[0]), size) for name, size in sizes.items() if name.endswith(" bits"))
     codes = sum(
@@ -216,7 +219,7 @@ def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
 @pytest.fixture(scope="module")
 def quantized_run(fitted, tmp_path_factory):
     """Begun with the model that is fitted already; its step is that of the tests above."""
-    folder, cfg = tmp_path_factory.mktemp("quantized"), with_bits(CONFIG.quantize.weights)
+    folder, cfg = tmp_path_factory.mktemp("quantized"), with_bits(FORMS[TRAINED].weights)
     untrained_run(folder / "fitted", cfg, fitted(TRAINED))
     return at(folder / "few", cfg, evaluated=False, init_from=str(folder / "fitted"))
 
@@ -225,7 +228,7 @@ def test_what_corrects_a_quantized_run_is_packed_with_its_codes(quantized_run, p
     train = dataclasses.replace(RUN.train, init_from=str(quantized_run.folder), total_steps=2)
     cfg = dataclasses.replace(RUN, lora=LoraConfig(rank=2, targets="down_proj,q_proj"), train=train)
     run = at(tmp_path / "corrected", cfg, evaluated=False)
-    sizes = {size.name: size for size in write_packed(load_few_bits(str(run.folder)), tmp_path / "packed")}
+    sizes = {size.name: size for size in write_packed(load_quantized(str(run.folder)), tmp_path / "packed")}
     assert sizes["2 bits"].bytes < sizes["2 bits"].numbers and sizes["adapters"].numbers > 0
     read = load(tmp_path / "packed")
     for (name, a), b in zip(named_leaves(load(run.folder).model).items(), jax.tree.leaves(read.model), strict=True):
@@ -233,11 +236,11 @@ def test_what_corrects_a_quantized_run_is_packed_with_its_codes(quantized_run, p
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     np.testing.assert_array_equal(forward(read.model, tokens_BT), forward(run.state.model, tokens_BT))
     with pytest.raises(ConfigError, match="was not trained with --quantize"):
-        load_few_bits(str(untrained_run(tmp_path / "plain", with_bits(None), plain)))
+        load_quantized(str(untrained_run(tmp_path / "plain", with_bits(None), plain)))
 
 
 def test_magnitudes_that_have_come_to_rest_stay(fitted, monkeypatch):
-    monkeypatch.setattr(quantizing, "_LOOK_EVERY", 2)
+    monkeypatch.setattr(quantizing, "_CHECK_INTERVAL", 2)
     model = fitted(TRAINED)
     weight = model.layers.attention.q_DNH
     grow = jnp.asarray([1.0, 1.01, 1.2, 1.0])  # a step: the third does not rest
@@ -270,10 +273,10 @@ def test_a_damaged_packed_folder_is_one_line(fitted, tmp_path):
         load(tmp_path / "packed")
 
 
-@pytest.mark.parametrize("few", ["uniform"], indirect=True)  # baked, they are all the same kind of arrays
+@pytest.mark.parametrize("few", ["uniform"], indirect=True)  # materialized, they are all the same kind of arrays
 def test_a_recovering_adapter_learns_through_the_quantized_base_from_the_first_layer_on(few):
     """The base is frozen, and what comes back through it reaches the adapters of layer 0."""
-    model = jax.jit(lambda few: adapted(baked(few), LoraConfig(rank=2), jax.random.key(1)))(few)
+    model = jax.jit(lambda few: adapted(materialized(few), LoraConfig(rank=2), jax.random.key(1)))(few)
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     loss = lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)
     trained, base = Training(adapters=True).split(model)
@@ -290,7 +293,7 @@ def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(quant
     cfg = dataclasses.replace(RUN.train, init_from=str(first.folder), total_steps=1)
     kept = stored.read(
         stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
-        abstract_state(dataclasses.replace(with_bits(CONFIG.quantize.weights), train=cfg)).model,
+        abstract_state(dataclasses.replace(with_bits(FORMS[TRAINED].weights), train=cfg)).model,
         lambda x: with_shardings(x, MESH), print,
     )  # fmt: skip
     assert_equal_states(kept, first.state.model)
@@ -299,13 +302,12 @@ def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(quant
             stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
             abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: with_shardings(x, MESH), print,
         )  # fmt: skip
-        assert_equal_states(plain, jax.jit(baked)(first.state.model))
+        assert_equal_states(plain, jax.jit(materialized)(first.state.model))
 
 
 def with_bits(weights):
-    return dataclasses.replace(
-        RUN, quantize=dataclasses.replace(CONFIG.quantize, weights=weights), train=dataclasses.replace(RUN.train, total_steps=2)
-    )
+    run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, total_steps=2))
+    return run.with_section(dataclasses.replace(FORMS[TRAINED], weights=weights))
 
 
 MESH = make_mesh(RUN.mesh)

@@ -1,0 +1,14 @@
+"""Quantization-aware training with 2 to 4 bits, and model folders that hold nothing but those bits."""
+
+from nash_mhc.config.kits import HubCommand, Kit
+
+_PACK = HubCommand(
+    "write a run with quantized weights to a folder that stores only their bits", "nash_mhc.kits.quantize.packed:main"
+)
+
+KIT = Kit(
+    sections={"quantize": "settings:QuantizeConfig"},
+    weights={"quantize": "weights:quantized"},
+    formats={"packed.json": "packed:FORMAT"},
+    hub_commands={"pack": _PACK},
+)

@@ -1,0 +1,85 @@
+"""Keys of quantization-aware training."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nash_mhc.config.fields import ConfigError, Section, key
+
+
+class Bits(NamedTuple):
+    """Bits of a weight and rank of its scales; rank 0: one scale per group of inputs."""
+
+    bits: int
+    rank: int
+
+
+# Bits and rank of MLP weights, then of attention weights.
+PRESETS = {"q2a4": "2/32,4/8", "q4a4": "4/4,4/4", "q4_r32": "4/32,4/32", "q2a2": "2/32,2/32"}
+
+
+@dataclass(frozen=True)
+class QuantizeConfig(Section):
+    section, prefixed, switch = "quantize", True, "weights"
+    about = "quantization-aware training with 2 to 4 bits"
+
+    weights: str | None = key(
+        None,
+        f"train with quantized weights: {', '.join(PRESETS)}, or bits/rank of MLP and attention, such as 2/32,4/8"
+        f" (rank 0: one scale per group; none: not quantized)",
+        flag="quantize",
+    )
+    group: int = key(32, "inputs per scale at rank 0, and for the initial scales of any rank", low=2)
+    levels: str = key("uniform", "quantization levels: evenly spaced, or a learned table", choices=("uniform", "table"))
+    magnitudes: bool = key(False, "split scales into unit vectors and trained magnitudes")
+    rest: float = key(0.0, "freeze magnitudes that move less than this share in 100 steps, twice (0: never)", low=0, high=1)
+    trains: str = key(
+        "both",
+        "weights to train: the quantized ones, their scales, or both with everything else",
+        choices=("weights", "scales", "both"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.mlp, self.attention
+
+    @property
+    def mlp(self) -> Bits | None:
+        """None: not quantized."""
+        return self._parsed()[0]
+
+    @property
+    def attention(self) -> Bits | None:
+        """None: not quantized."""
+        return self._parsed()[1]
+
+    def _parsed(self) -> tuple[Bits | None, Bits | None]:
+        if self.weights is None:
+            return None, None
+        parts = [part.strip() for part in PRESETS.get(self.weights, self.weights).split(",")]
+        matches = [re.fullmatch(r"([234])/(\d+)", part) for part in parts]
+        if len(parts) != 2 or not all(match or part == "none" for match, part in zip(matches, parts, strict=True)):
+            raise ConfigError(
+                f"--quantize {self.weights}: must be {', '.join(PRESETS)}, or bits (2, 3 or 4) and scale rank of MLP and "
+                "attention, such as 2/32,4/8"
+            )
+        mlp, attention = (Bits(int(match[1]), int(match[2])) if match else None for match in matches)
+        if mlp is None and attention is None:
+            raise ConfigError(f"--quantize {self.weights}: quantizes nothing; remove the flag")
+        return mlp, attention
+
+    def check_run(self, run: Any) -> None:
+        if self.weights is None:
+            return
+        if run.lora.rank:
+            raise ConfigError(
+                "--quantize: LoRA needs a base that is already quantized; quantize it in its own run, then name that run with "
+                "--init-from, without --quantize"
+            )
+        if run.train.matmul_dtype == "float8":
+            raise ConfigError("--matmul-dtype float8: --quantize already rounds the weights; remove one of the two flags")
+
+    def trains_role(self, role: str) -> bool:
+        return self.weights is None or self.trains == "both" or (role == "scale") == (self.trains == "scales")
