@@ -231,7 +231,7 @@ def test_a_run_whose_kit_moved_says_so(kit):
 
 SMALL = (
     "--model-layers 1 --model-width 32 --model-ffn 64 --seq-len 64 --batch-size 2 --total-steps 2 --warmup-steps 1 "
-    "--eval-batches 1 --sample-tokens 0"
+    "--eval-batches 1 --sample-tokens 0 --model-scales 1 --model-window none --model-residual plain --model-conv-taps 0"
 ).split()
 
 
@@ -279,7 +279,7 @@ def test_a_data_source_of_numpy_arrays_is_registered_from_python(tmp_path, monke
         open=lambda asked: Arrays(np.arange(64 * 65).reshape(64, 65) % 7, asked.seed),
         infers=lambda values: {"data.seq_len": (64, "counting")},
     )
-    flags = [*SMALL, "--dataset", "counting", "--model-scales", "1", "--model-window", "none", "--learning-rate", "1e-2"]
+    flags = [*SMALL, "--dataset", "counting", "--learning-rate", "1e-2"]
     flags[flags.index("--total-steps") + 1] = "8"
     cfg = parsing.parse([*flags, "--checkpoint-dir", str(tmp_path / "run")], found=found_settings).config
     result = run(cfg, quiet=True)

@@ -163,7 +163,7 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         ("a: [", "run.yaml:1: not valid YAML: expected the node content, but found '<stream end>'"),
         ("data:\n  a: b: c", "run.yaml:2: not valid YAML: mapping values are not allowed here"),
         ("data:\n\tseq_len: 3", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
-        ("[" * 5000, "run.yaml: not valid YAML: nested too deeply"),
+        ("[" * 600, "run.yaml: not valid YAML: nested too deeply"),
         ("a: \x07", "run.yaml: not valid YAML: special characters are not allowed"),
         (b"\xff\xfe\x00", "--config cannot read run.yaml: it is not UTF-8 text"),
     ],

@@ -60,18 +60,18 @@ def walk(line, folder, *, depth=2, code=0, done=None):
 def test_the_command_that_a_stopped_run_prints_continues_it(tmp_path):
     run, flags = (
         tmp_path / "my run",
-        ["--total-steps", "40", "--log-interval", "1", "--grad-accum", "20", "--model-layers", "1"],
+        ["--total-steps", "16", "--log-interval", "1", "--grad-accum", "20", "--model-layers", "1"],
     )
     life = TrainingProcess(run, *flags, model=DENSE).until("step  3/").send(signal.SIGTERM)
     assert life.end() == 75
     saved = RunFolder(run).steps()[-1]
-    assert saved < 40
+    assert saved < 16
     (command,) = proposed(life.said)  # for the shell that started it: its folder, its PATH
     typed_again = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     said = typed_again.stdout + typed_again.stderr
     assert typed_again.returncode == 0, said
     assert f"starting from step {saved} of this run" in said
-    assert RunFolder(run).steps()[-1] == 40
+    assert RunFolder(run).steps()[-1] == 16
 
 
 @pytest.mark.long
