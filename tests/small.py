@@ -28,9 +28,9 @@ from nash_mhc.model.sampling import Drawn, Written, write_on
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import abstract_batch, to_device
-from nash_mhc.train.meter import Meter
-from nash_mhc.train.programs import compile_train_step
-from nash_mhc.train.state import TrainState, create_state, initial_state, shaping, sharded_abstract_state, state_shardings
+from nash_mhc.train.log import Meter
+from nash_mhc.train.state import ProgramKey, TrainState, create_state, initial_state, sharded_abstract_state, state_shardings
+from nash_mhc.train.step import compile_train_step
 
 _SIZES = {"vocab_size": 257, "width": 32, "layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 4, "ffn": 64}
 MODEL = ModelConfig(
@@ -123,7 +123,7 @@ def _start(cfg: RunConfig, seed: int) -> TrainState:
 def start(cfg: RunConfig, mesh: Any) -> TrainState:
     """`create_state`, drawn once for all meshes and optimizers: that it draws the same values on every mesh, and those
     of this function, is a test of its own (test_lm)."""
-    shaped = shaping(cfg)  # whatever a mesh, a dtype or the rows have to do with it is left out
+    shaped = ProgramKey.of(cfg).cfg  # without the settings that do not change the weights
     kits = tuple(section for section in cfg.of_kits if section.section in WEIGHTS)
     drawn = RunConfig(model=cfg.model, optim=shaped.optim, lora=cfg.lora, precision=cfg.precision, of_kits=kits)
     return _placed(cfg, mesh, _start(drawn, cfg.train.seed))

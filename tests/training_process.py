@@ -159,12 +159,12 @@ def _tell_of_the_compiler() -> None:
 
 def _hold_up_the_evaluation() -> None:
     """What is compiled behind another program never is."""
-    begin = CompiledStep.begin
+    begin = CompiledStep.compile_in_background
 
     def held_up(step: CompiledStep, state: Any, batch: Any, *, after: Program | None = None) -> Program:
         return begin(step, state, batch, after=None if after is None else Program())
 
-    CompiledStep.begin = held_up  # type: ignore[method-assign]
+    CompiledStep.compile_in_background = held_up  # type: ignore[method-assign]
 
 
 class TrainingProcess:

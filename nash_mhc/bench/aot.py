@@ -21,8 +21,8 @@ from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.device_settings import for_platform
 from nash_mhc.parallel.mesh import check_fit, make_mesh
 from nash_mhc.train.device_batches import abstract_batch
-from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import sharded_abstract_state
+from nash_mhc.train.step import compile_train_step
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 

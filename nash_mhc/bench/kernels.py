@@ -28,9 +28,8 @@ from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.devices import resolve
-from nash_mhc.train.programs import make_objective
 from nash_mhc.train.state import create_state
-from nash_mhc.train.step import make_train_step
+from nash_mhc.train.step import make_objective, make_train_step
 
 # How far a result may be from that of the plain form in float32, as a share of its largest number: two roundings of
 # bfloat16, and what long sums lose in float32. Where little is left of large terms, it may be more, but not much

@@ -31,8 +31,8 @@ from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import abstract_batch, host_batches, prefetched
 from nash_mhc.train.devices import resolve
 from nash_mhc.train.evaluate import Evaluator
-from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import create_state, sharded_abstract_state
+from nash_mhc.train.step import compile_train_step
 
 _NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide
 _CURVE = 60  # points of a run's curve

@@ -19,8 +19,8 @@ from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
 from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.devices import resolve
-from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import create_state
+from nash_mhc.train.step import compile_train_step
 
 DOCUMENTS = 2  # in a row
 

@@ -1,1 +1,1 @@
-"""What fits a machine, and how fast it runs there, by arithmetic."""
+"""Estimate what fits a machine, and how fast it runs there, by arithmetic."""

@@ -1,9 +1,8 @@
-"""Before a run begins: does it fit its devices? And if it does not, or memory ran out all the same, what would."""
+"""The check before a run: does it fit its devices? If it does not, or runs out of memory, which settings would fit?"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.estimate.candidates import (
     SAFE,
     candidates,
+    layouts,
     precision_settings,
     rows_for,
     smaller_precisions,
     smaller_remats,
-    ways,
 )
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import ERROR, speed
@@ -30,11 +29,11 @@ from nash_mhc.runtime.chips import Chip, Machine, by_kind, host_memory, this_cpu
 from nash_mhc.runtime.hardware import device_memory
 
 _GIB = 2**30
-# The compiler may need that much less than the estimate says, by the tests: only what is too large even so is refused.
+# In tests, the compiler needs as little as this share of the estimate: a run is refused only if even that is too much.
 _TRUSTED = 0.85
-_SHOWN = 3
-# What each part of the memory is made by, as a user sets it.
-_MADE_BY = {
+_SHOWN = 3  # remedies, and parts of the memory, in a message
+# What each part of the memory depends on.
+_CAUSES = {
     "parameters": "the model and --weights-dtype, split by --mesh-fsdp and --mesh-tp",
     "gradients": "the model, split by --mesh-fsdp and --mesh-tp",
     "optimizer": "the model, --optimizer and --moments-dtype, split by --mesh-fsdp and --mesh-tp",
@@ -46,101 +45,104 @@ _MADE_BY = {
     "temporaries": "the compiler, most of it by --batch-size x --seq-len",
 }
 
-
-# The same rows in more parts are the same step; remat costs time; another mesh may cost more of it; shorter rows are
-# another run, and so are weights that are kept in half of the bits.
+# Remedies, from the one that changes the run least: more microbatches give the same step, remat costs time, another
+# mesh may cost more time, bfloat16 weights and shorter sequences are another run.
 _KINDS = {
-    "data.batch_size": "parts", "train.grad_accum": "parts", "train.remat": "remat", "train.remat_keep": "remat",
-    "data.seq_len": "length",
-    "precision.weights_dtype": "precision", "precision.moments_dtype": "precision",
+    "data.batch_size": "microbatches", "train.grad_accum": "microbatches", "train.remat": "remat", "train.remat_keep": "remat",
+    "data.seq_len": "length", "precision.weights_dtype": "precision", "precision.moments_dtype": "precision",
 }  # fmt: skip
-_HARM = {"parts": 1, "remat": 2, "mesh": 4, "precision": 8, "length": 16}
+_COST = {"microbatches": 1, "remat": 2, "mesh": 4, "precision": 8, "length": 16}
 
 
 class Remedy(NamedTuple):
     flags: str
-    memory: float  # bytes of a device
+    memory: float  # bytes per device
+
+    def __str__(self) -> str:
+        return f"{self.flags} ({_size(self.memory)})"
 
 
-def room_of(mesh: Mesh) -> float:
-    """Bytes of one device. Emulated devices share what this machine has."""
+def device_capacity(mesh: Mesh) -> float:
+    """Return the bytes of one device; emulated devices share the memory of this machine."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    if (known := device_memory(local[0])) is not None:
-        return float(known)
-    if local[0].platform != "cpu" or (known_here := host_memory()) is None:
+    if (memory := device_memory(local[0])) is not None:
+        return float(memory)
+    if local[0].platform != "cpu" or (host := host_memory()) is None:
         return math.inf
-    return known_here[1] / len(local)
+    return host[1] / len(local)
 
 
-def preflight(cfg: RunConfig, mesh: Mesh, say: Callable[[str], None], *, insist: bool = False) -> dict[str, Any] | None:
-    """What is expected of a resolved run, for its folder; None for a model that does not say what it holds.
+def preflight(cfg: RunConfig, mesh: Mesh, say: Callable[[str], None], *, no_preflight: bool = False) -> dict[str, Any] | None:
+    """Return the estimated memory and speed of a resolved run, for run.json; None for a model without an estimate.
 
-    ConfigError for what cannot fit, with what would; `insist`: a warning instead.
+    Raise ConfigError if the run cannot fit, with settings that would; with `no_preflight`, only warn.
     """
     if architecture_of(cfg.model).activations is None:
         return None
-    memory, room = estimate(cfg, mesh.shape), room_of(mesh)
-    if memory.total * _TRUSTED > room:
-        text = f"this run needs about {_gib(memory.total)} of each device's {_gib(room)} ({largest(memory)})"
-        if not insist:
-            raise ConfigError(f"{text}; {_advice(cfg, mesh.shape, room)}, or insist with --no-preflight")
-        say(f"{text}; it was told to begin all the same")
-    elif memory.total > room:
-        say(f"tight: this run needs about {_gib(memory.total)} of each device's {_gib(room)}; {_advice(cfg, mesh.shape, room)}")
-    return _expected(cfg, mesh, memory, room)
-
-
-def _expected(cfg: RunConfig, mesh: Mesh, memory: Memory, room: float) -> dict[str, Any]:
-    known: dict[str, Any] = {
+    memory, capacity = estimate(cfg, mesh.shape), device_capacity(mesh)
+    text = f"this run needs about {_size(memory.total)} of each device's {_size(capacity)}"
+    if memory.total > capacity:
+        remedies = ", or ".join(map(str, smaller(cfg, mesh.shape, capacity)))
+        advice = f"what fits: {remedies}" if remedies else (
+            "no split of it fits; take a smaller --model-size or more devices (nash-mhc plan says how many)"
+        )  # fmt: skip
+        if memory.total * _TRUSTED <= capacity:
+            say(f"tight: {text}; {advice}")
+        elif no_preflight:
+            say(f"{text} ({largest(memory)}); continuing despite the memory estimate (--no-preflight)")
+        else:
+            raise ConfigError(f"{text} ({largest(memory)}); {advice}, or try anyway with --no-preflight")
+    expected: dict[str, Any] = {
         "gib": memory.total / _GIB,
         "gib_by_category": {field.name: getattr(memory, field.name) / _GIB for field in dataclasses.fields(memory)},
-        "room_gib": room / _GIB if math.isfinite(room) else None,
+        "room_gib": capacity / _GIB if math.isfinite(capacity) else None,
     }
     if (chip := by_kind(mesh.devices.flat[0].device_kind)) is not None:
-        there = speed(cfg, mesh.shape, Machine(chip.name, chip, mesh.size), memory)
-        known |= {"step_ms": there.times.step * 1e3, "tokens_per_s": there.tokens_a_second, "mfu": there.mfu, "error": ERROR}
-    return known
+        fast = speed(cfg, mesh.shape, Machine(chip.name, chip, mesh.size), memory)
+        expected |= {"step_ms": fast.times.step * 1e3, "tokens_per_s": fast.tokens_per_s, "mfu": fast.mfu, "error": ERROR}
+    return expected
 
 
-def _gib(size: float) -> str:
+def _size(size: float) -> str:
     return f"{size / _GIB:.1f} GiB" if size >= _GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def largest(memory: Memory) -> str:
-    """The three largest parts, with what makes them."""
-    sizes = sorted(((getattr(memory, name), name) for name in _MADE_BY), reverse=True)[:_SHOWN]
-    return ", ".join(f"{name} {_gib(size)} from {_MADE_BY[name]}" for size, name in sizes)
+    """Name the three largest parts of the memory and what they depend on."""
+    sizes = sorted(((getattr(memory, name), name) for name in _CAUSES), reverse=True)[:_SHOWN]
+    return ", ".join(f"{name} {_size(size)} from {_CAUSES[name]}" for size, name in sizes)
 
 
-def _advice(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> str:
-    found = smaller(cfg, mesh, room)
-    if not found:
-        return "no split of it fits; take a smaller --model-size or more devices (nash-mhc plan says how many)"
-    return "what fits: " + ", or ".join(f"{remedy.flags} ({_gib(remedy.memory)})" for remedy in found)
-
-
-def smaller(cfg: RunConfig, mesh: Mapping[str, int], room: float) -> list[Remedy]:
-    """At most three settings that fit with some room left, each of another kind, those that change least first."""
+def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Remedy]:
+    """Return at most three remedies that fit, each of another kind, those that change the run least first."""
     if set(mesh) != {"data", "fsdp", "tp"}:
-        return []  # `ways` knows no other axes: of a mesh with one more, nobody has said what may be split along it
+        return []  # `layouts` knows no other axes
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
     now = _settings(cfg, mesh)
-    for other, its_mesh in itertools.chain(_ways(cfg, mesh), _more(cfg, mesh)):
+    for other, its_mesh in _alternatives(cfg, mesh):
         changed = {key: value for key, value in _settings(other, its_mesh).items() if now[key] != value}
         size = estimate(other, its_mesh).total
-        if changed and size <= SAFE * room:
+        if changed and size <= SAFE * capacity:
             kinds = tuple(sorted({_KINDS.get(key, "mesh") for key in changed}))
-            # What comes nearest to the room was changed least.
-            found.append((sum(_HARM[kind] for kind in kinds), -size, kinds, Remedy(" ".join(as_flags(changed)), size)))
+            # Of one kind, the remedy that needs the most memory changes the least.
+            found.append((sum(_COST[kind] for kind in kinds), -size, kinds, Remedy(" ".join(as_flags(changed)), size)))
     best: dict[tuple[str, ...], Remedy] = {}
     for _, _, kinds, remedy in sorted(found, key=lambda each: each[:2]):
         best.setdefault(kinds, remedy)
     return list(best.values())[:_SHOWN]
 
 
-def _ways(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, dict[str, int]]]:
-    """Over as many devices, with nothing kept that is not kept now."""
-    return ways(cfg, math.prod(mesh.values()), remats=smaller_remats(cfg))
+def _alternatives(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, dict[str, int]]]:
+    """Yield other layouts on as many devices; then, on the same mesh, lower precision and shorter sequences."""
+    devices, remats = math.prod(mesh.values()), smaller_remats(cfg.train)
+    yield from layouts(cfg, devices, remats=remats)
+    changed = smaller_precisions(cfg)
+    length = cfg.data.seq_len // 2
+    while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
+        changed.append(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length)))
+        length //= 2
+    for other in changed:
+        yield from (layout for layout in layouts(other, devices, remats=remats) if layout[1] == dict(mesh))
 
 
 def _settings(cfg: RunConfig, mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -150,50 +152,38 @@ def _settings(cfg: RunConfig, mesh: Mapping[str, int]) -> dict[str, Any]:
         "train.grad_accum": cfg.train.grad_accum,
         "train.remat": cfg.train.remat,
         "train.remat_keep": cfg.train.remat_keep,
-        **precision_settings(cfg),
+        **precision_settings(cfg.precision),
     }
 
 
-def _more(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, dict[str, int]]]:
-    """Less of the same, for when no split of it fits: in half of the bits, or shorter rows."""
-    for halved in smaller_precisions(cfg):
-        yield from (way for way in _ways(halved, mesh) if way[1] == dict(mesh))
-    length = cfg.data.seq_len // 2
-    while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
-        shorter = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length))
-        yield from (way for way in _ways(shorter, mesh) if way[1] == dict(mesh))
-        length //= 2
-
-
-def after_running_out(cfg: RunConfig, mesh: Mapping[str, int], room: float, said: str, again: str) -> ConfigError:
-    """Memory ran out, whatever was expected: what holds most, and settings that hold a good deal less."""
+def out_of_memory_error(cfg: RunConfig, mesh: Mapping[str, int], capacity: float, cause: str, resume: str) -> ConfigError:
+    """Return the error of a run that ran out of memory: its largest parts, and settings that need much less."""
     memory = estimate(cfg, mesh)
-    # Less than was expected, which was too little; and where it was known to be too much, less than there is.
-    found = smaller(cfg, mesh, _TRUSTED * min(memory.total, room))
-    what = ", or ".join(f"{remedy.flags} ({_gib(remedy.memory)})" for remedy in found)
+    # The estimate was too low, or known to exceed the capacity: the remedies must be well below both.
+    remedies = ", or ".join(map(str, smaller(cfg, mesh, _TRUSTED * min(memory.total, capacity))))
     return ConfigError(
-        f"the devices have too little memory for this run ({said}); it was expected to hold {_gib(memory.total)} of each "
-        f"({largest(memory)}); try {what or 'a smaller --model-size, or more devices along --mesh-fsdp'}; what is saved stays, "
-        f"and with those flags this continues from it: {again}"
+        f"the devices ran out of memory ({cause}); the estimate was {_size(memory.total)} per device ({largest(memory)}); "
+        f"try {remedies or 'a smaller --model-size, or more devices along --mesh-fsdp'}; with those flags, resume from the "
+        f"last checkpoint: {resume}"
     )
 
 
 def machine_here(mesh: Mesh) -> Machine:
-    """The devices of a mesh as a machine to plan for; ConfigError for a chip that nothing is known of."""
+    """Return the devices of a mesh as a machine to plan for; raise ConfigError for an unknown chip."""
     device = mesh.devices.flat[0]
     chip: Chip | None = this_cpu().chip if device.platform == "cpu" else by_kind(device.device_kind)
     if chip is None:
-        raise ConfigError(f"--mesh-auto: nothing is known of {device.device_kind}; give --mesh-data, --mesh-fsdp and --mesh-tp")
-    return Machine(chip.name, dataclasses.replace(chip, usable_gib=room_of(mesh) / _GIB), mesh.size)
+        raise ConfigError(f"--mesh-auto: unknown chip {device.device_kind}; give --mesh-data, --mesh-fsdp and --mesh-tp")
+    return Machine(chip.name, dataclasses.replace(chip, usable_gib=device_capacity(mesh) / _GIB), mesh.size)
 
 
-def best_here(cfg: RunConfig, given: Mapping[str, Any], say: Callable[[str], None]) -> RunConfig:
-    """`--mesh-auto`: with the mesh, remat and split of the batch that are expected to be the fastest of what fits here.
+def fastest_here(cfg: RunConfig, given: Mapping[str, Any], say: Callable[[str], None]) -> RunConfig:
+    """Return the run with the mesh, remat and microbatches that are estimated to be the fastest here (`--mesh-auto`).
 
-    What the user has set stays as it is. ConfigError where nothing fits.
+    Settings that the user has `given` stay as they are. Raise ConfigError if nothing fits.
     """
-    everything: dict[str, Any] = {axis: -1 if axis == "data" else 1 for axis in cfg.mesh.axes}
-    mesh = make_mesh(dataclasses.replace(cfg.mesh, **everything))
+    all_devices: dict[str, Any] = {axis: -1 if axis == "data" else 1 for axis in cfg.mesh.axes}
+    mesh = make_mesh(dataclasses.replace(cfg.mesh, **all_devices))
     machine = machine_here(mesh)
     found = candidates(rows_for(cfg, machine, given), machine, given)
     if not found:
@@ -201,13 +191,15 @@ def best_here(cfg: RunConfig, given: Mapping[str, Any], say: Callable[[str], Non
     if found[0].fits == "no":
         least = min(each.memory.total for each in found)
         raise ConfigError(
-            f"--mesh-auto: nothing fits: the smallest way needs {_gib(least)} of each device's {_gib(room_of(mesh))}; take a "
-            "smaller --model-size or --batch-size, or more devices (nash-mhc plan says how many)"
+            f"--mesh-auto: nothing fits: the smallest layout needs {_size(least)} of each device's "
+            f"{_size(machine.chip.memory)}; take a smaller --model-size or --batch-size, or more devices (nash-mhc plan says "
+            "how many)"
         )
     best = found[0]
-    chosen = {name: getattr(best.cfg.train, name) for name in ("grad_accum", "remat", "remat_keep")}
-    say(f"--mesh-auto: {' '.join(as_flags(best.settings))} ({_gib(best.memory.total)} a device, of {len(found)} ways)")
+    flags = " ".join(as_flags(best.settings))
+    say(f"--mesh-auto: {flags} ({_size(best.memory.total)} per device, best of {len(found)} layouts)")
     axes: dict[str, Any] = {**best.mesh}
+    chosen = {name: getattr(best.cfg.train, name) for name in ("grad_accum", "remat", "remat_keep")}
     return dataclasses.replace(
         cfg,
         mesh=dataclasses.replace(cfg.mesh, **axes),

@@ -13,22 +13,22 @@ from nash_mhc.objectives.base import Objective
 from nash_mhc.objectives.distill import make_distill
 from nash_mhc.objectives.next_token import make_next_token, make_smoothed
 
-Make = Callable[[RunConfig, Execution], Objective]  # of the settings that shape a program (`shaping` in train/state.py)
-
-Begin = Callable[[RunConfig], Any]  # what is carried into the first step: arrays [parts, rows, ...]
+# Makes an objective from the settings that shape programs (`ProgramKey` in train/state.py).
+Make = Callable[[RunConfig, Execution], Objective]
+Begin = Callable[[RunConfig], Any]  # makes the carry of the first step: arrays [microbatches, batch, ...]
 TEXT = "text"  # the examples of a data source that names none
 
 
 class ObjectiveKind(NamedTuple):
-    """An objective under its name.
+    """A registered objective.
 
-    `carries`: what it leaves from one step to the next is part of the run's state, and begins with this; batches then
-    have it as `carry`, and so must its Aux.
+    `carries`: makes the carry of the first step, for an objective that passes values from step to step. Each batch then
+    has the carry of the step before as `carry`, and so must the Aux that the objective returns.
     """
 
     make: Make
     carries: Begin | None = None
-    examples: str | None = None  # that it takes, as data sources name theirs (`RowSource`); None: any
+    examples: str | None = None  # the kind of examples that it needs (see `RowSource`); None: any
 
 
 OBJECTIVES: Registry[ObjectiveKind] = Registry(
@@ -42,29 +42,29 @@ OBJECTIVES: Registry[ObjectiveKind] = Registry(
 
 
 def register(name: str, make: Make, carries: Begin | None = None, examples: str | None = None) -> None:
-    """Make an objective known as `--objective NAME`."""
+    """Register an objective as `--objective NAME`."""
     OBJECTIVES[name] = ObjectiveKind(make, carries, examples)
 
 
-def named_objective(cfg: RunConfig) -> ObjectiveKind:
-    """Return the objective that the run names; ConfigError."""
-    if (name := cfg.objective.name) not in OBJECTIVES:
+def named_objective(name: str) -> ObjectiveKind:
+    """Return the objective of this name; raise ConfigError if there is none."""
+    if name not in OBJECTIVES:
         raise ConfigError(f"--objective {name}: there is no such objective{name_hint(name, OBJECTIVES)}")
     return OBJECTIVES[name]
 
 
-def carries(cfg: RunConfig) -> bool:
-    """Return whether the run's objective carries something from step to step."""
-    found = OBJECTIVES.get(cfg.objective.name)
-    return found is not None and found.carries is not None
+def carries(name: str) -> bool:
+    """Return whether the objective passes values from step to step."""
+    kind = OBJECTIVES.get(name)
+    return kind is not None and kind.carries is not None
 
 
 def fresh_carry_of(cfg: RunConfig) -> Any:
-    """Return what the objective carries into the first step; None where it carries nothing."""
-    found = OBJECTIVES.get(cfg.objective.name)
-    return None if found is None or found.carries is None else found.carries(cfg)
+    """Return the carry of the first step; None for an objective without one."""
+    kind = OBJECTIVES.get(cfg.objective.name)
+    return None if kind is None or kind.carries is None else kind.carries(cfg)
 
 
 def objective_of(cfg: RunConfig, execution: Execution) -> Objective:
-    """Make the objective that the run names; ConfigError."""
-    return named_objective(cfg).make(cfg, execution)
+    """Return the run's objective; raise ConfigError if its name is unknown."""
+    return named_objective(cfg.objective.name).make(cfg, execution)

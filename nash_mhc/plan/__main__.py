@@ -76,7 +76,7 @@ def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
     """What to change where nothing fits."""
     from nash_mhc.estimate.candidates import nearest_that_fit
 
-    need, room = smallest.memory.total / 2**30, smallest.room / 2**30
+    need, room = smallest.memory.total / 2**30, smallest.capacity / 2**30
     lines = [f"nothing fits: the smallest needs {need:.1f} GiB of a chip's {room:.1f}. What would:"]
     for what, best in nearest_that_fit(cfg, machine, parsed.given):
         flags = " ".join(as_flags(best.settings))

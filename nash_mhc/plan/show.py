@@ -47,7 +47,7 @@ def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
         "exchange_s": c.speed.times.exchange,
         "gather_s": c.speed.times.gather,
         "binds": c.speed.times.binds,
-        "tokens_per_s": c.speed.tokens_a_second,
+        "tokens_per_s": c.speed.tokens_per_s,
         "mfu": c.speed.mfu,
         "error": ERROR,
         "hours": hours,

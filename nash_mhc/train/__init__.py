@@ -1,8 +1,8 @@
 import gc
 import sys
 
-if sys.argv[:1] == ["-m"]:  # Python is looking for this package's __main__: a training run begins, with slow imports
-    gc.disable()  # modules stay: looking for what can be freed would be an eighth of their time
+if sys.argv[:1] == ["-m"]:  # `python -m nash_mhc.train` is looking for `__main__`, whose imports are slow
+    gc.disable()  # imported modules stay: garbage collection would take an eighth of the import time
     from nash_mhc.runtime.signals import SIGNALS
 
     SIGNALS.listen()

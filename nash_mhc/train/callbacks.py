@@ -1,4 +1,4 @@
-"""Callbacks of a run: what `run(cfg, callbacks=[...])` calls, and what a callback may ask for."""
+"""Callbacks of a run, passed as `run(cfg, callbacks=[...])`: the events they receive and what they may request."""
 
 from __future__ import annotations
 
@@ -14,58 +14,57 @@ from nash_mhc.config.schema import RunConfig
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.profile import Profile
 from nash_mhc.storage.files import is_remote
-from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.state import TrainState
 
 
 class TrainingRun(Protocol):
-    """A run in progress, as its callbacks see it."""
+    """The part of `Trainer` that callbacks may use."""
 
     cfg: RunConfig
     mesh: Mesh
     folder: RunFolder
-    state: TrainState  # after step `step`; the next step donates its buffers, so copy what is needed later
+    state: TrainState  # after step `step`; the next step overwrites its buffers, so copy what you need later
     step: int  # the last step dispatched
-    say: Callable[[str], None]  # prints a line where the run prints its own
+    say: Callable[[str], None]  # prints a line between those of the run
 
     @property
     def model(self) -> Any:
-        """Return the current model, with averaged weights if the run keeps them."""
+        """Return the current model, with averaged weights if the run has them."""
 
     def request_save(self) -> None:
-        """Save a checkpoint as soon as the newest step is dispatched."""
+        """Save a checkpoint after the latest step."""
 
     def request_stop(self, reason: str) -> None:
-        """End the run after the newest step: it is saved, and `run` returns its result."""
+        """End the run after the latest step, which is saved; `run` then returns its result."""
 
 
 class Callback:
     """Base class of callbacks; override the events of interest.
 
-    Every process calls them in the same order, and must request saves and stops alike.
-    An exception ends the run. Events of the loop hold up the next step, except `on_step`.
+    Every process calls them in the same order, and all processes must request the same saves and stops.
+    An exception ends the run. The next step waits for every event except `on_step`.
     """
 
     def on_begin(self, run: TrainingRun) -> None:
         """Called before the first step of this start; `run.step` steps are done."""
 
     def before_step(self, run: TrainingRun) -> None:
-        """Called before step `run.step + 1` is dispatched on `run.state`."""
+        """Called before step `run.step + 1` is dispatched."""
 
     def after_step(self, run: TrainingRun) -> None:
-        """Called when step `run.step` is dispatched; `run.state` is its result, and reading it waits for the device."""
+        """Called after step `run.step` is dispatched; `run.state` is its result (reading it waits for the device)."""
 
     def on_step(self, run: TrainingRun, step: int, metrics: dict[str, Any]) -> None:
-        """Called with the metrics of a finished step, on the host; the step after it may be running already."""
+        """Called with the metrics of a finished step, on the host; the next step may already run."""
 
     def on_evaluation(self, run: TrainingRun, step: int, metrics: dict[str, float]) -> None:
         """Called after a held-out evaluation of `run.state`."""
 
     def on_save(self, run: TrainingRun, step: int) -> None:
-        """Called when a checkpoint is handed to the saver, which writes it in the background."""
+        """Called when a save starts; the checkpoint is written in the background."""
 
     def on_end(self, run: TrainingRun) -> None:
-        """Called once, however the run ends, after its rows are written."""
+        """Called once at the end of the run, after its rows are written, even if it fails."""
 
 
 class EachStep(Callback):
@@ -79,7 +78,7 @@ class EachStep(Callback):
 
 
 class ProfileSteps(Callback):
-    """Profiles some steps (`--profile`); `exclude` takes the seconds that tracing adds to the loop."""
+    """Profiles some steps (`--profile`); `exclude` is called with the seconds that profiling adds to the loop."""
 
     def __init__(self, profile: Profile, exclude: Callable[[float], None]) -> None:
         self._profile, self._exclude = profile, exclude
@@ -95,20 +94,24 @@ class ProfileSteps(Callback):
 
 
 def profile_callback(
-    inputs: Inputs, step: int, step_fn: CompiledStep, exclude: Callable[[float], None], say: Callable[[str], None]
+    cfg: RunConfig,
+    run_folder: RunFolder,
+    step: int,
+    step_fn: CompiledStep,
+    exclude: Callable[[float], None],
+    say: Callable[[str], None],
 ) -> list[Callback]:
-    """Return the callback of `--profile`, in the first process, if this start from `step` takes the steps to profile.
+    """Return the callback for `--profile` in process 0, if the steps to profile come after `step`.
 
-    Traces of a run in an object store go to the directory where this machine keeps its runs.
+    The traces of a run in an object store are written to the local directory `runs/profile`.
     """
-    cfg = inputs.cfg
     if (steps := cfg.telemetry.profiled) is None or jax.process_index() > 0:
         return []
     first, last, total = *steps, cfg.train.total_steps
     if not step < first <= total:
-        say(f"--profile {first}:{last}: this start takes steps {step + 1} to {total}; nothing is profiled")
+        say(f"--profile {first}:{last}: nothing to profile, because this start takes steps {step + 1} to {total}")
         return []
     if (every := cfg.train.eval_interval) and (first - 1) // every != (last - 1) // every:
-        say(f"--profile {first}:{last}: an evaluation lies within these steps, and is counted with them")
-    folder = inputs.folder.path / "profile" if not is_remote(inputs.folder.path) else Path("runs") / "profile"
+        say(f"--profile {first}:{last}: the profile will include an evaluation")
+    folder = run_folder.path / "profile" if not is_remote(run_folder.path) else Path("runs") / "profile"
     return [ProfileSteps(Profile(first, min(last, total), folder, step_fn.text, say), exclude)]

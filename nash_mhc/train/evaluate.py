@@ -1,7 +1,9 @@
-"""Held-out loss: the same objective, no gradient, a fixed set of batches; and the evaluations of a run."""
+"""Evaluation: the held-out loss of a model, and the evaluations of a run from the first to its final result."""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections import deque
 from collections.abc import Callable
@@ -9,49 +11,68 @@ from concurrent import futures
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from nash_mhc.checkpoint.run_folder import EVALUATIONS
+from nash_mhc.checkpoint.run_folder import EVALUATIONS, RESULT, RunFolder
+from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import check_weights, count_bytes
 from nash_mhc.data.pack import AnyRows, Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.model.lora import adapters_of, base_of, on_base
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch, Sums
-from nash_mhc.runtime.compiled import Program
+from nash_mhc.parallel.board import from_leader
+from nash_mhc.parallel.sharding import named_sharding
+from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.telemetry.sinks import Telemetry
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.device_batches import own_rows, to_device
-from nash_mhc.train.programs import compile_evaluation
 from nash_mhc.train.samples import Samples
-from nash_mhc.train.state import TrainState
+from nash_mhc.train.state import CACHED, ProgramKey, TrainState
+from nash_mhc.train.step import objective_for, padded_attention_length
+
+_QUESTIONS = 3  # held-out prompts that are answered before and after training
+_SHOWN = 70  # characters of a prompt or answer in the terminal
 
 
 class Stopped(Exception):
-    """The run was asked to stop during an evaluation, which has no result."""
+    """A signal stopped the run during an evaluation, which therefore has no result."""
 
 
 class Question(NamedTuple):
-    """Of a held-out document of prompts and responses, in tokens."""
+    """A held-out prompt and its response, in tokens."""
 
     prompt: list[int]
     response: list[int]
 
 
+def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = None) -> CompiledStep:
+    """Return the compiled function (model, batch) -> sums of the objective over the batch."""
+    return _evaluation(ProgramKey.of(cfg), mesh, padded_attention_length(cfg.model.alignment, held_out)).with_constants()
+
+
+@functools.lru_cache(CACHED)
+def _evaluation(key: ProgramKey, mesh: Mesh, length: int | None) -> CompiledStep:
+    objective = objective_for(key, None, length, evaluates=True)
+
+    def sums(model: LanguageModel, batch: Batch) -> Sums:
+        return objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums
+
+    return CompiledStep(sums, mesh, out_shardings=named_sharding(mesh))  # replicated: every process reads them
+
+
 class Evaluator:
-    """`evaluate(model)` -> loss and whatever else the objective measures,
-    on a fixed random sample of the held-out rows.
+    """Evaluates models on a fixed random sample of a held-out source.
 
-    `eval/loss` is the cross-entropy, as `loss` is in training (see `objectives.base.means`), without the terms that are
-    there for training only.
-
-    The rows do not depend on the run's seed or batch size (up to where the last batch ends),
-    so that runs can be compared.
+    The sample does not depend on the run's seed, and on its batch size only in the length of the last batch, so runs
+    can be compared. `eval/loss` is the cross-entropy, as `loss` is in training, without auxiliary losses.
     """
 
     def __init__(
@@ -64,7 +85,7 @@ class Evaluator:
         teach: Callable[[Batch], Batch] = lambda batch: batch,
         all_rows: bool = False,
     ) -> None:
-        """`teach` is done to every batch first; `all_rows`: not a sample, of what has an end."""
+        """Read the sample, or with `all_rows` all of a finite source; `teach` is applied to every batch."""
         self.held_out = held_out
         self._mesh, self._teach = mesh, teach
         B = cfg.data.batch_size
@@ -72,21 +93,21 @@ class Evaluator:
         numbers = fixed_sample(held_out, count)
         rows = [held_out[int(i)] for i in numbers]
         check_weights(np.stack([row.weights for row in rows]), held_out.name, numbers)
-        # A small split ends within a batch: rows of no weight fill it up.
+        # Fill the last batch with copies of zero weight.
         rows += [rows[0]._replace(weights=np.zeros_like(rows[0].weights))] * (-len(rows) % B)
         stacked = lambda some: type(some[0])(*(np.stack(a)[None] for a in zip(*some, strict=True)))
         self._rows = [stacked(rows[i : i + B]) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
-        self.step = compile_evaluation(cfg, mesh, held_out)
-        self.program: Program | None = None  # of `step`, once `compile` has begun it
+        self._sums = compile_evaluation(cfg, mesh, held_out)
+        self.program: Program | None = None  # of `_sums`, once `compile` has started
 
     def compile(self, model: Any, batch: Batch, *, after: Program) -> None:
-        """Begin to compile for these shapes, behind the program `after`: the first steps need no evaluation.
+        """Start to compile for these shapes once the program `after` is compiled; the first steps do not wait for it.
 
-        Of several processes, none may wait for its compiler while the others train: there, wait here.
+        With several processes, wait here: one that compiles later would hold up the others' training.
         """
         alone = jax.process_count() == 1
-        self.program = self.step.compile_in_background(model, batch, after=after if alone else None)
+        self.program = self._sums.compile_in_background(model, batch, after=after if alone else None)
         if not alone:
             self.program.result()
 
@@ -98,20 +119,20 @@ class Evaluator:
         return self._teach(to_device(own_rows(rows, self._mesh), self._mesh))
 
     def questions(self, count: int) -> list[Question]:
-        """The first documents of the sample that have something to answer: text that is given, then text that counts.
+        """Return the first prompts of the sample with their responses; none if the data has no prompts.
 
-        Empty where everything counts.
+        A prompt is text with weight 0 at the start of a document; its response is the weighted text that follows.
         """
         found: list[Question] = []
         for rows in self._rows:
             for inputs, targets, segments, weights in zip(*(a.reshape(-1, a.shape[-1]) for a in rows[:4]), strict=True):
                 for segment in range(1, int(segments.max(initial=0)) + 1):
-                    (places,) = np.nonzero(segments == segment)
-                    counts = weights[places] > 0
-                    if counts.any() and not counts[0]:
-                        first = int(counts.argmax())
-                        answer = places[first:][np.cumprod(counts[first:]).astype(bool)]
-                        found.append(Question(inputs[places[: first + 1]].tolist(), targets[answer].tolist()))
+                    (positions,) = np.nonzero(segments == segment)
+                    is_weighted = weights[positions] > 0
+                    if is_weighted.any() and not is_weighted[0]:
+                        first = int(is_weighted.argmax())
+                        response = positions[first:][np.cumprod(is_weighted[first:]).astype(bool)]
+                        found.append(Question(inputs[positions[: first + 1]].tolist(), targets[response].tolist()))
                     if len(found) == count:
                         return found
         return found
@@ -122,11 +143,11 @@ class Evaluator:
         should_stop: Callable[[], bool] = lambda: False,
         only: Callable[[Rows], np.ndarray] | None = None,
     ) -> dict[str, float]:
-        """Return the means over all batches, NaN where no target counts; `only` selects targets.
+        """Return the means over all batches, NaN if no target has weight; `only` selects targets.
 
-        `should_stop` is asked before every batch; Stopped if it says so.
+        Raise Stopped if `should_stop`, which is called before every batch, returns True.
         """
-        # Added up on the host in double precision: the sums of many batches outgrow float32.
+        # Summed on the host in double precision: the sums of many batches exceed the precision of float32.
         total: dict[str, tuple[float, float]] = {}
         running: deque[Sums] = deque()
         for rows in [*self._rows, None]:
@@ -134,26 +155,28 @@ class Evaluator:
                 raise Stopped
             if rows is not None:
                 scored = rows if only is None else rows._replace(weights=rows.weights * only(rows))
-                running.append(self.step(model, self._batch(scored)))
-            if len(running) > (rows is not None):  # while one batch runs, the one before it is read
-                done = jax.device_get(running.popleft())
-                for name, part in done.items():
+                running.append(self._sums(model, self._batch(scored)))
+            if len(running) > (rows is not None):  # read a batch while the next one runs
+                for name, part in jax.device_get(running.popleft()).items():
                     before, weight = total.get(name, (0.0, 0.0))
                     total[name] = before + float(part.total), weight + float(part.weight)
         means = {name: value / weight if weight else math.nan for name, (value, weight) in total.items()}
-        found = {"eval/loss": means.get("loss/ce", means["loss"])}
+        values = {"eval/loss": means.get("loss/ce", means["loss"])}
         if "loss/ce" in means:
-            found["eval/perplexity"] = math.exp(min(means["loss/ce"], 700.0))
-            found["eval/bits_per_byte"] = total["loss/ce"][0] / math.log(2) / max(self._bytes, 1)
-        return found | {f"eval/{name}": mean for name, mean in means.items() if not name.startswith("loss")}
+            values["eval/perplexity"] = math.exp(min(means["loss/ce"], 700.0))
+            values["eval/bits_per_byte"] = total["loss/ce"][0] / math.log(2) / max(self._bytes, 1)
+        return values | {f"eval/{name}": mean for name, mean in means.items() if not name.startswith("loss")}
+
+
+# --- the evaluations of a run ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far. Checkpoints hold it, so that a resumed run stops where an unbroken one does."""
+    """The best evaluation so far; saved in checkpoints, so that --patience counts across restarts."""
 
-    loss: float | None = None  # held-out loss; None: nothing was evaluated yet
-    step: int | None = None  # of that evaluation
+    loss: float | None = None  # held-out loss; None before the first evaluation
+    step: int | None = None
     since: int = 0  # evaluations after it
 
     @staticmethod
@@ -161,7 +184,7 @@ class Best:
         return Best(**saved) if saved else Best()
 
     def after(self, step: int, loss: float) -> Best:
-        """Return the best after one more evaluation; one repeated by a resumed run counts once."""
+        """Return the best after one more evaluation; an evaluation that a resumed run repeats counts once."""
         if self.loss is None or (math.isfinite(loss) and loss < self.loss):
             return Best(loss, step) if math.isfinite(loss) else self
         return self if step == self.step else Best(self.loss, self.step, self.since + 1)
@@ -171,58 +194,58 @@ class Best:
 
 
 class Evaluations:
-    """The evaluations of a run, each with a sample of what the model writes; a signal stops one between two batches."""
+    """The evaluations of a run: held-out loss and a sample at intervals; at the end the test score and result.json."""
 
     def __init__(
         self,
         evaluator: Evaluator | None,
+        test: Evaluator | None,
         samples: Samples,
         best: Best,
         *,
+        folder: RunFolder,
         floor: tuple[float, float] | None,
         watch: Watch,
         clock: WallClock,
         reporter: Reporter,
         telemetry: Telemetry,
     ) -> None:
-        """Without an `evaluator`, only samples are written."""
+        """Without an `evaluator`, only write samples; without `test`, there is no test score."""
         self.evaluator, self.samples, self.best = evaluator, samples, best
         self.values: dict[str, float] = {}  # of the latest evaluation
         self.step: int | None = None  # of the latest evaluation
-        self.sample: str | None = None  # the latest
-        self._floor = floor
+        self.sample: str | None = None  # the latest one
+        self._test, self._folder, self._floor = test, folder, floor
         self._watch, self._clock, self._reporter, self._telemetry = watch, clock, reporter, telemetry
 
     def evaluate(self, state: TrainState, step: int, pictures: dict[str, Any], *, write_row: bool = True) -> bool:
-        """Evaluate the state and write a row; False if there was nothing to evaluate, or a signal came.
+        """Evaluate the state and write a row; return False if there is no evaluator, or a signal stops the run.
 
-        `pictures` are measurements of the last step that are shown as pictures.
+        `pictures` are measurements of the last step that the report draws as pictures.
         """
         if self.evaluator is None:
             return False
         try:
             with self._clock.during("compile"):
                 self._wait_for_program(self.evaluator.program)
-            values = self.score(self.evaluator, state.model, step)
+            values = self._score(self.evaluator, state.model, step)
             if state.ema is not None:
-                values["eval/loss_ema"] = self.score(self.evaluator, state.best_model, step)["eval/loss"]
+                values["eval/loss_ema"] = self._score(self.evaluator, state.best_model, step)["eval/loss"]
             with self._clock.during("evaluation"):
                 self.sample = self.samples.write(state.best_model)
         except Stopped:
-            self._reporter.say(f"the evaluation at step {step} is broken off; the run that goes on from here begins with it")
+            self._reporter.say(f"the evaluation at step {step} was interrupted; the resumed run repeats it")
             return False
         self.values.update(values)
         self.step = step
         self.best = self.best.after(step, values["eval/loss"])
         if write_row:
-            written = {} if self.sample is None else {"sample": self.sample}
-            self._telemetry.write(step, self.values | pictures | written, file=EVALUATIONS)
+            sample = {} if self.sample is None else {"sample": self.sample}
+            self._telemetry.write(step, self.values | pictures | sample, file=EVALUATIONS)
         self._reporter.evaluation(step, self.values, self._floor, self.sample)
         return True
 
-    def score(self, evaluator: Evaluator, model: LanguageModel, step: int) -> dict[str, float]:
-        """Return the evaluator's means for a model; Stopped if a signal comes."""
-
+    def _score(self, evaluator: Evaluator, model: LanguageModel, step: int) -> dict[str, float]:
         def should_stop() -> bool:
             self._watch.set_phase(f"evaluation at step {step}", working=True)
             return self._watch.should_stop()
@@ -236,3 +259,70 @@ class Evaluations:
             if self._watch.should_stop():
                 raise Stopped
             futures.wait([program], timeout=0.1)
+
+    def record_answers(self, state: TrainState, tokenizer: Tokenizer) -> None:
+        """Write the untrained model's answers to held-out prompts into result.json, if the data has prompts."""
+        questions, answers = self._answers(state)
+        if not answers:
+            return
+        decode = lambda tokens: tokenizer.decode(np.asarray(tokens))
+        rows = [
+            {"prompt": decode(question.prompt), "response": decode(question.response), "before": answer}
+            for question, answer in zip(questions, answers, strict=True)
+        ]
+        self._folder.write({RESULT: json.dumps({"answers": rows}, indent=2) + "\n"})
+
+    def _answers(self, state: TrainState) -> tuple[list[Question], list[str]]:
+        questions = [] if self.evaluator is None else self.evaluator.questions(_QUESTIONS)
+        return questions, self.samples.answer(state.best_model, [question.prompt for question in questions]) or []
+
+    def load_best(
+        self, store: Store, like: TrainState, state: TrainState, step: int, *, has_adapters: bool
+    ) -> tuple[TrainState, int]:
+        """Return the state with the weights of the best checkpoint, and its step; `like` has the state's shapes."""
+        best = self.best
+        if self.evaluator is None or best.step is None or best.step == step or best.step not in store.steps():
+            return state, step
+        loss = f"held-out loss {best.loss:.4f} instead of {self.values['eval/loss']:.4f}"
+        self._reporter.say(f"the run ends with its best checkpoint, step {best.step} ({loss})")
+        if has_adapters:
+            model = on_base(store.restore_part(best.step, adapters_of(like.model), "model"), base_of(state.model))
+        else:
+            model = store.restore_part(best.step, like.model, "model")
+        state = eqx.tree_at(lambda s: s.model, state, model)
+        if state.ema is not None:
+            state = eqx.tree_at(lambda s: s.ema, state, store.restore_part(best.step, like.ema, "ema"))
+        self.sample = self.samples.write(state.best_model)  # replaces the sample of the last step's model
+        return state, best.step
+
+    def finish(self, state: TrainState, step: int) -> dict[str, float]:
+        """Return the score on the test split, and write result.json; {} if it already holds the result of this step."""
+        written = from_leader(self._folder.result)
+        if written.get("step") == step:
+            return {}
+        rows = [row for row in self._folder.rows(EVALUATIONS) if row["step"] == step][-1:]
+        evaluation = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+        result: dict[str, Any] = {"step": step, "evaluation": evaluation}
+        if self._test is not None:
+            try:
+                values = self._score(self._test, state.best_model, step)
+            except Stopped:
+                return {}
+            result["test"] = {name.replace("eval/", "test/"): value for name, value in values.items()}
+            scores = ", ".join(f"{name.removeprefix('test/')} {value:.4f}" for name, value in result["test"].items())
+            self._reporter.say(f"test split at step {step}: {scores}")
+        if before := written.get("answers", []):
+            _, answers = self._answers(state)
+            result["answers"] = [row | {"after": answer} for row, answer in zip(before, answers, strict=False)]
+            for row in result["answers"]:
+                self._reporter.say(f"prompt: {_shortened(row['prompt'])}\n  expected: {_shortened(row['response'])}")
+                self._reporter.say(f"  before: {_shortened(row['before'])}\n  after: {_shortened(row['after'])}")
+        if jax.process_index() == 0 and len(result) > 2:
+            self._folder.write({RESULT: json.dumps(result, indent=2) + "\n"})
+        return result.get("test", {})
+
+
+def _shortened(text: str) -> str:
+    """Return the text in one line, shortened in its first half: a question is at the end."""
+    line = " ".join(text.split()) or "(nothing)"
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN // 4]} ... {line[5 + _SHOWN // 4 - _SHOWN :]}"

@@ -1,5 +1,4 @@
-"""What a run reads and where it writes, opened and checked:
-whatever must be refused is refused here, and leaves nothing."""
+"""The inputs of a run: its data and run directory, opened and checked before anything is written."""
 
 from __future__ import annotations
 
@@ -40,122 +39,125 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Inputs:
-    cfg: RunConfig  # knows its folder
+    cfg: RunConfig  # with its run directory and number of steps
     folder: RunFolder
-    owner: Owner  # this run, for as long as it lasts
+    owner: Owner  # the lock of the run directory
     tokenizer: Tokenizer
     source: RowSource
-    evaluator: Evaluator | None  # None: no text is held out
-    test: Evaluator | None  # on text that not even the choice of a checkpoint has seen; None: there is none
-    teachers: Teachers  # that read every batch
-    floor: tuple[float, float] | None  # nats a token, bits a byte; None where the data does not know it
+    evaluator: Evaluator | None  # on held-out data; None if there is none
+    test: Evaluator | None  # on the test split, which is not used to choose a checkpoint; None if there is none
+    teachers: Teachers  # models that read every batch
+    floor: tuple[float, float] | None  # lowest possible loss: nats/token, bits/byte; None if unknown
 
     @property
     def identity(self) -> str:
-        """Of all that the run reads."""
+        """Return a digest of the data and the teachers."""
         return self.teachers.identity(self.source)
 
     @property
-    def rows_a_step(self) -> int:
+    def sequences_per_step(self) -> int:
         return self.cfg.data.batch_size * self.cfg.train.grad_accum
 
     def summary(self, mesh: Mesh) -> list[str]:
-        """Describe the data and the batch, a line each."""
-        data, parts = self.cfg.data, self.cfg.train.grad_accum
-        began = self.cfg.train.init_from or self.cfg.train.resume_from
-        sequences, devices = self.rows_a_step, math.prod(mesh.shape[axis] for axis in RULES["batch"])
+        """Describe the data and the batch, in a line each."""
+        data, accum = self.cfg.data, self.cfg.train.grad_accum
+        start = self.cfg.train.init_from or self.cfg.train.resume_from
+        sequences, devices = self.sequences_per_step, math.prod(mesh.shape[axis] for axis in RULES["batch"])
         step = f"{counted(sequences, 'sequence')}/step of {data.seq_len:,} tokens, {sequences * data.seq_len:,} tokens/step"
-        split = f"{counted(parts, 'microbatch', 'microbatches')}, {counted(data.batch_size // devices, 'sequence')} per device"
+        split = f"{counted(accum, 'microbatch', 'microbatches')}, {counted(data.batch_size // devices, 'sequence')} per device"
         return [
-            f"data: {_dataset(data, began)}; tokenizer {data.tokenizer}, {self.tokenizer.vocab_size:,} tokens",
-            f"batch: {step}; {split}{' in each' if parts > 1 else ''}",
+            f"data: {_describe_dataset(data, start)}; tokenizer {data.tokenizer}, {self.tokenizer.vocab_size:,} tokens",
+            f"batch: {step}; {split}{' in each' if accum > 1 else ''}",
         ]
 
-    def abstract_batch(self, source: RowSource, parts: int, mesh: Mesh) -> Batch:
-        """Return shapes of the batches of a source, to compile programs before the data is there."""
-        batch = abstract_batch(self.cfg.data, parts, mesh, getattr(source, "extras", {}))
+    def abstract_batch(self, source: RowSource, accum: int, mesh: Mesh) -> Batch:
+        """Return the shapes of the batches of a source, to compile programs before data is read."""
+        batch = abstract_batch(self.cfg.data, accum, mesh, getattr(source, "extras", {}))
         return self.teachers.abstract(source, batch)
 
 
-def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, held: contextlib.ExitStack, say: Say) -> Inputs:
-    """ConfigError for what does not fit. The run's folder is given back when `held` closes."""
-    own = None if cfg.train.checkpoint_dir is None else RunFolder(cfg.train.checkpoint_dir)
+def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.ExitStack, say: Say) -> Inputs:
+    """Open the data and lock the run directory until `stack` closes; raise ConfigError for settings that do not fit."""
+    existing = None if cfg.train.checkpoint_dir is None else RunFolder(cfg.train.checkpoint_dir)
     owner: Owner | None = None
-    if own is not None and from_leader(lambda: _is_there(own)):
-        owner = _hold(own, watch, held, say, wait=cfg.train.wait_for_lock)
+    if existing is not None and from_leader(lambda: _exists(existing)):
+        owner = _lock(existing, watch, stack, say, wait=cfg.train.wait_for_lock)
     watch.set_phase("preparing the data")
-    tokenizer = _tokenizer(cfg.data, cfg.model.vocab_size, own, cfg.train)
+    tokenizer = _tokenizer(cfg.data, cfg.model.vocab_size, existing, cfg.train)
     floor = loss_floor(cfg.data, tokenizer)
-    align = cfg.model.alignment
-    how: dict[str, Any] = {"align": align, "temperature": cfg.distill.temperature if cfg.reads_cache else None}
-    source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **how))
-    takes, has = named_objective(cfg).examples, getattr(source, "examples", TEXT)
+    options: dict[str, Any] = {
+        "align": cfg.model.alignment, "temperature": cfg.distill.temperature if cfg.reads_cache else None
+    }  # fmt: skip
+    source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **options))
+    takes, has = named_objective(cfg.objective.name).examples, getattr(source, "examples", TEXT)
     if takes not in (None, has):
         raise ConfigError(
-            f"--objective {cfg.objective.name} does not go with --dataset {cfg.data.dataset}: it takes {takes}, the dataset "
-            f"has {has}; choose another of the two"
+            f"--objective {cfg.objective.name} needs {takes} examples, but --dataset {cfg.data.dataset} has {has}; choose "
+            "another objective or dataset"
         )
-    cfg = _with_steps_of(cfg, source)
-    if cfg.reads_cache:  # which says itself how many of its tokens were drawn
+    if cfg.train.epochs is not None:
+        steps = _steps_of_epochs(cfg.train.epochs, cfg.data.batch_size * cfg.train.grad_accum, source, cfg.optim.warmup_steps)
+        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, total_steps=steps))
+    if cfg.reads_cache:  # the cache knows how many of its tokens are random
         without = "make the cache again without --random"
         check_drawn(f"--dataset {cfg.data.dataset}", source.random, source.drawn_from, cfg, without=without)  # type: ignore[attr-defined]
         cfg = dataclasses.replace(cfg, distill=dataclasses.replace(cfg.distill, random=source.random))  # type: ignore[attr-defined]
     teachers = Teachers(cfg, tokenizer, mesh, say)
     identity = teachers.identity(source)
     if jax.process_count() > 1:
-        check_same({f"the data of --dataset {cfg.data.dataset}": identity}, patience=math.inf)  # it may take long to open
+        check_same({f"the data of --dataset {cfg.data.dataset}": identity}, patience=math.inf)  # opening data may take long
     from_leader(lambda: check_resume(cfg, rows=identity))
     from_leader(lambda: check_wandb(cfg.telemetry))
-    held_out = leader_first(lambda: open_held_out(cfg.data, tokenizer, **how))
-    evaluator = None if held_out is None else Evaluator(cfg, held_out, tokenizer, mesh, teach=teachers.reader(held_out))
-    tested = leader_first(lambda: open_test(cfg.data, tokenizer, **how))
-    test = None if tested is None else Evaluator(cfg, tested, tokenizer, mesh, teach=teachers.reader(tested), all_rows=True)
-    # Last of the checks: what is refused leaves nothing behind.
+
+    def evaluator(source: RowSource | None, *, all_rows: bool = False) -> Evaluator | None:
+        if source is None:
+            return None
+        return Evaluator(cfg, source, tokenizer, mesh, teach=teachers.reader(source), all_rows=all_rows)
+
+    held_out = evaluator(leader_first(lambda: open_held_out(cfg.data, tokenizer, **options)))
+    test = evaluator(leader_first(lambda: open_test(cfg.data, tokenizer, **options)), all_rows=True)
+    # After the other checks, so that a run that is refused leaves no directory.
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
-        owner = _hold(folder, watch, held, say, wait=cfg.train.wait_for_lock)
-        from_leader(lambda: check_resume(cfg, rows=identity))  # another run may have begun, and ended, there meanwhile
-    return Inputs(cfg, folder, owner, tokenizer, source, evaluator, test, teachers, floor)
+        owner = _lock(folder, watch, stack, say, wait=cfg.train.wait_for_lock)
+        from_leader(lambda: check_resume(cfg, rows=identity))  # another run may have used the directory meanwhile
+    return Inputs(cfg, folder, owner, tokenizer, source, held_out, test, teachers, floor)
 
 
-def _dataset(cfg: DataConfig, began: str | None) -> str:
-    """Describe the dataset, and say where it comes from if the user named none; `began`: where the run starts from."""
+def _describe_dataset(cfg: DataConfig, start: str | None) -> str:
+    """Name the dataset, and its origin if the user gave none; `start` is the run or model to start from."""
     name = cfg.dataset + (f", {cfg.dataset_name}" if cfg.dataset_name else "")
-    if began is not None and (is_remote(began) or not is_hub_folder(began)):
-        before = RunFolder(began)
+    if start is not None and (is_remote(start) or not is_hub_folder(start)):
+        before = RunFolder(start)
         described = None if before.is_imported() else before.description()
         if described is not None and described.config.get("data.dataset") == cfg.dataset:
-            return f"{name}, as in {began}"
-    return f"{name} (built in; --dataset names others)" if cfg.dataset == "stories" else name
+            return f"{name}, as in {start}"
+    return f"{name} (built in; use --dataset to choose another)" if cfg.dataset == "stories" else name
 
 
-def _with_steps_of(cfg: RunConfig, source: RowSource) -> RunConfig:
-    """--epochs as steps of this source; ConfigError where nobody knows how long a pass is."""
-    if cfg.train.epochs is None:
-        return cfg
+def _steps_of_epochs(epochs: float, sequences_per_step: int, source: RowSource, warmup_steps: int) -> int:
+    """Return --epochs as steps; raise ConfigError for a source of unknown length."""
     if source.endless or not source.epochs(1):
+        raise ConfigError(f"--epochs {epochs:g}: {source.name} has no known end; give --total-steps instead")
+    steps = math.ceil(epochs * len(source) / sequences_per_step)
+    if warmup_steps > steps:
         raise ConfigError(
-            f"--epochs {cfg.train.epochs:g}: {cfg.data.dataset} has no end that is known; give --total-steps instead"
+            f"--epochs {epochs:g} is {steps} steps of {sequences_per_step} sequences, fewer than --warmup-steps "
+            f"{warmup_steps}; lower --warmup-steps or --batch-size"
         )
-    steps = math.ceil(cfg.train.epochs * len(source) / (cfg.data.batch_size * cfg.train.grad_accum))
-    if cfg.optim.warmup_steps > steps:
-        raise ConfigError(
-            f"--epochs {cfg.train.epochs:g}: that is {steps} steps of {cfg.data.batch_size * cfg.train.grad_accum} rows, fewer "
-            f"than the --warmup-steps {cfg.optim.warmup_steps}; lower --warmup-steps or --batch-size"
-        )
-    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, total_steps=steps))
+    return steps
 
 
-def _is_there(folder: RunFolder) -> bool:
+def _exists(folder: RunFolder) -> bool:
     with as_config_error(f"--checkpoint-dir {folder}"):
         return exists(folder.path, kind="directory")
 
 
-def _hold(folder: RunFolder, watch: Watch, held: contextlib.ExitStack, say: Say, *, wait: float) -> Owner:
-    """Lock the folder for this run; its other processes follow once the first one holds it."""
+def _lock(folder: RunFolder, watch: Watch, stack: contextlib.ExitStack, say: Say, *, wait: float) -> Owner:
+    """Lock the directory for this run: process 0 takes the lock, then the other processes join it."""
 
-    def take() -> Owner:
+    def acquire_lock() -> Owner:
         watch.set_phase(f"waiting for {folder}")
         with as_config_error(f"--checkpoint-dir {folder}"):
             if jax.process_index() == 0:
@@ -163,18 +165,19 @@ def _hold(folder: RunFolder, watch: Watch, held: contextlib.ExitStack, say: Say,
             check_visible(folder.path)
             return acquire_shared(folder.path)
 
-    owner = leader_first(take)
-    held.callback(owner.release)
+    owner = leader_first(acquire_lock)
+    stack.callback(owner.release)
     return owner
 
 
-def _tokenizer(cfg: DataConfig, vocab_size: int, own: RunFolder | None, train: TrainConfig) -> Tokenizer:
-    """Load the tokenizer; ConfigError if it has more tokens than the model."""
+def _tokenizer(cfg: DataConfig, vocab_size: int, existing: RunFolder | None, train: TrainConfig) -> Tokenizer:
+    """Load the tokenizer; raise ConfigError if it has more tokens than the model."""
     tokenizer = load_tokenizer(cfg.tokenizer, begin_with_end=cfg.begin_with_end)
     if tokenizer.vocab_size > vocab_size:
-        begun = own if own is not None and own.description() is not None else None
-        sources = {"the run in": begun, "--init-from": train.init_from, "--resume-from": train.resume_from}
-        given = [f"{what} {folder}" for what, folder in sources.items() if folder is not None]  # such a model keeps its size
+        begun = existing if existing is not None and existing.description() is not None else None
+        # A model that was trained before keeps its vocabulary.
+        origins = {"the run in": begun, "--init-from": train.init_from, "--resume-from": train.resume_from}
+        given = [f"{what} {folder}" for what, folder in origins.items() if folder is not None]
         remedy = f"use the tokenizer of {given[0]}" if given else f"set --model-vocab-size {tokenizer.vocab_size}"
         raise ConfigError(
             f"--tokenizer {cfg.tokenizer} has {tokenizer.vocab_size} tokens, the model only {vocab_size}; {remedy}"

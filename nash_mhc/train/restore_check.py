@@ -40,7 +40,9 @@ def wanted_state(checkpoint: Folder) -> TrainState:
         wrong = manifest.problem(checkpoint) or f"this version cannot read its configuration ({error})"
         raise ConfigError(f"{checkpoint}: {wrong}") from error
     device = SingleDeviceSharding(jax.devices("cpu")[0])
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), saved_part(cfg, abstract_state(cfg)))
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), saved_part(abstract_state(cfg), cfg.lora)
+    )
 
 
 def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:

@@ -1,180 +1,169 @@
-"""What a run starts from: its own latest complete checkpoint, another run's, another model's weights, or fresh ones."""
+"""How a run starts: from its own latest complete checkpoint, another run's, pretrained weights, or fresh ones."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flatten_config
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.key_names import key_of_any_kind
-from nash_mhc.config.schema import KIT_SECTIONS, ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import (
+    KIT_SECTIONS,
+    ArchitectureConfig,
+    ConfigError,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TrainConfig,
+)
+from nash_mhc.data.sources import RowSource
 from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.hub.importing import check_fits
-from nash_mhc.model.architectures import abstract_model, check_drawn
+from nash_mhc.model.architectures import abstract_model, architecture_of, check_drawn
 from nash_mhc.model.lora import base_of, on_base
+from nash_mhc.model.protocol import Execution, WarmStart
+from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.registry import carries
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.sharding import with_shardings
+from nash_mhc.parallel.sharding import named_sharding, shardings, with_shardings
 from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import exists, is_remote
 from nash_mhc.telemetry.sinks import without_nan
+from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
+from nash_mhc.train.step import make_objective
 
-# Settings that a resumed run must keep, besides its model: the rows of each step follow from these.
+# Settings that a resumed run must keep besides its model, because they determine the sequences of each step.
 _SAME_DATA = (
     "data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "data.text_field", "data.format",
     "data.template", "data.prompt_template", "data.response_template", "data.loss_on", "data.max_documents",
     "data.validation_fraction", "data.test_fraction", "data.test_split", "data.streaming", "train.seed",
 )  # fmt: skip
-_ROWS_A_STEP = "batch-size x grad-accum"
+_SEQUENCES = "batch-size x grad-accum"  # sequences per step
 
 
-def checkpoint_values(
-    config: dict[str, Any],
-    step: int,
-    *,
-    rows: str,
-    counted: dict[str, Any],
-    metrics: dict[str, Any],
-    evaluation: dict[str, float] | None,
-    base: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the plain values of a checkpoint, beside the arrays.
-
-    `metrics` are those of the step itself, `counted` is what the meter resumes from, `rows` names the data, `base` the
-    weights that the arrays are adapters of.
-    """
-    data, train = config["data"], config["train"]
-    return {
-        "step": step,
-        "config": config,
-        **counted,
-        # Rows are read in an order that follows from the seed, so the count of those read says which ones come next.
-        "data": {"rows_read": step * data["batch_size"] * train["grad_accum"], "rows": rows},
-        # There is no generator whose state could be lost: all randomness of a run follows from these two numbers.
-        "rng": {"seed": train["seed"], "step": step},
-        "metrics": {k: without_nan(v.tolist()) for k, v in metrics.items()},
-        "evaluation": evaluation,
-    } | ({} if base is None else {"base": base})
-
-
-def _with_rows_a_step(values: dict[str, Any]) -> dict[str, Any]:
-    return values | {_ROWS_A_STEP: values["data.batch_size"] * values["train.grad_accum"]}
-
-
-def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> None:
-    """Raise ConfigError unless a resumed run has the same model and, in its own folder, the same data (`rows`)."""
-    if (described := folder.description()) is None:
-        return
-    before, now = _with_rows_a_step(described.config), _with_rows_a_step(flatten_config(cfg.to_dict()))
-    if before["model_kind"] != cfg.model_kind:
-        raise ConfigError(
-            f"{folder} holds another run: --model-kind {before['model_kind']} there, {cfg.model_kind} now; give the same, or "
-            "choose another --checkpoint-dir"
-        )
-    kept = [k for k in now if k.startswith("model.")]
-    if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # averaged weights are there, or they are not
-        kept.append("optim.ema_decay")
-    # Moments are kept of what is trained, and each optimizer has its own. (Runs of before did not say.)
-    before = {"optim.optimizer": "adamw"} | before
-    kept += ["optim.optimizer", "optim.freeze", "optim.train_only"]
-    if before.get("lora.rank") or now["lora.rank"]:  # dropout and what follows from it may change on the way
-        kept += [f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "base_dtype")]
-    for name, kind in KIT_SECTIONS.items():
-        if kind.switch and (before.get(f"{name}.{kind.switch}") or now[f"{name}.{kind.switch}"]):
-            kept += [k for k in now if k.startswith(f"{name}.")]
-    if carries(cfg):  # one part a row
-        kept += ["objective.name", "data.batch_size", "train.grad_accum"]
-    if rows is not None:
-        kept += [k for k in (*_SAME_DATA, _ROWS_A_STEP) if k in before]
-    if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in kept if before.get(k) != now[k]]:
-        raise ConfigError(
-            f"{folder} holds another run: {', '.join(changed)}; {_same_again(before, now, changed)}, or choose another "
-            "--checkpoint-dir"
-        )
-    check_drawn(cfg.model, described.drawn, str(folder))
-    if rows is not None and described.rows != rows:
-        teacher = f" or the model in --distill-teacher {cfg.distill.teacher}" if cfg.distill.teacher else ""
-        raise ConfigError(
-            f"{folder}: the data of --dataset {cfg.data.dataset}{teacher} has changed since this run began; bring it "
-            f"back, or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
-        )
-
-
-def _same_again(before: dict[str, Any], now: dict[str, Any], changed: list[str]) -> str:
-    """Say which flags make the run the same again."""
-    if not any(text.startswith(_ROWS_A_STEP) for text in changed):
-        return "give the same"
-    rows, batch = before[_ROWS_A_STEP], now["data.batch_size"]
-    parts = (batch, rows // batch) if rows % batch == 0 else (before["data.batch_size"], before["train.grad_accum"])
-    keeps = f"--batch-size {parts[0]} --grad-accum {parts[1]} keeps {rows} sequences per step"
-    return keeps if len(changed) == 1 else f"give the same ({keeps})"
-
-
-def _check_nothing_is_lost(folder: RunFolder) -> None:
-    """Raise ConfigError if rows of metrics name lost checkpoints: a fresh start would erase the rows."""
-    if not (last := folder.last_row()):
-        return
-    if folder.missing(()) or last.get("last_checkpoint") is not None:
-        saved = f"that of step {last['last_checkpoint']} is" if last.get("last_checkpoint") is not None else "they are"
-        raise ConfigError(
-            f"{folder}: metrics.jsonl has rows up to step {last.get('step')}, but its checkpoints are missing ({saved} gone); "
-            f"bring them back, or choose another --checkpoint-dir; nothing was changed"
-        )
+# --- checks before anything is written -------------------------------------------------------------------------------
 
 
 def check_resume(cfg: RunConfig, *, rows: str) -> None:
-    """Raise ConfigError unless what the run would resume or start from fits it; nothing is written yet."""
-    wanted, named = cfg.train.resume, cfg.train.checkpoint_dir
-    own = RunFolder(named) if named else None
-    with as_config_error(f"--checkpoint-dir {named}"):
+    """Raise ConfigError unless the run fits what it would resume or start from; `rows` identifies its data."""
+    resume, directory = cfg.train.resume, cfg.train.checkpoint_dir
+    own = RunFolder(directory) if directory else None
+    with as_config_error(f"--checkpoint-dir {directory}"):
         if own and own.is_imported():
             raise ConfigError(
-                f"--checkpoint-dir {named}: holds an imported model, which no run has begun with; start one from it with "
-                f"--init-from {named}, in a folder of its own"
+                f"--checkpoint-dir {directory} holds an imported model, not a run; start a run from it with "
+                f"--init-from {directory} and another --checkpoint-dir"
             )
-        held = own.finished() if own else []
-        if own and not held and not own.set_aside():
+        steps = own.finished() if own else []
+        if own and not steps and not own.set_aside():
             _check_nothing_is_lost(own)
-    if wanted == "never" and held:
-        raise ConfigError(f"--resume never: {named} holds checkpoints (up to step {held[-1]}); choose another --checkpoint-dir")
-    if wanted == "must" and not held and cfg.train.resume_from is None:
-        where = f"{named} holds no checkpoint" if named else "no folder is named"
+    if resume == "never" and steps:
+        raise ConfigError(
+            f"--resume never: {directory} holds checkpoints up to step {steps[-1]}; choose another --checkpoint-dir"
+        )
+    if resume == "must" and not steps and cfg.train.resume_from is None:
+        where = f"{directory} holds no checkpoint" if directory else "no --checkpoint-dir is given"
         raise ConfigError(f"--resume must: {where}; give the --checkpoint-dir of a run that has one")
-    if not held:  # otherwise the run goes on with its own
+    if not steps:  # otherwise the run resumes from its own checkpoint
         if cfg.train.resume_from is not None:
             _check_same_run(other_run("--resume-from", cfg.train.resume_from), cfg, rows=None)
         if cfg.train.init_from is not None:
             _check_weights(cfg.model, cfg.train.init_from, cfg.train.init_step)
         elif cfg.lora.rank and cfg.train.resume_from is None:
             raise ConfigError(
-                "--lora-rank: adapters correct a model that there is; name its folder with --init-from, a run's or a Hugging "
-                "Face model's"
+                "--lora-rank needs a pretrained model; give a run directory or Hugging Face model with --init-from"
             )
     elif own and cfg.train.init_from is not None and not cfg.lora.rank:
-        _check_began_with(own, cfg.train.init_from)
-    if own and own.has_checkpoint():  # without a checkpoint there is nothing that another shape or batch could not suit
+        _check_same_init(own, cfg.train.init_from)
+    if own and own.has_checkpoint():  # without a checkpoint, any shape and batch size fit
         _check_same_run(own, cfg, rows=rows)
 
 
-def _check_began_with(folder: RunFolder, init_from: str) -> None:
-    """Raise ConfigError if the run in this folder began with another model than --init-from."""
+def _check_nothing_is_lost(folder: RunFolder) -> None:
+    """Raise ConfigError if metrics.jsonl has rows but the checkpoints are gone: a fresh start would erase the rows."""
+    last = folder.last_row()
+    if last and (folder.missing(()) or last.get("last_checkpoint") is not None):
+        saved = f", the latest of step {last['last_checkpoint']}" if last.get("last_checkpoint") is not None else ""
+        raise ConfigError(
+            f"{folder}: metrics.jsonl has rows up to step {last.get('step')}, but the checkpoints are missing{saved}; "
+            "restore them, or choose another --checkpoint-dir; nothing was changed"
+        )
+
+
+def _with_sequences(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {_SEQUENCES: values["data.batch_size"] * values["train.grad_accum"]}
+
+
+def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> None:
+    """Raise ConfigError unless the run in `folder` has the same model and, if `rows` is given, the same data."""
+    if (described := folder.description()) is None:
+        return
+    before, now = _with_sequences(described.config), _with_sequences(flatten_config(cfg.to_dict()))
+    if before["model_kind"] != cfg.model_kind:
+        raise ConfigError(
+            f"{folder} holds another run: --model-kind {before['model_kind']} there, {cfg.model_kind} now; give the same, or "
+            "choose another --checkpoint-dir"
+        )
+    before = {"optim.optimizer": "adamw"} | before  # missing in old runs
+    same = [k for k in now if k.startswith("model.")]
+    if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # the state has averaged weights or not
+        same.append("optim.ema_decay")
+    same += ["optim.optimizer", "optim.freeze", "optim.train_only"]  # they determine which moments the state has
+    if before.get("lora.rank") or now["lora.rank"]:  # dropout may change
+        same += [f"lora.{name}" for name in ("rank", "alpha", "targets", "rslora", "base_dtype")]
+    for name, kind in KIT_SECTIONS.items():
+        if kind.switch and (before.get(f"{name}.{kind.switch}") or now[f"{name}.{kind.switch}"]):
+            same += [k for k in now if k.startswith(f"{name}.")]
+    if carries(cfg.objective.name):  # the carry has the shape of a batch
+        same += ["objective.name", "data.batch_size", "train.grad_accum"]
+    if rows is not None:
+        same += [k for k in (*_SAME_DATA, _SEQUENCES) if k in before]
+    if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in same if before.get(k) != now[k]]:
+        remedy = _how_to_restore(before, now, changed)
+        raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; {remedy}, or choose another --checkpoint-dir")
+    check_drawn(cfg.model, described.drawn, str(folder))
+    if rows is not None and described.rows != rows:
+        teacher = f" or the model in --distill-teacher {cfg.distill.teacher}" if cfg.distill.teacher else ""
+        raise ConfigError(
+            f"{folder}: the data of --dataset {cfg.data.dataset}{teacher} has changed since this run began; restore it, "
+            f"or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
+        )
+
+
+def _how_to_restore(before: dict[str, Any], now: dict[str, Any], changed: list[str]) -> str:
+    """Return which flags restore the settings of the run."""
+    if not any(text.startswith(_SEQUENCES) for text in changed):
+        return "give the same"
+    sequences, batch = before[_SEQUENCES], now["data.batch_size"]
+    split = (batch, sequences // batch) if sequences % batch == 0 else (before["data.batch_size"], before["train.grad_accum"])
+    keeps = f"--batch-size {split[0]} --grad-accum {split[1]} keeps {sequences} sequences per step"
+    return keeps if len(changed) == 1 else f"give the same ({keeps})"
+
+
+def _check_same_init(folder: RunFolder, init_from: str) -> None:
+    """Raise ConfigError if the run in this directory started from another model than --init-from."""
     if (described := folder.description()) is None:
         return
     began = (described.init_from or {}).get("folder") or described.config.get("train.init_from")
-    whole = lambda name: name if is_remote(name) else str(Path(name).expanduser().absolute())
-    if began is None or whole(began) != whole(init_from):
+    absolute = lambda name: name if is_remote(name) else str(Path(name).expanduser().absolute())
+    if began is None or absolute(began) != absolute(init_from):
         raise ConfigError(
-            f"--init-from {init_from}: {folder} holds a run already, which began with {began or 'fresh weights'}; choose "
-            f"another --checkpoint-dir, or leave --init-from out to go on with that run"
+            f"--init-from {init_from}: {folder} holds a run that started from {began or 'fresh weights'}; choose another "
+            "--checkpoint-dir, or leave out --init-from to resume that run"
         )
 
 
@@ -182,11 +171,14 @@ def _check_weights(model: ArchitectureConfig, name: str, step: int | None) -> No
     """Raise ConfigError unless the weights that --init-from names fit this model."""
     if is_remote(name) or not is_hub_folder(name):
         folder = other_run("--init-from", name)
-        _check_has_step(folder, step)
+        steps = folder.steps()
+        if not steps or (step is not None and step not in steps):
+            flag, there = "" if step is None else f" --init-step {step}", ", ".join(map(str, steps)) or "none"
+            raise ConfigError(f"--init-from {folder}{flag}: no such checkpoint there; it has {there}")
         _check_shapes(model, folder)
         return
     if step is not None:
-        raise ConfigError(f"--init-step {step}: {name} is a Hugging Face model, and has no steps")
+        raise ConfigError(f"--init-step {step}: {name} is a Hugging Face model and has no steps; leave --init-step out")
     if not isinstance(model, ModelConfig):
         raise ConfigError(f"--init-from {name}: a Hugging Face model cannot become a {model.architecture}")
     weights = HubFolder(name)
@@ -195,11 +187,11 @@ def _check_weights(model: ArchitectureConfig, name: str, step: int | None) -> No
 
 
 def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:
-    """Raise ConfigError if the parameters of the model and those in the folder differ in shape."""
+    """Raise ConfigError if the parameters of the model and those in the directory differ in shape."""
     try:
         theirs = folder.config().model
     except ConfigError:
-        return  # lost, or of another version: reading the weights will find out
+        return  # run.json is missing or of another version: reading the weights finds any difference
     if type(model) is not type(theirs) or _shapes(model) == _shapes(theirs):
         return
     was, now = vars(theirs), vars(model)
@@ -210,17 +202,16 @@ def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:
     raise ConfigError(
         f"--init-from {folder}: its weights have other shapes: "
         + ", ".join(f"model.{name} {was[name]} there, {now[name]} now" for name in alone)
-        + f"; leave {' and '.join(flags)} out, or train from fresh weights without --init-from"
+        + f"; leave out {' and '.join(flags)}, or train from fresh weights without --init-from"
     )
 
 
 def _shapes(model: ArchitectureConfig) -> dict[str, Any]:
-    """Return the shape of each parameter by name."""
     return {name: array.shape for name, array in named_leaves(abstract_model(model)).items()}
 
 
 def _shapes_differ(model: ArchitectureConfig, name: str, value: Any) -> bool:
-    """Whether this key alone changes the shapes of the model."""
+    """Return whether this key alone changes the shapes of the model."""
     try:
         return _shapes(dataclasses.replace(model, **{name: value})) != _shapes(model)  # type: ignore[type-var]
     except ConfigError:
@@ -228,7 +219,7 @@ def _shapes_differ(model: ArchitectureConfig, name: str, value: Any) -> bool:
 
 
 def other_run(flag: str, name: str) -> RunFolder:
-    """Return the folder of another run; ConfigError if it has no checkpoints."""
+    """Return the directory of another run; raise ConfigError if it has no checkpoints."""
     with as_config_error(f"{flag} {name}"):
         found = exists(RunFolder(name).checkpoints, kind="directory")
     if not found:
@@ -236,80 +227,112 @@ def other_run(flag: str, name: str) -> RunFolder:
     return RunFolder(name)
 
 
-def _check_has_step(folder: RunFolder, step: int | None) -> None:
-    steps = folder.steps()
-    if not steps or (step is not None and step not in steps):
-        asked, there = "" if step is None else f" --init-step {step}", ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"--init-from {folder}{asked}: no such checkpoint there; it has {there}")
+# --- the state that a run starts from --------------------------------------------------------------------------------
+
+
+def checkpoint_values(
+    config: dict[str, Any],
+    step: int,
+    *,
+    rows: str,
+    counts: dict[str, Any],
+    metrics: dict[str, Any],
+    evaluation: dict[str, float] | None,
+    base: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the values that a checkpoint holds besides its arrays.
+
+    `metrics` are those of the step itself, `counts` is what the meter resumes from, `rows` identifies the data, and
+    `base` names the model that the arrays are adapters of.
+    """
+    data, train = config["data"], config["train"]
+    return {
+        "step": step,
+        "config": config,
+        **counts,
+        # The order of the sequences follows from the seed, so this count determines the next ones.
+        "data": {"rows_read": step * data["batch_size"] * train["grad_accum"], "rows": rows},
+        # All random numbers of a run follow from these two: there is no generator state to save.
+        "rng": {"seed": train["seed"], "step": step},
+        "metrics": {k: without_nan(v.tolist()) for k, v in metrics.items()},
+        "evaluation": evaluation,
+    } | ({} if base is None else {"base": base})
 
 
 class Start(NamedTuple):
-    """The state that a run starts from, and what is known about it."""
+    """The state that a run starts from, and its origin."""
 
     state: TrainState
     step: int  # steps done
-    values: dict[str, Any]  # saved beside it
-    origin: str  # in words
-    own: bool = False  # whether this very run has saved it
-    before: Description | None = None  # what is known of the run that it goes on with
-    init_from: dict[str, Any] | None = None  # whose weights it began with
+    values: dict[str, Any]  # the other values of its checkpoint
+    origin: str  # a description for the terminal
+    own: bool = False  # whether this run saved it
+    before: Description | None = None  # run.json of the run that it continues
+    init_from: dict[str, Any] | None = None  # the pretrained weights that the run began with
 
     @property
     def history(self) -> list[dict[str, Any]]:
         return self.before.history if self.before is not None else []
 
     def evaluation_missing(self, train: TrainConfig) -> bool:
-        """Whether the run was stopped during the evaluation of this step, which must then be repeated."""
+        """Return whether the run stopped during the evaluation of this step, which must then be repeated."""
         interval = 1 if self.step >= train.total_steps else train.eval_interval
         due = self.own and self.step > 0 and interval > 0 and self.step % interval == 0
         return due and self.values.get("evaluation") is None
 
 
 def starting_state(
-    cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None], fresh: Callable[[], Any | None] = lambda: None
+    cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None], source: RowSource | None = None
 ) -> Start:
-    """Return the folder's own latest checkpoint, else that of --resume-from, else fresh weights: `fresh()` or drawn."""
+    """Return the run's own latest complete checkpoint, else that of --resume-from, else --init-from or fresh weights.
 
-    def newest(source: Store, **options: bool) -> int | None:
-        found: int | None = from_leader(lambda: source.latest_complete(say, **options))  # one process verifies for all
-        source.mark_verified(found)
-        return found
+    Fresh weights of an architecture with a warm start are solved for with batches of `source`.
+    """
 
-    def restored(source: Store, step: int, name: str) -> Start:
-        run = RunFolder(source.folder.parent)
-        state, values = source.restore(step, saved_part(cfg, sharded_abstract_state(cfg, mesh)))
-        before = run.description()
-        init_from = before.init_from if before else None
-        if cfg.lora.rank:
-            init_from = stored.base_record(run, step)
-            if cfg.train.init_from is not None:  # it may lie elsewhere by now: its hash says whether it is the same
-                init_from |= {"folder": stored.absolute(cfg.train.init_from)}
-            base = stored.read(init_from, base_of(abstract_state(cfg).model), lambda shape: with_shardings(shape, mesh), say)
-            state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
-        return Start(state, step, values, f"step {step} of {name}", source is store, before, init_from)
+    def latest_complete(store: Store, **options: bool) -> int | None:
+        step: int | None = from_leader(lambda: store.latest_complete(say, **options))  # one process verifies for all
+        store.mark_verified(step)
+        return step
 
-    if (latest := newest(store, set_aside=True)) is not None:
-        return restored(store, latest, "this run")
-    if cfg.train.resume_from is not None:
-        with Store(cfg.train.resume_from) as other:
-            if (latest := newest(other)) is None:
-                raise ConfigError(f"--resume-from {cfg.train.resume_from}: its checkpoints folder holds no finished checkpoint")
+    if (latest := latest_complete(store, set_aside=True)) is not None:
+        return _restored(cfg, mesh, store, latest, "this run", say, own=True)
+    if (name := cfg.train.resume_from) is not None:
+        with Store(name) as other:
+            if (latest := latest_complete(other)) is None:
+                raise ConfigError(f"--resume-from {name}: no complete checkpoint there")
             if latest >= cfg.train.total_steps:
                 raise ConfigError(
-                    f"--resume-from {cfg.train.resume_from}: is at step {latest} already, and --total-steps is "
-                    f"{cfg.train.total_steps}; raise it to go on, or start anew from its weights with --init-from"
+                    f"--resume-from {name} is at step {latest} already, and --total-steps is {cfg.train.total_steps}; raise "
+                    "--total-steps, or start a new schedule from its weights with --init-from"
                 )
-            return restored(other, latest, f"{cfg.train.resume_from}, with its optimizer, schedule and step count")
+            return _restored(cfg, mesh, other, latest, f"{name}, with its optimizer, schedule and step count", say)
     if cfg.train.resume == "must":
-        raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no finished checkpoint; use --resume auto")
+        raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no complete checkpoint; use --resume auto")
     if cfg.train.init_from is not None:
         return _from_weights(cfg, mesh, cfg.train.init_from, say)
-    model = fresh()
+    model = None if source is None else warm_model(cfg, source, mesh, say)
     return Start(create_state(cfg, mesh, model), 0, {}, "fresh weights" if model is None else "weights that were solved for")
 
 
+def _restored(
+    cfg: RunConfig, mesh: Mesh, store: Store, step: int, name: str, say: Callable[[str], None], *, own: bool = False
+) -> Start:
+    """Return the state of a checkpoint, with the base model if the checkpoint holds only adapters."""
+    run = RunFolder(store.folder.parent)
+    state, values = store.restore(step, saved_part(sharded_abstract_state(cfg, mesh), cfg.lora))
+    before = run.description()
+    init_from = before.init_from if before else None
+    if cfg.lora.rank:
+        init_from = stored.base_record(run, step)
+        if cfg.train.init_from is not None:  # the base may have moved; `stored.read` compares its hash
+            init_from |= {"folder": stored.absolute(cfg.train.init_from)}
+        base = stored.read(init_from, base_of(abstract_state(cfg).model), lambda shape: with_shardings(shape, mesh), say)
+        state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
+    return Start(state, step, values, f"step {step} of {name}", own, before, init_from)
+
+
 def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, say: Callable[[str], None]) -> Start:
-    """Return the weights of another run (averaged ones if it has them) or a Hugging Face folder; the rest is fresh."""
+    """Return the weights of another run (averaged ones if it has them) or a Hugging Face model; the rest is fresh."""
     record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0, say=say)
     base = base_of(abstract_state(cfg).model)
     model = stored.read(record, base, lambda shape: with_shardings(shape, mesh), say, verified=True)
@@ -317,3 +340,58 @@ def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, say: Callable[[str], No
     averaged = "averaged " * record.get("averaged", False)
     origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"
     return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=record)
+
+
+# --- weights that are solved for (`Architecture.warm_start`) ---------------------------------------------------------
+
+
+def warm_model(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Any | None:
+    """Return a fresh model with weights solved for from the run's first batches; None without a warm start.
+
+    Of the solutions and the initial weights, return those with the lowest loss on the next batch.
+    """
+    warm_start = architecture_of(cfg.model).warm_start(cfg.model)
+    if warm_start is None:
+        return None
+    with jax.set_mesh(mesh):
+        return _solved(warm_start, cfg, source, mesh, say)
+
+
+def _solved(warm_start: WarmStart, cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Any:
+    on_mesh = shardings(abstract_model(cfg.model), mesh)
+    init = jax.jit(lambda key: architecture_of(cfg.model).init(cfg.model, key=key), out_shardings=on_mesh)
+    model = init(jax.random.key(cfg.train.seed))
+    execution = Execution(cfg.train.dtype, "none", cfg.train.attention, source.most_documents)
+    # The default objective: another one may need a teacher.
+    objective = make_objective(
+        dataclasses.replace(cfg, objective=ObjectiveConfig()), source, most_documents=source.most_documents
+    )
+
+    @functools.partial(jax.jit, out_shardings=named_sharding(mesh))
+    def sums(model: Any, batch: Batch) -> Any:
+        of_part = lambda part: warm_start.sums(model, part.inputs, part.targets, part.segments, part.weights, execution)
+        return jax.tree.map(lambda a: a.sum(axis=0), jax.lax.map(of_part, batch))
+
+    @jax.jit
+    def loss(model: Any, batch: Batch) -> Any:
+        total = objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums["loss"]
+        return total.total / total.weight
+
+    put = jax.jit(warm_start.put, out_shardings=on_mesh)
+    rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed)
+    total: Any = None
+    try:
+        batches = prefetched(itertools.islice(rows, warm_start.batches + 1), mesh)
+        for batch in itertools.islice(batches, warm_start.batches):
+            added = jax.tree.map(lambda a: np.asarray(a, np.float64), sums(model, batch))
+            total = added if total is None else jax.tree.map(np.add, total, added)
+        last = next(batches)
+    finally:
+        rows.close()
+    best = before = float(loss(model, last))
+    for weights in warm_start.solutions(total):
+        candidate = put(model, weights)
+        if (candidate_loss := float(loss(candidate, last))) < best or math.isnan(best):
+            model, best = candidate, candidate_loss
+    say(f"solved for weights with {warm_start.batches} batches: loss {before:.4f} -> {best:.4f} on the next batch")
+    return model

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Changes:
     return {k: [before[k], v] for k, v in now.items() if k in before and k not in _NO_SETTINGS and before[k] != v}
 
 
-def change_lines(changed: Changes, config: dict[str, Any], updates: int) -> list[str]:
-    """Lines about changed settings of a run with this configuration now, which has made so many updates before."""
+def describe_changes(changed: Changes, config: dict[str, Any], updates: int, say: Callable[[str], None]) -> None:
+    """Say which settings changed since the run's last start; `config` are those now, after `updates` updates."""
     if not changed:
-        return []
-    lines = ["settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())]
+        return
+    say("settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
     if _OF_SCHEDULE & set(changed):
         values = {name: dict(part) if isinstance(part, dict) else part for name, part in config.items()}
         for key, (old, _) in changed.items():
@@ -153,11 +153,10 @@ def change_lines(changed: Changes, config: dict[str, Any], updates: int) -> list
         was, now, end = (
             float(learning_rate(h, n)) for h, n in ((before, updates), (after, updates), (after, int(after.total)))
         )
-        lines.append(
-            f"the learning rate of the next step is {now:.2e}, with the settings before it would be {was:.2e}; "
+        say(
+            f"learning rate of the next step: {now:.2e} (was {was:.2e} with the old settings); "
             f"{config['optim']['schedule']} now ends at step {config['train']['total_steps']} with {end:.2e}"
         )
-    return lines
 
 
 def _with_changes(history: list[dict[str, Any]], changed: Changes, step: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Samples: what the model writes at an evaluation, from the same prompt and random numbers every time."""
+"""Samples: text that the model generates at an evaluation, always from the same prompt and random numbers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from nash_mhc.runtime.hardware import device_memory
 
 T = TypeVar("T")
 TEMPERATURE = 0.8
-_LONGEST = 2048  # tokens of context at most
-_SHARE = 0.25  # of a device's memory that a copy of the weights may take
-_LARGEST = 1_000_000_000  # parameters, if a device does not report its memory
+_MAX_CONTEXT = 2048  # tokens
+_MEMORY_SHARE = 0.25  # of a device's memory that a copy of the weights may take
+_MAX_PARAMETERS = 1_000_000_000  # if a device does not report its memory
 
 
 class Samples:
-    """Writes samples in the first process; the others help to gather the weights.
+    """Generates text in process 0, on one device, from a copy of all weights in the compute dtype.
 
-    One device writes, with a copy of all weights in the compute dtype: the others wait, and no token crosses the mesh.
-    A model that is too large for such a copy writes nothing.
+    The other devices wait, so no token crosses the mesh. A model that is too large for such a copy generates nothing.
     """
 
     def __init__(
@@ -47,15 +46,15 @@ class Samples:
         self._tokenizer, self._mesh, self._say = tokenizer, mesh, say
         platform = mesh.devices.flat[0].platform
         self._dtype = "float32" if platform == "cpu" else dtype
-        self._count, self._seq_len = telemetry.sample_tokens, min(seq_len, _LONGEST)
+        self._count, self._seq_len = telemetry.sample_tokens, min(seq_len, _MAX_CONTEXT)
         prompt = telemetry.sample_prompt or ""
         self._prompt = begun(tokenizer, tokenizer.encode(prompt).tolist())
         if self._count and not _fits(count_parameters(model), mesh, self._dtype):
-            say("no samples are written: a copy of the model is too large for one device beside the run")
+            say("no samples: a second copy of the model does not fit on one device")
             self._count = 0
 
     def write(self, model: LanguageModel) -> str | None:
-        """Return a sample; None if none is wanted, the model is too large, or in other processes than the first."""
+        """Return a sample; None if samples are off, the model is too large, or this is not process 0."""
 
         def text(local: LanguageModel) -> str:
             tokens = generate_tokens(
@@ -64,49 +63,42 @@ class Samples:
             )  # fmt: skip
             return "".join(stream_text(tokens, self._tokenizer))
 
-        return self._written(model, text)
+        return self._generated(model, text)
 
     def answer(self, model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[str] | None:
-        """Return the greedy answer to each prompt; None as in `write`."""
+        """Return the greedy answer to each prompt; None as in `write`, or without prompts."""
 
         def texts(local: LanguageModel) -> list[str]:
             answers: list[list[int]] = [[] for _ in prompts]
-            room, ends = self._seq_len, [self._tokenizer.end]
-            how = Drawn(temperature=0.0)
-            for row, token in generate_rows(
-                local, prompts, how, seq_len=room, ends=ends, max_tokens=self._count, dtype=self._dtype, at_once=MANY
-            ):
+            generated = generate_rows(
+                local, prompts, Drawn(temperature=0.0), seq_len=self._seq_len, ends=[self._tokenizer.end],
+                max_tokens=self._count, dtype=self._dtype, at_once=MANY,
+            )  # fmt: skip
+            for row, token in generated:
                 answers[row].append(token)
             return [self._tokenizer.decode(np.asarray(answer)) for answer in answers]
 
-        return self._written(model, texts) if prompts else None
+        return self._generated(model, texts) if prompts else None
 
-    def _written(self, model: LanguageModel, write: Callable[[LanguageModel], T]) -> T | None:
+    def _generated(self, model: LanguageModel, generate: Callable[[LanguageModel], T]) -> T | None:
         if not self._count:
             return None
         try:
             with jax.transfer_guard("allow"):  # tokens cross between host and device
-                local = self._on_one_device(model)
-                return None if jax.process_index() > 0 else write(local)
-        except Exception as error:  # a sample is no reason to stop a run
+                replicated = model if self._mesh.size == 1 else _replicate(self._mesh, self._dtype)(model)
+                # Also on a mesh of one device: the decoding cache is not on a mesh, and with weights that are, its
+                # program would be compiled twice.
+                local = jax.tree.map(lambda a: a.addressable_data(0), replicated)
+                return None if jax.process_index() > 0 else generate(local)
+        except Exception as error:  # a failed sample must not stop the run
             self._count = 0
             reason = (str(error).splitlines() or [""])[0]
-            self._say(f"no more samples are written ({type(error).__name__}: {reason}); training goes on")
+            self._say(f"sampling failed ({type(error).__name__}: {reason}); training continues without samples")
             return None
-
-    def _on_one_device(self, model: LanguageModel) -> LanguageModel:
-        everywhere = model if self._mesh.size == 1 else _copied(model, self._mesh, self._dtype)
-        # On a mesh of one device, too: next to a cache that is on a device and not on a mesh, the program would be
-        # compiled once for that cache and again for the one that it returns.
-        return jax.tree.map(lambda a: a.addressable_data(0), everywhere)
-
-
-def _copied(model: Any, mesh: Mesh, dtype: str) -> Any:
-    return _program(mesh, dtype)(model)
 
 
 @functools.lru_cache(4)
-def _program(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
+def _replicate(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
     return jax.jit(lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named_sharding(mesh))
 
 
@@ -114,5 +106,5 @@ def _fits(parameters: int, mesh: Mesh, dtype: str) -> bool:
     local = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     memory = device_memory(local)
     if memory is None:
-        return parameters <= _LARGEST
-    return parameters * jnp.dtype(dtype).itemsize <= _SHARE * memory
+        return parameters <= _MAX_PARAMETERS
+    return parameters * jnp.dtype(dtype).itemsize <= _MEMORY_SHARE * memory

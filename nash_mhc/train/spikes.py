@@ -1,4 +1,4 @@
-"""Spikes: steps whose objective (what is minimized) or gradient norm stands far above those of the steps before."""
+"""Spikes: steps whose objective (the quantity that is minimized) or gradient norm is far above the recent median."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-KEPT = 64  # steps that a new one is compared with
-MEASURES = {"objective": "training objective", "grad_norm": "gradient norm"}  # name among the metrics -> in words
+KEPT = 64  # recent steps that a new one is compared with
+MEASURES = {"objective": "training objective", "grad_norm": "gradient norm"}  # name in the metrics -> name in messages
 _NORMAL = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
-# Of the median: where values hardly vary, a hair's breadth is no spike. Gradient norms have a long tail, single batches
-# of several times the median are ordinary, and clipping takes care of them.
-_LEAST_SPREAD = {"objective": 0.02, "grad_norm": 0.25}
+# Smallest spread as a share of the median: if values hardly vary, a tiny increase is no spike. Gradient norms have a
+# long tail: single batches of several times the median are ordinary, and clipping handles them.
+_MIN_SPREAD = {"objective": 0.02, "grad_norm": 0.25}
 
 
 class Recent(eqx.Module):
-    """The last finite values of each measure, in a ring. Part of the state:
-    a resumed run judges as the unbroken one does."""
+    """The last finite values of each measure in a ring buffer; part of the state, so it survives restarts."""
 
     values_MN: Float[Array, "M N"]
-    count: Int[Array, ""]  # finite values seen so far: the next one goes to count mod N
-    spikes: Int[Array, ""]  # over the whole run
+    count: Int[Array, ""]  # finite values seen so far; the next one is written at index count mod N
+    spikes: Int[Array, ""]  # in the whole run
 
     @staticmethod
     def empty() -> Recent:
@@ -35,35 +34,35 @@ def _median(values_MN: Float[Array, "M N"]) -> Float[Array, " M"]:
 
 
 def scores(recent: Recent, values_M: Float[Array, " M"]) -> Float[Array, " M"]:
-    """How far each value lies above the median of the last ones, in robust standard deviations; below it: 0.
+    """Return how far each value is above the recent median, in robust standard deviations; 0 if it is below.
 
-    0, too, until the ring is full: the first steps of a run fall too fast to say what is usual.
+    The score is 0 until the ring is full: at the start of a run, losses fall too fast to define a usual level.
     """
-    # Both measures in one array: two sorts of a few numbers are all that this costs a step.
+    # Both measures are in one array: per step, this costs two sorts of a few numbers.
     median_M = _median(recent.values_MN)
     spread_M = _NORMAL * _median(jnp.abs(recent.values_MN - median_M[:, None]))
-    least_M = jnp.array([_LEAST_SPREAD[name] for name in MEASURES]) * jnp.abs(median_M)
+    least_M = jnp.array([_MIN_SPREAD[name] for name in MEASURES]) * jnp.abs(median_M)
     spread_M = jnp.maximum(spread_M, least_M) + 1e-6  # for values that are all 0
     usable = jnp.isfinite(values_M).all() & (recent.count >= KEPT)
     return jnp.where(usable, jnp.maximum((values_M - median_M) / spread_M, 0.0), 0.0)
 
 
 def remember(recent: Recent, values_M: Float[Array, " M"], spike: Bool[Array, ""]) -> Recent:
-    """With these values in the ring, unless one of them is not finite.
+    """Return the ring with these values added, unless one of them is not finite.
 
-    A spike enters as well: a few of them do not move a median, and a real change of level is what is usual after half a
-    ring; were it kept out, every step after it would be a spike for ever.
+    Spikes are added, too. A few do not move the median, and after a lasting change of level the new level becomes usual
+    within half a ring; without them, every later step would count as a spike.
     """
     finite = jnp.isfinite(values_M).all()
     values_MN = recent.values_MN.at[:, recent.count % KEPT].set(values_M)
     return Recent(jnp.where(finite, values_MN, recent.values_MN), recent.count + finite, recent.spikes + spike)
 
 
-def line(step: int, metrics: dict[str, Any], skipped_in_a_row: int) -> str | None:
-    """The line about a step that was skipped or was a spike; None about an ordinary one."""
-    update = f"its update was skipped ({skipped_in_a_row} in a row)" if skipped_in_a_row else "its update was taken"
+def message(step: int, metrics: dict[str, Any], skipped_in_a_row: int) -> str | None:
+    """Return the message about a step that was skipped or was a spike; None for an ordinary step."""
+    update = f"update skipped ({skipped_in_a_row} in a row)" if skipped_in_a_row else "update applied"
     if metrics["empty"]:
-        return f"step {step}: none of its tokens counts in the loss; it changes nothing"
+        return f"step {step}: no token of its batch counts in the loss; it changes nothing"
     if metrics["spike"]:
         measure = max(MEASURES, key=lambda name: metrics[f"spike_score/{name}"])
         score = metrics[f"spike_score/{measure}"]

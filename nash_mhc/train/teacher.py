@@ -26,7 +26,7 @@ from nash_mhc.parallel.mesh import check_fit
 from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.files import digest_of
-from nash_mhc.train.programs import room_for
+from nash_mhc.train.step import padded_attention_length
 
 Say = Callable[[str], None]
 
@@ -62,8 +62,9 @@ def finder(
         train=TrainConfig(dtype=loaded.dtype, remat="none"),
     )
     cfg = for_platform(cfg, mesh.devices.flat[0].platform)
+    length = padded_attention_length(cfg.model.alignment, source)
     execution = Execution(
-        cfg.train.dtype, "none", cfg.train.attention, source.most_documents, room_for(cfg, source),
+        cfg.train.dtype, "none", cfg.train.attention, source.most_documents, length,
         captures=("layer_output",) if layers else (),
         evaluates=True,
     )  # fmt: skip

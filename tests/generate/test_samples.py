@@ -74,10 +74,10 @@ def test_it_is_never_a_reason_to_stop(trained, monkeypatch):
     monkeypatch.setattr(samples, "stream_text", lambda tokens, tokenizer: 1 / 0)
     broken = of_run(one_device(), said.append)
     assert broken.write(trained.state.model) is broken.write(trained.state.model) is None
-    assert said == ["no more samples are written (ZeroDivisionError: division by zero); training goes on"]
-    monkeypatch.setattr(samples, "_LARGEST", 1000)
+    assert len(said) == 1 and "ZeroDivisionError: division by zero" in said[0]
+    monkeypatch.setattr(samples, "_MAX_PARAMETERS", 1000)
     assert of_run(one_device(), said.append).write(trained.state.model) is None
-    assert said[1:] == ["no samples are written: a copy of the model is too large for one device beside the run"]
+    assert len(said) == 2 and said[1].startswith("no samples: ")
 
 
 def test_training_ends_with_the_last_one(trained, monkeypatch, capsys):

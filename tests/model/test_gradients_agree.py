@@ -12,8 +12,8 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.device_batches import to_device
-from nash_mhc.train.programs import make_objective
 from nash_mhc.train.state import state_shardings
+from nash_mhc.train.step import make_objective
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 2, 1), (2, 1, 4), (1, 4, 2)]
 

@@ -16,7 +16,7 @@ from nash_mhc.model.captures import recording
 from nash_mhc.model.health import summary
 from nash_mhc.model.multiscale import Multiscale, report
 from nash_mhc.telemetry.terminal import Reporter
-from nash_mhc.train.meter import Interval
+from nash_mhc.train.log import Interval
 
 CFG = small.nash_config()
 L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams

@@ -16,7 +16,7 @@ from nash_mhc.config.schema import ConfigError, ObjectiveConfig
 from nash_mhc.objectives import registry
 from nash_mhc.objectives.base import Aux, Sum, means
 from nash_mhc.train.devices import resolve
-from nash_mhc.train.programs import make_objective
+from nash_mhc.train.step import make_objective
 
 
 def with_objective(cfg, name, **settings):

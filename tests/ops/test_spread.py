@@ -21,8 +21,7 @@ from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
 from nash_mhc.ops.spread import gather, plan, spread
 from nash_mhc.parallel.sharding import shardings
-from nash_mhc.train import programs
-from nash_mhc.train.programs import make_objective
+from nash_mhc.train.step import make_objective, padded_attention_length
 
 STRIDE = small.NASH.coarsest_stride  # 4
 T, ROOM = 48, 64
@@ -163,7 +162,7 @@ def test_rows_of_attention_are_whole_blocks_whatever_the_strides(ratio, scales):
     source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
     for needed in (1, 100, 129, 600):
         source.room = needed
-        room = programs.room_for(cfg, source)
+        room = padded_attention_length(cfg.model.alignment, source)
         assert room >= needed
         assert room % cfg.model.coarsest_stride == 0
         assert room < needed + 2 * max(128, cfg.model.coarsest_stride)

@@ -16,7 +16,8 @@ from nash_mhc.runtime import compiler_options
 from nash_mhc.runtime.compat.jax import write_programs_whole
 from nash_mhc.runtime.compiled import CompiledStep, Program, is_compiling, remove_programs, use_compilation_cache
 from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
-from nash_mhc.train.programs import compile_evaluation, compile_train_step
+from nash_mhc.train.evaluate import compile_evaluation
+from nash_mhc.train.step import compile_train_step
 
 
 def test_what_was_compiled_in_the_background_is_what_runs():

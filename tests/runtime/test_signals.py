@@ -74,7 +74,7 @@ def test_while_the_evaluation_is_still_being_compiled(tmp_path):
     flags = "--total-steps 4 --eval-interval 2 --log-interval 1".split()
     life = TrainingProcess(tmp_path / "run", *flags, NO_PROGRAM_OF_THE_EVALUATION="1")
     assert life.until("step 2/4").send().end() == TRY_AGAIN
-    assert "the evaluation at step 2 is broken off" in life.said
+    assert "the evaluation at step 2 was interrupted" in life.said
     assert checkpoints(tmp_path / "run") == [2]
     assert TrainingProcess(tmp_path / "run", *flags).end() == 0
     assert [row["step"] for row in rows(tmp_path / "run", "eval.jsonl")] == [2, 4]

@@ -3,6 +3,7 @@ they change nothing, are counted and told, and too many in a row stop the run.""
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,7 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import module_command
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.train import run
-from nash_mhc.train.programs import make_objective
-from nash_mhc.train.step import make_train_step
+from nash_mhc.train.step import make_objective, make_train_step
 
 
 def poisoned(cfg, seed, value=np.nan):
@@ -75,7 +75,7 @@ def test_skipped_steps_are_counted_and_told_and_a_continued_run_counts_on(poison
     poison |= {2, 5}
     train = dataclasses.replace(RUN.train, checkpoint_dir=str(tmp_path / "run"), total_steps=3)
     run(dataclasses.replace(RUN, train=train))
-    assert "step 2: loss or gradients are not finite; its update was skipped (1 in a row)" in capsys.readouterr().out
+    assert "step 2: loss or gradients are not finite; update skipped (1 in a row)" in capsys.readouterr().out
     result = at(tmp_path / "run")
     logged = rows(tmp_path / "run")
     assert {row["step"]: row["skipped"] for row in logged} == {2: 1, 3: 1, 4: 1, 6: 2}
@@ -88,11 +88,11 @@ def test_too_many_in_a_row_stop_the_run_and_name_checkpoint_and_step(poison, tmp
     poison |= {1, 3, 4, 5, 6}
     with pytest.raises(ConfigError) as stopped:
         at(tmp_path / "run", checkpoint_interval=2, max_bad_steps=3, total_steps=9)
-    assert str(stopped.value) == (
-        "steps 3 to 5 had no finite loss and gradients, and were skipped; the run stops here; the last checkpoint before "
-        "them is step 2; step 3 read rows 16, 17, 18, 19, 20, 21, 22, 23 of stories; look at them with "
-        + module_command("nash_mhc.data", "inspect", str(tmp_path / "run"), "--step", "3")
+    error = str(stopped.value)
+    assert re.search(
+        r"steps 3 to 5 .*--max-bad-steps 3.* checkpoint .* step 2; step 3 read rows 16, .*, 23 of stories; ", error
     )
+    assert error.endswith(module_command("nash_mhc.data", "inspect", str(tmp_path / "run"), "--step", "3"))
     # The remedy is found: without the bad rows the same command goes on.
     poison.clear()
     at(tmp_path / "run", checkpoint_interval=2)
@@ -110,7 +110,7 @@ def test_a_resumed_run_goes_on_counting_skipped_steps(poison, tmp_path):
 
 def test_without_a_checkpoint_before_them_that_is_said_and_zero_never_stops(poison, tmp_path):
     poison |= set(range(1, 5))
-    with pytest.raises(ConfigError, match=r"steps 1 to 2 had no .*; there is no checkpoint before them; step 1 read rows 0, "):
+    with pytest.raises(ConfigError, match=r"steps 1 to 2 had no .*; no checkpoint before them; step 1 read rows 0, "):
         at(tmp_path / "a", max_bad_steps=2)
     result = at(tmp_path / "b", max_bad_steps=0)
     assert int(result.state.step) == 2

@@ -14,8 +14,8 @@ from nash_mhc.bench.aot import communicating, count_collectives
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.train.device_batches import abstract_batch
-from nash_mhc.train.programs import make_objective
 from nash_mhc.train.state import sharded_abstract_state
+from nash_mhc.train.step import make_objective
 
 STORED = Path(__file__).parent / "expected_collectives.json"
 

@@ -29,7 +29,7 @@ def state():
 def saved(folder, state, *, step=4, cfg=CFG):
     with Store(folder) as store:
         store.save(
-            step, state, checkpoint_values(cfg.to_dict(), step, rows="stories-2", counted={}, metrics={}, evaluation=None)
+            step, state, checkpoint_values(cfg.to_dict(), step, rows="stories-2", counts={}, metrics={}, evaluation=None)
         )
     return folder / "checkpoints" / str(step)
 

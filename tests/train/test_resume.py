@@ -142,7 +142,7 @@ def test_a_run_without_a_whole_checkpoint_stops_and_keeps_its_rows(tmp_path):
 
 
 def test_never_and_must_are_kept_to(unbroken, tmp_path):
-    with pytest.raises(ConfigError, match=r"--resume never: \S+ holds checkpoints \(up to step 6\); choose another"):
+    with pytest.raises(ConfigError, match=r"--resume never: \S+ holds checkpoints .*step 6; .*--checkpoint-dir"):
         at(unbroken.folder, resume="never")
     with pytest.raises(ConfigError, match=r"--resume must: \S+ holds no checkpoint; give the --checkpoint-dir"):
         at(tmp_path / "run", resume="must")
@@ -156,9 +156,7 @@ def test_rows_whose_checkpoints_are_missing_are_not_erased(tmp_path):
     at(folder, checkpoint_interval=2, log_interval=1)  # the second save waits for the first, and later rows know of it
     (folder / "checkpoints").rename(tmp_path / "kept")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    missing = (
-        r"metrics\.jsonl has rows up to step 6, but its checkpoints are missing \(that of step [24] is gone\); bring them back"
-    )
+    missing = r"metrics\.jsonl has rows up to step 6, .*checkpoints are missing.* step [24];.* --checkpoint-dir"
     for make_folder in (False, True):  # it is gone; it is there and empty, as a run leaves it that has not saved yet
         if make_folder:
             (folder / "checkpoints").mkdir()
@@ -172,7 +170,7 @@ def test_rows_whose_checkpoints_are_missing_are_not_erased(tmp_path):
     # A run that was killed before its first checkpoint has rows, too, and just begins again.
     at(tmp_path / "killed", total_steps=4)
     shutil.rmtree(tmp_path / "killed" / "checkpoints")
-    with pytest.raises(ConfigError, match=r"its checkpoints are missing \(they are gone\)"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has rows up to step 4, .*checkpoints are missing"):
         at(tmp_path / "killed")
     (tmp_path / "killed" / "checkpoints").mkdir()
     assert int(at(tmp_path / "killed").state.step) == 6
@@ -219,9 +217,9 @@ def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, mo
     assert "starting from step 2 of this run" in capsys.readouterr().out
     assert json.loads((tmp_path / "new" / "run.json").read_text())["init_from"] == told
     # Another one is not taken for it: nothing would come of the weights that were asked for.
-    with pytest.raises(ConfigError, match=rf"--init-from {base.folder}: \S+new holds a run already, which began with {copy};"):
+    with pytest.raises(ConfigError, match=rf"--init-from {base.folder}: \S+new .* from {copy};"):
         run(new(train__init_from=str(base.folder)), quiet=True)
-    with pytest.raises(ConfigError, match="holds a run already, which began with fresh weights; choose another"):
+    with pytest.raises(ConfigError, match=r"fresh weights; .*--checkpoint-dir"):
         at(base.folder, init_from=str(base.folder))
 
 
@@ -286,7 +284,7 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
         new(train__resume_from=str(base.folder))
     with pytest.raises(ConfigError, match=r"--init-step .*--init-from"):
         changed(tmp_path / "new", train__init_step=3)
-    with pytest.raises(ConfigError, match=r"--resume-from \S+: is at step 6 already, and --total-steps is 6; .* --init-from"):
+    with pytest.raises(ConfigError, match=r"--resume-from \S+ is at step 6 already, and --total-steps is 6; .* --init-from"):
         run(changed(tmp_path / "new", train__resume_from=str(base.folder)), quiet=True)
     assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file() and path.parent.name != "checkpoints"]
 
@@ -304,8 +302,7 @@ def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys, mon
     told = "settings changed: optim.learning_rate 0.00015 -> 0.0001, optim.schedule constant -> cosine, "
     assert told + "train.total_steps 2 -> 4, mesh.data 1 -> 2\n" in out
     # 3/4 of a cosine from 1e-4 to 5% of it; the constant of before would have gone on.
-    line = "the learning rate of the next step is 1.89e-05, with the settings before it would be 1.50e-04; "
-    assert line + "cosine now ends at step 4 with 5.00e-06\n" in out
+    assert re.search("learning rate .* 1.89e-05 .* 1.50e-04 .*cosine .* step 4 with 5.00e-06\n", out)
     assert rows(tmp_path / "run")[-1]["lr"] == pytest.approx(5e-6)
     at(tmp_path / "run", total_steps=5, log_interval=1)
     history = json.loads((tmp_path / "run" / "run.json").read_text())["history"]

@@ -16,7 +16,7 @@ from nash_mhc.config import ConfigError, presets
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.runtime.compiled import CompiledStep, Program
-from nash_mhc.train import programs, run
+from nash_mhc.train import evaluate, run
 from nash_mhc.train.evaluate import Evaluator
 
 ROW = {
@@ -53,8 +53,8 @@ def test_the_loss_is_evaluated_on_the_held_out_split(unbroken):
 
 def test_the_first_steps_do_not_wait_for_the_program_of_the_evaluation(unbroken, tmp_path, monkeypatch):
     """It is compiled behind the step's, while steps run; the evaluation waits for it, and finds what it always does."""
-    programs._evaluation.cache_clear()  # one that no run has compiled yet; the step's is there
-    begin, two_steps_done, waited = CompiledStep.begin, threading.Event(), []
+    evaluate._evaluation.cache_clear()  # one that no run has compiled yet; the step's is there
+    begin, two_steps_done, waited = CompiledStep.compile_in_background, threading.Event(), []
 
     def held_up(step, state, batch, after=None):
         def open_the_gate():
@@ -68,7 +68,7 @@ def test_the_first_steps_do_not_wait_for_the_program_of_the_evaluation(unbroken,
         threading.Thread(target=open_the_gate).start()
         return begin(step, state, batch, after=gate)
 
-    monkeypatch.setattr(CompiledStep, "begin", held_up)
+    monkeypatch.setattr(CompiledStep, "compile_in_background", held_up)
     result = at(tmp_path / "run", each_step=lambda step: two_steps_done.set() if step == 2 else None)
     assert waited == [True]
     assert result.evaluation == unbroken.evaluation
@@ -185,7 +185,7 @@ def test_data_that_has_changed_is_not_read_on(tmp_path):
     )
     at(tmp_path / "run", cfg, total_steps=3)
     file.write_text(text.replace("line 7", "line 8"))
-    with pytest.raises(ConfigError, match=r"the data of --dataset .* has changed since this run began; bring it back"):
+    with pytest.raises(ConfigError, match=r"the data of --dataset .* has changed since this run began; .*--init-from"):
         at(tmp_path / "run", cfg, total_steps=4)
     file.write_text(text)
     assert int(at(tmp_path / "run", cfg, total_steps=4).state.step) == 4

@@ -164,7 +164,7 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
     capsys.readouterr()
     train = dataclasses.replace(SLOW.train, checkpoint_dir=str(tmp_path / "run"))
     resumed = run(dataclasses.replace(SLOW, train=train))
-    line = rf"step {AT + 3}: gradient norm [\d.]+ is a spike, score [\d.]+; its update was skipped \(1 in a row\)"
+    line = rf"step {AT + 3}: gradient norm [\d.]+ is a spike, score [\d.]+; update skipped \(1 in a row\)"
     assert re.search(line, capsys.readouterr().out)
     assert_equal_states(resumed.state, unbroken.state, rtol=0, atol=0)
     assert int(resumed.state.recent.spikes) == 2
@@ -178,15 +178,13 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
     spiky |= {AT + 4, AT + 5}
     train = dataclasses.replace(SLOW.train, checkpoint_dir=str(tmp_path / "other"), on_spike="report", max_bad_steps=2)
     result = run(dataclasses.replace(SLOW, train=train))
-    assert capsys.readouterr().out.count("; its update was taken\n") == 3
+    assert capsys.readouterr().out.count("; update applied\n") == 3
     assert int(result.state.step) == AT + 4
     assert (rows(tmp_path / "other")[-1]["spikes"], rows(tmp_path / "other")[-1]["skipped"]) == (4, 1)
 
     # Skipped ones do count.
     spiky |= {AT + 6, AT + 7}
-    words = (
-        rf"steps {AT + 6} to {AT + 7} had no finite loss and gradients or were spikes, and were skipped; .* is step {AT + 5}; "
-    )
+    words = rf"steps {AT + 6} to {AT + 7} had no finite loss and gradients or were spikes and were skipped .*: step {AT + 5}; "
     with pytest.raises(ConfigError, match=words + rf"step {AT + 6} read rows {8 * (AT + 5)}, .* of stories; look"):
         at(tmp_path / "other", SLOW, max_bad_steps=2, total_steps=AT + 9)
 
@@ -194,5 +192,5 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
 def test_the_line_names_the_larger_score():
     metrics = {"objective": 7.123, "grad_norm": 0.5, "spike_score/objective": 14.21, "spike_score/grad_norm": 3.0}
     metrics |= {"spike": 1.0, "empty": 0.0}
-    assert spikes.line(812, metrics, 0) == "step 812: training objective 7.123 is a spike, score 14.2; its update was taken"
-    assert spikes.line(812, metrics | {"spike": 0.0}, 0) is None
+    assert spikes.message(812, metrics, 0) == "step 812: training objective 7.123 is a spike, score 14.2; update applied"
+    assert spikes.message(812, metrics | {"spike": 0.0}, 0) is None

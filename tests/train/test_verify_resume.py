@@ -102,7 +102,7 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
     state = jax.tree.map(np.array, jax.device_get(small.start(cfg, small.make_mesh(cfg.mesh))))
 
     def saved(name, state, **values):
-        told = checkpoint_values(cfg.to_dict(), STEPS, rows="stories-2", counted={}, metrics={}, evaluation=None) | values
+        told = checkpoint_values(cfg.to_dict(), STEPS, rows="stories-2", counts={}, metrics={}, evaluation=None) | values
         told["config"]["train"]["checkpoint_dir"] = name  # each run knows its own
         with Store(tmp_path / name) as store:
             store.save(STEPS, state, told)

@@ -28,8 +28,8 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import for_compute, with_shardings
 from nash_mhc.train.device_batches import to_device
-from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import abstract_state, initial_state, state_shardings
+from nash_mhc.train.step import compile_train_step
 
 # Each has groups in one part and narrow matrices in the other, since these compile for seconds. A program grows with
 # the levels, too, and so the one that is trained has as few as there can be.

@@ -19,8 +19,8 @@ from nash_mhc.objectives.base import Batch
 from nash_mhc.optim.optimizers import OPTIMIZERS
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.train.device_batches import to_device
-from nash_mhc.train.programs import compile_train_step
 from nash_mhc.train.state import create_state, initial_state, state_shardings
+from nash_mhc.train.step import compile_train_step
 
 MODEL = RecursiveConfig(
     vocab_size=5, width=16, heads=2, head_dim=8, ffn=32, inner_cycles=1, outer_cycles=1, mixer="cells", cells=16, causal=False,

@@ -29,8 +29,8 @@ from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.train.devices import resolve
+from nash_mhc.train.resume import warm_model
 from nash_mhc.train.state import abstract_state
-from nash_mhc.train.warm_start import warm_model
 
 CFG = ReservoirConfig(width=32, units=48, ffn=64)
 TANH = dataclasses.replace(CFG, unit="tanh", ring=6)
