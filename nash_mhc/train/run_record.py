@@ -32,8 +32,8 @@ from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.resume import Start
 
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
-# Where a run lies and how it was started are not settings of it.
-_NO_SETTINGS = {
+# How and where a run was started; not settings of the run itself.
+_NOT_SETTINGS = {
     "train.checkpoint_dir", "train.resume", "train.resume_from", "train.init_from", "train.init_step", "train.wait_for_lock",
     "data.cache_dir", "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout", "kit",
 }  # fmt: skip
@@ -47,28 +47,29 @@ Changes = dict[str, list[Any]]  # section.key -> [old value, new value]
 
 @dataclass(frozen=True)
 class Record:
-    texts: dict[str, str | bytes]  # file name -> content; written again if the run directory vanishes
-    changed: Changes  # settings that differ from the run that is resumed
+    texts: dict[str, str | bytes]  # file name -> content; the saver writes them again if the run directory vanishes
+    changed: Changes  # settings that changed since the last start
     wandb: dict[str, str] | None  # project and id of the run at Weights & Biases
 
 
-def record_run(inputs: Inputs, mesh: Mesh, start: Start, about: dict[str, Any]) -> Record:
-    """Describe the run; `about` holds its settings as given, the command, and expected memory and speed."""
+def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, Any]) -> Record:
+    """Describe the run; `invocation` has its requested settings, the command, and the memory and speed estimate."""
     config = inputs.cfg.to_dict()
     changed = _changes(start.before.config, flatten_config(config)) if start.before is not None else {}
+    entry = {"step": start.step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": changed}
     wandb = from_leader(lambda: _wandb_run(inputs))
     before = start.before.commands if start.own and start.before is not None else ()
-    known = about | {
+    known = invocation | {
         "init_from": start.init_from,
-        "history": _with_changes(start.history, changed, start.step),
+        "history": [*start.history, *([entry] if changed else [])],
         "wandb": wandb,
-        "commands": [*before, *(text for text in about["commands"] if text not in before[-1:])],
+        "commands": [*before, *(text for text in invocation["commands"] if text not in before[-1:])],
     }
     described = {"config": config, "rows": inputs.identity} | _describe_model(inputs.cfg.model, flops_per_token(inputs.cfg))
     floor = None if inputs.floor is None else {"nats_per_token": inputs.floor[0], "bits_per_byte": inputs.floor[1]}
     run = json.dumps(described | _describe_machine(mesh) | {"floor": floor} | known, indent=2) + "\n"
     texts: dict[str, str | bytes] = {RUN: run, PARAMETERS: _parameter_table(start.state.model)}
-    # The small files of the Hugging Face model that the run began with, so that it can become one again.
+    # The tokenizer and other small files of the Hugging Face model that the run began with, for a later export.
     began = (start.init_from or {}).get("folder")
     beside = contents_beside(Path(began)) if began is not None and not is_remote(began) else {}
     return Record({**texts, **beside}, changed, wandb)
@@ -77,7 +78,7 @@ def record_run(inputs: Inputs, mesh: Mesh, start: Start, about: dict[str, Any]) 
 def open_telemetry(
     inputs: Inputs, record: Record, *, evaluated: int, step: int, sinks: Sequence[Sink], reporter: Reporter
 ) -> Telemetry:
-    """Write the record and open the files of rows, dropping rows after `step` and evaluations after `evaluated`."""
+    """Write the record and open metrics.jsonl and eval.jsonl, without rows after `step` and `evaluated`."""
     if jax.process_index() > 0:
         return NullTelemetry()
     configuration = "".join(f"    {line}\n" for line in json.dumps(inputs.cfg.to_dict(), indent=2).splitlines())
@@ -94,7 +95,7 @@ def open_telemetry(
             texts={"configuration": configuration},
         )
     except OSError as error:
-        remedy = "make room there or choose another folder"
+        remedy = "free space there or choose another --checkpoint-dir"
         raise ConfigError(f"--checkpoint-dir {inputs.folder}: cannot be written ({reason(error)}); {remedy}") from error
 
 
@@ -131,12 +132,9 @@ def _parameter_table(model: LanguageModel) -> str:
     return parameter_overview.get_parameter_overview(shapes, include_stats=False) + "\n"
 
 
-# --- settings that changed -------------------------------------------------------------------------------------------
-
-
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Changes:
     """Return the settings that differ (section.key -> value)."""
-    return {k: [before[k], v] for k, v in now.items() if k in before and k not in _NO_SETTINGS and before[k] != v}
+    return {k: [before[k], v] for k, v in now.items() if k in before and k not in _NOT_SETTINGS and before[k] != v}
 
 
 def describe_changes(changed: Changes, config: dict[str, Any], updates: int, say: Callable[[str], None]) -> None:
@@ -159,16 +157,8 @@ def describe_changes(changed: Changes, config: dict[str, Any], updates: int, say
         )
 
 
-def _with_changes(history: list[dict[str, Any]], changed: Changes, step: int) -> list[dict[str, Any]]:
-    entry = {"step": step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": changed}
-    return [*history, *([entry] if changed else [])]
-
-
-# --- Weights & Biases ------------------------------------------------------------------------------------------------
-
-
 def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
-    """Return project and id of the run at Weights & Biases: those of before, if this directory's run has them."""
+    """Return the project and id of the run at Weights & Biases, the same as before if the run has them."""
     wanted, known = inputs.cfg.telemetry.wandb, inputs.folder.description()
     before = known.wandb if known is not None else None
     if wanted is None or (before is not None and before.get("project") == wanted):

@@ -110,7 +110,7 @@ def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, mo
 
 def test_a_folder_that_cannot_be_written_at_the_start_is_refused(tmp_path):
     (tmp_path / "run" / "run.json").mkdir(parents=True)  # no file can take its place
-    with pytest.raises(ConfigError, match=r"--checkpoint-dir \S+run: cannot be written \(Is a directory\); make room"):
+    with pytest.raises(ConfigError, match=r"--checkpoint-dir \S+run: cannot be written \(Is a directory\); "):
         at(tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part")) + list((tmp_path / "run").glob("metrics.jsonl"))
 

@@ -234,7 +234,7 @@ def test_a_blank_sample_says_so(capsys):
         train._show_sample(text)
         out = capsys.readouterr().out
         assert out.startswith("\nA sample (temperature 0.8):\n")
-        assert ("(it is blank: the model has not learned to begin a text yet)" in out) == blank
+        assert ("(blank: the model has not learned to begin a text yet)" in out) == blank
 
 
 def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):

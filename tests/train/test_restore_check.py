@@ -47,7 +47,7 @@ def test_a_laptop_with_one_device_restores_what_eight_wrote(state, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in map(np.asarray, jax.tree.leaves(state.model))))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
-    assert f"the model has {count:,} parameters, their norm is {norm:.6g}; 0 updates made" in done.stdout
+    assert f"the model has {count:,} parameters, with norm {norm:.6g}; 0 updates" in done.stdout
     assert "on one cpu device" in done.stdout
     assert done.stdout.endswith("every array has the shape and dtype of its configuration, and every number is finite\n")
 
@@ -58,8 +58,8 @@ def test_a_number_that_is_none_is_found(state, tmp_path, monkeypatch, capsys):
     saved(tmp_path, broken)
     code, out = tried(tmp_path, monkeypatch, capsys)
     assert code == 1
-    assert "FAILED: opt_state[1].mu.layers.ffn.up_DF has 1 of 4,096 values that are not finite\n" in out
-    assert "FAILED: ema.norm.scale_D has 1 of 32 values that are not finite\n" in out
+    assert "FAILED: opt_state[1].mu.layers.ffn.up_DF has 1 non-finite values of 4,096\n" in out
+    assert "FAILED: ema.norm.scale_D has 1 non-finite values of 32\n" in out
     assert "every number is finite" not in out
 
 
@@ -67,7 +67,7 @@ def test_another_dtype_is_not_cast_in_silence(state, tmp_path, monkeypatch, caps
     saved(tmp_path, eqx.tree_at(lambda s: s.model.norm.scale_D, state, replace_fn=lambda a: a.astype(jnp.bfloat16)))
     code, out = tried(tmp_path, monkeypatch, capsys)
     assert code == 1
-    assert "FAILED: model.norm.scale_D is saved as bfloat16[32], wanted is float32[32]\n" in out
+    assert "FAILED: model.norm.scale_D is saved as bfloat16[32], expected float32[32]\n" in out
 
 
 def test_damage_and_what_its_own_configuration_does_not_fit_fail(state, tmp_path, monkeypatch, capsys):
