@@ -311,7 +311,7 @@ class Store:
         shapes = self._checked(step, wanted)
         if extra := sorted(set(shapes) - set(wanted)):
             raise ConfigError(
-                f"{self.folder}/{step}: holds {extra[0]}, which this configuration has no to_path for (see run.json)"
+                f"{self.folder}/{step}: holds {extra[0]}, which this configuration has no place for (see run.json)"
             )
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), values=ocp.args.JsonRestore())
         with as_config_error(self.folder / str(step)):
@@ -326,7 +326,7 @@ class Store:
         self._checked(step, wanted)
         known = {f"{prefix}.{name}" for prefix in prefixes for name in leaves}
         if extra := sorted(name for name in there if name.startswith(tuple(f"{p}." for p in prefixes)) and name not in known):
-            raise ConfigError(f"{self.folder}/{step}: holds {extra[0]}, which this model has no to_path for (see run.json)")
+            raise ConfigError(f"{self.folder}/{step}: holds {extra[0]}, which this model has no place for (see run.json)")
         arguments = ocp.args.PyTreeRestore(
             item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
         )
