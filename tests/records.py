@@ -7,9 +7,8 @@ from typing import Any
 from corpora import BYTES
 
 from nash_mhc.config.schema import DataConfig
-from nash_mhc.data.documents.readers import Raw
-from nash_mhc.data.pieces import document_of, pieces_of
-from nash_mhc.data.recipe import how_written
+from nash_mhc.data.documents.files import Raw
+from nash_mhc.data.recipe import document_of, pieces_of, template_settings
 from nash_mhc.data.tokenizer import Tokenizer
 
 
@@ -20,7 +19,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def recipe_of(tokenizer: Tokenizer = BYTES, form: str = "fields", seq_len: int = 256, **settings: Any) -> dict[str, Any]:
     cfg = DataConfig(**{"format": form, "seq_len": seq_len} | settings)
-    return how_written(cfg, form, tokenizer) | {"seq_len": seq_len}
+    return template_settings(cfg, form, tokenizer) | {"seq_len": seq_len}
 
 
 def learned(record: dict[str, Any], tokenizer: Tokenizer = BYTES, **settings: Any) -> list[tuple[int, bool]]:
@@ -28,7 +27,7 @@ def learned(record: dict[str, Any], tokenizer: Tokenizer = BYTES, **settings: An
     recipe = recipe_of(tokenizer, **settings)
     document = document_of(Raw(0, 7, record, 1, "table"), ("qa",), recipe)
     pieces, _ = pieces_of([document], recipe, tokenizer, ("qa",))
-    return [(int(t), bool(c)) for p in pieces for t, c in zip(p.tokens[1:], p.counts, strict=True)]
+    return [(int(t), bool(c)) for p in pieces for t, c in zip(p.tokens[1:], p.scored, strict=True)]
 
 
 def expected(*texts: tuple[str | int, bool], tokenizer: Tokenizer = BYTES) -> list[tuple[int, bool]]:

@@ -27,8 +27,7 @@ from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import open_corpus
-from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from nash_mhc.data.train_bpe import train_bpe
+from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from nash_mhc.train.trainer import run
 
 _SECONDS = 3.0  # of reading rows

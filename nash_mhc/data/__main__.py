@@ -1,5 +1,4 @@
-"""`python -m nash_mhc.data prepare`: documents -> packed rows on disk; `inspect`: what is in them; `train-bpe`:
-a tokenizer; `questions`: a small set to fine-tune on."""
+"""`python -m nash_mhc.data`: prepare datasets, inspect them, train tokenizers, write example questions."""
 
 from __future__ import annotations
 
@@ -18,62 +17,62 @@ from nash_mhc.config.parsing import Settings, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
-    "prepare": "reads, tokenizes and packs a dataset once, into a folder that train --dataset takes",
-    "inspect": "statistics of a prepared folder, and the documents of a row of it or of a step of a run",
-    "train-bpe": "trains a tokenizer on a dataset",
-    "questions": "writes questions about stories, with their answers: an example to fine-tune on",
+    "prepare": "read, tokenize and pack a dataset once, into a folder for train --dataset",
+    "inspect": "show statistics of a prepared folder, or the documents of a sequence or of a step of a run",
+    "train-bpe": "train a BPE tokenizer on a dataset",
+    "questions": "write questions and answers about stories, an example for fine-tuning",
 }
 USAGE = f"python -m nash_mhc.data {' | '.join(ABOUT)} ..."
 
 
 def _prepare_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", type=local_path, metavar="DIR", help="folder to prepare into (required)")
-    group.add_argument("--workers", type=int, metavar="N", default=0, help="processes (0: one per core)")
+    group.add_argument("--out", type=local_path, metavar="DIR", help="output folder (required)")
+    group.add_argument("--workers", type=int, metavar="N", default=0, help="number of processes; 0: one per core [0]")
 
 
-def _train_command(given: Mapping[str, Any], **instead: Any) -> str:
-    """The run that these settings are meant for."""
-    settings = {"data.dataset": None, **given, **{f"data.{name}": value for name, value in instead.items()}}
+def _train_command(given: Mapping[str, Any], **data: Any) -> str:
+    """Return the training command with these settings, with some of `data.` replaced."""
+    settings = {"data.dataset": None, **given, **{f"data.{name}": value for name, value in data.items()}}
     return module_command("nash_mhc.train", *as_flags(settings))
 
 
-def _given_out(own: argparse.Namespace, example: str) -> Path:
+def _required_out(own: argparse.Namespace, example: str) -> Path:
     if not own.out:
-        raise ConfigError(f"--out is missing; name the folder to make, such as --out {example}")
+        raise ConfigError(f"--out is missing; give the output path, such as --out {example}")
     return Path(own.out).expanduser()
 
 
-def _of_tokenizer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    """Of the tokenizer of a Hugging Face model: documents begin with what it adds by itself, if anything."""
-    from nash_mhc.data.begin_token import is_of_model
+def _tokenizer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    """Documents for a Hugging Face model begin with what its tokenizer adds, if anything."""
+    from nash_mhc.data.tokenizer import is_of_model
 
     name = values["data.tokenizer"]
     return {"data.begin_with_end": (False, f"tokenizer {name}")} if is_of_model(name) else {}
 
 
 def prepare_command(argv: Sequence[str]) -> int:
-    parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags, found=_of_tokenizer)
+    parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags, found=_tokenizer_settings)
     if shown(parsed):
         return 0
-    cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "data/notes")
+    cfg, own, out = parsed.config, parsed.own, _required_out(parsed.own, "data/notes")
     if own.workers < 0:
         raise ConfigError(f"--workers must be at least 0, not {own.workers}")
-    # After the flags: a typo is reported at once.
+    # Imported late, so that typos are reported at once.
     from nash_mhc.data.prepared.prepare import prepare
-    from nash_mhc.data.prepared.progress import watching
     from nash_mhc.data.recipe import make_recipe
     from nash_mhc.data.sources import open_corpus
     from nash_mhc.data.tokenizer import load_tokenizer
+    from nash_mhc.data.workers import progress
 
-    tokenizer, began = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end), time.monotonic()
+    tokenizer, start = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end), time.monotonic()
     corpus = open_corpus(cfg.data)
-    with watching(f"preparing {cfg.data.dataset}") as watch:
+    with progress(f"preparing {cfg.data.dataset}") as report:
         recipe = make_recipe(cfg.data, tokenizer, corpus, cfg.model.alignment)
-        manifest = prepare(recipe, tokenizer, corpus, out, dataset=cfg.data.dataset, workers=own.workers or None, watch=watch)
-    print(f"{manifest.summary()}\nprepared in {out} in {time.monotonic() - began:.1f} s. Next:")
-    # The folder knows all about its rows.
-    kept = ("data.batch_size", "data.num_workers", "data.worker_buffer_size")
-    others = {k: v for k, v in parsed.given.items() if not k.startswith("data.") or k in kept}
+        manifest = prepare(recipe, tokenizer, corpus, out, dataset=cfg.data.dataset, workers=own.workers or None, report=report)
+    print(f"{manifest.summary()}\nprepared in {out} in {time.monotonic() - start:.1f} s. Next:")
+    # The other data settings are in the manifest.
+    loading = ("data.batch_size", "data.num_workers", "data.worker_buffer_size")
+    others = {k: v for k, v in parsed.given.items() if not k.startswith("data.") or k in loading}
     print(f"  {_train_command(others, dataset=str(out))}")
     return 0
 
@@ -81,31 +80,31 @@ def prepare_command(argv: Sequence[str]) -> int:
 def inspect_command(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="python -m nash_mhc.data inspect", allow_abbrev=False,
-        description="Shows what a prepared folder holds, or what a run has read in a step (as metrics.jsonl counts them).",
+        description="Show what a prepared folder holds, or what a run read in a step (counted as in metrics.jsonl).",
     )  # fmt: skip
     parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="prepared folder or run directory")
     parser.add_argument("--step", type=int, metavar="K", help="show the documents of step K, counted from 1")
-    parser.add_argument("--row", type=int, metavar="R", help="show the documents of one sequence of the split or step")
+    parser.add_argument("--row", type=int, metavar="R", help="show one sequence of the split or step")
     parser.add_argument("--split", help="split of a prepared folder [train]")
-    for flag, default, text in (("batch-size", 8, "rows"), ("grad-accum", 1, "batches"), ("seed", 0, "seed")):
-        about = f"{text} of a step of a run on a prepared folder [{default}]; a run's folder knows its own"
+    for flag, default, text in (("batch-size", 8, "batch size"), ("grad-accum", 1, "microbatches"), ("seed", 0, "seed")):
+        about = f"{text} of the run, for --step on a prepared folder [{default}]"
         parser.add_argument(f"--{flag}", type=int, default=None, metavar="N", help=about)
-    about = "what counts in the loss is green, not the rest in [[ ]]; auto: on a terminal, unless NO_COLOR is set [auto]"
+    about = "show text in the loss in green instead of the rest in [[ ]]; auto: on a terminal without NO_COLOR [auto]"
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=about)
     args = parser.parse_strictly(argv, "name one folder")
     if not args.folder:
-        raise ConfigError("the folder is missing; give a prepared folder or that of a run, such as runs/tiny-20260101-120000")
+        raise ConfigError("the folder is missing; give a prepared folder or a run directory, such as runs/tiny-20260101-120000")
     from nash_mhc.data.inspection import of_prepared, of_run
 
     if args.step is not None and args.step < 1:
         raise ConfigError(f"--step must be at least 1, not {args.step}; steps are counted as in metrics.jsonl")
     given = {k: getattr(args, k) for k in ("batch_size", "grad_accum", "seed") if getattr(args, k) is not None}
-    # https://no-color.org: any value but an empty one; what is said on the command line goes before.
+    # https://no-color.org: any value but an empty one; the flag takes precedence.
     color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     run = RunFolder(args.folder)
     if (run.path / RUN).exists():
         if given or args.split:
-            raise ConfigError(f"{run}: is a run and has its own split, batch size and seed; give --step and --row only")
+            raise ConfigError(f"{run}: is a run, which has its own split, batch size and seed; give --step and --row only")
         text = of_run(run, args.step, args.row, color=color)
     else:
         folder = Path(args.folder).expanduser()
@@ -115,7 +114,7 @@ def inspect_command(argv: Sequence[str]) -> int:
 
 
 def _bpe_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", type=local_path, metavar="DIR", help="folder to write the tokenizer to (required)")
+    group.add_argument("--out", type=local_path, metavar="DIR", help="output folder (required)")
     group.add_argument("--vocab-size", type=int, metavar="N", default=8192, help="vocabulary size [8192]")
 
 
@@ -123,14 +122,15 @@ def train_bpe_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
     if shown(parsed):
         return 0
-    cfg, own, out = parsed.config, parsed.own, _given_out(parsed.own, "tokenizers/notes")
+    cfg, own, out = parsed.config, parsed.own, _required_out(parsed.own, "tokenizers/notes")
+    from nash_mhc.data.recipe import corpus_texts
     from nash_mhc.data.sources import open_corpus, parts_of
-    from nash_mhc.data.train_bpe import corpus_texts, train_bpe
+    from nash_mhc.data.tokenizer import train_bpe
 
-    parts = [part for part, _ in parts_of(cfg.data)] or [cfg.data]  # of a mixture, all text of every part
+    parts = [part for part, _ in parts_of(cfg.data)] or [cfg.data]
     texts = [corpus_texts(part, open_corpus(part)) for part in parts]
-    count = train_bpe(itertools.chain.from_iterable(texts), own.vocab_size, out, progress=sys.stderr.isatty())
-    print(f"a tokenizer of {count:,} tokens is in {out}. Next:")
+    count = train_bpe(itertools.chain.from_iterable(texts), own.vocab_size, out, show_progress=sys.stderr.isatty())
+    print(f"wrote a tokenizer of {count:,} tokens to {out}. Next:")
     print(f"  {_train_command(parsed.given, dataset=cfg.data.dataset, tokenizer=str(out))}")
     return 0
 
@@ -138,19 +138,19 @@ def train_bpe_command(argv: Sequence[str]) -> int:
 def questions_command(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="python -m nash_mhc.data questions", allow_abbrev=False,
-        description="Writes questions about stories: question, answer, topic, difficulty, reasoning, case_citation.",
+        description="Write questions about stories: question, answer, topic, difficulty, reasoning, case_citation.",
     )  # fmt: skip
-    parser.add_argument("--out", type=local_path, metavar="FILE", help="JSONL file to write (required)")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="output JSONL file (required)")
     parser.add_argument("--count", type=int, metavar="N", default=4000, help="number of questions [4000]")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="random seed [0]")
     args = parser.parse_strictly(argv, "the file to write is --out {word}")
-    out = _given_out(args, "questions.jsonl")
+    out = _required_out(args, "questions.jsonl")
     if args.count < 1:
         raise ConfigError(f"--count must be at least 1, not {args.count}")
     from nash_mhc.data.stories.corpus import write_questions
 
     write_questions(out, args.count, args.seed)
-    print(f"{args.count:,} questions are in {out}; docs/fine-tuning.md goes on from there")
+    print(f"wrote {args.count:,} questions to {out}. Next: see docs/fine-tuning.md")
     return 0
 
 

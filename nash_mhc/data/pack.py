@@ -1,168 +1,202 @@
-"""Documents -> rows of equal length: short ones share a row (best fit), long ones are cut into several."""
+"""Pack documents into rows of equal length: short documents share a row (best fit), long ones are split."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from nash_mhc.config.schema import ConfigError
+
 
 class Rows(NamedTuple):
-    """Row r, slot t. Segments number the documents of a row from 1; 0 is padding. Only real targets have a weight."""
+    """Sequences of a batch. Segments number the documents of a row from 1; 0 is padding."""
 
     inputs: np.ndarray
     targets: np.ndarray
     segments: np.ndarray
-    weights: np.ndarray
+    weights: np.ndarray  # 0 for padding and for targets that are not in the loss
 
 
 class Taught(NamedTuple):
-    """Rows, and what a teacher knows of every slot."""
+    """Rows with a teacher's top-k logits at every position."""
 
     inputs: np.ndarray
     targets: np.ndarray
     segments: np.ndarray
     weights: np.ndarray
-    ids: np.ndarray  # [.., T, K]: its likeliest tokens
-    logits: np.ndarray  # [.., T, K]: theirs, less the largest
-    lse: np.ndarray  # [.., T]: log-sum-exp over all tokens at the run's temperature, less the largest logit
+    ids: np.ndarray  # [.., T, K]: top-k tokens
+    logits: np.ndarray  # [.., T, K]: their logits minus the largest
+    lse: np.ndarray  # [.., T]: log-sum-exp over the vocabulary at the run's temperature, minus the largest logit
 
 
 AnyRows = TypeVar("AnyRows", Rows, Taught)
 
+# Fields that a source adds to those of `Rows`: dtype and shape per example, by name. A source with extra fields
+# declares them in an attribute `extras`; they become `Batch.extras`.
+Extras = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class NothingHeldOut(ConfigError):
+    """No validation data, because none was requested (--validation-fraction 0)."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Rows by number, for training or evaluation."""
+
+    endless: bool  # generates new rows forever: no epochs, no shuffling
+    most_documents: int | None  # maximum per row, padding counted as one; None: unknown
+    room: int | None  # row length once all documents are moved to multiples of the alignment; None: they start there
+
+    @property
+    def name(self) -> str:
+        """The dataset as the user named it."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Rows: ...
+    def take(self, indices: np.ndarray | list[int]) -> Rows: ...
+
+    @property
+    def identity(self) -> str:
+        """A digest that changes when the rows change."""
+
+    @property
+    def held_out(self) -> str:
+        """Describe what is held out; empty if the data has its own validation split."""
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """Return the epochs of each finite dataset that are read before this position."""
+
+
+@runtime_checkable
+class ShowsRows(Protocol):
+    """A source whose rows are not plain text."""
+
+    def show(self, index: int) -> str:
+        """Render a row as lines of text."""
+
 
 def best_fit(lengths: Sequence[int], capacity: int, most_rows: int | None = None) -> list[list[int]]:
-    """Puts items into rows, longest first, each where it leaves the least room; returns item numbers by row.
+    """Assign items to rows, longest first, each to the fullest row that can hold it; return item numbers by row.
 
-    With `most_rows`, items that fit nowhere any more are left out.
+    With `most_rows`, items that do not fit are dropped.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (slots left, row), sorted
+    free: list[tuple[int, int]] = []  # (free slots, row), sorted
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(room, (lengths[item], -1))
-        if at < len(room):
-            left, row = room.pop(at)
+        at = bisect.bisect_left(free, (lengths[item], -1))
+        if at < len(free):
+            left, row = free.pop(at)
         elif most_rows is None or len(rows) < most_rows:
             left, row = capacity, len(rows)
             rows.append([])
         else:
             continue
         rows[row].append(item)
-        bisect.insort(room, (left - lengths[item], row))
+        bisect.insort(free, (left - lengths[item], row))
     return rows
 
 
 class Piece(NamedTuple):
-    """The part of a document that lies in one row: a token a slot, the token after the last slot, and what counts.
+    """A piece of a document that fits in a row. Slot t reads `tokens[t]` and predicts `tokens[t + 1]`."""
 
-    The target of a slot is the token after it. Where a piece does not fill its row, that is the document's end, or the
-    last slot does not count.
-    """
-
-    tokens: np.ndarray
-    counts: np.ndarray  # a slot: has its target a weight?
+    tokens: np.ndarray  # one more than there are slots
+    scored: np.ndarray  # [slots]: is the target in the loss?
     document: int = 0
     offset: int = 0  # slots of the document before this piece
 
 
-class Laid(NamedTuple):
-    """Rows as they are kept on disk; `unfold` makes Rows of them."""
+class StoredRows(NamedTuple):
+    """Rows as they are stored on disk; `unpack` turns them into Rows."""
 
     tokens: np.ndarray  # [rows, T + 1]
     starts: np.ndarray  # [rows, T]: does a piece begin in this slot?
-    counts: np.ndarray  # [rows, T]
+    scored: np.ndarray  # [rows, T]
     used: np.ndarray  # [rows]: slots before the padding
 
 
-def cut(
+def split_document(
     tokens: np.ndarray,
     end: int,
     seq_len: int,
     *,
     opens: bool = True,
     closes: bool = True,
-    counts: np.ndarray | None = None,
+    scored: np.ndarray | None = None,
     document: int = 0,
     begin: int | None = None,
 ) -> list[Piece]:
-    """A document read as [begin, tokens...] that predicts [tokens..., end], in pieces of at most a row.
+    """Split a document, read as [begin, tokens...] to predict [tokens..., end], into pieces of at most `seq_len` slots.
 
-    Without a token of its own, what begins a document is the one that ends it.
-
-    `opens` and `closes` say whether these tokens are the document's first and last; without a begin token, a document
-    is like what follows on another part. `counts` has an entry for each token and one for the end.
+    `begin` defaults to the end token. `opens` and `closes` say whether these tokens are the document's first and last;
+    without `opens`, no begin token is added. `scored` has one entry per token and one for the end.
     """
-    whole = np.concatenate([np.full(int(opens), end if begin is None else begin), tokens, np.full(int(closes), end)]).astype(
-        np.int32
-    )
-    weighs = np.ones(len(whole), bool) if counts is None else np.append(counts[: len(tokens)], counts[-1:] if closes else [])
-    weighs = weighs.astype(bool)[-(len(whole) - 1) :] if len(whole) > 1 else np.zeros(0, bool)
+    edges = np.full(int(opens), end if begin is None else begin), np.full(int(closes), end)
+    whole = np.concatenate([edges[0], tokens, edges[1]]).astype(np.int32)
+    slots = max(0, len(whole) - 1)
+    if scored is None:
+        scored = np.ones(slots, bool)
+    else:
+        scored = np.append(scored[: len(tokens)], scored[-1:] if closes else []).astype(bool)
+        scored = scored[len(scored) - slots :]
     pieces = []
-    for start in range(0, len(whole) - 1, seq_len):
-        stop = min(start + seq_len, len(whole) - 1)
-        part, weigh = whole[start : stop + 1], weighs[start:stop]
+    for start in range(0, slots, seq_len):
+        stop = min(start + seq_len, slots)
+        part, part_scored = whole[start : stop + 1], scored[start:stop]
         if stop - start < seq_len and not closes:
-            # What comes next is not known here:
-            # the last token gets a slot, so that it is a target, but predicts nothing.
-            part, weigh = np.append(part, np.int32(end)), np.append(weigh, False)
-        pieces.append(Piece(part, weigh, document, start))
+            # The document continues in another block: the target of the last token is unknown and gets no weight.
+            part, part_scored = np.append(part, np.int32(end)), np.append(part_scored, False)
+        pieces.append(Piece(part, part_scored, document, start))
     return pieces
 
 
-def lay(
+def pack_pieces(
     pieces: Sequence[Piece], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1
-) -> tuple[Laid, list[list[int]]]:
-    """Puts pieces into rows, best fit, each at a multiple of `align`; returns the rows and the pieces of each."""
-    slots_of = [-(-len(piece.counts) // align) * align for piece in pieces]
+) -> tuple[StoredRows, list[list[int]]]:
+    """Pack pieces into rows, best fit, each at a multiple of `align`; return the rows and the piece numbers of each."""
+    slots_of = [-(-len(piece.scored) // align) * align for piece in pieces]
     rows = best_fit(slots_of, seq_len, most_rows)
     count = len(rows) if most_rows is None else most_rows
     tokens = np.full((count, seq_len + 1), end, np.int32)
-    starts, counts = (np.zeros((count, seq_len), bool) for _ in range(2))
+    starts, scored = (np.zeros((count, seq_len), bool) for _ in range(2))
     used = np.zeros(count, np.int32)
     for r, items in enumerate(rows):
         at = 0
         for item in items:
             piece = pieces[item]
-            stop = at + len(piece.counts)
+            stop = at + len(piece.scored)
             tokens[r, at : stop + 1] = piece.tokens  # the next piece overwrites the token after the last slot
             starts[r, at] = True
-            counts[r, at:stop] = piece.counts
+            scored[r, at:stop] = piece.scored
             at += slots_of[item]
         used[r] = at
-    return Laid(tokens, starts, counts, used), rows
+    return StoredRows(tokens, starts, scored, used), rows
 
 
-def room_of(laid: Laid, stride: int) -> int:
-    """Slots that the fullest of these rows would need for its pieces to start at multiples of `stride`,
-    padding included."""
-    most = 0
-    for starts, used in zip(laid.starts, laid.used, strict=True):
+def aligned_length(stored: StoredRows, stride: int) -> int:
+    """Return the longest row, padding included, once all its pieces are moved to multiples of `stride`."""
+    longest = 0
+    for starts, used in zip(stored.starts, stored.used, strict=True):
         borders = [*np.flatnonzero(starts).tolist(), int(used)]
-        gaps = sum(-(b - a) % stride for a, b in pairwise(borders))
-        most = max(most, len(starts) + gaps)
-    return most
+        longest = max(longest, len(starts) + sum(-(b - a) % stride for a, b in pairwise(borders)))
+    return longest
 
 
-def unfold(laid: Laid, end: int) -> Rows:
-    """Inputs, targets, segments and weights of laid rows.
-    The target of a slot before a start is `end`, never its token."""
-    tokens, starts, counts, used = laid
+def unpack(stored: StoredRows, end: int) -> Rows:
+    """Return the inputs, targets, segments and weights of stored rows.
+
+    The slot before a piece has the target `end`, never the first token of that piece.
+    """
+    tokens, starts, scored, used = stored
     targets = tokens[:, 1:].copy()
     targets[:, :-1][starts[:, 1:]] = end
     segments = np.cumsum(starts, axis=1, dtype=np.int32)
     segments *= np.arange(starts.shape[1]) < used[:, None]
-    return Rows(np.ascontiguousarray(tokens[:, :-1]), targets, segments, counts.astype(np.float32))
-
-
-def positions(segments: np.ndarray) -> np.ndarray:
-    """Slots since the start of the document, for each slot [.., T];
-    attention by rotation needs only their differences."""
-    slots = np.arange(segments.shape[-1])
-    begins = np.diff(segments, axis=-1, prepend=-1) != 0
-    return slots - np.maximum.accumulate(np.where(begins, slots, 0), axis=-1)
+    return Rows(np.ascontiguousarray(tokens[:, :-1]), targets, segments, scored.astype(np.float32))
 
 
 def pack(
@@ -175,11 +209,11 @@ def pack(
     begins: bool = True,
     begin: int | None = None,
 ) -> Rows:
-    """Packs token arrays. Each document is read as [begin, tokens...] and predicts [tokens..., end]; without `begins`,
+    """Pack token arrays. Each document is read as [begin, tokens...] and predicts [tokens..., end]; without `begins`,
     it is read as [tokens...] and predicts all but its first token.
 
     Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the
-    document before it and weighs nothing, so that every aligned block of `align` slots lies in one document.
+    document before it and has no weight, so every aligned block of `align` slots holds one document.
     """
-    pieces = [piece for document in documents for piece in cut(document, end, seq_len, opens=begins, begin=begin)]
-    return unfold(lay(pieces, end, seq_len, most_rows, align=align)[0], end)
+    pieces = [piece for tokens in documents for piece in split_document(tokens, end, seq_len, opens=begins, begin=begin)]
+    return unpack(pack_pieces(pieces, end, seq_len, most_rows, align=align)[0], end)

@@ -1,5 +1,4 @@
-"""From what the configuration names to rows:
-the built-in stories, prepared folders, files, the Hub, mixtures of them."""
+"""Open a dataset as rows: built-in stories, prepared folders, files, Hugging Face datasets, and mixtures of them."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import dataclasses
 import glob
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,27 +15,95 @@ import numpy as np
 from nash_mhc.config.fields import Settings
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
+from nash_mhc.data.documents.files import Corpus, Files
 from nash_mhc.data.documents.hub import Hub, is_saved
-from nash_mhc.data.documents.readers import Corpus, Files, Stories
-from nash_mhc.data.mixture import Mixture, NothingHeldOut, RowSource
-from nash_mhc.data.order import permuted
+from nash_mhc.data.order import BLOCK, assign_sources, counts_before, exact_shares, permuted, shuffled
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource
 from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
-from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.prepared.taught import TaughtRows, read_about
 from nash_mhc.data.recipe import make_recipe
-from nash_mhc.data.stories.corpus import SPLITS, StoryCorpus, StoryRows
+from nash_mhc.data.stories.corpus import SPLITS, Stories, StoryCorpus, StoryRows
 from nash_mhc.data.streamed_rows import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
+from nash_mhc.data.workers import progress
 from nash_mhc.storage.files import digest_of
 from nash_mhc.storage.folders import model_name
 
-_SAMPLE = 2512_24880  # which rows are evaluated: any number, but for ever the same
+_SAMPLE_KEY = 2512_24880  # of the permutation that chooses the evaluated rows; never change it
+
+
+class Mixture:
+    """Endless rows of several sources by weight; finite sources are reread in a new order each epoch."""
+
+    endless = True
+
+    def __init__(self, names: Sequence[str], sources: Sequence[RowSource], weights: Sequence[str], *, seed: int) -> None:
+        self.names, self._sources, self._seed = list(names), list(sources), seed
+        if not sum(map(float, weights)) or min(exact_shares(weights)) * BLOCK < 1:
+            raise ConfigError(f"--dataset {names[0]}:{weights[0]} ...: each weight must be at least 1/{BLOCK} of their sum")
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"--dataset: {max(names, key=list(names).count)} is given twice; give it once with the total weight"
+            )
+        self._shares = exact_shares(weights)
+        most = [source.most_documents for source in sources]
+        self.most_documents = None if None in most else max(n for n in most if n is not None)
+        self.room = max((source.room for source in sources if source.room is not None), default=None)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names)
+
+    @property
+    def held_out(self) -> str:
+        return "; ".join(f"{source.name}: {source.held_out}" for source in self._sources if source.held_out)
+
+    @property
+    def identity(self) -> str:
+        return digest_of([[source.identity for source in self._sources], [str(share) for share in self._shares]])
+
+    def epochs(self, position: int) -> dict[str, float]:
+        counts = counts_before(position, self._shares)
+        entries = zip(self.names, self._sources, counts, strict=True)
+        return {name: count / len(source) for name, source, count in entries if not source.endless}
+
+    def __len__(self) -> int:
+        """Return the rows before any source starts over."""
+        finite = [(s, share) for s, share in zip(self._sources, self._shares, strict=True) if not s.endless]
+        return min((int(len(source) / share) for source, share in finite), default=sys.maxsize)
+
+    def is_new(self, positions: np.ndarray) -> np.ndarray:
+        """Return for each position whether it lies in the first epoch of its source."""
+        owners, inner = assign_sources(positions, self._shares, seed=self._seed)
+        return inner < np.array([sys.maxsize if source.endless else len(source) for source in self._sources])[owners]
+
+    def __getitem__(self, index: int) -> Rows:
+        return Rows(*(a[0] for a in self.take([index])))
+
+    def _rows_of(self, number: int, inner: np.ndarray) -> np.ndarray:
+        """Map positions within a source's own reading to its row numbers."""
+        source = self._sources[number]
+        return inner if source.endless else shuffled(inner, len(source), seed=self._seed, source=number)
+
+    def locate(self, position: int) -> tuple[RowSource, int]:
+        """Return the source that a position reads, and the row in it."""
+        owners, inner = assign_sources(np.array([position]), self._shares, seed=self._seed)
+        number = int(owners[0])
+        return self._sources[number], int(self._rows_of(number, inner)[0])
+
+    def take(self, indices: np.ndarray | list[int]) -> Rows:
+        """Return the rows at these positions of the mixture, in that order."""
+        owners, inner = assign_sources(np.asarray(indices), self._shares, seed=self._seed)
+        numbers = np.unique(owners).tolist()
+        taken = [self._sources[number].take(self._rows_of(number, inner[owners == number])) for number in numbers]
+        back = np.argsort(np.concatenate([np.flatnonzero(owners == number) for number in numbers]), kind="stable")
+        return Rows(*(np.concatenate(arrays)[back] for arrays in zip(*taken, strict=True)))
 
 
 class Opening(NamedTuple):
-    """What rows are asked for."""
+    """The arguments of `DataSource.open`."""
 
     cfg: DataConfig
     tokenizer: Tokenizer
@@ -46,30 +113,31 @@ class Opening(NamedTuple):
 
 
 class DataSource(NamedTuple):
-    """How some names of --dataset become rows."""
+    """A kind of dataset: which --dataset values it takes, and how they become rows."""
 
-    takes: Callable[[str, str], bool]  # whether a --dataset with this --format is one of them
+    takes: Callable[[str, str], bool]  # of (--dataset, --format)
     open: Callable[[Opening], RowSource]
-    # Settings that follow from the dataset, of (all values by path); ConfigError where they do not fit it.
+    # Settings that follow from the dataset, given all values by path; ConfigError if a value does not fit.
     infers: Callable[[Mapping[str, Any]], Settings] = lambda values: {}
-    has_test: bool = True  # whether a part of it can be a test at the end
+    has_test: bool = True  # can part of it be held out as a final test?
 
 
-def _open_stories(asked: Opening) -> RowSource:
-    if asked.split not in SPLITS:
-        raise ConfigError(f"split {asked.split!r}: there are {' and '.join(SPLITS)}")
-    if asked.cfg.dataset_name is not None:
-        raise ConfigError(f"--dataset-name {asked.cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
-    return StoryRows(asked.tokenizer, seed=asked.seed, split=asked.split, seq_len=asked.cfg.seq_len, align=asked.align)
+def _open_stories(request: Opening) -> RowSource:
+    cfg = request.cfg
+    if request.split not in SPLITS:
+        raise ConfigError(f"split {request.split!r}: dataset 'stories' has {' and '.join(SPLITS)}")
+    if cfg.dataset_name is not None:
+        raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
+    return StoryRows(request.tokenizer, seed=request.seed, split=request.split, seq_len=cfg.seq_len, align=request.align)
 
 
-def _open_prepared(asked: Opening) -> RowSource:
-    cfg, folder = asked.cfg, Path(asked.cfg.dataset)
-    _check_recipe(folder, cfg, asked.tokenizer, asked.align)
-    return PreparedRows(folder, asked.split, vocab_size=asked.tokenizer.vocab_size, name=cfg.dataset)
+def _open_prepared(request: Opening) -> RowSource:
+    cfg, folder = request.cfg, Path(request.cfg.dataset)
+    _check_recipe(folder, cfg, request.tokenizer, request.align)
+    return PreparedRows(folder, request.split, vocab_size=request.tokenizer.vocab_size, name=cfg.dataset)
 
 
-# What takes no name here is read as documents: files, folders, globs and Hugging Face datasets.
+# Other names are read as documents: files, folders, globs and Hugging Face datasets.
 SOURCES: Registry[DataSource] = Registry(
     "sources",
     {
@@ -84,8 +152,8 @@ def source_of(dataset: str, form: str) -> DataSource | None:
     return next((source for source in SOURCES.values() if source.takes(dataset, form)), None)
 
 
-def _open_documents(asked: Opening) -> RowSource:
-    cfg, tokenizer, split, seed, align = asked
+def _open_documents(request: Opening) -> RowSource:
+    cfg, tokenizer, split, seed, align = request
     if cfg.streaming:
         hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
         return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, hub=hub)
@@ -97,16 +165,18 @@ def _is_hub(dataset: str) -> bool:
 
 
 def parts_of(cfg: DataConfig) -> list[tuple[DataConfig, str]]:
-    """The parts of a mixture, each as a dataset of its own, with their weights; empty where it is none."""
+    """Return the datasets of a mixture with their weights; empty if --dataset is not a mixture."""
     if Path(cfg.dataset).exists():
         return []
     return [(dataclasses.replace(cfg, dataset=name), weight) for name, weight in weighted_parts(cfg.dataset)]
 
 
 def open_corpus(cfg: DataConfig) -> Corpus:
-    """The documents of --dataset; ConfigError when there is nothing of that name."""
+    """Open the documents of --dataset; ConfigError if it does not exist."""
     if parts_of(cfg):
-        raise ConfigError(f"--dataset {cfg.dataset}: is a mixture; prepare its parts, each by itself, and mix the folders")
+        raise ConfigError(
+            f"--dataset {cfg.dataset}: is a mixture; prepare each dataset on its own, then mix the prepared folders"
+        )
     if cfg.dataset == "stories":
         return Stories(cfg)
     if _is_hub(cfg.dataset):
@@ -116,53 +186,53 @@ def open_corpus(cfg: DataConfig) -> Corpus:
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: {cfg.dataset} has no variants; leave it out")
         return Files(cfg.dataset, cfg)
     raise ConfigError(
-        f"--dataset {cfg.dataset}: neither 'stories' nor a file or folder that is here; one of Hugging Face is hf:{cfg.dataset}"
+        f"--dataset {cfg.dataset}: neither 'stories' nor an existing file or folder; for a Hugging Face dataset use "
+        f"hf:{cfg.dataset}"
     )
 
 
 def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int) -> PreparedRows:
-    """Prepared in a folder whose name follows from the content and all settings;
-    where that was damaged, prepared anew."""
+    """Open documents in the cache, in a folder named by content and settings; prepare them if missing or damaged."""
     corpus = open_corpus(cfg)
     recipe = make_recipe(cfg, tokenizer, corpus, align)
     folder = Path(cfg.cache_dir) / digest_of([VERSION, recipe])[:24]
 
     def prepared() -> PreparedRows:
-        with watching(f"preparing {cfg.dataset}") as watch:
-            prepare(recipe, tokenizer, corpus, folder, dataset=cfg.dataset, watch=watch)
+        with progress(f"preparing {cfg.dataset}") as report:
+            prepare(recipe, tokenizer, corpus, folder, dataset=cfg.dataset, report=report)
         return PreparedRows(folder, split, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
 
     try:
         return prepared()
     except Damaged as damage:
-        print(f"--dataset {cfg.dataset}: its prepared copy is damaged ({damage}); preparing it anew", file=sys.stderr)
+        print(f"--dataset {cfg.dataset}: its prepared copy is damaged ({damage}); preparing it again", file=sys.stderr)
         shutil.rmtree(folder)
         return prepared()
 
 
 def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int) -> None:
-    """A prepared folder that was given by name must suit the run."""
-    recipe = Manifest.read(folder).recipe
+    """ConfigError if a prepared folder does not fit the run."""
+    recipe, name = Manifest.read(folder).recipe, f"--dataset {folder}"
     if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         own = folder / "tokenizer"
         remedy = f"use --tokenizer {own if own.exists() else 'bytes'}"
-        raise ConfigError(f"--dataset {folder}: was not prepared with --tokenizer {cfg.tokenizer}; {remedy}")
-    if (has_none := "begin" in recipe["tokenizer"]) != (tokenizer.begin is None):
-        flag, how = ("--no-begin-with-end", "without a") if has_none else ("--begin-with-end", "with the end token as their")
-        raise ConfigError(f"--dataset {folder}: its documents were prepared {how} begin token, this run's are not; add {flag}")
+        raise ConfigError(f"{name}: was not prepared with --tokenizer {cfg.tokenizer}; {remedy}")
+    if (no_begin := "begin" in recipe["tokenizer"]) != (tokenizer.begin is None):
+        flag, how = ("--no-begin-with-end", "without a") if no_begin else ("--begin-with-end", "with the end token as")
+        raise ConfigError(f"{name}: its documents were prepared {how} begin token, unlike this run's; add {flag}")
     if recipe["seq_len"] != cfg.seq_len:
         raise ConfigError(
-            f"--dataset {folder}: its rows have {recipe['seq_len']} tokens, the run's {cfg.seq_len}; "
-            f"use --seq-len {recipe['seq_len']}, or prepare it again"
+            f"{name}: its sequences have {recipe['seq_len']} tokens, the run's {cfg.seq_len}; use --seq-len "
+            f"{recipe['seq_len']}, or prepare it again"
         )
     if recipe["align"] % align:
         raise ConfigError(
-            f"--dataset {folder}: its documents start at multiples of {recipe['align']}, this model needs {align}; "
-            f"prepare it again with the run's --model-size, --model-ratio and --model-scales"
+            f"{name}: its documents start at multiples of {recipe['align']}, this model needs {align}; prepare it again with "
+            "the run's --model-size, --model-ratio and --model-scales"
         )
     if cfg.test_part not in (None, recipe.get("test_split")):
         raise ConfigError(
-            f"--dataset {folder}: was prepared without a test part {cfg.test_part!r}; prepare it again with --test-fraction or "
+            f"{name}: was prepared without a test part {cfg.test_part!r}; prepare it again with --test-fraction or "
             "--test-split, or leave them out"
         )
 
@@ -170,8 +240,10 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
 def open_source(
     cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1, temperature: float | None = None
 ) -> RowSource:
-    """The rows of one split, documents starting at multiples of `align`;
-    ConfigError when there is no such dataset or split. With a temperature, a teacher has read them, at that one."""
+    """Open the rows of one split, with documents at multiples of `align`; ConfigError if there is no such split.
+
+    With a temperature, rows come with cached top-k logits of a teacher at that temperature.
+    """
     if temperature is not None:
         return _open_taught(cfg, tokenizer, split, align, temperature)
     if parts := parts_of(cfg):
@@ -183,7 +255,7 @@ def open_source(
 
 def _open_taught(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int, temperature: float) -> RowSource:
     folder = Path(cfg.dataset)
-    read_about(folder)  # says what is missing where it is no such folder
+    read_about(folder)  # says what is missing
     _check_recipe(folder, cfg, tokenizer, align)
     return TaughtRows(folder, split, temperature, vocab_size=tokenizer.vocab_size, name=cfg.dataset)  # type: ignore[return-value]
 
@@ -191,13 +263,12 @@ def _open_taught(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int, 
 def open_held_out(
     cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperature: float | None = None
 ) -> RowSource | None:
-    """The rows to evaluate on, the same for every run on this data;
-    None where none are held out (--validation-fraction 0).
+    """Open the validation rows, the same for every run on this data; None if nothing is held out.
 
-    Of a mixture, they are those of its parts that have some.
+    Those of a mixture are those of its datasets.
     """
     if parts := parts_of(cfg):
-        return _mixed([(part, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts])
+        return _mix([(part, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts])
     try:
         return open_source(cfg, tokenizer, split=cfg.eval_split, seed=0, align=align, temperature=temperature)
     except NothingHeldOut:
@@ -205,43 +276,41 @@ def open_held_out(
 
 
 def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperature: float | None = None) -> RowSource | None:
-    """The rows for a test at the end, which are neither trained nor evaluated on;
-    None where none were asked for (--test-fraction, --test-split). A prepared folder knows by itself.
+    """Open the rows of the final test; None without --test-fraction, --test-split or a prepared test part.
 
-    Of a mixture, they are those of its parts that have some.
+    Those of a mixture are those of its datasets.
     """
     if parts := parts_of(cfg):
-        asked = [(part, weight) for part, weight in parts if part.dataset != "stories"]
-        return _mixed([(part, weight, open_test(part, tokenizer, align=align)) for part, weight in asked])
-    name, folder = cfg.test_part, Path(cfg.dataset)
+        finite = [(part, weight) for part, weight in parts if part.dataset != "stories"]
+        return _mix([(part, weight, open_test(part, tokenizer, align=align)) for part, weight in finite])
+    split, folder = cfg.test_part, Path(cfg.dataset)
     if (folder / FILE).exists():
-        name = Manifest.read(folder).recipe.get("test_split", name)
+        split = Manifest.read(folder).recipe.get("test_split", split)
     source = source_of(cfg.dataset, cfg.format)
-    if name is not None and source is not None and not source.has_test:
+    if split is not None and source is not None and not source.has_test:
         raise ConfigError(f"--dataset {cfg.dataset}: has no test part; leave out --test-fraction and --test-split")
-    return None if name is None else open_source(cfg, tokenizer, split=name, seed=0, align=align, temperature=temperature)
+    return None if split is None else open_source(cfg, tokenizer, split=split, seed=0, align=align, temperature=temperature)
 
 
-def _mixed(found: list[tuple[DataConfig, str, RowSource | None]]) -> RowSource | None:
-    held = [(part.dataset, source, weight) for part, weight, source in found if source is not None]
-    return Mixture([n for n, _, _ in held], [s for _, s, _ in held], [w for _, _, w in held], seed=0) if held else None
+def _mix(parts: list[tuple[DataConfig, str, RowSource | None]]) -> RowSource | None:
+    present = [(part.dataset, source, weight) for part, weight, source in parts if source is not None]
+    return Mixture(*zip(*present, strict=True), seed=0) if present else None
 
 
 def fixed_sample(source: RowSource, count: int) -> np.ndarray:
-    """Numbers of rows that stand for the whole source, the same for everyone;
-    a larger sample begins with the smaller one.
+    """Return the numbers of `count` rows that represent the source, the same for every run.
 
-    Of a mixture, each part has its share of them, or all that it has.
+    A larger sample begins with the smaller one. Each dataset of a mixture has its share, or all its rows.
     """
     if isinstance(source, Mixture):
         positions = np.arange(count)
         return positions[source.is_new(positions)]
     count = min(count, len(source))
-    return np.arange(count) if source.endless else permuted(np.arange(count), len(source), _SAMPLE)
+    return np.arange(count) if source.endless else permuted(np.arange(count), len(source), _SAMPLE_KEY)
 
 
 def loss_floor(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[float, float] | None:
-    """(nats a token, bits a byte) below which no model can go, where the dataset knows it."""
+    """Return the lowest possible loss as (nats/token, bits/byte); None if unknown."""
     if cfg.dataset == "stories" and isinstance(tokenizer, ByteTokenizer):
         corpus = StoryCorpus()
         return corpus.floor_nats_per_token, corpus.floor_bits_per_byte

@@ -1,15 +1,15 @@
 """Rows packed while training, from data too large to prepare: Parquet files and Hugging Face datasets.
 
-The data is divided into lanes, each read from its beginning to its end and then again; row i of the run is the next one
-of lane i mod lanes, so a process whose rows are every P-th reads only every P-th lane. A lane is cut into volumes of
-some text, each packed by itself and shuffled. So a row follows from its number and the data alone. To go straight to a
-row, an index remembers how many rows each volume had and where the reader stood after it; without the index the lane
-is read again from its beginning, to the same rows.
+The data is divided into lanes; row i of the run is the next row of lane i mod lanes. A lane is read from beginning to
+end and then again, in volumes of some text, each packed and shuffled on its own. So a row follows from its number and
+the data alone. An index on disk stores the row count and the reader's state after each volume; without it, a lane is
+read again from its beginning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import threading
@@ -22,42 +22,49 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.files import find_files, kind_of
+from nash_mhc.data.documents.files import (
+    Columns,
+    Raw,
+    columns_of,
+    find_files,
+    first_fields,
+    format_of,
+    kind_of,
+    open_parquet,
+    parquet_batches,
+)
 from nash_mhc.data.documents.holdout import EVALUATED, TRAINED_ON, HeldOut, by_share
 from nash_mhc.data.documents.hub import Hub
-from nash_mhc.data.documents.readers import Columns, Raw, columns_of, first_fields, format_of, open_parquet, parquet_batches
-from nash_mhc.data.mixture import NothingHeldOut
 from nash_mhc.data.order import combine, permuted
-from nash_mhc.data.pack import Laid, Rows, lay, unfold
-from nash_mhc.data.pieces import Document, document_of, pieces_of
+from nash_mhc.data.pack import NothingHeldOut, Rows, StoredRows, pack_pieces, unpack
 from nash_mhc.data.prepared.manifest import VERSION
-from nash_mhc.data.recipe import make_recipe
+from nash_mhc.data.recipe import Document, document_of, make_recipe, pieces_of
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.files import digest_of
 from nash_mhc.storage.json_files import MALFORMED, parse_json
 
-LANES = 16  # at most: divisible by the usual numbers of processes
-LEAST_DOCUMENTS = 1000  # of a lane, on average: a short lane would come round again long before the others
+LANES = 16  # at most; divisible by common process counts
+LEAST_DOCUMENTS = 1000  # per lane on average: a shorter lane would repeat long before the others
 
 
 def text_of_volume(seq_len: int) -> int:
-    """Bytes of text in a volume: enough to pack well, whatever the length of a row."""
+    """Return the bytes of text in a volume: enough to pack well for any sequence length."""
     return max(1 << 20, 256 * seq_len)
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """Documents of a lane from some state on."""
+    """The documents of a lane, from some state on."""
 
     @property
     def state(self) -> Any:
-        """Where it stands now, as plain JSON values."""
+        """The current position, as plain JSON values."""
 
     def __next__(self) -> Raw: ...
 
 
 class ParquetLanes:
-    """Row groups of Parquet files, dealt out to lanes."""
+    """Row groups of Parquet files, dealt to lanes."""
 
     splits: tuple[str, ...] = ()
 
@@ -72,7 +79,7 @@ class ParquetLanes:
         for number, path in enumerate(self._paths):
             if kind_of(path) != "parquet":
                 raise ConfigError(
-                    f"{path}: --streaming reads Parquet and Hugging Face data; leave it out to prepare the data first"
+                    f"{path}: --streaming reads Parquet and Hugging Face data only; leave it out to prepare the data"
                 )
             with open_parquet(path) as table:
                 self._columns.among(table.schema_arrow.names, str(path))
@@ -81,7 +88,7 @@ class ParquetLanes:
             self.units += [(number, i, sum(counts[:i])) for i in range(len(counts))]
             shapes.append([path.name, path.stat().st_size, counts])
             self.total += path.stat().st_size
-        # Reading it all for a hash is what streaming is there to avoid: names, sizes and row counts must do.
+        # Hashing all data would read it: names, sizes and row counts have to do.
         self.content = digest_of(shapes)
 
     def lanes_of(self, split: str) -> int:
@@ -93,24 +100,17 @@ class ParquetLanes:
 
 class _ParquetReader:
     def __init__(self, paths: list[Path], units: list[tuple[int, int, int]], columns: Columns, state: list[int]) -> None:
-        self.state = list(state)  # units done, rows of the next one done
+        self.state = list(state)  # finished units, rows read of the next one
         self._raws = self._read(paths, units, columns)
 
     def _read(self, paths: list[Path], units: list[tuple[int, int, int]], columns: Columns) -> Iterator[Raw]:
         first, skip = self.state
         for unit in range(first, len(units)):
             file, group, before = units[unit]
-            row = 0
-            for contents in parquet_batches(paths[file], columns, [group]):
-                if row + len(contents) <= skip:
-                    row += len(contents)
-                    continue
-                for content in contents:
-                    row += 1
-                    if row > skip:
-                        self.state = [unit, row]
-                        size = len(content) if isinstance(content, str) else len(str(content))
-                        yield Raw(file, before + row, content, size, "table")
+            contents = itertools.chain.from_iterable(parquet_batches(paths[file], columns, [group]))
+            for row, content in enumerate(itertools.islice(contents, skip, None), start=skip + 1):
+                self.state = [unit, row]
+                yield Raw.of_table(file, before + row, content)
             skip = 0
 
     def __next__(self) -> Raw:
@@ -118,7 +118,7 @@ class _ParquetReader:
 
 
 class HubLanes:
-    """Shards of a Hugging Face dataset, dealt out to lanes by the library."""
+    """Shards of a Hugging Face dataset, dealt to lanes by the library."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub, self.names, self.content = hub, hub.names, hub.content
@@ -126,7 +126,7 @@ class HubLanes:
         self._tables: dict[str, Any] = {}
 
     def _table(self, split: str) -> Any:
-        if split not in self._tables:  # once: the library takes its time for that
+        if split not in self._tables:  # opening is slow
             self._tables[split] = self._hub.table(split, least=LEAST_DOCUMENTS)
         return self._tables[split]
 
@@ -156,16 +156,16 @@ class _HubReader:
 
 
 class Lane:
-    """One lane's volumes: their index, kept in a file, and the last few themselves."""
+    """The volumes of one lane: their index, stored in a file, and the last few volumes."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ends = file, [0]  # rows before volume v
         self.states: list[list[Any]] = [[0, None]]  # epoch and reader's state before volume v
-        self.volumes: OrderedDict[int, tuple[Laid, np.ndarray]] = OrderedDict()
-        self.reader: tuple[Any, Reader] | None = None  # of the newest volume, to go on with the next
+        self.volumes: OrderedDict[int, tuple[StoredRows, np.ndarray]] = OrderedDict()
+        self.reader: tuple[Any, Reader] | None = None  # positioned at the volume of this number
         if file.exists():
             for line in file.read_bytes().splitlines():
-                with contextlib.suppress(*MALFORMED):  # cut by a crash, between two processes, or damaged: read again
+                with contextlib.suppress(*MALFORMED):  # truncated or damaged: this volume is read again
                     *entry, digest = parse_json(line)
                     volume, rows, after = entry
                     if volume == len(self.ends) - 1 and digest == digest_of(entry):
@@ -180,12 +180,11 @@ class Lane:
         self._append(rows, after)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a") as out:
-            # on a new line: a crash may have left half a line
-            out.write("\n" + json.dumps([*entry, digest_of(entry)]))
+            out.write("\n" + json.dumps([*entry, digest_of(entry)]))  # first a new line: a crash may have left half a line
 
 
 class StreamRows:
-    """Endless rows of a stream. Not for worker processes: each would read all of its lanes."""
+    """Endless rows of a stream. Not for worker processes: each would read all lanes."""
 
     endless = True
     most_documents: int | None = None
@@ -201,16 +200,16 @@ class StreamRows:
             raise ConfigError(f"split {split!r}: there are {', '.join(lanes.splits) or ' and '.join(parts)}")
         self._part = TRAINED_ON if own else parts.index(split)
         self._split = split if own else cfg.split
-        # Little is held out: all of it in one lane, for sixteen might have none.
+        # Held-out documents are few: with 16 lanes, some lanes might have none.
         self.count = lanes.lanes_of(self._split) if self._part == TRAINED_ON else 1
         if self._part == EVALUATED and not recipe["validation_fraction"]:
             raise NothingHeldOut(
-                f"--dataset {cfg.dataset}: no split {split!r}, and nothing is held out; raise --validation-fraction"
+                f"--dataset {cfg.dataset}: has no split {split!r}, and nothing is held out; raise --validation-fraction"
             )
         self._text = text_of_volume(cfg.seq_len)
         self.name = cfg.dataset
-        shares = recipe["validation_fraction"], recipe.get("test_fraction", 0.0)
-        self._recipe, self._rule = recipe, by_share(*shares) if self._split == cfg.split else HeldOut()
+        self._shares = recipe["validation_fraction"], recipe.get("test_fraction", 0.0)
+        self._recipe, self._rule = recipe, by_share(*self._shares) if self._split == cfg.split else HeldOut()
         self.identity = digest_of(["stream", VERSION, recipe, split, self.count, self._text])
         folder = Path(cfg.cache_dir) / f"stream-{self.identity[:24]}"
         self.lanes = [Lane(folder / f"lane-{number:02d}.jsonl") for number in range(self.count)]
@@ -218,12 +217,13 @@ class StreamRows:
 
     @property
     def held_out(self) -> str:
-        held, test = self._recipe["validation_fraction"], self._recipe.get("test_fraction", 0.0)
-        shares = [f"{held:.1%} of the documents"] * bool(held) + [f"{test:.1%} for the test"] * bool(test)
-        return f"held out: {' and '.join(shares)}, as they come" if shares else ""
+        words = [
+            f"{share:.1%} {of}" for share, of in zip(self._shares, ("of the documents", "for the test"), strict=True) if share
+        ]
+        return f"held out: {' and '.join(words)}, chosen while streaming" if words else ""
 
     def epochs(self, position: int) -> dict[str, float]:
-        return {}  # not known before it has been read
+        return {}  # unknown before the data has been read
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -232,29 +232,30 @@ class StreamRows:
         return Rows(*(a[0] for a in self.take([index])))
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
-        parts = []
+        rows = []
         with self._lock:
             for index in indices:
                 number, row = int(index) % self.count, int(index) // self.count
                 lane = self.lanes[number]
                 while lane.ends[-1] <= row:
-                    self._make(number, len(lane.ends) - 1)
+                    self._read_volume(number, len(lane.ends) - 1)
                 volume = bisect_right(lane.ends, row) - 1
                 if volume not in lane.volumes:
-                    self._make(number, volume)
-                laid, order = lane.volumes[volume]
-                parts.append(Laid(*(a[order[row - lane.ends[volume]]] for a in laid)))
-        laid = Laid(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
-        return unfold(laid, self._tokenizer.end)
+                    self._read_volume(number, volume)
+                stored, order = lane.volumes[volume]
+                rows.append(StoredRows(*(a[order[row - lane.ends[volume]]] for a in stored)))
+        return unpack(StoredRows(*(np.stack(arrays) for arrays in zip(*rows, strict=True))), self._tokenizer.end)
 
-    def _make(self, number: int, volume: int) -> None:
-        """Reads and packs one volume of a lane, and enters it into the index if it is new."""
-        lane = self.lanes[number]
-        before = lane.states[volume]
-        epoch, state = before
-        kept, lane.reader = lane.reader, None
-        reader = kept[1] if kept and kept[0] == volume else self._lanes.open(number, self.count, self._split, state)
-        # The first volume of each lane has another size, so that they do not all end in the same step ever after.
+    def _read_volume(self, number: int, volume: int) -> None:
+        """Read and pack one volume of a lane, and add it to the index if it is new."""
+        lane, recipe = self.lanes[number], self._recipe
+        epoch, state = lane.states[volume]
+        open_reader, lane.reader = lane.reader, None
+        if open_reader and open_reader[0] == volume:
+            reader = open_reader[1]
+        else:
+            reader = self._lanes.open(number, self.count, self._split, state)
+        # The first volume of each lane has another size, so that the lanes do not all finish volumes in the same step.
         wanted = self._text if volume else self._text * (number + 1) // self.count
         documents: list[Document] = []
         size = 0
@@ -265,16 +266,14 @@ class StreamRows:
             except StopIteration:
                 after = [epoch + 1, None]
                 break
-            # A document that comes twice is held out twice: what decides is its text.
-            document = document_of(raw, self._lanes.names, self._recipe)
+            document = document_of(raw, self._lanes.names, recipe)
             if self._rule.part_of(document.key) == self._part:
                 documents.append(document)
                 size += raw.size
         if after is None:
             after, lane.reader = [epoch, reader.state], (volume + 1, reader)
-        recipe = self._recipe
         pieces, _ = pieces_of(documents, recipe, self._tokenizer, self._lanes.names)
-        laid, rows = lay(pieces, self._tokenizer.end, recipe["seq_len"], align=recipe["align"])
+        stored, rows = pack_pieces(pieces, self._tokenizer.end, recipe["seq_len"], align=recipe["align"])
         if volume == len(lane.ends) - 1:
             lane.add(len(rows), after)
             if epoch > 0 and lane.ends[-1] == 0:
@@ -283,15 +282,15 @@ class StreamRows:
                 )
         if rows:
             order = permuted(np.arange(len(rows)), len(rows), combine(self._seed, number, volume))
-            lane.volumes[volume] = laid, order
+            lane.volumes[volume] = stored, order
         while len(lane.volumes) > 3:
             lane.volumes.popitem(last=False)
 
 
 def open_stream(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int, hub: Hub | None) -> StreamRows:
     if cfg.num_workers:
-        raise ConfigError("--streaming packs rows in the run's own process: leave --num-workers at 0")
+        raise ConfigError("--streaming packs rows in the training process; leave out --num-workers")
     if cfg.max_documents is not None:
-        raise ConfigError("--streaming reads all of the data: leave out --max-documents, or --streaming")
+        raise ConfigError("--streaming reads all of the data; leave out --max-documents, or --streaming")
     lanes = HubLanes(hub) if hub is not None else ParquetLanes(cfg.dataset, cfg)
     return StreamRows(lanes, cfg, tokenizer, split=split, seed=seed, align=align)

@@ -1,13 +1,15 @@
-"""Text <-> token ids."""
+"""Tokenizers: text <-> token ids, loading, saving, and training a byte-level BPE."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,23 +21,23 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.folders import download_command, model_name
 from nash_mhc.storage.json_files import read_json
 
-_UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers put where bytes do not (yet) make a character
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not (yet) a character
 
-# What a folder has at least one of that holds a tokenizer. Without, transformers makes one that knows no word.
+# A folder with a tokenizer has one of these. Without them, transformers builds a tokenizer with an empty vocabulary.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-# Names of the token that ends a document, where a tokenizer.json comes without a tokenizer_config.json that says so.
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<s>", "<bos>")
-# Of kits: each returns the tokenizer of a name, or None for names that are not its own.
+# End tokens to look for in a tokenizer.json without a tokenizer_config.json.
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<s>", "<bos>")
+# Of kits: each returns the tokenizer for a name, or None if the name is not its own.
 TOKENIZERS: Registry[Callable[[str], Tokenizer | None]] = Registry("tokenizers", {})
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
     vocab_size: int
-    begin: int | None  # stands before the first token of a document; None: documents begin with their first token
-    end: int  # stands after the last
-    adds_begin: bool  # whether the tokenizer.json of it puts `begin` before every text by itself
-    bos: int | None  # the token of that name, where it has one
+    begin: int | None  # token before every document; None: documents begin with their first token
+    end: int  # token after every document
+    adds_begin: bool  # does its tokenizer.json add `begin` by itself?
+    bos: int | None  # its bos token, if any
     fingerprint: str  # equal for tokenizers that give equal tokens
 
     @property
@@ -43,25 +45,40 @@ class Tokenizer(Protocol):
         """Bytes of text of each token id, for bits per byte."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Text that spells a special token is text: no document can end itself, or begin another."""
+        """Tokenize text. Special tokens that the text spells are treated as text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
     def decode(self, tokens: np.ndarray) -> str: ...
 
     def split_special(self, template: str) -> list[str | int]:
-        """What a template spells: text, and the ids of special tokens between it."""
+        """Split template text into text and the ids of special tokens."""
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation (role and content each) in the form that the model was taught,
-        up to where its answer begins. ConfigError where the tokenizer knows none."""
+        """Render messages (role and content) as a prompt for the next answer; ConfigError without a chat template."""
 
     def chat_form(self) -> dict[str, Any]:
-        """All that conversations are written from, as plain values: its chat template and what that may name,
-        the spellings of special tokens, of the begin and of the end token. ConfigError where there is no template."""
+        """Return what conversations are rendered from, as plain values: the chat template with its variables, and the
+        spellings of the special tokens. ConfigError without a chat template."""
+
+
+def prefix_of(tokenizer: Tokenizer) -> int:
+    """Return the token that an empty prompt starts with: the begin, bos or end token."""
+    return next(token for token in (tokenizer.begin, tokenizer.bos, tokenizer.end) if token is not None)
+
+
+def with_begin(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """Prepend the begin token, if documents have one; an empty text gets `prefix_of`."""
+    return [*[prefix_of(tokenizer)] * (tokenizer.begin is not None or not tokens), *tokens]
+
+
+def is_of_model(name: str) -> bool:
+    """Return whether this is a Hugging Face model folder, whose documents begin with what its tokenizer adds."""
+    folder = Path(name)
+    return (folder / "config.json").is_file() and not (folder / "run.json").exists()
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0..255, and one end-of-document token."""
+    """UTF-8 bytes as tokens 0..255, and an end token."""
 
     vocab_size = 257
     begin: int | None = 256
@@ -86,14 +103,14 @@ class ByteTokenizer:
         return [template]
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        raise ConfigError("the tokenizer of bytes has no chat template; write the prompt as the model was taught it")
+        raise ConfigError("the byte tokenizer has no chat template; write the prompt in the format the model was trained on")
 
     def chat_form(self) -> dict[str, Any]:
-        raise ConfigError("--template tokenizer: the tokenizer of bytes has no chat template; write one with --template")
+        raise ConfigError("--template tokenizer: the byte tokenizer has no chat template; give a --template")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the transformers library. Copies in other processes can only encode, and need no transformers."""
+    """A tokenizer of the transformers library. Pickled copies can only encode, and do not import transformers."""
 
     def __init__(self, inner: Any, name: str, *, begin_with_end: bool = True) -> None:
         self._inner, self._name = inner, name
@@ -102,14 +119,13 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"--tokenizer {name}: has no tokenizer.json; save it as a fast tokenizer first")
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._take_special_tokens_as_text()
-        self.vocab_size = 1 + max(self._backend.get_vocab().values())  # their number is less where some ids are left out
+        self._backend.encode_special_tokens = True  # as text
+        self.vocab_size = 1 + max(self._backend.get_vocab().values())  # ids may have gaps
         end = inner.eos_token_id if inner.eos_token_id is not None else inner.bos_token_id
         if end is None:
-            raise ConfigError(f"--tokenizer {name}: it has neither an eos nor a bos token to stand between documents; add one")
+            raise ConfigError(f"--tokenizer {name}: has neither an eos nor a bos token to separate documents; add one")
         self.end: int = end
-        # What it puts in front of a text by itself: Llama's models were trained with that, Qwen's with nothing.
-        added = self._backend.encode("", add_special_tokens=True).ids
+        added = self._backend.encode("", add_special_tokens=True).ids  # Llama's tokenizers add a bos, Qwen's nothing
         self.begin: int | None = next(iter(added), end if begin_with_end else None)
         self.adds_begin: bool = len(added) > 0
         self.bos: int | None = inner.bos_token_id
@@ -120,10 +136,7 @@ class HuggingFaceTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._take_special_tokens_as_text()  # which a copy of the backend forgets
-
-    def _take_special_tokens_as_text(self) -> None:
-        self._backend.encode_special_tokens = True
+        self._backend.encode_special_tokens = True  # pickling drops it
 
     @functools.cached_property
     def _special(self) -> dict[str, int]:
@@ -131,22 +144,23 @@ class HuggingFaceTokenizer:
         return {token.content: number for number, token in added.items() if token.special}
 
     def split_special(self, template: str) -> list[str | int]:
-        names = sorted(self._special, key=len, reverse=True)  # the longest of those that begin alike
+        names = sorted(self._special, key=len, reverse=True)  # longest match first
         pieces = re.split(f"({'|'.join(map(re.escape, names))})", template) if names else [template]
         return [self._special.get(piece, piece) for piece in pieces if piece]
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self._inner.chat_template:
-            raise ConfigError(f"{self._name}: its tokenizer has no chat template; write the prompt as the model was taught it")
+            raise ConfigError(
+                f"{self._name}: its tokenizer has no chat template; write the prompt in the format the model was trained on"
+            )
         try:
             return str(self._inner.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # whatever the template, which is a program, does not like
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"{self._name}: its chat template does not take these messages ({reason})") from error
+        except Exception as error:  # a template is a program and may raise anything
+            raise ConfigError(f"{self._name}: its chat template rejects these messages ({_first_line(error)})") from error
 
     def chat_form(self) -> dict[str, Any]:
         if not self._inner.chat_template:
-            raise ConfigError(f"--template tokenizer: {self._name} has no chat template; write one with --template")
+            raise ConfigError(f"--template tokenizer: {self._name} has no chat template; give a --template")
         spelled = self._backend.id_to_token
         return {
             "template": self._inner.get_chat_template(),
@@ -169,34 +183,30 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # Without the offsets of each token in the text, which nothing here reads.
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)  # fast: without offsets
         return [np.array(e.ids, np.int32) for e in encoded]
 
     def decode(self, tokens: np.ndarray) -> str:
         return str(self._inner.decode(np.asarray(tokens).ravel().tolist(), skip_special_tokens=True))
 
     def save(self, folder: Path, *, begins: bool = False) -> None:
-        """Leaves what `load_tokenizer(folder)` reads back to the same tokens.
-
-        `begins`: and what puts the begin token in front of a text for everyone who does not know that it belongs there.
-        """
+        """Write a folder that `load_tokenizer` reads; with `begins`, its tokenizer.json adds the begin token itself."""
         folder.mkdir(parents=True, exist_ok=True)
-        end = self._backend.id_to_token(self.end)
         self.save_backend(folder, begins=begins)
-        chat = {"bos_token": self._inner.bos_token, "chat_template": self._inner.chat_template}  # which may name that token
+        end = self._backend.id_to_token(self.end)
+        chat = {"bos_token": self._inner.bos_token, "chat_template": self._inner.chat_template}  # which may name the bos token
         write_tokenizer_config(folder, end, **{k: v for k, v in chat.items() if v and self._inner.chat_template})
 
     def save_backend(self, folder: Path, *, begins: bool) -> None:
-        """tokenizer.json alone."""
+        """Write tokenizer.json alone."""
         values = json.loads(self._backend.to_str())
         if begins and not self.adds_begin:
-            values["post_processor"] = in_front(self._backend.id_to_token(self.end), self.end)
+            values["post_processor"] = prepend_token(self._backend.id_to_token(self.end), self.end)
         (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def in_front(token: str, number: int) -> dict[str, Any]:
-    """The part of a tokenizer.json that puts this token in front of every text."""
+def prepend_token(token: str, number: int) -> dict[str, Any]:
+    """Return the post-processor of a tokenizer.json that prepends this token to every text."""
     special, text = {"SpecialToken": {"id": token, "type_id": 0}}, lambda which: {"Sequence": {"id": which, "type_id": 0}}
     return {
         "type": "TemplateProcessing",
@@ -212,69 +222,74 @@ def write_tokenizer_config(folder: Path, end: str, **more: Any) -> None:
 
 
 def _byte_length(piece: str, text: str) -> int:
-    """Bytes of text of one token, from its name in the vocabulary and what it decodes to on its own."""
+    """Return a token's bytes of text, given its name in the vocabulary and what it decodes to on its own."""
     if "\ufffd" in text and "\ufffd" not in piece:
-        # Part of a character: a byte by its number, or byte-level pieces, whose names have one letter a byte.
+        # Part of a character: a byte fallback token, or a byte-level piece, whose name has one letter per byte.
         return 1 if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece) else len(piece)
-    # Decoding a piece alone drops the space that it begins with.
+    # Decoding a single piece drops its leading space.
     return len(text.encode("utf-8")) + (piece.startswith("\u2581") and not text.startswith(" "))
 
 
 def load_tokenizer(name: str, *, begin_with_end: bool = True) -> Tokenizer:
-    """By name, folder or file, read once in a process. `begin_with_end` is that of DataConfig."""
+    """Load a tokenizer by name, folder or file, once per process. `begin_with_end` is that of DataConfig."""
     if name == "bytes":
         return ByteTokenizer()
     for of_kit in TOKENIZERS.values():
-        if (found := of_kit(name)) is not None:
-            return found
-    from_hub = None if Path(name).exists() else model_name(name)
-    if from_hub is None and not Path(name).exists():
+        if (tokenizer := of_kit(name)) is not None:
+            return tokenizer
+    path = Path(name)
+    hub_name = None if path.exists() else model_name(name)
+    if hub_name is None and not path.exists():
         raise ConfigError(
-            f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; one of Hugging Face is hf:{name}, "
-            f"or a folder ({download_command(name)})"
+            f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; for one from Hugging Face use "
+            f"hf:{name}, or a folder ({download_command(name)})"
         )
-    if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in FILES):
-        raise ConfigError(f"--tokenizer {name}: no tokenizer is in that folder (such as tokenizer.json); name one that has it")
-    files = [] if from_hub is not None else [Path(name)] if Path(name).is_file() else sorted(Path(name).iterdir())
-    return _loaded(name, from_hub, begin_with_end, tuple((str(file), file.stat().st_mtime_ns) for file in files))
+    if path.is_dir() and not any((path / file).is_file() for file in FILES):
+        raise ConfigError(f"--tokenizer {name}: this folder has no tokenizer (such as tokenizer.json); name one that does")
+    files = [] if hub_name is not None else [path] if path.is_file() else sorted(path.iterdir())
+    return _load_cached(name, hub_name, begin_with_end, tuple((str(file), file.stat().st_mtime_ns) for file in files))
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(name: str, from_hub: str | None, begin_with_end: bool, _: tuple[tuple[str, int], ...]) -> HuggingFaceTokenizer:
-    """The last argument changes when a file does."""
-    return HuggingFaceTokenizer(_load_inner(Path(name), from_hub, name), name, begin_with_end=begin_with_end)
+def _load_cached(name: str, hub_name: str | None, begin_with_end: bool, _: tuple[tuple[str, int], ...]) -> HuggingFaceTokenizer:
+    """Load a tokenizer; the last argument changes with the files, so that changed files are loaded again."""
+    return HuggingFaceTokenizer(_load_inner(Path(name), hub_name, name), name, begin_with_end=begin_with_end)
 
 
-def _load_inner(path: Path, from_hub: str | None, name: str) -> Any:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # that there is no PyTorch is no news here
-    from transformers import PreTrainedTokenizerFast  # slow to import; only those who ask for it wait
+def _load_inner(path: Path, hub_name: str | None, name: str) -> Any:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns if PyTorch is missing
+    from transformers import PreTrainedTokenizerFast  # slow to import
 
     folder = path if path.is_dir() else path.parent
-    if from_hub is None and "auto_map" in _values(folder / "tokenizer_config.json"):
+    if hub_name is None and "auto_map" in _values(folder / "tokenizer_config.json"):
         raise ConfigError(
-            f"--tokenizer {name}: its tokenizer_config.json names code of its own (auto_map), which is never run; if its "
-            "tokenizer.json is complete without it, take auto_map out of the file"
+            f"--tokenizer {name}: its tokenizer_config.json refers to custom code (auto_map), which is never run; if "
+            "tokenizer.json is complete without it, remove auto_map from the file"
         )
     try:
-        if from_hub is not None:
-            return _auto_tokenizer().from_pretrained(from_hub, trust_remote_code=False)
+        if hub_name is not None:
+            return _auto_tokenizer().from_pretrained(hub_name, trust_remote_code=False)
         if path.is_file() and not (path.parent / "tokenizer_config.json").exists():
             bare = PreTrainedTokenizerFast(tokenizer_file=str(path))
             return PreTrainedTokenizerFast(
-                tokenizer_file=str(path), eos_token=next((end for end in _ENDS if end in bare.get_vocab()), None)
+                tokenizer_file=str(path), eos_token=next((end for end in _END_TOKENS if end in bare.get_vocab()), None)
             )
-        # Where the model is code of its own, AutoTokenizer would ask on the terminal whether to run that.
-        kind = PreTrainedTokenizerFast if _brings_code(folder) or _is_plain(folder) else _auto_tokenizer()
+        # If the model has custom code, AutoTokenizer would ask on the terminal whether to run it.
+        has_code = "auto_map" in _values(folder / "config.json")
+        kind = PreTrainedTokenizerFast if has_code or _is_plain(folder) else _auto_tokenizer()
         return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises whatever its parsers raise, bare Exception included
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if from_hub is None:
-            raise ConfigError(f"--tokenizer {name}: not a tokenizer that transformers can read ({reason})") from error
+    except Exception as error:  # each parser of the library raises its own
+        if hub_name is None:
+            raise ConfigError(f"--tokenizer {name}: transformers cannot read this tokenizer ({_first_line(error)})") from error
         raise ConfigError(
-            f"--tokenizer {name}: Hugging Face does not give it ({reason}); "
-            f"without a network, AutoTokenizer.from_pretrained('{from_hub}').save_pretrained(FOLDER) where there is one, "
-            "and --tokenizer FOLDER here"
+            f"--tokenizer {name}: cannot be loaded from Hugging Face ({_first_line(error)}); without network access, run "
+            f"AutoTokenizer.from_pretrained('{hub_name}').save_pretrained(FOLDER) on a machine that has it and use "
+            "--tokenizer FOLDER here"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _auto_tokenizer() -> Any:
@@ -284,19 +299,17 @@ def _auto_tokenizer() -> Any:
 
 
 def _values(file: Path) -> dict[str, Any]:
-    """What such a file of the transformers library says; nothing, where it cannot be read."""
+    """Return the values of a JSON file; empty if it cannot be read."""
     with contextlib.suppress(ConfigError):
         return read_json(file)
     return {}
 
 
-def _brings_code(folder: Path) -> bool:
-    return "auto_map" in _values(folder / "config.json")
-
-
 def _is_plain(folder: Path) -> bool:
-    """A folder that names the class that AutoTokenizer would choose, such as those that we write;
-    beside a model's config.json it may choose another one."""
+    """Return whether AutoTokenizer would choose PreTrainedTokenizerFast, as for the folders that we write.
+
+    Next to a model's config.json it may choose another class.
+    """
     values = _values(folder / "tokenizer_config.json")
     named = values.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     files = (folder / "tokenizer.json").is_file() and not (folder / "config.json").exists()
@@ -304,17 +317,52 @@ def _is_plain(folder: Path) -> bool:
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Text as soon as it is certain: the pieces join to decode(all tokens), and none ends within a character."""
+    """Yield text as soon as it is final: the pieces join to decode(all tokens), and none ends within a character."""
     seen: list[int] = []
     text, shown = "", 0
     for token in tokens:
         seen.append(token)
         text = tokenizer.decode(np.array(seen, np.int32))
-        # A character is at most four bytes: up to three marks at the end may still turn into one.
-        marks = len(text) - len(text.rstrip(_UNREADABLE))
-        ready = len(text) - min(marks, 3)
+        # A character has at most four bytes: up to three replacement characters at the end may still become one.
+        incomplete = len(text) - len(text.rstrip(_REPLACEMENT))
+        ready = len(text) - min(incomplete, 3)
         if ready > shown:
             yield text[shown:ready]
             shown = ready
     if len(text) > shown:
         yield text[shown:]
+
+
+BPE_END = "<|endoftext|>"
+_LEAST_BPE = 256 + 1  # every byte, and the end token
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, *, show_progress: bool = False) -> int:
+    """Train a byte-level BPE tokenizer into folder `out`; return its vocabulary size (smaller if the text is short)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < _LEAST_BPE:
+        raise ConfigError(f"--vocab-size must be at least {_LEAST_BPE} (every byte and the end token), not {vocab_size}")
+    if out.exists():
+        raise ConfigError(f"--out {out}: already exists; choose another folder")
+    nonempty = filter(None, texts)
+    if (first := next(nonempty, None)) is None:
+        raise ConfigError("--dataset: has no document with text to train a tokenizer on")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BPE_END], initial_alphabet=alphabet, show_progress=show_progress
+    )
+    backend.train_from_iterator(itertools.chain([first], nonempty), trainer)
+    part = out.with_name(out.name + ".partial")
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+        backend.save(str(part / "tokenizer.json"))
+        write_tokenizer_config(part, BPE_END)
+        part.rename(out)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
+    return int(backend.get_vocab_size())

@@ -1,8 +1,4 @@
-"""Worker processes that outlive every signal but the one that they get from the process that started them.
-
-A scheduler signals every process that it finds. The run saves and ends by itself then, and needs its workers until it
-has: they ignore the signals that it gets, from their first instruction on, and end with it.
-"""
+"""Worker processes that ignore the signals meant for the run, and a progress display for long work."""
 
 from __future__ import annotations
 
@@ -11,34 +7,69 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
-_MEANT_FOR_THE_RUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+# A scheduler signals every process it finds. The run handles these signals and needs its workers until it has saved.
+_SIGNALS_OF_THE_RUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-    """Processes that are started in here begin with these signals blocked; `begin_worker` is what they do first."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _MEANT_FOR_THE_RUN)
+    """Start processes with these signals blocked, until they call `begin_worker`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RUN)
     try:
-        resource_tracker.ensure_running()  # starts a process, too, and unblocks some of them
-        signal.pthread_sigmask(signal.SIG_BLOCK, _MEANT_FOR_THE_RUN)
+        resource_tracker.ensure_running()  # also starts a process, and unblocks some signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RUN)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def begin_worker() -> None:
-    """For a process that was started so."""
-    for number in _MEANT_FOR_THE_RUN:
+    """Ignore the run's signals and exit with the parent; call this first in a worker process."""
+    for number in _SIGNALS_OF_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _MEANT_FOR_THE_RUN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS_OF_THE_RUN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+def _exit_with_parent() -> None:
+    """Without this, a worker whose parent was killed would wait for work forever."""
     if parent := multiprocessing.parent_process():
         parent.join()
     os._exit(1)
+
+
+_QUIET_SECONDS, _LINE_SECONDS = 2.0, 10.0  # before the first output; between lines if stderr is not a terminal
+
+
+@contextlib.contextmanager
+def progress(title: str, unit: str = "tokens") -> Iterator[Callable[[int, int, int], None]]:
+    """Yield `report(done, total, count)`, which shows a bar on a terminal and log lines elsewhere, on stderr."""
+    console = Console(stderr=True, highlight=False)
+    start = time.monotonic()
+    columns = (TextColumn(title), BarColumn(bar_width=None), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task(title, total=None, note="")
+    last = start + _QUIET_SECONDS - _LINE_SECONDS
+
+    def report(done: int, total: int, count: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        note = f"{count:,} {unit}, {count / max(now - start, 1e-3):,.0f} {unit}/s"
+        if now - start > _QUIET_SECONDS:
+            bar.start()
+            bar.update(task, completed=min(done, total), total=total, note=note)
+        if not console.is_terminal and now - last > _LINE_SECONDS:
+            console.print(f"{title}: {min(1.0, done / max(total, 1)):.0%}, {note}", markup=False, soft_wrap=True)
+            last = now
+
+    try:
+        yield report
+    finally:
+        bar.stop()

@@ -67,7 +67,7 @@ def cache_command(argv: Sequence[str]) -> int:
     import jax
 
     from nash_mhc.data.prepared.manifest import Manifest
-    from nash_mhc.data.prepared.progress import watching
+    from nash_mhc.data.workers import progress
     from nash_mhc.distill.cache import check_room, make_cache, size_of
     from nash_mhc.hub import stored
     from nash_mhc.hub.load import load
@@ -90,7 +90,7 @@ def cache_command(argv: Sequence[str]) -> int:
     use_compilation_cache(out.parent)
     began, done = time.monotonic(), 0
     seq_len = Manifest.read(out).recipe["seq_len"]
-    with watching(f"{own.teacher} reads") as watch:
+    with progress(f"{own.teacher} reads") as watch:
 
         def tick(read: int) -> None:
             nonlocal done
@@ -110,10 +110,10 @@ def _rows(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
     """Prepared rows in `out`: made there, or those of a prepared folder; ConfigError where they suit no teacher."""
     from nash_mhc.data.prepared.manifest import FILE, Manifest
     from nash_mhc.data.prepared.prepare import prepare
-    from nash_mhc.data.prepared.progress import watching
     from nash_mhc.data.recipe import make_recipe
     from nash_mhc.data.sources import open_corpus
     from nash_mhc.data.tokenizer import load_tokenizer
+    from nash_mhc.data.workers import progress
     from nash_mhc.storage.folders import new_folder
 
     tokenizer, given = loaded.tokenizer, Path(cfg.data.dataset)
@@ -138,8 +138,8 @@ def _rows(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
             raise ConfigError(f"--out {out}: holds other rows than --dataset {given}; choose another folder")
         return
     corpus = open_corpus(cfg.data)
-    with watching(f"preparing {cfg.data.dataset}") as watch:
-        prepare(make_recipe(cfg.data, tokenizer, corpus, align), tokenizer, corpus, out, dataset=cfg.data.dataset, watch=watch)
+    with progress(f"preparing {cfg.data.dataset}") as watch:
+        prepare(make_recipe(cfg.data, tokenizer, corpus, align), tokenizer, corpus, out, dataset=cfg.data.dataset, report=watch)
 
 
 def chain_command(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from nash_mhc.data.begin_token import prefix_of
+from nash_mhc.data.tokenizer import prefix_of
 from nash_mhc.evaluate.progress import Progress
 from nash_mhc.evaluate.scoring import Request, Scorer, windows
 from nash_mhc.hub.load import Loaded

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
-from nash_mhc.data.begin_token import prefix_of
-from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import loss_floor, open_held_out
+from nash_mhc.data.tokenizer import prefix_of
 from nash_mhc.evaluate.names import HELD_OUT, STORIES
 from nash_mhc.evaluate.progress import Progress
 from nash_mhc.evaluate.scoring import Scorer, row_unit, windows

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.begin_token import begun
 from nash_mhc.data.documents.templates import text_of
-from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.data.tokenizer import Tokenizer, with_begin
 from nash_mhc.storage.json_files import parse_json
 
 
@@ -24,7 +23,7 @@ class Prompt(NamedTuple):
         for unit in tokenizer.split_special(spelled):  # as in a template, which the prompt may have to repeat
             found += [unit] if isinstance(unit, int) else tokenizer.encode(unit).tolist()
         # A chat template may spell the begin token itself.
-        return found if self.messages and found[:1] == [tokenizer.begin] else begun(tokenizer, found)
+        return found if self.messages and found[:1] == [tokenizer.begin] else with_begin(tokenizer, found)
 
 
 def asked(text: str, system: str | None) -> Prompt:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nash_mhc.data.tokenizer import ByteTokenizer, in_front, write_tokenizer_config
+from nash_mhc.data.tokenizer import ByteTokenizer, prepend_token, write_tokenizer_config
 
 _END = "<|endoftext|>"
 
@@ -26,7 +26,8 @@ def write(folder: Path) -> None:
     values: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [end | {"normalized": False, "special": True}],
-        "normalizer": None, "pre_tokenizer": by_bytes, "post_processor": in_front(_END, ByteTokenizer.end), "decoder": by_bytes,
+        "normalizer": None, "pre_tokenizer": by_bytes, "decoder": by_bytes,
+        "post_processor": prepend_token(_END, ByteTokenizer.end),
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
                   "vocab": vocabulary, "merges": []},

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.begin_token import begun
+from nash_mhc.data.tokenizer import with_begin
 from nash_mhc.hub.folder import CONFIG, is_hub_folder
 from nash_mhc.hub.load import load, tokenizer_of
 from nash_mhc.hub.nash_tensors import has_only_our_code
@@ -70,6 +70,6 @@ def compare(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
 
 def figures(a: str, b: str, text: str, count: int, *, trusted: bool, say: Callable[[str], None]) -> dict[str, Any]:
     tokenizer = tokenizer_of(a)
-    tokens = np.array(begun(tokenizer, tokenizer.encode(text)[: count - 1].tolist()), np.int32)
+    tokens = np.array(with_begin(tokenizer, tokenizer.encode(text)[: count - 1].tolist()), np.int32)
     one, other = (answer(folder, tokens, trusted=trusted, say=say) for folder in (a, b))
     return {"tokens": len(tokens), "by": [one.by, other.by], **compare(one.logits_TV, other.logits_TV)}

@@ -14,8 +14,7 @@ import numpy as np
 
 from nash_mhc import __version__
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.data.begin_token import prefix_of
-from nash_mhc.data.tokenizer import HuggingFaceTokenizer
+from nash_mhc.data.tokenizer import HuggingFaceTokenizer, prefix_of
 from nash_mhc.hub import byte_tokenizer, nash_tensors
 from nash_mhc.hub.config_json import family_of, is_tied, read_config, written_config
 from nash_mhc.hub.folder import CONFIG, INDEX, WEIGHTS, files_beside, tensor_dtypes

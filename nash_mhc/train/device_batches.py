@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches
-from nash_mhc.data.mixture import Extras
-from nash_mhc.data.pack import AnyRows, Rows, Taught
+from nash_mhc.data.pack import AnyRows, Extras, Rows, Taught
 from nash_mhc.data.sources import RowSource
 from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.sharding import RULES, named_sharding

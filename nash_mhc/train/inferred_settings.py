@@ -16,10 +16,9 @@ from nash_mhc.config.fields import type_name
 from nash_mhc.config.key_names import OURS, keys
 from nash_mhc.config.parsing import Settings
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
-from nash_mhc.data.begin_token import is_of_model
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.sources import source_of
-from nash_mhc.data.tokenizer import load_tokenizer
+from nash_mhc.data.tokenizer import is_of_model, load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.hub.importing import settings_of
 from nash_mhc.storage.errors import as_config_error

@@ -16,7 +16,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
 from nash_mhc.checkpoint.run_lock import Owner, acquire, acquire_shared, check_visible
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig, TrainConfig
-from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder

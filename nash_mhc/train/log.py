@@ -15,8 +15,7 @@ from nash_mhc.checkpoint.run_folder import with_current_names
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, MeshConfig
-from nash_mhc.data.inspection import rows_of_step
-from nash_mhc.data.mixture import passes
+from nash_mhc.data.inspection import rows_of_step, summarize_epochs
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.weights import count_by_storage
 from nash_mhc.optim.trainable import Training
@@ -281,7 +280,7 @@ def describe_run(inputs: Inputs, mesh: Mesh, say: Say) -> None:
 
 def describe_epochs(inputs: Inputs, say: Say) -> None:
     """Say how often the run reads its data, if that is known."""
-    if reads := passes(inputs.source.epochs(inputs.cfg.train.total_steps * inputs.sequences_per_step)):
+    if reads := summarize_epochs(inputs.source.epochs(inputs.cfg.train.total_steps * inputs.sequences_per_step)):
         say(f"the run {reads}")
 
 

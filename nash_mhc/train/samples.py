@@ -12,8 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.config.schema import ArchitectureConfig, TelemetryConfig
-from nash_mhc.data.begin_token import begun
-from nash_mhc.data.tokenizer import Tokenizer, stream_text
+from nash_mhc.data.tokenizer import Tokenizer, stream_text, with_begin
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import MANY, Drawn, generate_rows, generate_tokens
@@ -48,7 +47,7 @@ class Samples:
         self._dtype = "float32" if platform == "cpu" else dtype
         self._count, self._seq_len = telemetry.sample_tokens, min(seq_len, _MAX_CONTEXT)
         prompt = telemetry.sample_prompt or ""
-        self._prompt = begun(tokenizer, tokenizer.encode(prompt).tolist())
+        self._prompt = with_begin(tokenizer, tokenizer.encode(prompt).tolist())
         if self._count and not _fits(count_parameters(model), mesh, self._dtype):
             say("no samples: a second copy of the model does not fit on one device")
             self._count = 0

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.pack import RowSource
 from nash_mhc.model.lora import drops, with_dropout
 from nash_mhc.model.protocol import Execution, after_update
 from nash_mhc.objectives.base import Aux, Batch, Objective, means

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
-from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.pack import RowSource
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.hub import stored
 from nash_mhc.hub.load import Loaded, config_of, load

@@ -42,32 +42,32 @@ CASES = {
     "a number": ("a.jsonl", lines(GOOD, "7\n"), {}, r"a\.jsonl:2: a value of type int instead of an object with fields"),
     "missing field": (
         "a.jsonl", lines(GOOD, '{"txt": "x", "id": 1}\n'), {},
-        r"a\.jsonl:2: no field 'text', there are txt, id; name the text's with --text-field",
+        r"a\.jsonl:2: no field 'text', there are txt, id; .*--text-field",
     ),
     "text that is none": ("a.jsonl", lines('{"text": 7}\n'), {}, r"a\.jsonl:1: text is of type int, not text; choose"),
-    "half a character": ("a.jsonl", lines(r'{"text": "\ud800"}', "\n"), {}, r"a\.jsonl:1: text holds half a character"),
+    "half a character": ("a.jsonl", lines(r'{"text": "\ud800"}', "\n"), {}, r"a\.jsonl:1: text .*surrogate"),
     "missing column": (
-        "a.parquet", table(body=["x"], id=[1]), {}, r"a\.parquet:1: no column 'text', there are body, id; name .* --text-field"
+        "a.parquet", table(body=["x"], id=[1]), {}, r"a\.parquet:1: no column 'text', there are body, id; .*--text-field"
     ),
     "column of numbers": ("a.parquet", table(text=[1]), {}, r"a\.parquet:1: text is of type int, not text"),
-    "no parquet": ("a.parquet", raw(b"PAR1 nothing"), {}, r"a\.parquet: not a whole Parquet file \(.+\); make it again"),
+    "no parquet": ("a.parquet", raw(b"PAR1 nothing"), {}, r"a\.parquet: .*Parquet file \(.+\);"),
     "cut gzip": ("a.jsonl.gz", raw(gzip.compress(GOOD.encode() * 99)[:-20]), {}, r"a\.jsonl\.gz: cannot be read \(Trunc"),
     "no zstd": ("a.jsonl.zst", raw(b"hello hello"), {}, r"a\.jsonl\.zst: cannot be read \(ZSTD decompress failed"),
-    "empty file": ("a.txt", raw(b""), {}, r"a\.txt: no document with text in it"),
-    "no document": ("a.jsonl", lines('{"text": ""}\n', "\n"), {}, r"a\.jsonl: no document with text in it"),
-    "blank lines": ("a.jsonl", lines("\n", "\n"), {}, r"a\.jsonl: no document with text in it"),
-    "empty folder": ("a", lambda path: path.mkdir(), {}, r"a: no file with text in this folder; is it the right one\?"),
+    "empty file": ("a.txt", raw(b""), {}, r"a\.txt: .*no document with text"),
+    "no document": ("a.jsonl", lines('{"text": ""}\n', "\n"), {}, r"a\.jsonl: .*no document with text"),
+    "blank lines": ("a.jsonl", lines("\n", "\n"), {}, r"a\.jsonl: .*no document with text"),
+    "empty folder": ("a", lambda path: path.mkdir(), {}, r"a: no file with text in this folder;"),
     "folder with a file's name": ("a", lambda path: (path / "b.txt").mkdir(parents=True), {}, r"a: no file with text in this"),
     "no variant": ("a.txt", lines("x"), {"dataset_name": "v2"}, r"--dataset-name v2: .*a\.txt has no variants; leave it out"),
     "template": (
         "a.jsonl", lines('{"prompt": "x", "response": "y"}\n'), {"format": "prompt", "template": "{rôle}: {content}"},
-        r"--template '\{rôle\}: \{content\}': must hold \{content\} once and may hold \{role\}",
+        r"--template '\{rôle\}: \{content\}': .*\{content\} once .*\{role\}",
     ),
     "no response": ("a.jsonl", lines('{"prompt": "x"}\n'), {"format": "prompt"}, r"a\.jsonl:1: no field 'response'"),
-    "no messages": ("a.jsonl", lines('{"messages": []}\n'), {"format": "chat"}, r"a\.jsonl:1: messages must be a list"),
+    "no messages": ("a.jsonl", lines('{"messages": []}\n'), {"format": "chat"}, r"a\.jsonl:1: messages must be .*list"),
     "no answer": (
         "a.jsonl", lines('{"messages": [{"role": "user", "content": "x"}]}\n'), {"format": "chat"},
-        r"a\.jsonl:1: no message of role assistant, so nothing would be learned; leave it out or use --loss-on all",
+        r"a\.jsonl:1: no message of role assistant.*--loss-on all",
     ),
 }  # fmt: skip
 
@@ -102,9 +102,9 @@ def test_mistakes_with_the_commands_are_one_line(tmp_path: Path) -> None:
     prepare = ("nash_mhc.data", "prepare")
     assert "unknown command 'prepar'; did you mean prepare?" in command(tmp_path, "nash_mhc.data", "prepar")
     assert "unknown flag --text-feld; did you mean --text-field?" in command(tmp_path, *prepare, "--text-feld", "x")
-    assert "--out is missing; name the folder" in command(tmp_path, *prepare, "--dataset", "notes")
+    assert "--out is missing" in command(tmp_path, *prepare, "--dataset", "notes")
     missing = command(tmp_path, *prepare, "--dataset", "note", "--out", "out")
-    assert "--dataset note: neither 'stories' nor a file or folder that is here" in missing
+    assert "--dataset note: neither 'stories' nor" in missing
     (tmp_path / "notes" / "7.txt").write_bytes(b"x\n\xff")
     assert "notes/7.txt:2: not UTF-8" in command(tmp_path, *prepare, "--dataset", "notes", "--out", "out")
     assert sorted(tmp_path.rglob("*")) == before
@@ -140,7 +140,7 @@ def test_prepared_rows_must_suit_the_run(tmp_path: Path) -> None:
     assert load_tokenizer(own).vocab_size == 271
     assert "has 271 tokens, the model only 257; set --model-vocab-size 271" in refused(own, vocab_size=257)
     assert f"was not prepared with --tokenizer bytes; use --tokenizer {own}" in refused("bytes")
-    assert "its rows have 64 tokens, the run's 128; use --seq-len 64, or prepare it again" in refused(own, seq_len=128)
+    assert "have 64 tokens, the run's 128; use --seq-len 64" in refused(own, seq_len=128)
     aligned = refused(own, ratio=64, window=None)
     assert (
         "its documents start at multiples of 16, this model needs 64; prepare it again with the run's --model-size" in aligned

@@ -9,9 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from nash_mhc.data.stories.corpus import Story, StoryCorpus, story_grammar
+from nash_mhc.data.stories.corpus import WORD_LISTS, Story, StoryCorpus, story_grammar
 from nash_mhc.data.stories.grammar import Chain, Choice, Draw, Node, Recall, Repeat, Text
-from nash_mhc.data.stories.lexicon import WORD_LISTS
 from tests.ambiguity import find_ambiguity
 
 CORPUS = StoryCorpus()

@@ -13,11 +13,10 @@ from corpora import BYTES, prepared
 from records import expected, learned, write
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.readers import columns_of
+from nash_mhc.data.documents.files import columns_of
 from nash_mhc.data.prepared.rows import PreparedRows
-from nash_mhc.data.recipe import how_written
+from nash_mhc.data.recipe import corpus_texts, template_settings
 from nash_mhc.data.sources import open_corpus, open_source
-from nash_mhc.data.train_bpe import corpus_texts
 
 # The public recipe's text (legal questions with reasoning), cut where its prompt ends.
 PROMPT = r"### Instruction:\n{question}\n\n### Response:"
@@ -92,13 +91,13 @@ def test_brackets_and_braces_and_what_looks_like_an_escape() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("no field", r"--prompt-template 'no field': names no field of a record; write such as \{question\}"),
-        ("{q}[ {a}", r"the \[ at character 4 is never closed; close it, or write \\\[ for the character itself"),
+        ("no field", r"--prompt-template 'no field': names no field; .*\{question\}"),
+        ("{q}[ {a}", r"the \[ at character 4 is never closed; .*\\\["),
         ("{q}] {a}", r"the \] at character 4 closes nothing; write \\\]"),
-        ("{q}[a [{b}]]", r"the \[ at character 7 lies within another one"),
-        ("[INST] {q}", r"the \[ \] at character 6 names no field, and would never vanish; write \\\[ and \\\] for themselves"),
-        ("{q} {", r"the \{ at character 5 holds no field's name; write \{question\}, or \\\{ for itself"),
-        ("{}", r"the \{ at character 1 holds no field's name"),
+        ("{q}[a [{b}]]", r"the \[ at character 7 is inside another"),
+        ("[INST] {q}", r"the \[ \] at character 6 names no field; write \\\[ and \\\]"),
+        ("{q} {", r"the \{ at character 5 .*field name; write \{question\}, or \\\{"),
+        ("{}", r"the \{ at character 1 .*field name"),
     ],
 )
 def test_a_template_that_is_none(tmp_path: Path, template: str, message: str) -> None:
@@ -133,10 +132,10 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], message: 
     [
         (
             {"q": "x", "b": "y"},
-            r"qa\.jsonl:3: no field 'a', there are q, b; mend or leave out the record, or put it in \[ \] in",
+            r"qa\.jsonl:3: no field 'a', there are q, b; .* in \[ \] in --response-template",
         ),
         ({"q": "x", "aa": "y"}, r"qa\.jsonl:3: no field 'a', which --response-template names; did you mean aa\?"),
-        ({"q": "x", "a": " "}, r"qa\.jsonl:3: field 'a' is empty; mend .* put it in \[ \] in --response-template"),
+        ({"q": "x", "a": " "}, r"qa\.jsonl:3: field 'a' is empty; .* in \[ \] in --response-template"),
         ({"q": None, "a": "y"}, r"qa\.jsonl:3: field 'q' is empty; .* in --prompt-template"),
         ({"q": ["x"], "a": "y"}, r"qa\.jsonl:3: q is of type list, not text"),
         ({"q": True, "a": "y"}, r"qa\.jsonl:3: q is of type bool, not text"),
@@ -152,12 +151,10 @@ def test_what_a_record_lacks_is_told_with_file_and_line(tmp_path: Path, record: 
 
 def test_other_mistakes_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"format": "fields", "prompt_template": "{q}", "response_template": "[{a}]"}
-    with pytest.raises(ConfigError, match=r"qa:7: nothing is left of --response-template; fill one of its fields"):
+    with pytest.raises(ConfigError, match=r"qa:7: --response-template gives no text"):
         learned({"q": "x"}, **settings)
     (tmp_path / "notes.txt").write_text("just text")
-    with pytest.raises(
-        ConfigError, match=r"notes\.txt: a text file has no fields, which --format fields asks for; leave it out"
-    ):
+    with pytest.raises(ConfigError, match=r"notes\.txt: --format fields needs records, .*--extensions"):
         prepared(tmp_path / "out", tmp_path / "notes.txt", **settings)
     pq.write_table(pa.table({"a": ["x"], "b": ["y"]}), tmp_path / "qa.parquet")
     with pytest.raises(ConfigError, match=r"qa\.parquet:1: no column 'q', there are a, b"):
@@ -184,5 +181,5 @@ def test_a_tokenizer_can_be_trained_on_fields(tmp_path: Path) -> None:
     file = write(tmp_path / "qa.jsonl", [FULL])
     cfg = DataConfig(dataset=str(file), format="fields", prompt_template="{question} ", response_template="{answer}")
     assert list(corpus_texts(cfg, open_corpus(cfg))) == ["May he? No."]
-    with pytest.raises(ConfigError, match="--template tokenizer: there is no tokenizer yet to write with"):
-        how_written(DataConfig(template="tokenizer"), "chat", None)
+    with pytest.raises(ConfigError, match="--template tokenizer: there is no tokenizer yet"):
+        template_settings(DataConfig(template="tokenizer"), "chat", None)

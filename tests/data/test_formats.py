@@ -8,15 +8,13 @@ from typing import Any, BinaryIO
 import pytest
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents import files, readers
-from nash_mhc.data.documents.readers import Files
+from nash_mhc.data.documents import files
+from nash_mhc.data.documents.files import Files
 
 
 @pytest.fixture
 def no_format_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    formats = dict(files.FORMATS)
-    monkeypatch.setattr(files, "FORMATS", formats)
-    monkeypatch.setattr(readers, "FORMATS", formats)
+    monkeypatch.setattr(files, "FORMATS", dict(files.FORMATS))
 
 
 def _lines(file: BinaryIO) -> Iterator[str | dict[str, Any]]:
@@ -43,7 +41,7 @@ def test_a_format_of_ones_own_is_read_packed_or_not_and_its_version_is_part_of_t
 @pytest.mark.usefixtures("no_format_stays")
 def test_what_a_format_of_ones_own_cannot_read_is_named(tmp_path: Path) -> None:
     for ending in ("lines", ".a.b", ".jsonl", ".gz", ".py"):
-        with pytest.raises(ConfigError, match=r"must be an ending such as \.fasta that has no format yet"):
+        with pytest.raises(ConfigError, match=r"must be an extension such as \.fasta"):
             files.register_format(ending, _lines)
     files.register_format(".lines", _lines)
     (tmp_path / "a.lines").write_bytes(b"one\n\xff\n")
@@ -51,5 +49,5 @@ def test_what_a_format_of_ones_own_cannot_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.lines: its format cannot read document 1 \(UnicodeDecodeError"):
         list(Files(cfg.dataset, cfg).read("train"))
     (tmp_path / "a.lines").write_text("{two}\n")
-    with pytest.raises(ConfigError, match=r"a\.lines:1: no field 'body', there are text; name the text's with --text-field"):
+    with pytest.raises(ConfigError, match=r"a\.lines:1: no field 'body', there are text; .*--text-field"):
         list(Files(cfg.dataset, cfg).read("train"))

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -11,11 +12,11 @@ from nash_mhc.data.stories.grammar import (
     Choice,
     Draw,
     Node,
+    Recall,
     Repeat,
     Scope,
     Text,
     WordList,
-    enumerate_derivations,
     sample,
 )
 from tests.ambiguity import find_ambiguity
@@ -40,6 +41,40 @@ def small_grammar() -> Node:
     )
     ending = Choice([(1, scope.child().parse(" So {@hero} kept it.")), (4, scope.child().parse(" All was {@colour}."))])
     return Chain([beginning, opening, Repeat(event, {1: 5, 2: 2}), ending])
+
+
+def outcomes(node: Node, held: dict[str, str]) -> Iterator[tuple[str, float, dict[str, str]]]:
+    """Yield every derivation: its text, its probability and the words held after it."""
+    match node:
+        case Text():
+            yield node.value, 1.0, held
+        case Draw():
+            remaining = [word for word in node.words if word not in [held[rival] for rival in node.rivals]]
+            yield from ((word, 1 / len(remaining), {**held, node.name: word}) for word in remaining)
+        case Recall():
+            yield held[node.name], 1.0, held
+        case Chain():
+            yield from outcomes_in_order(node.parts, held)
+        case Choice():
+            for probability, branch in zip(node.odds.probabilities, node.branches, strict=True):
+                yield from ((text, probability * inner, after) for text, inner, after in outcomes(branch, held))
+        case Repeat():
+            for probability, count in zip(node.odds.probabilities, node.counts, strict=True):
+                repeated = outcomes_in_order((node.body,) * count, held)
+                yield from ((text, probability * inner, after) for text, inner, after in repeated)
+
+
+def outcomes_in_order(parts: Sequence[Node], held: dict[str, str]) -> Iterator[tuple[str, float, dict[str, str]]]:
+    if not parts:
+        yield "", 1.0, held
+        return
+    for text, probability, between in outcomes(parts[0], held):
+        for rest, rest_probability, after in outcomes_in_order(parts[1:], between):
+            yield text + rest, probability * rest_probability, after
+
+
+def enumerate_derivations(root: Node) -> Iterator[tuple[str, float]]:
+    return ((text, probability) for text, probability, _ in outcomes(root, {}))
 
 
 def merged_texts(root: Node) -> dict[str, float]:

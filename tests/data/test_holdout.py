@@ -18,12 +18,12 @@ import pytest
 from corpora import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data import pieces
+from nash_mhc.data import recipe as recipe_module
 from nash_mhc.data.documents.holdout import HeldOut, key_of, survey
-from nash_mhc.data.pieces import Document
 from nash_mhc.data.prepared import chunks
 from nash_mhc.data.prepared.manifest import Manifest
 from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.recipe import Document
 from nash_mhc.data.sources import fixed_sample, open_held_out, open_source
 from nash_mhc.data.stories.corpus import StoryRows
 
@@ -89,7 +89,7 @@ def test_of_a_single_document_rows_are_held_out_and_it_is_said(tmp_path: Path, w
 
 
 def test_a_document_that_is_read_in_many_blocks_is_on_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.documents.files.BLOCK", 1000)
     monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 3000)
     (tmp_path / "books").mkdir()
     for number in range(12):
@@ -201,22 +201,22 @@ def test_of_a_mixture_each_part_has_its_share_of_the_sample_or_all_that_it_has(t
 
 def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["words " * 30] * 9)
-    with pytest.raises(ConfigError, match="--eval-split train: is what is trained on"):
+    with pytest.raises(ConfigError, match="--eval-split train: is the training split"):
         prepared(tmp_path / "out", tmp_path / "a.jsonl", eval_split="train")
 
 
 def test_a_long_text_is_not_read_whole_to_see_how_long_documents_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
-    monkeypatch.setattr("nash_mhc.data.pieces._LOOKED_AT_BYTES", 3000)
+    monkeypatch.setattr("nash_mhc.data.documents.files.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.recipe._SURVEYED_BYTES", 3000)
     monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 1000)
     sizes: list[int] = []
-    tokenized = pieces.pieces_of
+    tokenized = recipe_module.pieces_of
 
     def measured(documents: list[Document], *args: Any) -> Any:
         sizes.append(sum(document.size for document in documents))
         return tokenized(documents, *args)
 
-    monkeypatch.setattr(pieces, "pieces_of", measured)  # where the first documents are looked at
+    monkeypatch.setattr(recipe_module, "pieces_of", measured)  # where the first documents are looked at
     monkeypatch.setattr(chunks, "pieces_of", measured)  # and where chunks are made
     (tmp_path / "long.txt").write_text("some words of a long text. " * 4000)
     prepared(tmp_path / "out", tmp_path / "long.txt", align=16)
@@ -249,9 +249,9 @@ def test_a_folder_of_an_earlier_version_is_refused_with_the_command_that_makes_i
     old = json.loads((tmp_path / "out" / "manifest.json").read_text())
     old["version"] = 2
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(old))
-    with pytest.raises(ConfigError, match=r"out: was prepared by an earlier version \(form 2, .*make it anew: ") as refused:
+    with pytest.raises(ConfigError, match=r"out: was prepared by an earlier version \(form 2, .*prepare it again: ") as refused:
         open_source(DataConfig(dataset=str(tmp_path / "out"), seq_len=512), BYTES, split="train", seed=0)
-    argv = shlex.split(str(refused.value).partition("make it anew: ")[2])
+    argv = shlex.split(str(refused.value).partition("prepare it again: ")[2])
     argv[0] = sys.executable
     done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

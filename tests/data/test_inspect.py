@@ -51,7 +51,7 @@ def test_a_step_of_a_run_leads_to_the_documents_that_its_batch_held(tmp_path: Pa
     reader = batches(source, batch_size=4, grad_accum=2, seed=5, start_step=6)  # what the loop hands to its seventh step
     batch = next(reader)
     reader.close()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="--step 7: this run has not come so far"):
+    with pytest.raises(ConfigError, match="--step 7: this run has reached at most step 0"):
         of_run(RunFolder(folder), 7, None)
     (folder / "metrics.jsonl").write_text('{"step": 7}\n{"step": 9, "lo')  # cut, as a full disk leaves it
     shown = of_run(RunFolder(folder), 7, None).split("== ")[1:]
@@ -110,7 +110,7 @@ def test_a_prepared_folder_tells_what_it_holds(
         (["{out}", "--step", "0"], r"--step must be at least 1, not 0; steps are counted as in metrics\.jsonl"),
         (["{out}", "--step", "1", "--row", "8"], r"--row 8: a step of this run has rows 0 to 7"),
         (["{out}", "--split", "test"], r"has no rows of split 'test', there is train and validation"),
-        (["{src}"], r"src: neither prepared data nor a run; give a folder that prepare or train has made"),
+        (["{src}"], r"src: neither prepared data nor a run"),
         ([], r"the folder is missing"),
         (["{out}", "--stp", "1"], r"unknown flag --stp; did you mean --step\?"),
     ],
@@ -124,7 +124,7 @@ def test_damage_and_changes_are_found(tmp_path: Path, facts: Path) -> None:
     folder, cfg = as_run(tmp_path / "run", facts)
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(run | {"rows": "others"}))
-    with pytest.raises(ConfigError, match=r"has changed since this run began; bring it back"):
+    with pytest.raises(ConfigError, match=r"the data of --dataset .* has changed"):
         of_run(RunFolder(folder), 1, None)
     (prepared,) = Path(cfg.data.cache_dir).iterdir()
     origins = prepared / "train-00000.origins"

@@ -17,9 +17,8 @@ from training_process import children_of
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches, count_bytes
-from nash_mhc.data.mixture import Mixture
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.sources import RowSource, open_source
+from nash_mhc.data.sources import Mixture, RowSource, open_source
 from nash_mhc.data.stories.corpus import StoryRows
 from nash_mhc.data.tokenizer import ByteTokenizer
 
@@ -211,9 +210,9 @@ def test_a_mixture_ends_for_evaluation_where_a_row_would_come_twice(mixture: Row
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [
-        (["a", "b"], ["0", "0"], r"every weight must be at least 1/4096 of their sum"),
-        (["a", "b"], ["1", "0.0001"], r"every weight must be at least 1/4096 of their sum"),
-        (["a", "a"], ["1", "1"], r"--dataset: a is given twice; add up its weights"),
+        (["a", "b"], ["0", "0"], r"each weight must be at least 1/4096"),
+        (["a", "b"], ["1", "0.0001"], r"each weight must be at least 1/4096"),
+        (["a", "a"], ["1", "1"], r"--dataset: a is given twice"),
     ],
 )
 def test_impossible_mixtures_are_refused(stories: StoryRows, names: list[str], weights: list[str], message: str) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nash_mhc.data.order import BLOCK, combine, counts_before, dealt, permuted, shares, shuffled
+from nash_mhc.data.order import BLOCK, assign_sources, combine, counts_before, exact_shares, permuted, shuffled
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 64, 65, 1000, 4097])
@@ -48,7 +48,7 @@ def test_far_positions_of_huge_data_are_reached_at_once() -> None:
 def test_the_order_is_the_one_that_older_runs_had() -> None:
     """A run that is continued after an upgrade must read on in its own order: these numbers never change."""
     assert permuted(np.arange(10), 10, combine(0, 0, 0)).tolist() == GOLDEN_PERMUTATION
-    sources, inner = dealt(np.arange(8), shares(["0.7", "0.3"]), seed=0)
+    sources, inner = assign_sources(np.arange(8), exact_shares(["0.7", "0.3"]), seed=0)
     assert list(zip(sources.tolist(), inner.tolist(), strict=True)) == GOLDEN_MIXTURE
 
 
@@ -72,9 +72,9 @@ def test_epochs_hold_every_row_once_in_orders_of_their_own() -> None:
 
 @pytest.mark.parametrize("weights", [["0.7", "0.3"], ["1", "1", "1"], ["0.001", "0.999"], ["3", "2", "0.1", "0.1"]])
 def test_a_mixture_keeps_its_shares_and_skips_nothing(weights: list[str]) -> None:
-    parts = shares(weights)
+    parts = exact_shares(weights)
     count = 3 * BLOCK
-    sources, inner = dealt(np.arange(count), parts, seed=1)
+    sources, inner = assign_sources(np.arange(count), parts, seed=1)
     for number, part in enumerate(parts):
         mine = inner[sources == number]
         assert mine.tolist() == list(range(len(mine)))  # its own positions one after the other
@@ -84,7 +84,7 @@ def test_a_mixture_keeps_its_shares_and_skips_nothing(weights: list[str]) -> Non
 
 
 def test_sources_are_mixed_finely() -> None:
-    sources, _ = dealt(np.arange(BLOCK), shares(["0.7", "0.3"]), seed=1)
+    sources, _ = assign_sources(np.arange(BLOCK), exact_shares(["0.7", "0.3"]), seed=1)
     batches = sources[: BLOCK // 64 * 64].reshape(-1, 64).sum(axis=1)
     assert batches.min() > 5
     assert batches.max() < 35
@@ -92,8 +92,8 @@ def test_sources_are_mixed_finely() -> None:
 
 
 def test_any_positions_are_dealt_as_in_a_whole_reading() -> None:
-    parts = shares(["0.7", "0.2", "0.1"])
-    whole = dealt(np.arange(2 * BLOCK + 500), parts, seed=9)
+    parts = exact_shares(["0.7", "0.2", "0.1"])
+    whole = assign_sources(np.arange(2 * BLOCK + 500), parts, seed=9)
     scattered = np.random.default_rng(0).permutation(2 * BLOCK + 500)[:700]
-    for got, want in zip(dealt(scattered, parts, seed=9), whole, strict=True):
+    for got, want in zip(assign_sources(scattered, parts, seed=9), whole, strict=True):
         assert got.tolist() == want[scattered].tolist()

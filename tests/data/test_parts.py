@@ -14,7 +14,7 @@ from corpora import BYTES, prepared, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import EVALUATED, TESTED, TRAINED_ON, by_share, survey
-from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.pack import RowSource
 from nash_mhc.data.prepared.chunks import near_key
 from nash_mhc.data.prepared.manifest import Manifest
 from nash_mhc.data.sources import open_held_out, open_source, open_test
@@ -122,13 +122,13 @@ def test_data_without_a_test_part_keeps_its_identity(tmp_path: Path, monkeypatch
     [
         (
             {"test_split": "final"},
-            "--test-split final: the data has no such split; choose another, or a share of it with --test-f",
+            "--test-split final: the data has no such split; .*--test-fraction",
         ),
-        ({"test_split": "validation"}, "--test-split validation: is what --eval-split names; choose another name"),
-        ({"test_fraction": 0.1, "eval_split": "test"}, "--test-split test: is what --eval-split names"),
+        ({"test_split": "validation"}, "--test-split validation: is already the --eval-split"),
+        ({"test_fraction": 0.1, "eval_split": "test"}, "--test-split test: is already the --eval-split"),
         (
             {"test_fraction": 0.1, "max_documents": 2},
-            "--test-fraction 0.1: there are only 2 different documents to divide into 3",
+            "--test-fraction 0.1: 2 different documents .*3 parts",
         ),
     ],
 )
@@ -169,7 +169,7 @@ def test_near_copies_in_other_parts_are_counted(tmp_path: Path, monkeypatch: pyt
     assert min(wanted) > 3
     line = manifest.summary().splitlines()[-1]
     assert line == (
-        "the same as a document of another part but for case, spaces or punctuation: "
+        "near-duplicates of another part (but for case, spaces or punctuation): "
         f"{wanted[0]} documents of validation, {wanted[1]} documents of test"
     )
     source = open_source(DataConfig(dataset=str(tmp_path / "out")), BYTES, split="train", seed=0, align=8)

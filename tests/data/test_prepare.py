@@ -140,7 +140,7 @@ def test_prepared_folders_are_used_or_refused_never_overwritten(tmp_path: Path) 
         prepared(tmp_path / "out", tmp_path / "a.jsonl", seq_len=128)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("do not touch")
-    with pytest.raises(ConfigError, match=r"taken: is there already and holds no prepared data"):
+    with pytest.raises(ConfigError, match=r"--out .*taken: already exists"):
         prepared(tmp_path / "taken", tmp_path / "a.jsonl")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out", "taken"]
 

@@ -14,8 +14,8 @@ from corpora import BYTES, DOCUMENTS, every_byte, prepared, save_tokenizer, stor
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import __main__ as command
-from nash_mhc.data.documents.readers import BLOCK, Files
-from nash_mhc.data.pack import cut, positions
+from nash_mhc.data.documents.files import BLOCK, Files
+from nash_mhc.data.pack import split_document
 from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
 from nash_mhc.data.stories.corpus import StoryCorpus
 from nash_mhc.data.tokenizer import load_tokenizer
@@ -57,12 +57,12 @@ def test_a_folder_and_a_glob_hold_files_of_any_kind(tmp_path: Path) -> None:
     assert sorted(texts(tmp_path / "out")) == ["from a table", "from a text", "from a zst", "print()"]
     assert manifest.empty == 3
     assert manifest.files == ("a.txt", "b.jsonl.zst", "code.py", "deep/c.parquet", "empty.md")
-    assert "5 files, 3 empty documents left out; not read: 1 without an ending, 1 .png (--extensions)" in manifest.summary()
+    assert "5 files, 3 empty documents skipped; not read: 1 without an extension, 1 .png (--extensions)" in manifest.summary()
     chosen = prepared(tmp_path / "chosen", folder, validation_fraction=0.0, extensions="txt,.PNG2,py")
     assert chosen.files == ("a.txt", "code.py")
-    with pytest.raises(ConfigError, match=r"no file with text in this folder; there are .*1 \.png.*with --extensions"):
+    with pytest.raises(ConfigError, match=r"no file with text in this folder; .*1 \.png.*with --extensions"):
         prepared(tmp_path / "none", folder, extensions=".c")
-    with pytest.raises(ConfigError, match=r"--extensions '\*\.py': must be the endings of files"):
+    with pytest.raises(ConfigError, match=r"--extensions '\*\.py': must be file extensions"):
         prepared(tmp_path / "none", folder, extensions="*.py")
     prepared(tmp_path / "globbed", str(folder / "**" / "*.parquet"), validation_fraction=0.0)
     assert texts(tmp_path / "globbed") == ["from a table"]
@@ -73,7 +73,7 @@ def test_the_stories_can_be_prepared(tmp_path: Path) -> None:
     corpus = StoryCorpus()
     for split in ("train", "validation"):
         assert sorted(texts(tmp_path / "out", split)) == sorted(corpus.story(0, split, i).text for i in range(30))
-    with pytest.raises(ConfigError, match=r"no end to them; say how many to prepare with --max-documents"):
+    with pytest.raises(ConfigError, match=r"--dataset stories: is endless; .*--max-documents"):
         prepared(tmp_path / "more", "stories")
 
 
@@ -84,7 +84,7 @@ def test_max_documents_takes_the_first(tmp_path: Path) -> None:
 
 
 def test_a_text_larger_than_a_block_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nash_mhc.data.documents.readers.BLOCK", 1000)
+    monkeypatch.setattr("nash_mhc.data.documents.files.BLOCK", 1000)
     assert BLOCK > 10**6
     lines = "".join(f"line {i}: é東🙂\n" for i in range(200))
     for name, text in {"lines": lines, "none": "é東🙂" * 700, "exact": "x" * 1000, "twice": "y" * 2000}.items():
@@ -113,15 +113,10 @@ def test_pieces_of_an_open_document_predict_every_token_after_their_first() -> N
         (False, False, 1),
     ]:
         tokens = np.arange(1, length + 1)
-        pieces = cut(tokens, 0, 8, opens=opens, closes=closes)
-        targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.counts, strict=True) if counts]
+        pieces = split_document(tokens, 0, 8, opens=opens, closes=closes)
+        targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.scored, strict=True) if counts]
         assert targets == [*tokens[0 if opens else 1 :], *([0] if closes else [])]
-        assert all(len(p.counts) <= 8 and len(p.tokens) == len(p.counts) + 1 for p in pieces)
-
-
-def test_positions_count_from_the_start_of_each_document() -> None:
-    segments = np.array([[1, 1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    assert positions(segments).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], list(range(8))]
+        assert all(len(p.scored) <= 8 and len(p.tokens) == len(p.scored) + 1 for p in pieces)
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -185,7 +180,7 @@ def test_a_tokenizer_can_be_trained(
         assert tokenizer.byte_lengths[tokenizer.encode(text)].sum() == len(text.encode())
     assert len(tokenizer.encode(stories(1)[0])) < 0.5 * len(stories(1)[0])
     for argv, message in (
-        ([str(tmp_path / "bpe")], r"bpe: is there already; choose another folder"),
+        ([str(tmp_path / "bpe")], r"--out .*bpe: already exists"),
         ([str(tmp_path / "new"), "--vocab-size", "256"], r"--vocab-size must be at least 257"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -202,7 +197,7 @@ def test_a_tokenizer_of_a_mixture_knows_the_words_of_every_part(tmp_path: Path, 
     tokenizer = load_tokenizer(str(tmp_path / "bpe"))
     assert [len(tokenizer.encode(word)) for word in (" Rhabarber", " Zwiebel")] == [1, 1]
     assert " ".join(mixture) in capsys.readouterr().out  # the run that is proposed reads both
-    with pytest.raises(ConfigError, match=r"is a mixture; prepare its parts, each by itself"):
+    with pytest.raises(ConfigError, match=r"is a mixture; prepare each dataset"):
         command.prepare_command([*mixture, "--out", str(tmp_path / "prepared")])
 
 

@@ -191,16 +191,16 @@ def test_a_text_too_small_to_hold_some_out_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only a little")
     cfg = DataConfig(dataset=str(tmp_path / "a.txt"), seq_len=32, cache_dir=str(tmp_path / "cache"))
     assert len(open_source(cfg, BYTES, split="train", seed=0)) == 1
-    with pytest.raises(ConfigError, match=r"has no rows of split 'validation', there is train; add text, lower --seq-len or"):
+    with pytest.raises(ConfigError, match=r"has no rows of split 'validation', there is train; .*--seq-len"):
         open_source(cfg, BYTES, split="validation", seed=0)
 
 
 @pytest.mark.parametrize(
     ("cfg", "split", "message"),
     [
-        (DataConfig(dataset="storys"), "train", r"--dataset storys: neither 'stories' nor .* Hugging Face is hf:storys"),
+        (DataConfig(dataset="storys"), "train", r"--dataset storys: neither 'stories' nor .* hf:storys"),
         (DataConfig(dataset_name="x"), "train", r"--dataset-name x: dataset 'stories' has no variants; leave it out"),
-        (DataConfig(), "test", r"split 'test': there are train and validation"),
+        (DataConfig(), "test", r"split 'test': .*train and validation"),
     ],
 )
 def test_unknown_datasets_are_refused(cfg: DataConfig, split: str, message: str) -> None:
@@ -279,16 +279,16 @@ def test_stories_can_be_read_with_any_tokenizer(merged: Tokenizer) -> None:
 
 
 def test_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--tokenizer gpt9: neither 'bytes' nor .*; one of Hugging Face is hf:gpt9"):
+    with pytest.raises(ConfigError, match=r"--tokenizer gpt9: neither 'bytes' nor .* hf:gpt9"):
         load_tokenizer("gpt9")
     for name in ("hf:gpt9", "nobody/gpt9"):
-        with pytest.raises(ConfigError, match=rf"--tokenizer {name}: Hugging Face does not give it \(.+\)"):
+        with pytest.raises(ConfigError, match=rf"--tokenizer {name}: .*Hugging Face \(.+\)"):
             load_tokenizer(name)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"--tokenizer .*empty: no tokenizer is in that folder"):
+    with pytest.raises(ConfigError, match=r"--tokenizer .*empty: .*no tokenizer"):
         load_tokenizer(str(tmp_path / "empty"))
     (tmp_path / "empty" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"--tokenizer .*empty: not a tokenizer that transformers can read \(.+\)"):
+    with pytest.raises(ConfigError, match=r"--tokenizer .*empty: transformers cannot read this tokenizer \(.+\)"):
         load_tokenizer(str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=r"neither an eos nor a bos token to stand between documents"):
+    with pytest.raises(ConfigError, match=r"neither an eos nor a bos token"):
         load_tokenizer(save_tokenizer(tmp_path / "endless", ends=False))

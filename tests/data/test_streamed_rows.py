@@ -179,10 +179,10 @@ def test_volumes_are_shuffled_and_lanes_do_not_end_together(folders: Path, tmp_p
 def test_what_cannot_be_streamed_is_refused(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"dataset": str(tmp_path / "a.txt")}, r"a\.txt: --streaming reads Parquet and Hugging Face data; leave it out"),
-        ({"num_workers": 2}, r"--streaming packs rows in the run's own process: leave --num-workers at 0"),
-        ({"max_documents": 2}, r"--streaming reads all of the data: leave out --max-documents"),
-        ({"text_field": "body"}, r"0\.parquet:1: no column 'body', there are text; name the text's with --text-field"),
+        ({"dataset": str(tmp_path / "a.txt")}, r"a\.txt: --streaming reads Parquet and Hugging Face data"),
+        ({"num_workers": 2}, r"--streaming .*; leave out --num-workers"),
+        ({"max_documents": 2}, r"--streaming reads all of the data; leave out --max-documents"),
+        ({"text_field": "body"}, r"0\.parquet:1: no column 'body', there are text; .*--text-field"),
         (
             {"validation_fraction": 0.0, "eval_split": "test"},
             r"no split .test., and nothing is held out; raise --validation-fraction",

@@ -14,13 +14,12 @@ import small
 from corpora import prepared, save_tokenizer, write_jsonl
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
-from nash_mhc.data.documents.readers import Raw
+from nash_mhc.data.documents.files import Raw
 from nash_mhc.data.documents.records import check_template, spans_of
 from nash_mhc.data.inspection import of_prepared, show_row
-from nash_mhc.data.mixture import Mixture
-from nash_mhc.data.pieces import document_of, pieces_of
 from nash_mhc.data.prepared.rows import PreparedRows
-from nash_mhc.data.sources import open_source
+from nash_mhc.data.recipe import document_of, pieces_of
+from nash_mhc.data.sources import Mixture, open_source
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
@@ -108,7 +107,7 @@ def test_long_chats_are_cut_and_parts_without_an_answer_left_out() -> None:
     raw = Raw(0, 1, {"prompt": "p" * 100, "response": "r" * 50}, 150, "table")
     document = document_of(raw, ("a",), recipe)
     pieces, _ = pieces_of([document], recipe, BYTES, ("a",))
-    targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.counts, strict=True) if counts]
+    targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.scored, strict=True) if counts]
     assert BYTES.decode(np.array(targets)) == "r" * 50 + "\n"
     assert document.size == len("user: \nassistant: \n") + 150
     assert min(p.offset for p in pieces) > 90  # the rows of nothing but prompt are gone
@@ -125,7 +124,7 @@ def test_other_names_of_the_answering_role_are_known() -> None:
     for role in ("assistant", "model", "gpt"):
         record = {"messages": [{"role": "user", "content": "x"}, {"role": role, "content": "y"}]}
         spans = spans_of(Raw(0, 1, record, 1, "table"), "a", {"format": "chat", "template": TEMPLATE, "loss_on": "response"})
-        assert [span.text for span in spans if span.counts] == ["y\n"]
+        assert [span.text for span in spans if span.scored] == ["y\n"]
 
 
 def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_the_data_does(tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_a_token_that_does_not_fit_is_refused_when_it_is_written(tmp_path: Path)
     write_jsonl(tmp_path / "a.jsonl", ["ABC", "xyz"])
     table = pa.table({"text": ["ABC", "xyz"]})
     pq.write_table(table, tmp_path / "a.parquet")
-    wanted = r":2: the tokenizer makes token 120 of this document, and says that it has 100 \(0 to 99\)"
+    wanted = r":2: the tokenizer returns token 120 .* 100 tokens \(0 to 99\)"
     with pytest.raises(ConfigError, match=r"a\.jsonl" + wanted):
         prepared(tmp_path / "out", tmp_path / "a.jsonl", Overflowing())
     assert not list(tmp_path.glob("out*"))

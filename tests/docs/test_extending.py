@@ -8,7 +8,7 @@ import pytest
 
 from nash_mhc.config import kits
 from nash_mhc.config.schema import ARCHITECTURES
-from nash_mhc.data.documents import files, readers
+from nash_mhc.data.documents import files
 from nash_mhc.model import architectures
 from nash_mhc.objectives import registry
 from nash_mhc.optim import optimizers
@@ -23,8 +23,7 @@ def nothing_stays_registered(monkeypatch):
     monkeypatch.setattr(registry, "OBJECTIVES", registry.OBJECTIVES.copy())
     monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS.copy())
     monkeypatch.setenv(kits.OUTSIDE, "")
-    monkeypatch.setattr(files, "FORMATS", formats := dict(files.FORMATS))
-    monkeypatch.setattr(readers, "FORMATS", formats)
+    monkeypatch.setattr(files, "FORMATS", dict(files.FORMATS))
     monkeypatch.setitem(sharding.RULES, "batch", sharding.RULES["batch"])  # put back afterwards
     yield
     for kind in ("bigram", "adapted"):

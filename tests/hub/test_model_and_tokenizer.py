@@ -14,9 +14,8 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.parsing import parse
 from nash_mhc.data.__main__ import prepare_command
-from nash_mhc.data.begin_token import prefix_of
 from nash_mhc.data.sources import open_source
-from nash_mhc.data.tokenizer import load_tokenizer
+from nash_mhc.data.tokenizer import load_tokenizer, prefix_of
 from nash_mhc.distill.__main__ import cache_command
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate

@@ -12,7 +12,7 @@ import small
 from corpora import BYTES, prepared, save_tokenizer
 
 from nash_mhc.config.schema import DataConfig
-from nash_mhc.data.pack import Piece, lay, positions, room_of, unfold
+from nash_mhc.data.pack import Piece, aligned_length, pack_pieces, unpack
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.stories.corpus import StoryRows
@@ -31,9 +31,16 @@ def rows_of(lengths, seed=0):
     """One row of documents of these lengths, one right after the other, and padding."""
     rng = np.random.default_rng(seed)
     pieces = [Piece(rng.integers(0, 257, n + 1).astype(np.int32), np.ones(n, bool)) for n in lengths]
-    laid, _ = lay(pieces, 256, T, align=1)
+    laid, _ = pack_pieces(pieces, 256, T, align=1)
     assert len(laid.used) == 1
-    return laid, unfold(laid, 256)
+    return laid, unpack(laid, 256)
+
+
+def positions(segments):
+    """Slots since the start of the document, for each slot."""
+    slots = np.arange(segments.shape[-1])
+    begins = np.diff(segments, axis=-1, prepend=-1) != 0
+    return slots - np.maximum.accumulate(np.where(begins, slots, 0), axis=-1)
 
 
 planned, gathered = jax.jit(plan, static_argnums=(1, 2)), jax.jit(gather)
@@ -44,8 +51,8 @@ LENGTHS = ([7, 13, 5, 9], [1, 1, 1, 2, 3], [48], [4, 8, 12], [47], [3, 30, 6, 2,
 def test_every_document_begins_at_a_multiple_and_all_of_it_comes_back(lengths):
     laid, row = rows_of(lengths)
     x = np.random.default_rng(0).normal(size=(1, T, 3, 2)).astype(np.float32)
-    assert T <= room_of(laid, STRIDE) <= ROOM
-    for room in (-(-room_of(laid, STRIDE) // STRIDE) * STRIDE, ROOM):
+    assert T <= aligned_length(laid, STRIDE) <= ROOM
+    for room in (-(-aligned_length(laid, STRIDE) // STRIDE) * STRIDE, ROOM):
         by, segments_BU = planned(row.segments, STRIDE, room)
         blocks = np.asarray(segments_BU).reshape(-1, STRIDE)
         assert (blocks == blocks[:, :1]).all()  # no block holds two documents

@@ -26,8 +26,7 @@ from nash_mhc.config import parsing
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.humanize import duration, short
 from nash_mhc.config.schema import ConfigError, DataConfig, TrainConfig
-from nash_mhc.data.inspection import of_run
-from nash_mhc.data.mixture import passes
+from nash_mhc.data.inspection import of_run, summarize_epochs
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.storage.files import to_path
 from nash_mhc.train import __main__ as train
@@ -284,5 +283,5 @@ def test_numbers_are_written_as_people_read_them():
     assert {s: duration(s) for s in seconds} == seconds
     assert duration(3 * 86400 + 4 * 3600 + 59 * 60) == "3 d 4 h"
     assert [short(n) for n in (0, 812, 41_000, 1_250_000, 3.1e9)] == ["0", "812", "41k", "1.25M", "3.1B"]
-    assert passes({"notes/": 0.354, "web": 3.21}) == "reads 35% of notes/, web 3.21 times over"
-    assert passes({}) == ""
+    assert summarize_epochs({"notes/": 0.354, "web": 3.21}) == "reads 35% of notes/, web 3.21 times"
+    assert summarize_epochs({}) == ""

@@ -1,117 +1,340 @@
-"""Which files a dataset's name stands for, and what kind of document each of them holds."""
+"""Read documents from files, in an order that follows from the file names alone.
+
+Decoding, parsing and tokenizing happen later, in many processes (prepared/prepare.py).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import glob
 import io
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.documents.holdout import key_of
+from nash_mhc.data.documents.templates import parse_both
+from nash_mhc.storage.files import digest_of, digests_of_sources
+from nash_mhc.storage.json_files import MALFORMED, parse_json
+
+BLOCK = 4 << 20  # bytes of a text file that are read at once: a document may be larger than memory
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Unreachable(ConfigError):
+    """Data that cannot be read now, for example over a network; what is prepared so far is kept."""
+
+
+class Raw(NamedTuple):
+    """A document, or a block of a long text file, as it was read."""
+
+    file: int  # number of the file in the corpus
+    line: int  # first line or row, from 1
+    content: Any  # bytes of a text block or a JSON line; the text or the record of a table row
+    size: int  # bytes
+    kind: str  # text, jsonl or table
+    opens: bool = True  # is this the beginning of the document?
+    closes: bool = True  # is this its end?
+    key: int | None = None  # key of the whole document, if this is a block of it
+
+    @staticmethod
+    def of_table(file: int, row: int, content: Any) -> Raw:
+        return Raw(file, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
+
+
+@runtime_checkable
+class Content(Protocol):
+    """What is known about documents before they are read."""
+
+    content: str  # a digest that changes with the documents
+    format: str  # of a record: text, prompt, chat or fields
+    names: tuple[str, ...]  # of the files, for messages
+    total: int  # bytes, for the progress bar and the chunk size
+    splits: tuple[str, ...]  # of the data itself; empty if it has none
+
+
+@runtime_checkable
+class Corpus(Content, Protocol):
+    """Documents that can be read from beginning to end."""
+
+    files: tuple[str, ...]  # names that the manifest records
+    left_out: dict[str, int]  # number of ignored files by extension
+
+    def read(self, split: str) -> Iterator[Raw]: ...
 
 
 class Format(NamedTuple):
-    """What files of an ending of the user's own hold."""
+    """A registered file format."""
 
-    read: Callable[[BinaryIO], Iterator[str | dict[str, Any]]]  # a text or a record a document, from a file's bytes
-    version: str  # part of the data's identity: another one makes other data of the same files
+    read: Callable[[BinaryIO], Iterator[str | dict[str, Any]]]  # yields a text or a record per document
+    version: str  # part of the data's identity
 
 
 FORMATS: dict[str, Format] = {}
 
-
-def register_format(ending: str, read: Callable[[BinaryIO], Iterator[str | dict[str, Any]]], *, version: str = "1") -> None:
-    """Files with this ending (`.fasta`), packed ones (`.fasta.gz`) too, hold the documents that `read(file)` yields.
-
-    A record has the fields that a JSON line would have. Raise the `version` when `read` makes other documents of the
-    same file: what was prepared before is then not taken for it.
-    """
-    ending = ending.lower()  # as the endings of files are compared
-    if not ending.startswith(".") or "." in ending[1:] or ending in {*_KINDS, *_TEXT, *_PACKED}:
-        raise ConfigError(f"{ending!r}: must be an ending such as .fasta that has no format yet")
-    FORMATS[ending] = Format(read, version)
-
-
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-# Files of a folder that are a document each, unless --extensions says otherwise: prose, and source code.
+# Extensions of prose and source code, which are read from a folder without --extensions.
 _TEXT = frozenset(
     ".txt .text .md .markdown .mdx .rst .adoc .org .tex .py .pyi .pyx .js .mjs .jsx .ts .tsx .c .h .cc .cpp .cxx .hh .hpp .hxx "
     ".cu .cuh .m .mm .java .kt .scala .groovy .go .rs .rb .php .pl .pm .lua .r .jl .swift .cs .fs .hs .ml .mli .clj .ex .exs "
     ".erl .lisp .el .scm .f .f90 .zig .nim .d .dart .v .sv .vhd .sh .bash .zsh .fish .ps1 .sql .proto .cmake".split()
 )
-_PACKED = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
-def ending_of(path: Path) -> str:
-    """`.txt` of a.txt and of a.txt.gz."""
-    return (path.suffix if path.suffix not in _PACKED else Path(path.stem).suffix).lower()
+def register_format(ending: str, read: Callable[[BinaryIO], Iterator[str | dict[str, Any]]], *, version: str = "1") -> None:
+    """Register a reader for files with this extension (`.fasta`), compressed ones (`.fasta.gz`) included.
+
+    `read(file)` yields a text, or a record with the fields of a JSON line, per document. Raise `version` when it
+    returns other documents for the same file, so that data prepared before is not reused.
+    """
+    ending = ending.lower()
+    if not ending.startswith(".") or "." in ending[1:] or ending in {*_KINDS, *_TEXT, *_COMPRESSIONS}:
+        raise ConfigError(f"{ending!r}: must be an extension such as .fasta that has no format yet")
+    FORMATS[ending] = Format(read, version)
+
+
+def _extension(path: Path) -> str:
+    """Return `.txt` for a.txt and for a.txt.gz."""
+    return (path.suffix if path.suffix not in _COMPRESSIONS else Path(path.stem).suffix).lower()
 
 
 def kind_of(path: Path) -> str:
-    """`jsonl`, `parquet`, `registered`, or else `text`."""
-    return "registered" if ending_of(path) in FORMATS else _KINDS.get(ending_of(path), "text")
+    """Return `jsonl`, `parquet`, `registered` or `text`."""
+    return "registered" if _extension(path) in FORMATS else _KINDS.get(_extension(path), "text")
 
 
-def parsed_endings(text: str) -> frozenset[str]:
-    """`.md,py` -> .md and .py; ConfigError for what is no list of endings."""
-    found = [word.strip().lower() for word in text.replace(" ", ",").split(",") if word.strip()]
-    if not found or any(not word.strip(".") or set(word) & set("/*?") for word in found):
-        raise ConfigError(f"--extensions {text!r}: must be the endings of files, such as .md,.py")
-    return frozenset("." + word.lstrip(".") for word in found)
-
-
-class Found(NamedTuple):
-    paths: list[Path]
-    left_out: dict[str, int]  # files of a folder by their ending, the most frequent first
+def _parse_extensions(text: str) -> frozenset[str]:
+    """Parse `.md,py` to .md and .py."""
+    words = [word.strip().lower() for word in text.replace(" ", ",").split(",") if word.strip()]
+    if not words or any(not word.strip(".") or set(word) & set("/*?") for word in words):
+        raise ConfigError(f"--extensions {text!r}: must be file extensions, such as .md,.py")
+    return frozenset("." + word.lstrip(".") for word in words)
 
 
 def counted_endings(endings: dict[str, int], most: int = 6) -> str:
-    """`12 .png, 1 without an ending and 3 others`"""
-    named = [f"{count} {ending or 'without an ending'}" for ending, count in list(endings.items())[:most]]
+    """Return `12 .png, 1 without an extension and 3 others`."""
+    named = [f"{count} {ending or 'without an extension'}" for ending, count in list(endings.items())[:most]]
     rest = sum(list(endings.values())[most:])
     return ", ".join(named) + (f" and {rest} others" if rest else "")
 
 
-def _most_first(endings: Counter[str]) -> dict[str, int]:
-    return dict(sorted(endings.items(), key=lambda entry: (-entry[1], entry[0])))
+def find_files(dataset: str, extensions: str | None = None) -> tuple[list[Path], dict[str, int]]:
+    """Return the files of a file name, a folder or a glob, sorted by name, and the ignored ones counted by extension.
 
-
-def _in_folder(folder: Path) -> Iterable[Path]:
-    """Every file in it, but what is hidden."""
-    for path in folder.rglob("*"):
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and not path.is_dir():
-            yield path
-
-
-def find_files(dataset: str, extensions: str | None = None) -> Found:
-    """The files that a file name, a folder or a glob stands for, sorted by name; ConfigError when there is none."""
-    wanted = _TEXT | frozenset(FORMATS) | (frozenset(_KINDS) - {".json"}) if extensions is None else parsed_endings(extensions)
-    path, left_out = Path(dataset), Counter[str]()
+    ConfigError if there is no file with text. Hidden files are skipped.
+    """
+    path = Path(dataset)
     if path.is_file():
-        return Found([path], {})
-    if path.is_dir():
-        there_are = list(_in_folder(path))
-        found = [file for file in there_are if ending_of(file) in wanted]
-        if not found and extensions is None:  # beside other files, a .json is rarely text: settings of a program, most likely
-            found = [file for file in there_are if ending_of(file) == ".json"]
-        left_out.update(ending_of(file) for file in {*there_are} - {*found})
-        if not found:
-            there = f"; there are {counted_endings(_most_first(left_out))}" if left_out else ""
-            remedy = "name the endings of its text files with --extensions" if left_out else "is it the right one?"
-            raise ConfigError(f"--dataset {dataset}: no file with text in this folder{there}; {remedy}")
-    else:
-        found = [Path(p) for p in glob.glob(dataset, recursive=True) if Path(p).is_file()]
-        if not found:
+        return [path], {}
+    if not path.is_dir():
+        if not (files := [file for name in glob.glob(dataset, recursive=True) if (file := Path(name)).is_file()]):
             raise ConfigError(f"--dataset {dataset}: no file matches")
-    return Found(sorted(found, key=lambda p: p.as_posix()), _most_first(left_out))
+        return sorted(files, key=Path.as_posix), {}
+    hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
+    present = [file for file in path.rglob("*") if not hidden(file) and not file.is_dir()]
+    wanted = _TEXT | set(FORMATS) | (set(_KINDS) - {".json"}) if extensions is None else _parse_extensions(extensions)
+    files = [file for file in present if _extension(file) in wanted]
+    if not files and extensions is None:  # next to other files, a .json usually holds settings, not text
+        files = [file for file in present if _extension(file) == ".json"]
+    ignored = Counter(_extension(file) for file in {*present} - {*files})
+    left_out = dict(sorted(ignored.items(), key=lambda entry: (-entry[1], entry[0])))
+    if not files:
+        found = f"; it has {counted_endings(left_out)}" if left_out else ""
+        remedy = "name the extensions of its text files with --extensions" if left_out else "check the path"
+        raise ConfigError(f"--dataset {dataset}: no file with text in this folder{found}; {remedy}")
+    return sorted(files, key=Path.as_posix), left_out
 
 
-def open_unpacked(path: Path) -> io.BufferedReader:
-    """Arrow's decompression, as it also says when the file is cut; zstandard's own reader would just end there."""
+def format_of(cfg: DataConfig, fields: Collection[str] | None) -> str:
+    """Return the format of records with these fields: --format, or for `auto` the one that the fields suggest."""
+    if cfg.format != "auto" or fields is None or cfg.text_field in fields:
+        return "text" if cfg.format == "auto" else cfg.format
+    return "chat" if "messages" in fields else "prompt" if {"prompt", "response"} <= set(fields) else "text"
+
+
+class Columns(NamedTuple):
+    """The columns of a table that documents are made from."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    is_record: bool = True  # a document is a record of these columns, not the text of a single one
+
+    def among(self, names: Collection[str], where: str) -> list[str]:
+        """Return the columns that are present; ConfigError if a needed one is missing."""
+        for name in self.needed:
+            if name not in names:
+                remedy = "--format requires it" if self.is_record else "name the text column with --text-field"
+                raise ConfigError(f"{where}:1: no column {name!r}, there are {', '.join(names) or 'none'}; {remedy}")
+        return [*self.needed, *(name for name in self.optional if name in names)]
+
+
+def columns_of(cfg: DataConfig, form: str) -> Columns:
+    """Return the columns that a format reads."""
+    if form == "fields":
+        templates = parse_both(cfg.prompt_template, cfg.response_template)
+        needed = tuple(dict.fromkeys(name for template in templates for name in template.needed))
+        optional = dict.fromkeys(name for template in templates for name in template.optional if name not in needed)
+        return Columns(needed, tuple(optional))
+    named = {"text": (cfg.text_field,), "prompt": ("prompt", "response"), "chat": ("messages",)}
+    return Columns(named[form], is_record=form != "text")
+
+
+class Files:
+    """Text files (one document each), JSON lines (one per line), Parquet tables (one per row), registered formats."""
+
+    splits: tuple[str, ...] = ()
+
+    def __init__(self, dataset: str, cfg: DataConfig) -> None:
+        self._paths, self.left_out = find_files(dataset, cfg.extensions)
+        root = Path(dataset)
+        self.names = tuple(str(p) for p in self._paths)
+        # Relative names: moving the folder does not change the data.
+        self.files = tuple(p.relative_to(root).as_posix() if root.is_dir() else p.name for p in self._paths)
+        try:
+            self.total = sum(p.stat().st_size for p in self._paths)
+            hashes = digests_of_sources(self._paths)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+        versions = {end: FORMATS[end].version for p in self._paths if (end := _extension(p)) in FORMATS}
+        self.content = digest_of([self.files, hashes, *([versions] if versions else [])])
+        records = next((p for p in self._paths if kind_of(p) != "text"), None)
+        self.format = format_of(cfg, None if records is None else first_fields(records))
+        self._columns = columns_of(cfg, self.format)
+
+    def read(self, split: str) -> Iterator[Raw]:
+        for number, path in enumerate(self._paths):
+            kind = kind_of(path)
+            with _readable(path):
+                if kind == "parquet":
+                    contents = itertools.chain.from_iterable(parquet_batches(path, self._columns))
+                    yield from (Raw.of_table(number, row, content) for row, content in enumerate(contents, start=1))
+                elif kind == "text":
+                    yield from _read_text_file(number, path)
+                else:
+                    with _decompressed(path) as file:
+                        if kind == "registered":
+                            yield from _read_registered(number, path, file, self._columns)
+                            continue
+                        for line, content in enumerate(file, start=1):
+                            if content.strip():
+                                yield Raw(number, line, content, len(content), "jsonl")
+
+
+def _decompressed(path: Path) -> io.BufferedReader:
+    """Open a file with Arrow's decompression, which reports truncated files; zstandard's own reader ends silently."""
     import pyarrow as pa
 
-    if packing := _PACKED.get(path.suffix):
-        return io.BufferedReader(pa.input_stream(str(path), compression=packing), 1 << 20)
+    if compression := _COMPRESSIONS.get(path.suffix):
+        return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 20)
     return path.open("rb")
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); restore it if it is truncated") from error
+
+
+def first_fields(path: Path) -> list[str] | None:
+    """Return the field names of the first record; None if there is none or it is invalid, which reading will report."""
+    with _readable(path):
+        if kind_of(path) == "parquet":
+            with open_parquet(path) as table:
+                return list(table.schema_arrow.names)
+        with _decompressed(path) as file, contextlib.suppress(ValueError):
+            if kind_of(path) == "registered":
+                record = next(iter(FORMATS[_extension(path)].read(file)), None)
+            else:
+                record = parse_json(next((line for line in file if line.strip()), b"null"))
+            return list(record) if isinstance(record, dict) else None
+    return None
+
+
+def _read_text_file(number: int, path: Path) -> Iterator[Raw]:
+    """Yield a document; if it is read in several blocks, each has the key of the whole document."""
+    key: int | None = None
+    with _decompressed(path) as file:
+        for raw in _read_blocks(number, file):
+            if raw.opens and not raw.closes:
+                with _decompressed(path) as again:
+                    first = again.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
+                    key = key_of(itertools.chain([first], iter(functools.partial(again.read, BLOCK), b"")))
+            yield raw._replace(key=key)
+
+
+def _read_blocks(number: int, file: io.BufferedReader) -> Iterator[Raw]:
+    """Yield blocks that end at a line or at least at a character; the last one closes the document."""
+    line, carry, first = 1, b"", True
+    while True:
+        new = file.read(BLOCK)
+        data = carry + new
+        whole = len(data) if not new else _line_end(data)
+        block, carry = data[:whole], data[whole:]
+        last = not new or (not carry and not (ahead := file.read(1)))
+        if new and not last and not carry:
+            carry = ahead
+        if block or last:
+            yield Raw(number, line, block, len(block), "text", first, last)
+            line, first = line + block.count(b"\n"), False
+        if last:
+            return
+
+
+def _line_end(data: bytes) -> int:
+    """Return the number of bytes up to the last line end, or else up to the last whole character."""
+    if end := data.rfind(b"\n") + 1:
+        return end
+    end = len(data)
+    while end and len(data) - end < 4 and data[end - 1] & 0xC0 == 0x80:
+        end -= 1
+    return end - 1 if end and data[end - 1] >= 0xC0 else end or len(data)
+
+
+@contextlib.contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """Open a table; ConfigError if it is damaged, also while it is read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as table:
+            yield table
+    except ConfigError:
+        raise
+    except (OSError, MemoryError, pa.ArrowException, *MALFORMED) as error:  # each decoder raises its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path}: not a complete Parquet file ({reason}); write it again") from error
+
+
+def parquet_batches(path: Path, columns: Columns, groups: list[int] | None = None) -> Iterator[list[Any]]:
+    """Yield lists of texts or records, from some row groups or from all."""
+    with open_parquet(path) as table:
+        names = columns.among(table.schema_arrow.names, str(path))
+        for batch in table.iter_batches(batch_size=1024, columns=names, row_groups=groups):
+            yield batch.to_pylist() if columns.is_record else batch.column(0).to_pylist()
+
+
+def _read_registered(number: int, path: Path, file: io.BufferedReader, columns: Columns) -> Iterator[Raw]:
+    row = 0
+    try:
+        for row, document in enumerate(FORMATS[_extension(path)].read(file), start=1):
+            content: Any = document
+            if isinstance(document, dict) and not columns.is_record:
+                if (name := columns.needed[0]) not in document:
+                    present = ", ".join(document) or "none"
+                    raise ConfigError(
+                        f"{path}:{row}: no field {name!r}, there are {present}; name the text field with --text-field"
+                    )
+                content = document[name]
+            yield Raw.of_table(number, row, content)
+    except (OSError, ConfigError):
+        raise
+    except Exception as error:  # user code may raise anything
+        raise ConfigError(f"{path}: its format cannot read document {row + 1} ({type(error).__name__}: {error})") from error

@@ -1,5 +1,4 @@
-"""Hugging Face datasets as a corpus: by name, from a folder that `save_to_disk` left,
-or from one that `load_dataset` reads."""
+"""Hugging Face datasets as a corpus: by name, from a `save_to_disk` folder, or from one that `load_dataset` reads."""
 
 from __future__ import annotations
 
@@ -9,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.readers import Raw, Unreachable, columns_of, format_of
+from nash_mhc.data.documents.files import Raw, Unreachable, columns_of, format_of
 from nash_mhc.storage.files import digest_of, digests_of_sources
 
-_UNKNOWN_SIZE = 1 << 30  # bytes that a dataset is taken for when it does not say: its chunks are large
+_UNKNOWN_SIZE = 1 << 30  # bytes assumed for a dataset that does not state its size
 
 
 def is_saved(path: Path) -> bool:
-    """Has `save_to_disk` left this folder?"""
+    """Return whether `save_to_disk` wrote this folder."""
     return (path / "dataset_dict.json").exists() or ((path / "dataset_info.json").exists() and (path / "state.json").exists())
 
 
 class Hub:
-    """Documents of a dataset, always read as a stream: nothing is copied to a second place on the way."""
+    """Documents of a dataset, read as a stream, without a second copy on disk."""
 
     def __init__(self, name: str, cfg: DataConfig) -> None:
         try:
@@ -38,18 +37,20 @@ class Hub:
         try:
             self._open(cfg)
             if self.splits and cfg.split not in self.splits:
-                there = ", ".join(self.splits)
-                raise ConfigError(f"--dataset {name}: no split {cfg.split!r}, there are {there}; choose --split")
+                raise ConfigError(
+                    f"--dataset {name}: no split {cfg.split!r}, there are {', '.join(self.splits)}; choose one with --split"
+                )
             columns = self._stream(cfg.split).column_names if cfg.format == "auto" else None
         except ConfigError:
             raise
-        except Exception as error:  # the library raises whatever its many readers raise
+        except Exception as error:  # each reader of the library raises its own
             self._check_variant()
-            if self._path is not None:
-                raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({_first_line(error)})") from error
+            remedy = "" if self._path is not None else (
+                f"; without network access, run load_dataset('{name}').save_to_disk(FOLDER) on a machine that has it and "
+                "use --dataset FOLDER here"
+            )  # fmt: skip
             raise Unreachable(
-                f"--dataset {name}: the datasets library cannot read it ({_first_line(error)}); without a network, "
-                f"load_dataset('{name}').save_to_disk(FOLDER) where there is one, and --dataset FOLDER here"
+                f"--dataset {name}: the datasets library cannot read it ({_first_line(error)}){remedy}"
             ) from error
         self.format = format_of(cfg, columns)
         self._columns = columns_of(cfg, self.format)
@@ -61,57 +62,48 @@ class Hub:
                 raise ConfigError(f"--dataset-name {self._variant}: {self._name} has no variants; leave it out")
             self._saved = library.load_from_disk(str(self._path))
             self.splits: tuple[str, ...] = tuple(self._saved) if isinstance(self._saved, library.DatasetDict) else ()
-            marks: Any = None
+            version: Any = None
         else:
             self.splits = tuple(library.get_dataset_split_names(self._name, self._variant))
             builder = library.load_dataset_builder(self._name, self._variant)
-            marks = [self._name, self._variant, builder.hash]
-            size = builder.info.dataset_size
-            self.total = int(size or _UNKNOWN_SIZE)
+            version = [self._name, self._variant, builder.hash]
+            self.total = int(builder.info.dataset_size or _UNKNOWN_SIZE)
         if self._path is not None:
             files = sorted(p for p in self._path.rglob("*") if p.is_file())
             self.total = sum(p.stat().st_size for p in files)
-            marks = [[p.relative_to(self._path).as_posix() for p in files], digests_of_sources(files)]
-        self.content = digest_of(marks)
+            version = [[p.relative_to(self._path).as_posix() for p in files], digests_of_sources(files)]
+        self.content = digest_of(version)
 
     def _check_variant(self) -> None:
-        """ConfigError with the names of all variants, where the one that is asked for is not among them.
-
-        The library names them as well, in a line that is not its first.
-        """
+        """ConfigError that lists the variants, if the requested one is not among them."""
         names: list[str] = []
-        with contextlib.suppress(Exception):  # what cannot be listed has another fault, which the caller reports
+        with contextlib.suppress(Exception):  # then the variant is not the problem; the caller reports it
             names = self._library.get_dataset_config_names(self._name)
-        if self._variant in names or (self._variant is None and len(names) < 2):
-            return
-        if names:
+        if names and self._variant not in names and not (self._variant is None and len(names) == 1):
             wrong = "has several variants" if self._variant is None else f"has no variant {self._variant!r}"
             raise ConfigError(f"--dataset {self._name}: {wrong}; choose one with --dataset-name: {', '.join(names)}")
 
     def _stream(self, split: str, least: int = 1) -> Any:
         if self._saved is None:
             return self._library.load_dataset(self._name, self._variant, split=split, streaming=True)
-        found = self._saved[split] if self.splits else self._saved
-        return found.to_iterable_dataset(num_shards=max(1, min(len(found) // least, 16)))
+        table = self._saved[split] if self.splits else self._saved
+        return table.to_iterable_dataset(num_shards=max(1, min(len(table) // least, 16)))
 
     def table(self, split: str, least: int = 1) -> Any:
-        """The library's own stream of one split, with the wanted columns;
-        in shards of at least so many records, if it can."""
+        """Return the library's stream of one split with the needed columns, in shards of at least `least` records."""
         stream = self._stream(split, least)
-        if stream.column_names is None:  # not known before it is read: what must be there, then
+        if stream.column_names is None:  # unknown before reading
             return stream.select_columns(list(self._columns.needed))
         return stream.select_columns(self._columns.among(stream.column_names, self.names[0]))
 
-    def record(self, number: int, record: dict[str, Any]) -> Raw:
-        """One record as a document; `number` is its row, from 1."""
-        content = record if self._columns.is_record else record[self._columns.needed[0]]
-        size = len(content) if isinstance(content, str) else len(str(content))
-        return Raw(0, number, content, size, "table")
+    def record(self, row: int, record: dict[str, Any]) -> Raw:
+        """Return one record as a document; `row` counts from 1."""
+        return Raw.of_table(0, row, record if self._columns.is_record else record[self._columns.needed[0]])
 
     def read(self, split: str) -> Iterator[Raw]:
         try:
-            for number, record in enumerate(self.table(split), start=1):
-                yield self.record(number, record)
+            for row, record in enumerate(self.table(split), start=1):
+                yield self.record(row, record)
         except ConfigError:
             raise
         except Exception as error:

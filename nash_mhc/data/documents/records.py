@@ -1,9 +1,8 @@
-"""One record -> the text of its document, in spans that count in the loss or do not.
+"""Turn one record into spans of text that are in the loss or not.
 
-Plain text is one span. Prompts and chats are messages, each written by a template; named fields are written by a
-template for the prompt and one for the response. With `--loss-on response`, what counts is an assistant's message and
-what the template puts after it, so that the model learns to answer and to stop. A template may spell the tokenizer's
-special tokens; whatever a record spells is text.
+Plain text is one span. Prompts and chats are messages, each written by a template; named fields are written by a prompt
+template and a response template. With `--loss-on response`, only assistant messages and the template text after them
+are in the loss.
 """
 
 from __future__ import annotations
@@ -15,90 +14,86 @@ from typing import Any
 
 from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError
-from nash_mhc.data.documents.readers import Raw
-from nash_mhc.data.documents.templates import ANSWERS, Message, Part, Span, both, conversation, text_of
+from nash_mhc.data.documents.files import Raw
+from nash_mhc.data.documents.templates import ANSWERS, Message, Part, Span, conversation, parse_both, text_of
 from nash_mhc.storage.json_files import parse_json
 
-# Names that datasets give to what is asked and to what is answered.
-_ASKS = ("question", "instruction", "prompt", "query", "input", "problem")
-_ANSWERS = ("answer", "response", "output", "completion", "solution", "target")
+# Common field names for prompts and responses, for suggestions in errors.
+_PROMPT_NAMES = ("question", "instruction", "prompt", "query", "input", "problem")
+_RESPONSE_NAMES = ("answer", "response", "output", "completion", "solution", "target")
 
 
 def check_template(template: str) -> str:
-    """With escapes read as a shell leaves them (\\n, \\t); ConfigError unless it says where the content goes."""
+    """Return the value of --template with escapes (\\n, \\t) resolved; ConfigError unless it has one {content}."""
     text = template.replace("\\n", "\n").replace("\\t", "\t")
     names = re.findall(r"\{(\w*)\}", text)
     if names.count("content") != 1 or set(names) - {"role", "content"}:
         raise ConfigError(
-            f"--template {template!r}: must hold {{content}} once and may hold {{role}}, such as {TEMPLATE!r}; or be "
+            f"--template {template!r}: must have {{content}} once and may have {{role}}, such as {TEMPLATE!r}; or be "
             f"{TOKENIZER}"
         )
     return text
 
 
 def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
-    """ConfigError, with file and line, for what is no text, no JSON, or lacks what the format asks for.
+    """Return the spans of a document; ConfigError, with file and line, for invalid text or JSON or a missing field.
 
-    No spans for a record with an answer that is empty or null: only the template would be learned from it.
+    A record with an empty answer has no spans: only the template would be learned from it.
     """
     where = f"{file}:{raw.line}"
+    form, score_all = recipe["format"], recipe["loss_on"] == "all"
     if raw.kind == "text":
-        if recipe["format"] == "fields":
+        if form == "fields":
             raise ConfigError(
-                f"{file}: a text file has no fields, which --format fields asks for; leave it out, for instance with "
-                "--extensions .jsonl"
+                f"{file}: --format fields needs records, this is a text file; leave it out, for example "
+                "with --extensions .jsonl"
             )
-        return [Span((Part(_decoded(raw, file, raw.content)),), True)]
-    record = raw.content
-    if raw.kind == "jsonl":
-        record = _parsed(_decoded(raw, file, raw.content), where)
-    if recipe["format"] == "text":
+        return [Span((Part(_decode(raw, file)),), True)]
+    record = _parse(_decode(raw, file), where) if raw.kind == "jsonl" else raw.content
+    if form == "text":
         if raw.kind == "jsonl":
-            record = _field(record, recipe["text_field"], where, _remedy(record))
+            record = _field(record, recipe["text_field"], where, _suggest_template(record))
         return [Span((Part(text_of(record, where, recipe["text_field"])),), True)]
-    if recipe["format"] == "fields":
-        prompt, response = (
-            template.filled(record, where) for template in both(recipe["prompt_template"], recipe["response_template"])
-        )
+    if form == "fields":
+        templates = parse_both(recipe["prompt_template"], recipe["response_template"])
+        prompt, response = (template.fill(record, where) for template in templates)
         if not any(part.text for part in response):
-            raise ConfigError(
-                f"{where}: nothing is left of --response-template; fill one of its fields or leave the record out"
-            )
+            raise ConfigError(f"{where}: --response-template gives no text; fill one of its fields or remove the record")
         if recipe["template"] != TOKENIZER:
-            return [span for span in (Span(prompt, recipe["loss_on"] == "all"), Span(response, True)) if span.text]
+            return [span for span in (Span(prompt, score_all), Span(response, True)) if span.text]
         messages: list[Message] = [("user", prompt), ("assistant", response)]
-    elif recipe["format"] == "prompt":
+    elif form == "prompt":
         remedy = "a record needs prompt and response"
         content = lambda name: (Part(text_of(_field(record, name, where, remedy), where, "content")),)
         messages = [("user", content("prompt")), ("assistant", content("response"))]
     else:
         messages = _messages(record, where)
-    if recipe["loss_on"] != "all" and not any(role in ANSWERS for role, _ in messages):
+    if not score_all and not any(role in ANSWERS for role, _ in messages):
         raise ConfigError(
-            f"{where}: no message of role {ANSWERS[0]}, so nothing would be learned; leave it out or use --loss-on all"
+            f"{where}: no message of role {ANSWERS[0]}, so nothing is learned; remove the record or use --loss-on all"
         )
     if any(role in ANSWERS and not "".join(part.text for part in content).strip() for role, content in messages):
         return []
-    return [span for span in _written(messages, where, recipe) if span.text]
+    return [span for span in _write(messages, where, recipe) if span.text]
 
 
-def _decoded(raw: Raw, file: str, content: bytes) -> str:
+def _decode(raw: Raw, file: str) -> str:
+    content: bytes = raw.content
     try:
-        # The mark that some editors put before UTF-8 is no text.
-        return content.decode("utf-8").removeprefix("\ufeff" if raw.line == 1 else "")
+        return content.decode("utf-8").removeprefix("\ufeff" if raw.line == 1 else "")  # the byte order mark
     except UnicodeDecodeError as error:
         line = raw.line + content[: error.start].count(b"\n")
         byte = error.start - (content.rfind(b"\n", 0, error.start) + 1)
         raise ConfigError(
-            f"{file}:{line}: not UTF-8 at byte {byte} of the line; convert the file, for instance with iconv"
+            f"{file}:{line}: not UTF-8 at byte {byte} of the line; convert the file, for example with iconv"
         ) from None
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error}); a line must hold one whole object") from None
+        raise ConfigError(f"{where}: not valid JSON ({error}); a line must hold one complete object") from None
 
 
 def _field(record: Any, name: str, where: str, remedy: str) -> Any:
@@ -109,36 +104,39 @@ def _field(record: Any, name: str, where: str, remedy: str) -> Any:
     return record[name]
 
 
-def _remedy(record: Any) -> str:
-    """What to give for a record without the field of the text, by the names of those that it has."""
+def _suggest_template(record: Any) -> str:
+    """Return what to do about a record without the text field, given the names of its fields."""
+    by_flag = "name the text field with --text-field"
     names = set(record) if isinstance(record, Mapping) else set()
-    asked, answered = (next((name for name in wanted if name in names), None) for wanted in (_ASKS, _ANSWERS))
-    if asked is None or answered is None:
-        return "name the text's with --text-field"
-    templates = ("--prompt-template", rf"{{{asked}}}\n", "--response-template", f"{{{answered}}}")
-    return f"to learn the answers: {shlex.join(['--format', 'fields', *templates])}; or name the text's with --text-field"
+    prompt = next((name for name in _PROMPT_NAMES if name in names), None)
+    response = next((name for name in _RESPONSE_NAMES if name in names), None)
+    if prompt is None or response is None:
+        return by_flag
+    templates = ("--prompt-template", rf"{{{prompt}}}\n", "--response-template", f"{{{response}}}")
+    return f"to learn the answers use {shlex.join(['--format', 'fields', *templates])}; or {by_flag}"
 
 
 def _messages(record: Any, where: str) -> list[Message]:
     messages = _field(record, "messages", where, "chat data needs a list of messages")
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages must be a list that is not empty")
-    told = lambda message, name: text_of(_field(message, name, where, "a message has role and content"), where, name)
-    return [(told(message, "role"), (Part(told(message, "content")),)) for message in messages]
+        raise ConfigError(f"{where}: messages must be a non-empty list")
+    text = lambda message, name: text_of(_field(message, name, where, "a message has role and content"), where, name)
+    return [(text(message, "role"), (Part(text(message, "content")),)) for message in messages]
 
 
-def _written(messages: list[Message], where: str, recipe: Mapping[str, Any]) -> list[Span]:
+def _write(messages: list[Message], where: str, recipe: Mapping[str, Any]) -> list[Span]:
     if recipe["template"] == TOKENIZER:
         return conversation(messages, where, recipe["chat_form"], recipe["loss_on"])
     before, _, after = recipe["template"].partition("{content}")
+    score_all = recipe["loss_on"] == "all"
     spans: list[Span] = []
     for role, content in messages:
-        spans.append(Span(_filled(before, role), recipe["loss_on"] == "all"))
-        spans.append(Span((*content, *_filled(after, role)), recipe["loss_on"] == "all" or role in ANSWERS))
+        spans.append(Span(_fill_role(before, role), score_all))
+        spans.append(Span((*content, *_fill_role(after, role)), score_all or role in ANSWERS))
     return spans
 
 
-def _filled(template: str, role: str) -> tuple[Part, ...]:
-    """What the template says, with the role, which is the record's own word, in its places."""
+def _fill_role(template: str, role: str) -> tuple[Part, ...]:
+    """Replace {role} by the record's text, which is not template text."""
     first, *rest = [Part(text, is_template=True) for text in template.split("{role}")]
     return (first, *(part for text in rest for part in (Part(role), text)))

@@ -1,4 +1,4 @@
-"""From the fields of a record to its text: templates of fields and chats, in spans that count in the loss or not."""
+"""Templates: turn the fields of a record, or a conversation, into spans of text that are in the loss or not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nash_mhc.config.schema import ConfigError
 
 class Part(NamedTuple):
     text: str
-    is_template: bool = False  # what it spells may be special tokens; whatever a record spells is text
+    is_template: bool = False  # special tokens are recognized in template text only, never in a record's text
 
 
 class Span(NamedTuple):
     parts: tuple[Part, ...]
-    counts: bool
+    scored: bool  # in the loss?
 
     @property
     def text(self) -> str:
@@ -29,23 +29,19 @@ class Span(NamedTuple):
 
 
 def text_of(value: Any, where: str, name: str) -> str:
-    """What a field of a record holds; ConfigError, with file and line, where that is no text."""
-    if value is None:  # tables have holes; an empty document is left out and counted
+    """Return the text of a field, "" for null; ConfigError if it is not text."""
+    if value is None:
         return ""
     if not isinstance(value, str):
-        raise ConfigError(
-            f"{where}: {name} is of type {type(value).__name__}, not text; choose another field or write it as text"
-        )
+        raise ConfigError(f"{where}: {name} is of type {type(value).__name__}, not text; choose another field or convert it")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ConfigError(
-            f"{where}: {name} holds half a character (a lone surrogate); repair or leave out the record"
-        ) from None
+        raise ConfigError(f"{where}: {name} has a lone surrogate (half a character); repair or remove the record") from None
     return value
 
 
-_MARKS = re.compile(r"\\([nt\\\[\]{}])|\{([^{}\[\]\\\n]+)\}|([\[\]{}])")
+_TOKENS = re.compile(r"\\([nt\\\[\]{}])|\{([^{}\[\]\\\n]+)\}|([\[\]{}])")
 _ESCAPED = {"n": "\n", "t": "\t"}
 
 
@@ -54,8 +50,8 @@ class _Word(NamedTuple):
     is_field: bool
 
 
-class _Stretch(NamedTuple):
-    """Words that are there together, or not at all."""
+class _Section(NamedTuple):
+    """Consecutive words; an optional section is dropped as a whole."""
 
     words: tuple[_Word, ...]
     is_optional: bool
@@ -66,115 +62,116 @@ class _Stretch(NamedTuple):
 
 
 class FieldTemplate(NamedTuple):
+    """The parsed value of --prompt-template or --response-template."""
+
     flag: str
-    stretches: tuple[_Stretch, ...]
+    sections: tuple[_Section, ...]
 
     @property
     def needed(self) -> list[str]:
-        return [name for stretch in self.stretches if not stretch.is_optional for name in stretch.fields]
+        return [name for section in self.sections if not section.is_optional for name in section.fields]
 
     @property
     def optional(self) -> list[str]:
-        return [name for stretch in self.stretches if stretch.is_optional for name in stretch.fields]
+        return [name for section in self.sections if section.is_optional for name in section.fields]
 
-    def filled(self, record: Any, where: str) -> tuple[Part, ...]:
-        """ConfigError, with file and line, where a field that must be there is not, or has no text."""
+    def fill(self, record: Any, where: str) -> tuple[Part, ...]:
+        """Return the text of a record; ConfigError if a required field is missing or empty."""
         if not isinstance(record, Mapping):
             raise ConfigError(f"{where}: a value of type {type(record).__name__} instead of an object with fields")
         parts: list[Part] = []
-        for stretch in self.stretches:
-            values = {name: _value(record.get(name), where, name) for name in stretch.fields}
-            if empty := [name for name, value in values.items() if not value.strip()]:
-                if stretch.is_optional:
-                    continue
-                there = ", ".join(map(str, record)) or "none"
-                if empty[0] not in record and (meant := did_you_mean(empty[0], [str(name) for name in record])):
-                    raise ConfigError(f"{where}: no field {empty[0]!r}, which {self.flag} names{meant}")
-                found = f"field {empty[0]!r} is empty" if empty[0] in record else f"no field {empty[0]!r}, there are {there}"
-                raise ConfigError(f"{where}: {found}; mend or leave out the record, or put it in [ ] in {self.flag}")
-            parts += [Part(values[word.text]) if word.is_field else Part(word.text, is_template=True) for word in stretch.words]
+        for section in self.sections:
+            values = {name: _value(record.get(name), where, name) for name in section.fields}
+            empty = next((name for name, value in values.items() if not value.strip()), None)
+            if empty is not None and section.is_optional:
+                continue
+            if empty is not None:
+                if empty not in record and (hint := did_you_mean(empty, [str(name) for name in record])):
+                    raise ConfigError(f"{where}: no field {empty!r}, which {self.flag} names{hint}")
+                present = ", ".join(map(str, record)) or "none"
+                problem = f"field {empty!r} is empty" if empty in record else f"no field {empty!r}, there are {present}"
+                raise ConfigError(f"{where}: {problem}; fix or remove the record, or put the field in [ ] in {self.flag}")
+            parts += [Part(values[word.text]) if word.is_field else Part(word.text, is_template=True) for word in section.words]
         return tuple(parts)
 
 
 def _value(value: Any, where: str, name: str) -> str:
-    """Numbers as they are written; a table writes a hole among numbers as NaN."""
+    """Return a field's text; numbers as written, and "" for NaN, which tables use for missing numbers."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "" if isinstance(value, float) and math.isnan(value) else str(value)
     return text_of(value, where, name)
 
 
-def both(prompt: str | None, response: str | None) -> tuple[FieldTemplate, FieldTemplate]:
-    return _parsed("--prompt-template", prompt or ""), _parsed("--response-template", response or "")
+def parse_both(prompt: str | None, response: str | None) -> tuple[FieldTemplate, FieldTemplate]:
+    """Parse --prompt-template and --response-template."""
+    return _parse("--prompt-template", prompt or ""), _parse("--response-template", response or "")
 
 
 @functools.lru_cache(maxsize=16)
-def _parsed(flag: str, template: str) -> FieldTemplate:
-    """The value of --prompt-template or --response-template; ConfigError for what is none."""
+def _parse(flag: str, template: str) -> FieldTemplate:
+    def error(problem: str) -> ConfigError:
+        return ConfigError(f"{flag} {template!r}: {problem}")
 
-    def refused(why: str) -> ConfigError:
-        return ConfigError(f"{flag} {template!r}: {why}")
-
-    stretches: list[_Stretch] = []
+    sections: list[_Section] = []
     words: list[_Word] = []
-    opened: int | None = None  # where the [ stands that we are in
-    for text, mark, at in _split(template):
-        if mark not in ("[", "]"):
-            if mark in ("{", "}"):
-                raise refused(
-                    f"the {mark} at character {at + 1} holds no field's name; write {{question}}, or \\{mark} for itself"
-                )
-            words.append(_Word(text, mark == "field"))
-            continue
-        if (mark == "[") == (opened is not None):
-            other = "lies within another one" if mark == "[" else "closes nothing"
-            raise refused(f"the {mark} at character {at + 1} {other}; write \\{mark} for the character itself")
-        stretch = _Stretch(tuple(words), mark == "]")
-        if stretch.is_optional and not stretch.fields:
-            raise refused(
-                f"the [ ] at character {at + 1} names no field, and would never vanish; write \\[ and \\] for themselves"
+    opened: int | None = None  # position of the [ of the current section
+    for text, token, at in _tokens(template):
+        if token in ("{", "}"):
+            raise error(
+                f"the {token} at character {at + 1} does not enclose a field name; write {{question}}, or \\{token} for the "
+                "character"
             )
-        stretches.append(stretch)
-        words, opened = [], at if mark == "[" else None
+        if token not in ("[", "]"):
+            words.append(_Word(text, token == "field"))
+            continue
+        if (token == "[") == (opened is not None):
+            problem = "is inside another [ ]" if token == "[" else "closes nothing"
+            raise error(f"the {token} at character {at + 1} {problem}; write \\{token} for the character")
+        section = _Section(tuple(words), token == "]")
+        if section.is_optional and not section.fields:
+            raise error(f"the [ ] at character {at + 1} names no field; write \\[ and \\] for the characters")
+        sections.append(section)
+        words, opened = [], at if token == "[" else None
     if opened is not None:
-        raise refused(f"the [ at character {opened + 1} is never closed; close it, or write \\[ for the character itself")
-    stretches.append(_Stretch(tuple(words), False))
-    found = FieldTemplate(flag, tuple(stretch for stretch in stretches if stretch.words))
-    if not found.needed and not found.optional:
-        raise refused("names no field of a record; write such as {question} where its text goes")
-    return found
+        raise error(f"the [ at character {opened + 1} is never closed; close it, or write \\[ for the character")
+    sections.append(_Section(tuple(words), False))
+    parsed = FieldTemplate(flag, tuple(section for section in sections if section.words))
+    if not parsed.needed and not parsed.optional:
+        raise error("names no field; write for example {question} where its text goes")
+    return parsed
 
 
-def _split(template: str) -> Iterator[tuple[str, str, int]]:
-    """(text, `text`, place), (name, `field`, place) and the brackets between them."""
+def _tokens(template: str) -> Iterator[tuple[str, str, int]]:
+    """Yield (text, "text", position), (name, "field", position) and the brackets between them."""
     end = 0
-    for found in _MARKS.finditer(template):
-        if found.start() > end:
-            yield template[end : found.start()], "text", end
-        escaped, name, bracket = found.groups()
+    for match in _TOKENS.finditer(template):
+        if match.start() > end:
+            yield template[end : match.start()], "text", end
+        escaped, name, bracket = match.groups()
         if escaped:
-            yield _ESCAPED.get(escaped, escaped), "text", found.start()
+            yield _ESCAPED.get(escaped, escaped), "text", match.start()
         else:
-            yield name or "", "field" if name else bracket, found.start()
-        end = found.end()
+            yield name or "", "field" if name else bracket, match.start()
+        end = match.end()
     if end < len(template):
         yield template[end:], "text", end
 
 
-ANSWERS = ("assistant", "model", "gpt")  # roles whose messages the model shall learn to write
-_TODAY = datetime.datetime(2024, 7, 26)  # for all templates that ask: equal data gives equal rows on any day
-_UNUSED = range(0xFDD0, 0xFDF0)  # code points that stand for no character in any text
+ANSWERS = ("assistant", "model", "gpt")  # roles whose messages are learned
+_TODAY = datetime.datetime(2024, 7, 26)  # for templates that ask for the date: the same data on any day
+_UNUSED = range(0xFDD0, 0xFDF0)  # code points that are not characters
 
 Message = tuple[str, tuple[Part, ...]]  # role, content
 
 
 def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any], loss_on: str) -> list[Span]:
-    """`form` is `Tokenizer.chat_form`. ConfigError, with file and line, for what the template does not take."""
+    """Render messages with a tokenizer's chat template (`Tokenizer.chat_form`); ConfigError if it rejects them."""
     is_answer = [role in ANSWERS for role, _ in messages]
     texts = [part.text for role, content in messages for part in (Part(role), *content)]
     mark = next(chr(code) for code in _UNUSED if not any(chr(code) in text for text in texts))
-    # A record's text that spells a special token gets a mark in it: what the template spells has none.
+    # A mark inside the special tokens that a record spells tells them from those that the template spells.
     special = _any_of(tuple(form["special"]))
-    as_text = lambda text: special.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", text) if special else text
+    as_text = lambda text: special.sub(lambda match: f"{match[0][0]}{mark}{match[0][1:]}", text) if special else text
     plain = [
         {
             "role": ANSWERS[0] if answers else as_text(role),
@@ -182,24 +179,24 @@ def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any
         }
         for answers, (role, content) in zip(is_answer, messages, strict=True)
     ]
-    borders, written = [0], ""
+    borders, rendered = [0], ""
     for number in (number for number, answers in enumerate(is_answer) if answers):
-        for count, begins_answer in ((number, True), (number + 1, False)):
-            now = _rendered(form, plain[:count], begins_answer, where)
-            if not now.startswith(written):
+        for count, prompts_answer in ((number, True), (number + 1, False)):
+            longer = _render(form, plain[:count], prompts_answer, where)
+            if not longer.startswith(rendered):
                 raise ConfigError(
-                    f"{where}: the tokenizer's chat template writes what comes before message {number + 1} in another way once "
-                    "that is there, so what each answer adds cannot be told; keep one answer a record, or write a --template"
+                    f"{where}: the tokenizer's chat template rewrites the text before message {number + 1} when that message "
+                    "is added, so the answers cannot be located; use one answer per record, or give a --template"
                 )
-            written = now
-            borders.append(len(now))
-    whole = _rendered(form, plain, False, where) if not is_answer[-1] else written
-    if not whole.startswith(written):
+            rendered = longer
+            borders.append(len(rendered))
+    whole = _render(form, plain, False, where) if not is_answer[-1] else rendered
+    if not whole.startswith(rendered):
         raise ConfigError(
-            f"{where}: the tokenizer's chat template writes the last answer in another way once more follows; leave out what "
-            "follows, or write a --template"
+            f"{where}: the tokenizer's chat template rewrites the last answer when more messages follow; remove those, or give "
+            "a --template"
         )
-    # Both stand around every document anyway.
+    # The begin and end tokens are added to every document anyway.
     first = len(form["begin"]) if form["begin"] and whole.startswith(form["begin"]) else 0
     stop = len(whole.rstrip())
     last = stop - len(form["end"]) if whole[:stop].endswith(form["end"]) else len(whole)
@@ -217,20 +214,20 @@ def _any_of(spellings: tuple[str, ...]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def _rendered(form: Mapping[str, Any], messages: list[dict[str, str]], begins_answer: bool, where: str) -> str:
+def _render(form: Mapping[str, Any], messages: list[dict[str, str]], prompts_answer: bool, where: str) -> str:
     try:
-        return str(_compiled(form["template"]).render(messages=messages, add_generation_prompt=begins_answer, **form["tokens"]))
-    except Exception as error:  # whatever the template, which is a program, does not like
+        template = _compile(form["template"])
+        return str(template.render(messages=messages, add_generation_prompt=prompts_answer, **form["tokens"]))
+    except Exception as error:  # a template is a program and may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"{where}: the tokenizer's chat template does not take these messages ({reason}); "
-            "change them, or write a --template"
+            f"{where}: the tokenizer's chat template rejects these messages ({reason}); change them, or give a --template"
         ) from error
 
 
 @functools.lru_cache(maxsize=4)
-def _compiled(template: str) -> Any:
-    """As transformers does it, but for the date: worker processes do without that library, which is slow to load."""
+def _compile(template: str) -> Any:
+    """Compile a chat template as transformers does (its import is too slow for worker processes), with a fixed date."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Node
@@ -238,7 +235,7 @@ def _compiled(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Some templates mark what the model writes; here, as for generating, that is just text."""
+        """Some templates mark the model's text with this tag; here it is plain text."""
 
         tags = {"generation"}
 
@@ -249,7 +246,7 @@ def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:  # Jinja's own escapes what HTML would not take
+    def to_json(value: Any, **options: Any) -> str:  # Jinja's own escapes HTML
         return json.dumps(value, **{"ensure_ascii": False} | options)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])

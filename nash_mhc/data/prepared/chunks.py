@@ -1,15 +1,16 @@
-"""A corpus in chunks, the shards of one chunk, and documents that are nearly those of another part.
+"""Chunks of a corpus, the shards made from one chunk, and counts of documents that are nearly equal across parts.
 
-Every process of a preparation makes chunks by itself. Each leaves a file with 8 bytes per document; at the end the keys
-of held-out documents are in memory and those of all others pass by.
+Any process can make any chunk. Each chunk leaves a file with 9 bytes per document; at the end, the keys of held-out
+documents are loaded and those of all others are streamed past them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,15 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nash_mhc.config.humanize import counted
+from nash_mhc.data.documents.files import Corpus, Raw
 from nash_mhc.data.documents.holdout import PARTS, TRAINED_ON, HeldOut, key_of
-from nash_mhc.data.documents.readers import Corpus, Raw
-from nash_mhc.data.pack import Piece, lay, room_of
-from nash_mhc.data.pieces import Document, document_of, pieces_of
-from nash_mhc.data.prepared.manifest import write_file
+from nash_mhc.data.pack import Piece, aligned_length, pack_pieces
+from nash_mhc.data.prepared.manifest import check_files, write_file
 from nash_mhc.data.prepared.rows import RowFormat
-from nash_mhc.data.recipe import Recipe
+from nash_mhc.data.recipe import Document, Recipe, document_of, pieces_of, read_split
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.files import digest_of
+from nash_mhc.storage.json_files import MALFORMED, parse_json
 
 
 class Chunk(NamedTuple):
@@ -44,21 +45,28 @@ class Job:
     names: tuple[str, ...]  # of the files, for messages
     folder: Path
     held_out: HeldOut
-    is_dense: bool = False  # documents start anywhere in a row, not only at multiples of the alignment
+    is_dense: bool = False  # documents start anywhere, not only at multiples of the alignment
 
+    @property
+    def part_names(self) -> list[str]:
+        """The splits that the parts of the held-out rule are written to."""
+        return [self.recipe["split"], self.recipe["eval_split"], self.recipe.get("test_split", "")]
 
-def read_split(corpus: Corpus, recipe: Recipe, split: str) -> Iterator[Raw]:
-    """What of a split is used."""
-    documents = 0
-    for raw in corpus.read(split):
-        documents += raw.opens
-        if recipe["max_documents"] is not None and documents > recipe["max_documents"]:
-            return
-        yield raw
+    @property
+    def rule_digest(self) -> str:
+        """A digest of the held-out rule: shards made by another rule are not reused."""
+        rule = self.held_out
+        return digest_of([rule.below, sorted(rule.chosen), rule.by_piece, rule.test_below, sorted(rule.test_chosen)])
+
+    def note_file(self, chunk: int) -> Path:
+        return self.folder / f"chunk-{chunk:05d}.json"
+
+    def keys_file(self, chunk: int) -> Path:
+        return self.folder / f"chunk-{chunk:05d}.near"
 
 
 def read_chunks(corpus: Corpus, recipe: Recipe) -> Iterator[Chunk]:
-    """The corpus in pieces of `chunk_bytes`, each of one split."""
+    """Yield the corpus in chunks of `chunk_bytes`, each of one split."""
     number = 0
     own = [name for name in (recipe["eval_split"], recipe.get("test_split")) if name in corpus.splits]
     for split in (recipe["split"], *own):
@@ -76,83 +84,88 @@ def read_chunks(corpus: Corpus, recipe: Recipe) -> Iterator[Chunk]:
 
 
 def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
-    """Writes the shards of a chunk and, last, the note that says they are there; returns the note."""
+    """Write the shards of a chunk and then the note that describes them; return the note."""
     recipe = job.recipe
     documents = [document_of(raw, job.names, recipe) for raw in chunk.raws]
     pieces, empty = pieces_of(documents, recipe, job.tokenizer, job.names)
-    is_own = chunk.split != recipe["split"]  # one that the data itself holds out
+    is_own = chunk.split != recipe["split"]  # a validation or test split that the data has itself
     rule = HeldOut() if is_own else job.held_out
-    by_piece = lambda piece: key_of([piece.tokens.tobytes()])
-    keys = [by_piece(piece) if rule.by_piece else documents[piece.document].key for piece in pieces]
-    note: dict[str, Any] = {"rule": rule_digest(job), "bytes": sum(d.size for d in documents), "empty": empty, "splits": {}}
+    keys = [key_of([piece.tokens.tobytes()]) if rule.by_piece else documents[piece.document].key for piece in pieces]
+    note: dict[str, Any] = {"rule": job.rule_digest, "bytes": sum(d.size for d in documents), "empty": empty, "splits": {}}
     note |= {"lowest": min(keys, default=None), "highest": max(keys, default=None)}
-    names = [chunk.split, recipe["eval_split"], recipe.get("test_split", "")]
+    names = [chunk.split, *job.part_names[1:]]
     parts = [rule.part_of(key) for key in keys]
     for part in sorted({*parts}):
-        mine = [piece for piece, of in zip(pieces, parts, strict=True) if of == part]
-        note["splits"][names[part]] = _write_shard(job, chunk, names[part], mine, documents)
-    part_of = lambda key: names.index(chunk.split, 1) if is_own else rule.part_of(key)
+        of_part = [piece for piece, other in zip(pieces, parts, strict=True) if other == part]
+        note["splits"][names[part]] = _write_shard(job, chunk, names[part], of_part, documents)
     whole = [d for d in documents if d.raw.opens and d.raw.closes and not rule.by_piece]
-    write_keys(file_of(job.folder, chunk.number), ((near_key("".join(s.text for s in d.spans)), part_of(d.key)) for d in whole))
-    write_file(job.folder / f"chunk-{chunk.number:05d}.json", json.dumps(note).encode())
+    near = [near_key("".join(span.text for span in document.spans)) for document in whole]
+    of_documents = [names.index(chunk.split, 1) if is_own else rule.part_of(document.key) for document in whole]
+    keyed = [(key, part) for key, part in zip(near, of_documents, strict=True) if key]
+    write_file(
+        job.keys_file(chunk.number),
+        _npy(np.array([key for key, _ in keyed], np.uint64)) + _npy(np.array([part for _, part in keyed], np.uint8)),
+    )
+    write_file(job.note_file(chunk.number), json.dumps(note).encode())
     return note
 
 
-def rule_digest(job: Job) -> str:
-    """What a note is worth nothing without: another rule would have made other shards."""
-    rule = job.held_out
-    return digest_of([rule.below, sorted(rule.chosen), rule.by_piece, rule.test_below, sorted(rule.test_chosen)])
+def read_note(job: Job, chunk: int) -> dict[str, Any] | None:
+    """Return the note of a chunk that was made before; None if it or one of its files is missing or damaged."""
+    try:
+        note: dict[str, Any] = parse_json(job.note_file(chunk).read_bytes())
+        if note["rule"] != job.rule_digest:
+            return None
+        shards = [part["shard"] for part in note["splits"].values()]
+        hashes = {f"{s['name']}.rows": (None, s["sha256"]) for s in shards}
+        job.keys_file(chunk).stat()
+        check_files(job.folder, hashes | {f"{s['name']}.origins": (None, s["origins_sha256"]) for s in shards})
+    except (OSError, *MALFORMED):
+        return None
+    return note
+
+
+def _npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], documents: list[Document]) -> dict[str, Any]:
     recipe, tokenizer = job.recipe, job.tokenizer
-    laid, rows = lay(pieces, tokenizer.end, recipe["seq_len"], align=1 if job.is_dense else recipe["align"])
-    records = RowFormat(recipe["seq_len"], tokenizer.vocab_size, tokenizer.end).encode(laid)
-    starts = [np.flatnonzero(row) for row in laid.starts]
+    stored, rows = pack_pieces(pieces, tokenizer.end, recipe["seq_len"], align=1 if job.is_dense else recipe["align"])
+    records = RowFormat(recipe["seq_len"], tokenizer.vocab_size, tokenizer.end).encode(stored)
+    starts = [np.flatnonzero(row) for row in stored.starts]
     places = [
         (row, start, chunk.raws[pieces[item].document].file, chunk.raws[pieces[item].document].line, pieces[item].offset)
         for row, items in enumerate(rows)
         for start, item in zip(starts[row], items, strict=True)
     ]
-    buffer = io.BytesIO()
-    np.save(buffer, np.array(places, np.int64))
+    origins = _npy(np.array(places, np.int64))
     name = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', split)}-{chunk.number:05d}"
     write_file(job.folder / f"{name}.rows", records)
-    write_file(job.folder / f"{name}.origins", buffer.getvalue())
+    write_file(job.folder / f"{name}.origins", origins)
     shard = {"name": name, "rows": len(rows), "sha256": sha256(records).hexdigest()}
     return {
-        "shard": shard | {"origins_sha256": sha256(buffer.getvalue()).hexdigest()},
-        "tokens": int(laid.counts.sum()),
-        "slots": sum(len(piece.counts) for piece in pieces),
+        "shard": shard | {"origins_sha256": sha256(origins).hexdigest()},
+        "tokens": int(stored.scored.sum()),
+        "slots": sum(len(piece.scored) for piece in pieces),
         "documents": len({piece.document for piece in pieces if documents[piece.document].raw.opens}),
         "most_documents": max(map(len, rows), default=0),
-        "room": room_of(laid, recipe["align"]) if job.is_dense else None,
+        "room": aligned_length(stored, recipe["align"]) if job.is_dense else None,
     }
 
 
-_ASCII = bytes(byte for byte in range(128) if not chr(byte).isalnum())
-_OTHERS = re.compile(r"[\W_]+")
+_ASCII_SEPARATORS = bytes(byte for byte in range(128) if not chr(byte).isalnum())
+_SEPARATORS = re.compile(r"[\W_]+")
 
 
 def near_key(text: str) -> int:
-    """Equal for texts with the same letters and digits, whatever their case and what stands between; 0 without any."""
-    letters = text.lower().encode("utf-8").translate(None, _ASCII)  # most of it, and much faster than the rest
+    """Return a key of the letters and digits alone, without case, spaces and punctuation; 0 if there are none."""
+    letters = text.lower().encode("utf-8").translate(None, _ASCII_SEPARATORS)  # fast, and enough for ASCII
     if not letters.isascii():
-        letters = _OTHERS.sub("", letters.decode("utf-8")).encode("utf-8")
+        letters = _SEPARATORS.sub("", letters.decode("utf-8")).encode("utf-8")
     return key_of([letters]) if letters else 0
-
-
-def file_of(folder: Path, chunk: int) -> Path:
-    return folder / f"chunk-{chunk:05d}.near"
-
-
-def write_keys(file: Path, documents: Iterable[tuple[int, int]]) -> None:
-    """(near key, part) of the documents of a chunk."""
-    found = [(key, part) for key, part in documents if key]
-    buffer = io.BytesIO()
-    np.save(buffer, np.array([key for key, _ in found], np.uint64))
-    np.save(buffer, np.array([part for _, part in found], np.uint8))
-    write_file(file, buffer.getvalue())
 
 
 def _read_keys(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -160,27 +173,35 @@ def _read_keys(file: Path) -> tuple[np.ndarray, np.ndarray]:
         return np.load(opened), np.load(opened)
 
 
-def in_words(files: Sequence[Path], names: Sequence[str]) -> str:
-    """How many documents of each held-out part are nearly those of another one; empty where none are.
+def describe_near_duplicates(files: Sequence[Path], names: Sequence[str]) -> str:
+    """Say how many documents of each held-out part are nearly equal to one of another part; empty if none are.
 
     `names` are those of the parts.
     """
-    held: list[tuple[np.ndarray, np.ndarray]] = []
-    for file in files:
-        keys, parts = _read_keys(file)
-        held.append((keys[parts != TRAINED_ON], parts[parts != TRAINED_ON]))
-    if not held:
+    if not files:
         return ""
+    held = [(keys[parts != TRAINED_ON], parts[parts != TRAINED_ON]) for keys, parts in map(_read_keys, files)]
     keys, parts = (np.concatenate(arrays) for arrays in zip(*held, strict=True))
     known, which = np.unique(keys, return_inverse=True)
-    is_in = np.zeros((len(PARTS), len(known)), bool)  # whether a part has such a document
+    is_in = np.zeros((len(PARTS), len(known)), bool)  # does a part have a document with this key?
     is_in[parts, which] = True
     for file in files if len(known) else ():
-        passing, of = _read_keys(file)
-        passing = passing[of == TRAINED_ON]
-        at = np.searchsorted(known, passing).clip(max=len(known) - 1)
-        is_in[TRAINED_ON, at[known[at] == passing]] = True
+        all_keys, all_parts = _read_keys(file)
+        trained = all_keys[all_parts == TRAINED_ON]
+        at = np.searchsorted(known, trained).clip(max=len(known) - 1)
+        is_in[TRAINED_ON, at[known[at] == trained]] = True
     in_several = is_in.sum(axis=0)[which] > 1
     counts = [(int((in_several & (parts == part)).sum()), names[part]) for part in PARTS[1:]]
-    told = ", ".join(f"{counted(count, 'document')} of {name}" for count, name in counts if count)
-    return f"the same as a document of another part but for case, spaces or punctuation: {told}" if told else ""
+    described = ", ".join(f"{counted(count, 'document')} of {name}" for count, name in counts if count)
+    return f"near-duplicates of another part (but for case, spaces or punctuation): {described}" if described else ""
+
+
+def with_one_piece_held_out(job: Job, notes: Sequence[dict[str, Any]]) -> Job | None:
+    """Return a job that holds out one piece of a single document, if its hash put all pieces into one split."""
+    recipe = job.recipe
+    if not job.held_out.by_piece or len({name for note in notes for name in note["splits"]}) != 1:
+        return None
+    keys = [note[which] for note in notes for which in ("lowest", "highest") if note[which] is not None]
+    if min(keys) == max(keys) or recipe["split"] == recipe["eval_split"]:
+        return None
+    return dataclasses.replace(job, held_out=HeldOut(chosen=frozenset({min(keys)}), by_piece=True))

@@ -1,4 +1,4 @@
-"""What a folder of prepared rows holds, with a hash of every file: a changed or cut file is found when it is opened."""
+"""The manifest of a prepared folder: counts, settings, and a hash of every file, checked when the folder is opened."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from nash_mhc.storage.files import digest_of, digests_of_files, write_atomic
 from nash_mhc.storage.json_files import check_types, read_json, reading, table
 
 FILE = "manifest.json"
-_ALIGN = ModelConfig().alignment  # of documents in their rows, where nothing else is said
-VERSION = 3  # of the files' form; another one cannot be read
+_DEFAULT_ALIGN = ModelConfig().alignment
+VERSION = 3  # of the file format; other versions cannot be read
+_AGAIN = "prepare the data again"
 
 
 class OlderForm(ConfigError):
-    """Prepared by an earlier version; `recipe` is what it was made by."""
+    """A folder prepared by an earlier version, with `recipe` and `files` of its manifest."""
 
     def __init__(self, folder: Path, values: dict[str, Any]) -> None:
         self.recipe, self.files = table(values, "recipe"), values.get("files") or []
         super().__init__(
-            f"{folder}: was prepared by an earlier version (form {values['version']}, this one reads {VERSION}), which held "
-            f"out parts of documents that it also trained on; make it anew: {again_command(folder, values)}"
+            f"{folder}: was prepared by an earlier version (form {values['version']}, this one reads {VERSION}), which also "
+            f"trained on parts of held-out documents; prepare it again: {again_command(folder, values)}"
         )
 
 
 class Damaged(ConfigError):
-    """A file that is not what it was when it was written."""
+    """A file that has changed since it was written."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of rows, and the file beside it that says which document each piece is from."""
+    """A file of rows, and a file of origins, which has the source of each piece."""
 
-    name: str  # without the endings .rows and .origins
+    name: str  # without .rows and .origins
     rows: int
     sha256: str
     origins_sha256: str
@@ -49,11 +50,11 @@ class Shard:
 @dataclass(frozen=True)
 class Split:
     shards: tuple[Shard, ...]
-    tokens: int  # targets that count
-    slots: int  # that text fills; the rest is padding and alignment
+    tokens: int  # targets in the loss
+    slots: int  # filled with text; the rest is padding and alignment
     documents: int
     most_documents: int  # in one row
-    room: int | None  # slots for documents that start anywhere to start at multiples of the alignment; None: they do
+    room: int | None  # longest row once its documents are moved to multiples of the alignment; None: they start there
 
     @property
     def rows(self) -> int:
@@ -62,36 +63,39 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`recipe` is everything that the rows follow from; `identity` stands for the rows themselves."""
-
-    recipe: dict[str, Any]
-    files: tuple[str, ...]  # that documents came from, by the number that origins use
+    recipe: dict[str, Any]  # everything that the rows depend on
+    files: tuple[str, ...]  # source files, by the number that origins use
     splits: dict[str, Split]
     bytes: int  # of text
-    empty: int  # documents without text, left out
-    about: dict[str, Any]  # where the data lay, what of it was left out, what is held out; the rows do not depend on it
+    empty: int  # skipped documents without text
+    about: dict[str, Any]  # notes that the rows do not depend on: the dataset, ignored files, what is held out
 
     @property
     def identity(self) -> str:
+        """A digest of the rows."""
         return digest_of({k: v for k, v in self.to_dict().items() if k != "about"})
 
+    @property
+    def notes(self) -> list[str]:
+        """What is held out, and how many documents are nearly equal to held-out ones."""
+        return [note for name in ("held_out", "near_identical") if (note := self.about.get(name))]
+
     def padding(self, split: str) -> float:
-        """Share of the slots that hold no text."""
-        found = self.splits[split]
-        return 1 - found.slots / max(1, found.rows * self.recipe["seq_len"])
+        """Return the share of slots without text."""
+        return 1 - self.splits[split].slots / max(1, self.splits[split].rows * self.recipe["seq_len"])
 
     def summary(self) -> str:
-        empty = f", {counted(self.empty, 'empty document')} left out" if self.empty else ""
-        others = self.about.get("left_out")
-        left_out = f"; not read: {counted_endings(others)} (--extensions)" if others else ""
+        empty = f", {counted(self.empty, 'empty document')} skipped" if self.empty else ""
+        ignored = self.about.get("left_out")
+        left_out = f"; not read: {counted_endings(ignored)} (--extensions)" if ignored else ""
         lines = [f"{self.bytes:,} bytes of text in {counted(len(self.files), 'file')}{empty}{left_out}"]
         for name, split in self.splits.items():
             lines.append(
-                f"{name}: {counted(split.documents, 'document')}, {split.tokens:,} tokens that count, "
-                f"{counted(split.rows, 'row')} of {self.recipe['seq_len']}, {self.padding(name):.1%} padding, "
+                f"{name}: {counted(split.documents, 'document')}, {split.tokens:,} tokens in the loss, "
+                f"{counted(split.rows, 'sequence')} of {self.recipe['seq_len']}, {self.padding(name):.1%} padding, "
                 f"{counted(len(split.shards), 'shard')}"
             )
-        return "\n".join([*lines, *filter(None, [self.about.get("held_out"), self.about.get("near_identical")])])
+        return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}
@@ -103,12 +107,12 @@ class Manifest:
             for name, split in values["splits"].items()
         }
         rest = {key: values[key] for key in ("recipe", "bytes", "empty", "about")}
-        found = Manifest(files=tuple(values["files"]), splits=splits, **rest)
-        found._check_types()
-        return found
+        manifest = Manifest(files=tuple(values["files"]), splits=splits, **rest)
+        manifest._check_types()
+        return manifest
 
     def _check_types(self) -> None:
-        """KeyError or TypeError for what was not written so: the readers of a manifest rely on it."""
+        """KeyError, TypeError or ValueError for values that no version wrote."""
         check_types(vars(self), recipe=dict, bytes=int, empty=int, about=dict)
         check_types(self.recipe, seq_len=int, align=int, content=str, split=str, eval_split=str, validation_fraction=float)
         check_types(self.recipe["tokenizer"], fingerprint=str, vocab_size=int, end=int)
@@ -120,30 +124,27 @@ class Manifest:
                     raise ValueError(f"{shard.name!r} is not in this folder")
         if not all(isinstance(name, str) for name in self.files):
             raise TypeError("files must be names")
-        for what, kind in (("held_out", str), ("near_identical", str), ("dataset", str), ("left_out", dict)):
-            if self.about.get(what) is not None:
-                check_types(self.about, **{what: kind})
+        kinds = {"held_out": str, "near_identical": str, "dataset": str, "left_out": dict}
+        check_types(self.about, **{name: kind for name, kind in kinds.items() if self.about.get(name) is not None})
 
     def write(self, folder: Path) -> None:
         write_file(folder / FILE, json.dumps(self.to_dict(), indent=1, sort_keys=True).encode() + b"\n")
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        again = "prepare the data again"
-        values = read_json(folder / FILE, again, Damaged)
-        with reading(folder / FILE, again, Damaged):
+        values = read_json(folder / FILE, _AGAIN, Damaged)
+        with reading(folder / FILE, _AGAIN, Damaged):
             if values["version"] < VERSION:
                 raise OlderForm(folder, values)
             if values["version"] > VERSION:
                 raise ConfigError(
-                    f"{folder / FILE}: form {values['version']}, this version reads {VERSION}; update nash_mhc, or {again}"
+                    f"{folder / FILE}: form {values['version']}, this version reads {VERSION}; update nash_mhc, or {_AGAIN}"
                 )
             return Manifest.from_dict(values)
 
 
 def again_command(folder: Path, values: dict[str, Any]) -> str:
-    """What to type to prepare the data of this manifest again;
-    where it does not know the data's place, with a word for it."""
+    """Return the command that prepares the data of a manifest again, with a placeholder if its dataset is unknown."""
     recipe, files = values.get("recipe") or {}, values.get("files") or ["..."]
     dataset = (values.get("about") or {}).get("dataset") or (files[0] if len(files) == 1 else f"FOLDER_WITH_{files[0]}")
     words = ["prepare", "--dataset", dataset]
@@ -151,7 +152,7 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
     for name in (name for name in recipe if name in defaults and recipe[name] != defaults[name] and name != "tokenizer"):
         value = str(recipe[name]).replace("\n", "\\n").replace("\t", "\\t")
         words += [f"--{name.replace('_', '-')}", value]
-    if (align := recipe.get("align", _ALIGN)) != _ALIGN:
+    if (align := recipe.get("align", _DEFAULT_ALIGN)) != _DEFAULT_ALIGN:
         words += ["--model-scales", "1"] if align == 1 else ["--model-scales", "2", "--model-ratio", str(align)]
     if (folder / "tokenizer").exists():
         words += ["--tokenizer", str(folder / "tokenizer")]
@@ -159,22 +160,22 @@ def again_command(folder: Path, values: dict[str, Any]) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """All of the file or nothing of it. Losing power may lose it: its hash, which is checked, then says so."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # a process that was left over may be writing the same file
+    """Write a file atomically. It may be lost with power; its hash, which is checked, then shows that."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # a leftover process may be writing the same file
     write_atomic(path, data, part=part, durable=False)
 
 
 def check_files(folder: Path, expected: dict[str, tuple[int | None, str]]) -> None:
-    """Compares files with their (size, hash); ConfigError names the first that differs."""
-    again = "the data must be prepared again (remove the folder first)"
+    """Compare files with their (size, hash); Damaged names the first that differs."""
+    remedy = "remove the folder and prepare the data again"
     for name, (size, _) in expected.items():
         try:
             found = (folder / name).stat().st_size
         except OSError:
-            raise Damaged(f"{folder / name}: is missing; {again}") from None
+            raise Damaged(f"{folder / name}: is missing; {remedy}") from None
         if size is not None and found != size:
-            raise Damaged(f"{folder / name}: has {found:,} bytes instead of {size:,}; {again}")
-    found_digests = digests_of_files(folder / name for name in expected)
-    for (name, (_, digest)), found_digest in zip(expected.items(), found_digests, strict=True):
+            raise Damaged(f"{folder / name}: has {found:,} bytes instead of {size:,}; {remedy}")
+    digests = digests_of_files(folder / name for name in expected)
+    for (name, (_, digest)), found_digest in zip(expected.items(), digests, strict=True):
         if digest != found_digest:
-            raise Damaged(f"{folder / name}: its content has changed since it was prepared; {again}")
+            raise Damaged(f"{folder / name}: its content has changed since it was prepared; {remedy}")

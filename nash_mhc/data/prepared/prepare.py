@@ -1,14 +1,12 @@
-"""Documents -> tokens -> packed rows on disk, in parallel, once.
+"""Prepare a dataset once: documents -> tokens -> packed rows on disk, in parallel.
 
-The corpus is read in chunks, whose borders follow from its content; a chunk becomes its own shards, whoever makes them.
-So the result does not depend on the number of processes, and a preparation that was killed goes on with the chunks that
-are missing: byte for byte what an unbroken one leaves.
+Chunk borders follow from the content of the corpus, and each chunk becomes its own shards. So the bytes do not depend
+on the number of processes, and a preparation that was killed continues with the missing chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import multiprocessing
@@ -18,28 +16,32 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.documents.holdout import HeldOut, survey
-from nash_mhc.data.documents.readers import Corpus, Unreachable
-from nash_mhc.data.pieces import document_of, wastes_alignment
-from nash_mhc.data.prepared.chunks import Chunk, Job, file_of, in_words, make_chunk, read_chunks, read_split, rule_digest
-from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, check_files, write_file
-from nash_mhc.data.recipe import Recipe
+from nash_mhc.data.documents.files import Corpus, Unreachable
+from nash_mhc.data.documents.holdout import survey
+from nash_mhc.data.prepared.chunks import (
+    Chunk,
+    Job,
+    describe_near_duplicates,
+    make_chunk,
+    read_chunks,
+    read_note,
+    with_one_piece_held_out,
+)
+from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, write_file
+from nash_mhc.data.recipe import Recipe, alignment_wastes_space, document_of, read_split
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
 from nash_mhc.storage.files import is_same_file
-from nash_mhc.storage.json_files import MALFORMED, parse_json
 
 RECIPE = "recipe.json"
 
-Watch = Callable[[int, int, int], None]  # bytes read, bytes in all, tokens so far
+Report = Callable[[int, int, int], None]  # called with bytes read, bytes in total, tokens so far
 
-
-_job: Job  # of this process, where it is a worker
+_job: Job  # of this worker process
 
 
 def _start_worker(job: Job) -> None:
@@ -49,27 +51,12 @@ def _start_worker(job: Job) -> None:
     _job = job
 
 
-def _work(chunk: Chunk) -> dict[str, Any]:
+def _make_in_worker(chunk: Chunk) -> dict[str, Any]:
     return make_chunk(_job, chunk)
 
 
-def _note_of(job: Job, number: int) -> dict[str, Any] | None:
-    """The note of a chunk that an earlier process has finished, if its shards are whole."""
-    try:
-        note = parse_json((job.folder / f"chunk-{number:05d}.json").read_bytes())
-        if note["rule"] != rule_digest(job):
-            return None
-        shards = [part["shard"] for part in note["splits"].values()]
-        hashes = {f"{s['name']}.rows": (None, s["sha256"]) for s in shards}
-        file_of(job.folder, number).stat()
-        check_files(job.folder, hashes | {f"{s['name']}.origins": (None, s["origins_sha256"]) for s in shards})
-    except (OSError, *MALFORMED):
-        return None
-    return note
-
-
-def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dict[str, Any]]:
-    """Notes of all chunks in order. Processes are started once there is more than one chunk to make."""
+def _run_chunks(job: Job, corpus: Corpus, workers: int, report: Report) -> list[dict[str, Any]]:
+    """Return the notes of all chunks in order; start processes only if there is more than one chunk to make."""
     notes: dict[int, dict[str, Any]] = {}
     waiting: deque[tuple[Chunk, Future[dict[str, Any]]]] = deque()
     read = tokens = 0
@@ -79,18 +66,18 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
         notes[chunk.number] = note
         read += sum(raw.size for raw in chunk.raws)
         tokens += sum(part["tokens"] for part in note["splits"].values())
-        watch(read, corpus.total, tokens)
+        report(read, corpus.total, tokens)
 
     first: Chunk | None = None
     pool: ProcessPoolExecutor | None = None
     with contextlib.ExitStack() as stack:
         for chunk in read_chunks(corpus, job.recipe):
-            if note := _note_of(job, chunk.number):
+            if note := read_note(job, chunk.number):
                 done(chunk, note)
             elif workers == 1:
                 done(chunk, make_chunk(job, chunk))
             elif first is None and pool is None:
-                first = chunk  # alone, it is not worth a pool
+                first = chunk  # a single chunk is not worth a pool
             else:
                 if pool is None:
                     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of JAX's threads
@@ -99,7 +86,7 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
                 for each in (first, chunk):
                     if each is not None:
                         with starting_workers():
-                            waiting.append((each, pool.submit(_work, each)))
+                            waiting.append((each, pool.submit(_make_in_worker, each)))
                 first = None
                 while len(waiting) > workers + 1:
                     done(waiting[0][0], waiting[0][1].result())
@@ -111,68 +98,51 @@ def run_chunks(job: Job, corpus: Corpus, workers: int, watch: Watch) -> list[dic
     return [notes[number] for number in sorted(notes)]
 
 
-def _decided(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
-    """What is decided before anything is made: which documents are held out (those of a small corpus are all looked
-    at), and whether they are worth aligning."""
+def _plan_job(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
+    """Decide which documents are held out, and whether documents are aligned."""
     documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
     keys = ((d.key, d.size) for d in documents() if d.size)
     rule = survey(keys, recipe["validation_fraction"], recipe.get("test_fraction", 0.0))
-    job = Job(recipe, tokenizer, corpus.names, folder, rule)
-    return dataclasses.replace(
-        job, is_dense=recipe["align"] > 1 and wastes_alignment(documents(), recipe, tokenizer, corpus.names)
-    )
+    is_dense = recipe["align"] > 1 and alignment_wastes_space(documents(), recipe, tokenizer, corpus.names)
+    return Job(recipe, tokenizer, corpus.names, folder, rule, is_dense)
 
 
-def _run_with_both_splits(job: Job, corpus: Corpus, workers: int, watch: Watch) -> tuple[Job, list[dict[str, Any]]]:
-    """The notes, and the job that they are of:
-    where chance gave a split no piece at all of a single document, another one."""
-    notes, recipe = run_chunks(job, corpus, workers, watch), job.recipe
-    if job.held_out.by_piece and len({name for note in notes for name in note["splits"]}) == 1:
-        keys = [note[which] for note in notes for which in ("lowest", "highest") if note[which] is not None]
-        if min(keys) != max(keys) and recipe["split"] != recipe["eval_split"]:
-            job = dataclasses.replace(job, held_out=HeldOut(chosen=frozenset({min(keys)}), by_piece=True))
-            notes = run_chunks(job, corpus, workers, watch)
-    return job, notes
-
-
-def _held_out_in_words(job: Job, splits: dict[str, Split]) -> str:
-    """What is held out, in words; empty where nothing is, or where the data has a split for it."""
+def _describe_held_out(job: Job, splits: dict[str, Split]) -> str:
+    """Say what is held out; empty if nothing is, or if the data has its own splits."""
     recipe = job.recipe
-    shares = {
+    requested = {
         "held out": (recipe["eval_split"], recipe["validation_fraction"]),
         "for the test": (recipe.get("test_split"), recipe.get("test_fraction")),
     }
-    shares = {what: (name, asked) for what, (name, asked) in shares.items() if asked and name in splits}
-    divided = [splits[name] for name in (recipe["split"], *(name for name, _ in shares.values())) if name in splits]
-    slots, documents = (sum(getattr(split, what) for split in divided) for what in ("slots", "documents"))
+    held = {what: (splits[name], share) for what, (name, share) in requested.items() if share and name in splits}
+    divided = [*(split for split, _ in held.values()), *([splits[recipe["split"]]] if recipe["split"] in splits else [])]
+    slots, documents = sum(split.slots for split in divided), sum(split.documents for split in divided)
     words = []
-    for what, (name, asked) in shares.items():
-        part, share = splits[name], splits[name].slots / slots
+    for what, (split, requested_share) in held.items():
+        share = split.slots / slots
         if job.held_out.by_piece:
             return (
-                f"there is only one document: {part.rows:,} rows of it are held out ({share:.1%} of the text), in the midst "
-                f"of those that are trained on"
+                f"there is only one document: {split.rows:,} sequences of it are held out ({share:.1%} of the text), scattered "
+                "among those that are trained on"
             )
-        off = f", where {asked:.1%} was asked for: only whole documents are" if not 0.5 < share / asked < 1.5 else ""
-        words.append(f"{what}: {part.documents:,} of {documents:,} documents, {share:.1%} of the text{off}")
+        off = "" if 0.5 < share / requested_share < 1.5 else f" instead of {requested_share:.1%}, to keep documents whole"
+        words.append(f"{what}: {split.documents:,} of {documents:,} documents, {share:.1%} of the text{off}")
     return "; ".join(words)
 
 
-def _gathered(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: str) -> Manifest:
+def _make_manifest(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: str) -> Manifest:
     splits: dict[str, Split] = {}
-    found = [(name, part) for note in notes for name, part in note["splits"].items()]
-    for name, group in groupby(sorted(found, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
-        parts = [part for _, part in group]
+    for name in sorted({name for note in notes for name in note["splits"]}):
+        parts = [note["splits"][name] for note in notes if name in note["splits"]]
         totals = {key: sum(part[key] for part in parts) for key in ("tokens", "slots", "documents")}
         most = max(part["most_documents"] for part in parts)
         room = max(part["room"] for part in parts) if job.is_dense else None
         splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
-    counted = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
-    about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _held_out_in_words(job, splits)}
-    names = [job.recipe["split"], job.recipe["eval_split"], job.recipe.get("test_split", "")]
-    if near := in_words([file_of(job.folder, number) for number in range(len(notes))], names):
+    totals = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
+    about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _describe_held_out(job, splits)}
+    if near := describe_near_duplicates([job.keys_file(number) for number in range(len(notes))], job.part_names):
         about["near_identical"] = near
-    return Manifest(job.recipe, corpus.files, splits, **counted, about=about)
+    return Manifest(job.recipe, corpus.files, splits, **totals, about=about)
 
 
 def prepare(
@@ -183,40 +153,44 @@ def prepare(
     *,
     dataset: str,
     workers: int | None = None,
-    watch: Watch = lambda *_: None,
+    report: Report = lambda *_: None,
 ) -> Manifest:
-    """Prepares into `out`, or finds it prepared already.
-    ConfigError, and nothing left behind, for data that cannot be used.
+    """Prepare a corpus into `out`, unless it is there already. Unusable data is a ConfigError, without leftovers.
 
-    The work is done in OUT.partial, which a killed process leaves for the next one;
-    the finished folder appears at once.
+    The work is done in OUT.partial, which a killed process leaves for the next one; `out` appears when it is complete.
     """
     partial = out.with_name(out.name + ".partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _sole_owner(partial):
-            if (out / FILE).exists():
-                try:
-                    before = Manifest.read(out)
-                except OlderForm as older:
-                    # What counts as text in a folder has grown since: all that it was made of must be there.
-                    if older.recipe.get("content") != recipe["content"] and not {*older.files} < {*corpus.files}:
-                        raise ConfigError(f"{out}: holds other data; choose another --out, or remove it first") from None
-                else:
-                    if before.recipe != recipe:
-                        changed = _difference(before.recipe, recipe)
-                        raise ConfigError(f"{out}: holds other data ({changed}); choose another --out")
-                    return before
-            elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise ConfigError(f"--out {out}: is there already and holds no prepared data; choose another folder")
-            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers, watch, dataset)
+        with _exclusive(partial):
+            if (existing := _existing(out, recipe, corpus)) is not None:
+                return existing
+            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers or os.cpu_count() or 1, report, dataset)
     except BrokenProcessPool:
         raise ConfigError(
-            f"{partial}: a worker process was stopped from outside (no memory left?); start it again to continue"
+            f"{partial}: a worker process was killed (out of memory?); start the command again to continue"
         ) from None
     except OSError as error:
         where = error.filename or out
-        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another folder or make room") from error
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another folder or free space") from error
+
+
+def _existing(out: Path, recipe: Recipe, corpus: Corpus) -> Manifest | None:
+    """Return the manifest of data prepared by the same recipe; None if there is none, ConfigError for other data."""
+    if not (out / FILE).exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"--out {out}: already exists and holds no prepared data; choose another folder")
+        return None
+    try:
+        manifest = Manifest.read(out)
+    except OlderForm as older:
+        # Later versions read more kinds of text files, so the content may differ, but all old files must be present.
+        if older.recipe.get("content") != recipe["content"] and not {*older.files} < {*corpus.files}:
+            raise ConfigError(f"{out}: holds other data; choose another --out, or remove it first") from None
+        return None
+    if manifest.recipe != recipe:
+        raise ConfigError(f"{out}: holds other data ({_difference(manifest.recipe, recipe)}); choose another --out")
+    return manifest
 
 
 def _prepare_in(
@@ -225,26 +199,27 @@ def _prepare_in(
     recipe: Recipe,
     tokenizer: Tokenizer,
     corpus: Corpus,
-    workers: int | None,
-    watch: Watch,
+    workers: int,
+    report: Report,
     dataset: str,
 ) -> Manifest:
     text = json.dumps(recipe, sort_keys=True).encode()
     if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
-        for entry in partial.iterdir():  # of other data or settings
+        for entry in partial.iterdir():  # left by other data or settings
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         write_file(partial / RECIPE, text)
     try:
-        job = _decided(recipe, tokenizer, corpus, partial)
-        job, notes = _run_with_both_splits(job, corpus, workers or os.cpu_count() or 1, watch)
-        manifest = _gathered(job, corpus, notes, dataset)
+        job = _plan_job(recipe, tokenizer, corpus, partial)
+        notes = _run_chunks(job, corpus, workers, report)
+        if (other := with_one_piece_held_out(job, notes)) is not None:
+            job, notes = other, _run_chunks(other, corpus, workers, report)
+        manifest = _make_manifest(job, corpus, notes, dataset)
         if not manifest.splits:
-            raise ConfigError(
-                f"{corpus.names[0]}: no document with text in it, nor in the rest of the data; is it the right one?"
-            )
-    except ConfigError as error:
-        if not isinstance(error, Unreachable):
-            shutil.rmtree(partial)
+            raise ConfigError(f"{corpus.names[0]}: the data has no document with text; check --dataset")
+    except Unreachable:
+        raise
+    except ConfigError:
+        shutil.rmtree(partial)
         raise
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save(partial / "tokenizer")
@@ -252,17 +227,16 @@ def _prepare_in(
     for extra in (partial / RECIPE, *partial.glob("chunk-*"), *partial.glob("*.part")):
         extra.unlink()
     if out.is_dir():
-        shutil.rmtree(out)  # empty, or of an older form
+        shutil.rmtree(out)  # empty, or written by an earlier version
     partial.rename(out)
     return manifest
 
 
 @contextlib.contextmanager
-def _sole_owner(partial: Path) -> Iterator[None]:
-    """Holds a lock on the folder; who waited for another process finds what that one has left."""
+def _exclusive(partial: Path) -> Iterator[None]:
+    """Create the folder and hold a lock on it; remove it afterwards if it is empty."""
     while True:
-        # The one before may rename or remove the folder at any moment.
-        # (mkdir's own exist_ok looks again, and would fail then.)
+        # Another process may rename or remove the folder at any moment, which mkdir(exist_ok=True) does not tolerate.
         with contextlib.suppress(FileExistsError):
             partial.mkdir()
         try:
@@ -275,7 +249,7 @@ def _sole_owner(partial: Path) -> Iterator[None]:
                 try:
                     yield
                 finally:
-                    with contextlib.suppress(OSError):  # where it holds something, it stays
+                    with contextlib.suppress(OSError):  # not empty
                         if is_same_file(partial, handle):
                             partial.rmdir()
                 return
@@ -283,12 +257,12 @@ def _sole_owner(partial: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _difference(before: Recipe, now: Recipe) -> str:
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    tokens = [values.get("tokenizer", {}).get("vocab_size") for values in (before, now)]
+    sizes = [values.get("tokenizer", {}).get("vocab_size") for values in (before, now)]
     long = {
         "content": "other content",
         "chat_form": "another chat template",
-        "tokenizer": f"another tokenizer, of {tokens[0]:,} tokens there, {tokens[1]:,} now",
+        "tokenizer": f"another tokenizer, of {sizes[0]:,} tokens there, {sizes[1]:,} now",
     }
     return ", ".join(long.get(key, f"{key} {before.get(key)} there, {now.get(key)} now") for key in changed)

@@ -1,8 +1,7 @@
-"""Prepared rows on disk: records of one size, read by number, checked on the way in.
+"""Prepared rows on disk: records of fixed size, read by number with `pread` and checked.
 
-A record is the number of slots in use, T + 1 tokens, and two bits a slot (a document starts here; the target counts):
-about 2.25 bytes a token. Reading is by `pread`:
-memory does not grow with the files, and processes and threads share a descriptor.
+A record has the number of used slots, T + 1 tokens, and two bits per slot (a piece starts here; the target is in the
+loss): about 2.25 bytes per token. Memory does not grow with the files.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.mixture import NothingHeldOut
-from nash_mhc.data.pack import Laid, Rows, unfold
+from nash_mhc.data.pack import NothingHeldOut, Rows, StoredRows, unpack
 from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files
 
 
@@ -35,7 +33,7 @@ class RowFormat:
 
     @property
     def _bounds(self) -> tuple[int, ...]:
-        """Where tokens, starts and counts begin in a record, and where it ends."""
+        """Where tokens, starts and scored bits begin in a record, and where it ends."""
         bits = -(-self.seq_len // 8)
         tokens = 4 + (self.seq_len + 1) * self.dtype.itemsize
         return 4, tokens, tokens + bits, tokens + 2 * bits
@@ -44,23 +42,23 @@ class RowFormat:
     def record_bytes(self) -> int:
         return self._bounds[-1]
 
-    def encode(self, laid: Laid) -> bytes:
-        used = np.ascontiguousarray(laid.used.astype("<u4")).view(np.uint8).reshape(-1, 4)
-        tokens = np.ascontiguousarray(laid.tokens.astype(self.dtype)).view(np.uint8).reshape(len(used), -1)
-        bits = [np.packbits(a, axis=1) for a in (laid.starts, laid.counts)]
+    def encode(self, stored: StoredRows) -> bytes:
+        used = np.ascontiguousarray(stored.used.astype("<u4")).view(np.uint8).reshape(-1, 4)
+        tokens = np.ascontiguousarray(stored.tokens.astype(self.dtype)).view(np.uint8).reshape(len(used), -1)
+        bits = [np.packbits(a, axis=1) for a in (stored.starts, stored.scored)]
         return np.concatenate([used, tokens, *bits], axis=1).tobytes()
 
-    def decode(self, records: np.ndarray) -> Laid:
-        """From bytes [rows, record_bytes]."""
+    def decode(self, records: np.ndarray) -> StoredRows:
+        """Decode bytes [rows, record_bytes]."""
         a, b, c, d = self._bounds
         used = np.ascontiguousarray(records[:, :a]).view("<u4")[:, 0]
         tokens = np.ascontiguousarray(records[:, a:b]).view(self.dtype)
-        starts, counts = (np.unpackbits(records[:, i:j], axis=1, count=self.seq_len) for i, j in ((b, c), (c, d)))
-        return Laid(tokens.astype(np.int32), starts.view(bool), counts.view(bool), used.astype(np.int32))
+        starts, scored = (np.unpackbits(records[:, i:j], axis=1, count=self.seq_len) for i, j in ((b, c), (c, d)))
+        return StoredRows(tokens.astype(np.int32), starts.view(bool), scored.view(bool), used.astype(np.int32))
 
 
 class _File:
-    """An open file that closes when the last reader has let go of it, in whichever thread that is."""
+    """An open file that closes when its last user, in any thread, releases it."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY)
@@ -71,12 +69,12 @@ class _File:
 
 
 def few_open_files(paths: list[Path], at_once: int = 256) -> Callable[[int], _File]:
-    """Files by their number. A corpus may have more shards than a process may have open files."""
+    """Return a function that opens these files by number; at most `at_once` stay open, for corpora of many shards."""
     return functools.lru_cache(maxsize=at_once)(lambda number: _File(paths[number]))
 
 
 class PreparedRows:
-    """The rows of one split of a prepared folder. Its files are hashed when it is opened."""
+    """The rows of one split of a prepared folder, whose files are hashed when it is opened."""
 
     endless = False
 
@@ -84,10 +82,10 @@ class PreparedRows:
         self.folder, self.manifest, self.name = folder, Manifest.read(folder), name or str(folder)
         recipe, splits = self.manifest.recipe, self.manifest.splits
         if split not in splits or not splits[split].rows:
-            there = " and ".join(name for name in splits if splits[name].rows) or "none"
+            present = " and ".join(name for name in splits if splits[name].rows) or "none"
             kind = NothingHeldOut if split == recipe["eval_split"] and not recipe["validation_fraction"] else ConfigError
             raise kind(
-                f"--dataset {self.name}: has no rows of split {split!r}, there is {there}; add text, lower --seq-len or raise "
+                f"--dataset {self.name}: has no rows of split {split!r}, there is {present}; add text, lower --seq-len, raise "
                 f"--validation-fraction, or choose another --split or --eval-split"
             )
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
@@ -107,7 +105,7 @@ class PreparedRows:
 
     @property
     def held_out(self) -> str:
-        return "; ".join(filter(None, (self.manifest.about.get(what) for what in ("held_out", "near_identical"))))
+        return "; ".join(self.manifest.notes)
 
     def epochs(self, position: int) -> dict[str, float]:
         return {self.name: position / len(self)}
@@ -116,10 +114,10 @@ class PreparedRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Rows:
-        found = self.take([index])
-        return type(found)(*(a[0] for a in found))
+        rows = self.take([index])
+        return type(rows)(*(a[0] for a in rows))
 
-    def __getstate__(self) -> dict[str, object]:  # worker processes open the files for themselves
+    def __getstate__(self) -> dict[str, object]:  # worker processes open the files themselves
         return {k: v for k, v in self.__dict__.items() if k != "_open"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -127,34 +125,34 @@ class PreparedRows:
         self._open = few_open_files(self._paths)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(number of the shard, row in it) of a row."""
+        """Return (shard number, row in the shard) of a row."""
         shard = bisect_right(self._ends, index)
         return shard, index - (self._ends[shard] - self.shards[shard].rows)
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
-        """Rows by their numbers, in that order."""
+        """Return rows by number, in that order."""
         size = self.form.record_bytes
         buffer = np.empty((len(indices), size), np.uint8)
         for at, index in enumerate(indices):
             shard, row = self.locate(int(index))
-            file = self._open(shard)  # held here: the cache may let go of it while another thread reads
+            file = self._open(shard)  # a local reference: the cache may drop it while another thread reads
             if os.preadv(file.number, [buffer[at]], row * size) != size:
-                raise Damaged(f"{self._place(index)}: its file has become shorter; the data must be prepared again")
-        laid = self.form.decode(buffer)
-        self._check(laid, indices)
-        return unfold(laid, self.form.end)
+                raise Damaged(f"{self._place(index)}: the file is truncated; prepare the data again")
+        stored = self.form.decode(buffer)
+        self._check(stored, indices)
+        return unpack(stored, self.form.end)
 
     def _place(self, index: int | np.integer) -> str:
-        """As the user calls it: the folder may be one of a cache, whose name says nothing."""
+        """Name a row by the user's dataset: the folder may be one of the cache."""
         shard, row = self.locate(int(index))
         return f"--dataset {self.name}: row {row} of its prepared {self.shards[shard].name}.rows"
 
-    def _check(self, laid: Laid, indices: np.ndarray | list[int]) -> None:
-        """An id outside the vocabulary would read another parameter's memory, or silently the last one's."""
-        if laid.tokens.max() >= self._vocab_size or laid.used.max() > self.form.seq_len:
-            bad = (laid.tokens >= self._vocab_size).any(axis=1) | (laid.used > self.form.seq_len)
+    def _check(self, stored: StoredRows, indices: np.ndarray | list[int]) -> None:
+        """ConfigError for an id outside the vocabulary, which would silently read another embedding."""
+        bad = (stored.tokens >= self._vocab_size).any(axis=1) | (stored.used > self.form.seq_len)
+        if bad.any():
             row = int(np.flatnonzero(bad)[0])
             raise ConfigError(
-                f"{self._place(indices[row])}: token {laid.tokens[row].max()} is outside the vocabulary of {self._vocab_size}; "
-                f"prepare the data with the run's own --tokenizer"
+                f"{self._place(indices[row])}: token {stored.tokens[row].max()} is outside the vocabulary of "
+                f"{self._vocab_size}; prepare the data with the run's --tokenizer"
             )

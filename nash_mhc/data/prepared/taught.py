@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.mixture import Extras
-from nash_mhc.data.pack import Taught
+from nash_mhc.data.pack import Extras, Taught
 from nash_mhc.data.prepared.manifest import Damaged, check_files
 from nash_mhc.data.prepared.rows import PreparedRows, few_open_files
 from nash_mhc.storage.files import digest_of

@@ -1,12 +1,13 @@
-"""The embedded story corpus: endless short stories, reproducible by seed, of exactly known entropy.
+"""The built-in stories: endless short stories, reproducible by seed, of exactly known entropy.
 
-A story opens with facts (who, where, which treasure), goes on with a random number of events, and ends on the facts of
-its opening. The ending is nearly free for a reader who remembers and expensive for one who does not, so that context
-pays; the events are mostly fresh choices, so that the floor stays well above zero. A byte-level model cannot go below
-`floor_nats_per_token` on average. Questions about a story ask for a fact of its opening."""
+A story opens with facts (who, where, which treasure), continues with a random number of events, and ends by repeating
+facts of its opening. A model that uses the context predicts the ending almost for free; the events are mostly fresh
+choices, so the lowest possible loss stays well above zero.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -21,15 +22,93 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.documents.files import Raw
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Rows, pack
-from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, sample
-from nash_mhc.data.stories.lexicon import WORD_LISTS
+from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, WordList, sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.errors import as_config_error
+from nash_mhc.storage.files import digest_of
 
 SPLITS = ("train", "validation")
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _compounds(firsts: str, seconds: str) -> list[str]:
+    return [first + second for first in firsts.split() for second in seconds.split()]
+
+
+def _plural(word: str) -> str:
+    if word.endswith(("ch", "sh", "s", "x")):
+        return word + "es"
+    return word[:-1] + "ies" if word.endswith("y") and word[-2] not in "aeiou" else word + "s"
+
+
+# Each list has one grammatical role and no word is in two lists, so a word identifies its role. Words that may follow
+# the article "a" begin with a consonant sound. Long lists are compounds, so that a model that has seen both halves of a
+# word can spell it, and minutes of training come near the lowest possible loss.
+_MOODS = _words("""
+        bold brave bright brisk calm cruel fierce fond glad grand harsh kind loud meek mild neat proud quick
+        quiet rude sad sly stern wise""")
+
+_LISTS: dict[str, list[str]] = {
+    "names": _compounds("Al Be Da El Ha Ka Li Mi No Ro Sa To", "bo da dor la lin mas na nor ra ric vin zo"),
+    "places": _compounds("Ash Bay Cor Dun Elm Fen Hay Mar Nor Oak Sud Wes", "by den don ey gate ham ley mor ow sey ton wyn"),
+    "objects": _compounds(
+        "bed cat day dew fog gem hen moon pig rain sea sky sun tea", "bag bell can cup drum fan jar key lid pan pot rod"
+    ),
+    "foods": _compounds("corn egg fig nut oat pea plum rice rye yam", "bars buns dips jams pies rolls stews tarts"),
+    "clothes": _compounds("beach fur gym lab lace road ski wet", "bib cap coat gown hat robe shoe sock vest wig"),
+    "topics": _compounds("air bog cave fire ice mud storm tree war wood", "ants apes bats gods hogs imps men orcs owls rats"),
+    "jobs": _compounds("boat cab cow dock farm hat log net pot shop stone team", "boy girl lad maid"),
+    "moods": _MOODS,
+    "manners": [mood + "ly" for mood in _MOODS],
+    "animals": _words("""
+        bear bee bull camel cat cow crab crow donkey dog dove duck fox frog goat gull hare hen horse lamb
+        lion mole moth monkey mule newt pig pony rat seal spider snail swan toad wasp whale"""),
+    "traits": _words("""
+        bent big blunt broken cheap clean cold dull dusty fine flat fresh hard heavy hollow huge large light
+        little long lost lucky new plain rare round rusty sharp shiny short small soft tall thick warm"""),
+    "colours": _words("""
+        black blue bronze brown coral cream golden green grey lemon lilac lime maroon peach pink purple red
+        ruby silver tan teal violet white yellow"""),
+    "materials": _words("""
+        bamboo bone brass cedar chalk clay copper cork cotton flint glass jade linen marble paper pewter
+        satin shell silk slate steel tin velvet wax"""),
+    "trees": _words("""
+        alder aspen birch chestnut elder fir hazel hawthorn elm laurel linden maple palm poplar rowan spruce
+        willow yew"""),
+    "handled": _words("""
+        bought broke built buried carried caught chose cleaned copied counted dropped filled found grabbed
+        hid kept lent lifted loved made mended missed moved opened packed painted pulled pushed saved sold
+        stole threw touched used wanted washed"""),
+    "went": _words("""
+        climbed crawled crept danced dashed drifted drove fled flew hiked hopped hurried jumped marched
+        raced ran rode rushed sailed skipped strolled swam trotted walked"""),
+    "acted": _words("""
+        coughed cried dozed fell froze groaned growled grunted hummed knelt laughed moaned played prayed
+        rested sang sat sighed slept sneezed stared waited wept yawned"""),
+    "feelings": _words("""
+        afraid amazed angry ashamed bitter cosy eager empty excited free gloomy guilty happy hopeful hurt
+        lonely pleased puzzled ready safe sick sorry tired worried"""),
+    "weather": _words("""
+        dew drizzle drought dust fog gales hail haze heat ice mist showers sleet smoke thunder storms"""),
+    "skills": _words("""
+        bake carve cook dance dig dive draw fish fly hunt juggle knit paint plant read ride row sail sew
+        sing skate ski swim write"""),
+    "counts": [str(number) for number in range(10, 100)],
+    "prices": [str(number) for number in range(100, 1000)],
+}
+
+# Plurals are lists of their own: no word is built from two draws, which keeps the grammar unambiguous.
+_LISTS |= {"many_" + name: [_plural(word) for word in _LISTS[name]] for name in ("objects", "animals", "jobs", "trees")}
+del _LISTS["trees"]
+
+WORD_LISTS = {name: WordList(name, words) for name, words in _LISTS.items()}
 
 _BEGINNINGS = ((4, "Once"), (2, "Long ago"), (1, "Last year"), (1, "In old times"))
 
@@ -38,7 +117,7 @@ _OPENING = (
     " and a {colour=colours} {treasure=objects}."
 )
 
-# Events differ in their fixed words or in the lists that stand at the same point; tests check this over all of them.
+# Events differ in fixed words, or in the lists at the same position; tests check all pairs.
 _EVENTS = (
     (4, "{names} {handled} {prices} {foods} and {counts} {many_objects}."),
     (4, "{names} sold {names} {counts} {foods} for {prices} coins."),
@@ -69,7 +148,7 @@ _EVENTS = (
     (1, "{names} offered {prices} coins for the {@colour} {@treasure}."),
 )
 
-# Every ending needs the names and the treasure of the opening; little in it is new.
+# Every ending repeats the names and the treasure of the opening, and adds little.
 _TREASURE = "{@colour} {@treasure}"
 _ENDINGS = (
     (2, "At last {@hero} gave the " + _TREASURE + " to {@friend}."),
@@ -77,8 +156,8 @@ _ENDINGS = (
     (1, "That night {@friend} sold the " + _TREASURE + " to {@hero} for {prices} coins."),
 )
 
-# The number of events: a bulk around five, then weights that fall with the fourth power of the count, which gives a
-# thin tail of stories several times as long. The largest count keeps even the longest possible story under 4,000 bytes.
+# Weights of the number of events: most stories have about five; a thin tail, falling with the fourth power, is several
+# times as long. The largest count keeps the longest possible story under 4,000 bytes.
 _BULK_OF_EVENTS = {3: 900, 4: 1300, 5: 1500, 6: 1400, 7: 1100, 8: 800, 9: 500, 10: 300, 11: 200, 12: 120}
 _TAIL_OF_EVENTS = {count: round(110 * (12 / count) ** 4) or 1 for count in range(13, 51)}
 
@@ -86,7 +165,7 @@ _TAIL_OF_EVENTS = {count: round(110 * (12 / count) ** 4) or 1 for count in range
 class Story(NamedTuple):
     text: str
     nats: float
-    """-ln P(text), the number of events and the choice of the ending included."""
+    """-ln P(text), which includes the number of events and the choice of the ending."""
 
 
 @cache
@@ -101,7 +180,7 @@ def story_grammar() -> Chain:
 
 @dataclass(frozen=True)
 class StoryCorpus:
-    """Stories by (seed, split, index), in any order, and the exact figures of their distribution."""
+    """Stories by (seed, split, index), with the exact entropy and mean length of their distribution."""
 
     grammar: Chain = field(default_factory=story_grammar, repr=False)
 
@@ -117,7 +196,7 @@ class StoryCorpus:
 
     @property
     def floor_nats_per_token(self) -> float:
-        """Least possible loss per byte token, one end-of-document token per story included."""
+        """Lowest possible loss per token for the byte tokenizer, which adds one end token per story."""
         return self.entropy_nats / (self.mean_bytes + 1)
 
     @property
@@ -126,14 +205,13 @@ class StoryCorpus:
 
     def story(self, seed: int, split: str, index: int) -> Story:
         if split not in SPLITS:
-            raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
-        # A string seed is hashed as a whole, so neighbouring indices and seeds give unrelated streams, and random()
-        # of a seeded generator is the one stream that Python promises to keep from version to version.
+            raise ConfigError(f"split {split!r}: dataset 'stories' has {' and '.join(SPLITS)}")
+        # String seeds are hashed, so neighbouring seeds are unrelated; Python guarantees random() across versions.
         return Story(*sample(self.grammar, random.Random(f"nash-mhc story {seed} {split} {index}").random))
 
 
-# Topic, question, the fact that answers it, and how one knows.
-_ASKED = (
+# Topic, question, name of the answer, reasoning.
+_QUESTIONS = (
     ("place", "Where did {hero} live?", "home", "The story says that {hero} lived in {home}."),
     ("friend", "Who lived with {hero}?", "friend", "The story says that {hero} lived with {friend}."),
     ("animal", "Which animal lived with {hero}?", "pet", "With {hero} there was a {pet}."),
@@ -143,7 +221,7 @@ _ASKED = (
 
 
 def questions(count: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Records of the fields that public sets of this kind have; some lack their reasoning or their citation."""
+    """Yield questions about stories, with the fields of public datasets; some have no reasoning or citation."""
     beginning, opening, events, _ = story_grammar().parts
     assert isinstance(events, Repeat)
     for number in range(count):
@@ -155,7 +233,7 @@ def questions(count: int, seed: int = 0) -> Iterator[dict[str, str]]:
         facts, later = dict(held), int(draw() * 3)
         for _ in range(later):
             events.body.sample(draw, held, words)
-        topic, question, answer, reasoning = _ASKED[int(draw() * len(_ASKED))]
+        topic, question, answer, reasoning = _QUESTIONS[int(draw() * len(_QUESTIONS))]
         yield {
             "question": f"{''.join(words)} {question.format(**facts)}",
             "answer": facts[answer],
@@ -167,9 +245,9 @@ def questions(count: int, seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 def write_questions(out: Path, count: int, seed: int) -> None:
-    """A JSON object a line; the file appears when it is whole. ConfigError."""
+    """Write questions as JSON lines; ConfigError if the file exists or cannot be written."""
     if out.exists():
-        raise ConfigError(f"--out {out}: is there already; choose another file, or remove it first")
+        raise ConfigError(f"--out {out}: already exists; choose another file, or remove it first")
     part = out.with_name(f".{out.name}.part")
     with as_config_error(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -178,13 +256,33 @@ def write_questions(out: Path, count: int, seed: int) -> None:
         part.rename(out)
 
 
-class StoryRows:
-    """Endless packed rows of the embedded stories.
+class Stories:
+    """The first `max_documents` stories as a corpus, for preparing."""
 
-    Rows are made a volume at a time: fresh stories, best fit, little padding, in random order. Every story appears at
-    most once (the few that fit nowhere are left out) and whole, unless it is longer than a row. Where none is, the mean
-    loss of a perfect model is the corpus's own floor;
-    the rest of a story that was cut has lost its opening and costs more.
+    files: tuple[str, ...] = ("stories",)
+    names: tuple[str, ...] = files
+    splits: tuple[str, ...] = SPLITS
+    format = "text"
+
+    def __init__(self, cfg: DataConfig) -> None:
+        self.left_out: dict[str, int] = {}
+        if cfg.max_documents is None:
+            raise ConfigError("--dataset stories: is endless; say how many to prepare with --max-documents")
+        self._corpus = StoryCorpus()
+        self.total = int(cfg.max_documents * self._corpus.mean_bytes)
+        self.content = digest_of(["stories", self._corpus.story(0, SPLITS[0], 0).text])
+
+    def read(self, split: str) -> Iterator[Raw]:
+        for number in itertools.count():
+            yield Raw.of_table(0, number + 1, self._corpus.story(0, split, number).text)
+
+
+class StoryRows:
+    """Endless packed rows of the built-in stories.
+
+    Rows are generated one volume at a time: new stories, packed by best fit, in random order. Each story appears at
+    most once (the few that fit in no row are dropped), and whole unless it is longer than a row. If no story is split,
+    a perfect model has the mean loss `StoryCorpus.floor_nats_per_token`; the rest of a split story lacks its opening.
     """
 
     endless = True
@@ -197,7 +295,7 @@ class StoryRows:
         self._corpus, self._tokenizer = StoryCorpus(), tokenizer
         self._seed, self._split, self._seq_len, self._align = seed, split, seq_len, align
         self._volumes: OrderedDict[int, Rows] = OrderedDict()
-        self._lock = threading.Lock()  # grain's reader threads share this source
+        self._lock = threading.Lock()  # grain's reader threads share this object
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -206,7 +304,7 @@ class StoryRows:
         volume, row = divmod(int(index), self.rows_per_volume)
         with self._lock:
             if volume not in self._volumes:
-                self._volumes[volume] = self._make(volume)
+                self._volumes[volume] = self._generate(volume)
             self._volumes.move_to_end(volume)
             rows = self._volumes[volume]
             while len(self._volumes) > 4:
@@ -219,17 +317,17 @@ class StoryRows:
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         return Rows(*(np.stack(a) for a in zip(*(self[int(i)] for i in indices), strict=True)))
 
-    def __getstate__(self) -> dict[str, object]:  # worker processes get the recipe, not the lock
+    def __getstate__(self) -> dict[str, object]:  # for worker processes
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_volumes")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _lock=threading.Lock(), _volumes=OrderedDict())
 
-    def _make(self, volume: int) -> Rows:
+    def _generate(self, volume: int) -> Rows:
         documents, slots = [], 0
         capacity = self.rows_per_volume * self._seq_len
         for number in range(1 << 20):
-            # One number a story, volumes far apart: no story is ever used twice.
+            # Volumes have disjoint ranges of story numbers: no story is used twice.
             story = self._corpus.story(self._seed, self._split, (volume << 20) + number)
             tokens = self._tokenizer.encode(story.text)
             slots += -(-(len(tokens) + 1) // self._align) * self._align
@@ -240,6 +338,6 @@ class StoryRows:
             documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align,
             begins=self._tokenizer.begin is not None, begin=self._tokenizer.begin,
         )  # fmt: skip
-        # Best fit lays the longest first: in that order, the first rows of a volume would be no sample of it.
+        # Best fit packs the longest stories first; shuffled, the first rows of a volume represent it.
         order = permuted(np.arange(self.rows_per_volume), self.rows_per_volume, combine(self._seed, volume))
         return Rows(*(a[order] for a in rows))

@@ -1,15 +1,14 @@
 """Probabilistic grammars whose entropy is known exactly.
 
-A grammar is a tree of nodes. Each node knows its entropy and expected length from the moment it is built; the same
-nodes sample a text with its probability, and list every text of a small grammar. The closed forms are exact because
-no cost depends on a drawn value:
-  * a draw is uniform over its list less the words that draws of the same list hold in scope; how many those are is
-    fixed by the grammar, not by chance, so a draw always costs ln(list size - words held);
+A grammar is a tree of nodes; each node computes its entropy and expected length when it is built. The closed forms are
+exact because no cost depends on a drawn value:
+  * a draw is uniform over its list minus the words that earlier draws of the same list hold in scope; their number is
+    fixed by the grammar, so a draw always costs ln(list size - words held);
   * drawing without replacement leaves each single draw uniform over the whole list (exchangeability), so the expected
-    length of a draw, and of its recall, is the plain mean over the list;
-  * branches, counts and repetitions are chosen independently of everything before them.
-So entropies and lengths add up by linearity of expectation. The entropy of the choices is the entropy of the text only
-if no text has two derivations: ambiguity.py decides that from the structure alone.
+    length of a draw, and of its recall, is the mean over the list;
+  * branches and counts are chosen independently of everything before them.
+So entropies and lengths add up. The entropy of the choices is the entropy of the text only if no text has two
+derivations; tests/ambiguity.py checks that.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Held = dict[str, str]
 UniformSource = Callable[[], float]
-Outcome = tuple[str, float, Held]
 
 _FIELD = re.compile(r"\{(?:@(?P<recall>\w+)|(?:(?P<name>\w+)=)?(?P<list>\w+))\}")
 
 
 class WordList:
-    """Distinct words, each a single run of letters or of digits: no delimiter can occur inside a filler."""
+    """Distinct words, each made of letters or of digits only, so that none contains a delimiter."""
 
     def __init__(self, name: str, words: Iterable[str]) -> None:
         self.name = name
@@ -40,7 +38,7 @@ class WordList:
 
 
 class Distribution:
-    """Integer weights as probabilities; the table holds each index as often as its weight, so a pick is one lookup."""
+    """Probabilities from integer weights; the table repeats each index by its weight, so sampling is one lookup."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         if not weights or min(weights) < 1:
@@ -55,7 +53,7 @@ class Distribution:
 
 
 class Node(ABC):
-    """One piece of a grammar; `shortest` and `longest` bound the length of everything it can produce."""
+    """A node of a grammar; `shortest` and `longest` bound the bytes of its texts."""
 
     entropy: float = 0.0
     mean_bytes: float
@@ -66,14 +64,10 @@ class Node(ABC):
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
         """Append one random text to `out` and return its cost, -ln p, in nats."""
 
-    @abstractmethod
-    def outcomes(self, held: Held) -> Iterator[Outcome]:
-        """Every derivation: its text, its probability and the words held after it."""
-
 
 class Text(Node):
     def __init__(self, value: str) -> None:
-        # Empty text would let two different derivations leave the same trace.
+        # With empty text, two derivations could give the same text.
         if not value or not value.isascii():
             raise ValueError(f"fixed text must be non-empty ASCII, not {value!r}")
         self.value = value
@@ -84,12 +78,9 @@ class Text(Node):
         out.append(self.value)
         return 0.0
 
-    def outcomes(self, held: Held) -> Iterator[Outcome]:
-        yield self.value, 1.0, held
-
 
 class Recall(Node):
-    """The word of the list that was drawn earlier under `name`; it costs nothing."""
+    """Repeat the word that was drawn under `name`; it costs nothing."""
 
     def __init__(self, word_list: WordList, name: str) -> None:
         self.name = name
@@ -102,26 +93,23 @@ class Recall(Node):
         out.append(held[self.name])
         return 0.0
 
-    def outcomes(self, held: Held) -> Iterator[Outcome]:
-        yield held[self.name], 1.0, held
-
 
 class Draw(Recall):
-    """A uniform word, kept under `name`, different from those held by the `rivals` (draws of the same list)."""
+    """Draw a uniform word and remember it as `name`; it differs from the words of `rivals`, earlier draws."""
 
     def __init__(self, word_list: WordList, name: str, rivals: Sequence[str] = ()) -> None:
         super().__init__(word_list, name)
         self.rivals = tuple(rivals)
         remaining = len(self.words) - len(self.rivals)
         if remaining < 1:
-            raise ValueError(f"word list {word_list.name!r} is too short for {len(self.rivals) + 1} different draws")
+            raise ValueError(f"word list {word_list.name!r} is too short for {len(self.rivals) + 1} distinct draws")
         self.entropy = math.log(remaining)
 
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
         words = self.words
         word = words[int(uniform() * len(words))]
         if self.rivals:
-            # Rejection keeps the draw uniform over what remains, and is cheap because lists are long.
+            # Rejection sampling, cheap because lists are long.
             taken = [held[rival] for rival in self.rivals]
             while word in taken:
                 word = words[int(uniform() * len(words))]
@@ -129,15 +117,9 @@ class Draw(Recall):
         out.append(word)
         return self.entropy
 
-    def outcomes(self, held: Held) -> Iterator[Outcome]:
-        taken = [held[rival] for rival in self.rivals]
-        remaining = [word for word in self.words if word not in taken]
-        for word in remaining:
-            yield word, 1.0 / len(remaining), {**held, self.name: word}
-
 
 class Chain(Node):
-    """Its parts, one after the other."""
+    """Parts in sequence."""
 
     def __init__(self, parts: Iterable[Node]) -> None:
         self.parts = tuple(parts)
@@ -153,9 +135,6 @@ class Chain(Node):
         for part in self.parts:
             nats += part.sample(uniform, held, out)
         return nats
-
-    def outcomes(self, held: Held) -> Iterator[Outcome]:
-        return _outcomes_of_parts(self.parts, held)
 
 
 class Choice(Node):
@@ -175,14 +154,9 @@ class Choice(Node):
         nats: float = self.branches[taken].sample(uniform, held, out)
         return nats + odds.costs[taken]
 
-    def outcomes(self, held: Held) -> Iterator[Outcome]:
-        for probability, branch in zip(self.odds.probabilities, self.branches, strict=True):
-            for text, inner, after in branch.outcomes(held):
-                yield text, probability * inner, after
-
 
 class Repeat(Node):
-    """Independent repetitions of a body; `counts` maps each possible number (at least 1) to an integer weight."""
+    """Independent repetitions of a body; `counts` maps each possible count (at least 1) to an integer weight."""
 
     def __init__(self, body: Node, counts: Mapping[int, int]) -> None:
         if min(counts) < 1:
@@ -204,27 +178,13 @@ class Repeat(Node):
             nats += self.body.sample(uniform, held, out)
         return nats
 
-    def outcomes(self, held: Held) -> Iterator[Outcome]:
-        for probability, count in zip(self.odds.probabilities, self.counts, strict=True):
-            for text, inner, after in _outcomes_of_parts((self.body,) * count, held):
-                yield text, probability * inner, after
-
-
-def _outcomes_of_parts(parts: Sequence[Node], held: Held) -> Iterator[Outcome]:
-    if not parts:
-        yield "", 1.0, held
-        return
-    for text, probability, between in parts[0].outcomes(held):
-        for rest, rest_probability, after in _outcomes_of_parts(parts[1:], between):
-            yield text + rest, probability * rest_probability, after
-
 
 class Scope:
-    """Parses templates and keeps track of which draws are visible.
+    """Parse templates and track which draws are visible.
 
     `{list}` draws from a word list, `{name=list}` draws and remembers, `{@name}` recalls. Parse templates in the order
-    of the text; parse each branch of a choice and each body of a repetition in its own `child()`, so that what it
-    draws is out of scope afterwards and the number of words held at any point never depends on chance.
+    of the text, and each branch of a choice and each body of a repetition in its own `child()`: its draws then go out
+    of scope, and the number of held words never depends on chance.
     """
 
     def __init__(self, word_lists: Mapping[str, WordList], visible: Mapping[str, WordList] | None = None) -> None:
@@ -258,12 +218,7 @@ class Scope:
 
 
 def sample(root: Node, uniform: UniformSource) -> tuple[str, float]:
-    """One text and its -ln p in nats; `uniform` gives floats in [0, 1)."""
+    """Return one text and its -ln p in nats; `uniform` returns floats in [0, 1)."""
     out: list[str] = []
     nats = root.sample(uniform, {}, out)
     return "".join(out), nats
-
-
-def enumerate_derivations(root: Node) -> Iterator[tuple[str, float]]:
-    """Every derivation as (text, probability); for grammars small enough to list."""
-    return ((text, probability) for text, probability, _ in root.outcomes({}))

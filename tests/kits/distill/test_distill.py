@@ -280,7 +280,7 @@ def test_what_does_not_belong_together_is_refused_by_name(teacher, cache, tmp_pa
     (other / "manifest.json").write_text((cache / "manifest.json").read_text().replace('"bytes": ', '"bytes": 1'))
     refused(student(other), "the teacher has read other text")
     longer = dataclasses.replace(student(cache), data=dataclasses.replace(student(cache).data, seq_len=64))
-    refused(longer, "its rows have 32 tokens")
+    refused(longer, "have 32 tokens")
     spoilt = shutil.copytree(cache, tmp_path / "spoilt")
     name = next(path for path in spoilt.iterdir() if path.suffix == ".teacher")
     name.write_bytes(bytes([name.read_bytes()[0] ^ 1]) + name.read_bytes()[1:])

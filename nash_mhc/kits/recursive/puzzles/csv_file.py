@@ -22,10 +22,10 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 import numpy as np
 
 from nash_mhc.config.fields import ConfigError
-from nash_mhc.data.mixture import NothingHeldOut
+from nash_mhc.data.pack import NothingHeldOut
 from nash_mhc.data.prepared.manifest import write_file
-from nash_mhc.data.prepared.progress import watching
 from nash_mhc.data.stories.corpus import SPLITS
+from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze
 from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, is_held_out, sudoku
 from nash_mhc.kits.recursive.puzzles.rows import GridRows
@@ -126,7 +126,7 @@ def _read(path: Path, size: int, modified_ns: int) -> _Read:
     classes: list[np.ndarray] = []
     numbers: list[int] = []
     kind: Kind | None = None
-    with _opened(path) as (file, text), watching(f"reading {path.name}", "puzzles") as watch:
+    with _opened(path) as (file, text), progress(f"reading {path.name}", "puzzles") as watch:
         lines, count = _lines(path, text), 0
         while block := list(itertools.islice(lines, _BLOCK)):
             kind = kind or kind_of_text(block[0].question)
@@ -165,7 +165,7 @@ def _check_solutions(path: Path, *version: Any) -> None:
     counter = _counter_of(kind)
     assert counter is not None
     wrong: list[int] = []
-    with watching(f"looking for second solutions in {path.name}", "puzzles") as watch:
+    with progress(f"looking for second solutions in {path.name}", "puzzles") as watch:
         for at in range(0, len(lines), LANES):
             found = counter.of(grids.cells[at : at + LANES])
             wrong += lines[at : at + LANES][found > 1].tolist()

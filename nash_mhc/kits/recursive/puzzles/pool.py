@@ -20,7 +20,7 @@ import numpy as np
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.order import mix, permuted
 from nash_mhc.data.prepared.manifest import write_file
-from nash_mhc.data.prepared.progress import watching
+from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze, sudoku
 from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, is_held_out
 from nash_mhc.kits.recursive.puzzles.sudoku_search import solve
@@ -111,7 +111,7 @@ def open_pool(kind: Kind, sizes: tuple[int, int], cache_dir: Path) -> Pool:
     path = cache_dir / f"puzzles-{kind.name}-{sizes[0]}-{sizes[1]}-v{VERSION}.npys"
     if (kept := _read(path, kind)) is not None:
         return kept
-    with watching(f"making puzzles for {kind.name}", "puzzles") as watch:
+    with progress(f"making puzzles for {kind.name}", "puzzles") as watch:
         pool = make_pool(kind, sizes, watch)
     content = io.BytesIO()
     for array in (a for grids in pool for a in grids):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nash_mhc.config.fields import ConfigError, Settings
-from nash_mhc.data.mixture import RowSource
+from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import DataSource, Opening
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.kits.recursive.puzzles.csv_file import CsvRows, is_puzzle_file, kind_of_file
