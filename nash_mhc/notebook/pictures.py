@@ -1,4 +1,4 @@
-"""The pictures of the notebooks. Each is drawn into a PNG, which any notebook can show and replace."""
+"""Figures of the notebooks, as PNG images, which any notebook can show and replace."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.model.inside import Inside
 
-_MOST_LAYERS = 6  # of a deep model, so many are shown
-_MOST_LABELS = 160  # tokens; of a longer text only every few have their name
-_MOST_ROWS = 90  # tokens; the rows of a longer text are numbered
+_MOST_LAYERS = 6  # shown of a deep model
+_MOST_LABELS = 160  # token labels per axis; longer texts label every n-th token
+_MOST_ROWS = 90  # tokens up to which an attention map has token labels
 _WIDTH = 11.0
 
 
-def _drawn(figure: Figure) -> Image:
+def _image(figure: Figure) -> Image:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=90)
     return Image(data=out.getvalue())
@@ -34,12 +34,12 @@ def _axes(rows: int, columns: int = 1, *, height: float, width: float = _WIDTH, 
 
 
 def _some(count: int) -> list[int]:
-    """The first, the last, and evenly some between."""
+    """Return evenly spaced numbers, the first and the last included."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, _MOST_LAYERS))})
 
 
 def labels(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """What each token is, in a few characters."""
+    """Return the text of each token, as axis labels."""
     text = ["|" if token in (tokenizer.begin, tokenizer.end) else tokenizer.decode(np.array([token])) for token in tokens]
     return [word.replace("\n", "\\n").replace("$", r"\$") for word in text]
 
@@ -61,44 +61,44 @@ def _points(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
 
 
 def curves(rows: Sequence[Row], evaluations: Sequence[Row] = (), floor: float | None = None) -> Image:
-    """The loss of a run so far, with its learning rate, gradients and speed."""
+    """Plot loss, learning rate, gradient norm and speed of a run."""
     figure, ((loss, rate), (gradient, speed)) = _axes(2, 2, height=5.0)
     for axis, name in ((loss, "loss"), (rate, "lr"), (gradient, "grad_norm"), (speed, "tokens_per_s")):
         axis.plot(*_points(rows, name), marker="." if len(rows) < 3 else None)
-        axis.set_title({"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens a second"}.get(name, name))
+        axis.set_title({"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s"}.get(name, name))
         axis.grid(alpha=0.3)
     if evaluations:
         loss.plot(*_points(evaluations, "eval/loss"), "o", label="held out")
     if floor is not None:
-        loss.axhline(floor, linestyle="--", color="gray", label="floor of the text")
+        loss.axhline(floor, linestyle="--", color="gray", label="lowest possible")
     if evaluations or floor is not None:
         loss.legend()
-    return _drawn(figure)
+    return _image(figure)
 
 
 def health(rows: Sequence[Row]) -> Image:
-    """Layer by layer, over the steps of a run: entropy of the scales' weights, and the weight of the finest scale."""
-    told = [row for row in rows if "health/scale_entropy" in row]
-    if not told:
-        raise ConfigError("this run tells nothing of scales: its model has one, or it has no row yet")
-    steps = [row["step"] for row in told]
+    """Plot the entropy of the scale weights and the weight of the finest scale per layer over the steps of a run."""
+    measured = [row for row in rows if "health/scale_entropy" in row]
+    if not measured:
+        raise ConfigError("this run has no health/scale_entropy: its model has one scale, or it has no metrics yet")
+    steps = [row["step"] for row in measured]
     figure, ((entropy, finest),) = _axes(1, 2, height=3.2)
-    layers = _some(len(told[0]["health/scale_entropy"]))
+    layers = _some(len(measured[0]["health/scale_entropy"]))
     for layer in layers:
-        entropy.plot(steps, [row["health/scale_entropy"][layer] for row in told], label=f"layer {layer}")
-        finest.plot(steps, [row["health/scale_weight"][layer][0] for row in told])
-    entropy.set_title("entropy of the scales' weights (1: all alike)")
+        entropy.plot(steps, [row["health/scale_entropy"][layer] for row in measured], label=f"layer {layer}")
+        finest.plot(steps, [row["health/scale_weight"][layer][0] for row in measured])
+    entropy.set_title("entropy of the scale weights (1: uniform)")
     finest.set_title("weight of the finest scale")
     for axis in (entropy, finest):
         axis.set_ylim(0, 1)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     entropy.legend()
-    return _drawn(figure)
+    return _image(figure)
 
 
 def scale_weights(inside: Inside, names: Sequence[str]) -> Image:
-    """Token by token, one heat map a layer; averaged over heads."""
+    """Draw the scale weights per token, one heat map per layer, averaged over heads."""
     weights_LCT = inside.weights_LCTN.mean(axis=3)
     layers = _some(len(weights_LCT))
     figure, axes = _axes(len(layers), height=0.6 + 1.1 * len(layers), sharex=True)
@@ -108,11 +108,11 @@ def scale_weights(inside: Inside, names: Sequence[str]) -> Image:
         axis.set_title(f"layer {layer}", fontsize=9, loc="left")
     _name_tokens(axes[-1, 0], names)
     figure.colorbar(shown, ax=axes[:, 0].tolist(), label="weight", fraction=0.02)
-    return _drawn(figure)
+    return _image(figure)
 
 
 def average_weights(inside: Inside, names: Sequence[str]) -> Image:
-    """Over the text, averaged over layers and heads; and over depth, averaged over tokens and heads."""
+    """Plot the scale weights over the text (mean over layers and heads) and over depth (mean over tokens and heads)."""
     figure, axes = _axes(2, height=5.0)
     text, depth = axes[:, 0]
     for c, name in enumerate(_scale_names(inside)):
@@ -127,11 +127,11 @@ def average_weights(inside: Inside, names: Sequence[str]) -> Image:
         axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
     text.legend()
-    return _drawn(figure)
+    return _image(figure)
 
 
 def entropy(inside: Inside, names: Sequence[str]) -> Image:
-    """Of the scales' weights: a row a layer, averaged over heads."""
+    """Draw the entropy of the scale weights per layer and token, averaged over heads."""
     figure, axes = _axes(1, height=1.2 + 0.3 * len(inside.entropy_LTN))
     shown = axes[0, 0].imshow(
         inside.entropy_LTN.mean(axis=2), aspect="auto", vmin=0, vmax=1, cmap="magma", interpolation="nearest"
@@ -140,16 +140,15 @@ def entropy(inside: Inside, names: Sequence[str]) -> Image:
     axes[0, 0].set_ylabel("layer")
     _name_tokens(axes[0, 0], names)
     figure.colorbar(shown, ax=axes[0, 0], label="entropy", fraction=0.02)
-    return _drawn(figure)
+    return _image(figure)
 
 
 def mixing(inside: Inside) -> Image:
-    """H_res over depth, averaged over the text: of attention and feed-forward, or of both together, and the product of
-    all so far."""
+    """Draw H_res of attention and MLP (or of both together) per layer, averaged over the text, and their product."""
     composite_LTRR = inside.composite_LTRR  # ConfigError where there is none
     assert inside.mixing_LSTRR is not None
     layers = _some(len(composite_LTRR))
-    names = ("attention", "feed-forward") if inside.mixing_LSTRR.shape[1] == 2 else ("both",)
+    names = ("attention", "MLP") if inside.mixing_LSTRR.shape[1] == 2 else ("both",)
     figure, axes = _axes(len(names) + 1, len(layers), height=1.8 * (len(names) + 1), width=1.0 + 1.7 * len(layers))
     for column, layer in enumerate(layers):
         each = (*inside.mixing_LSTRR[layer].mean(axis=1), composite_LTRR[layer].mean(axis=0))
@@ -161,11 +160,11 @@ def mixing(inside: Inside) -> Image:
             for (i, j), value in np.ndenumerate(matrix_RR):
                 axis.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=6, color="white" if value < 0.6 else "black")
     figure.colorbar(shown, ax=axes.ravel().tolist(), label="share of a stream", fraction=0.02)
-    return _drawn(figure)
+    return _image(figure)
 
 
 def gain(inside: Inside) -> Image:
-    """How much larger the mixing of all layers so far could make a signal, and a gradient: 1 is neither."""
+    """Plot the largest possible gain of a signal and of a gradient by the stream mixing of all layers so far."""
     figure, axes = _axes(1, height=2.6)
     axis = axes[0, 0]
     axis.plot(inside.composite_LTRR.sum(axis=-1).max(axis=(1, 2)), marker="o", label="forward: largest row sum")
@@ -175,24 +174,24 @@ def gain(inside: Inside) -> Image:
     axis.set_xlabel("layer")
     axis.grid(alpha=0.3)
     axis.legend()
-    return _drawn(figure)
+    return _image(figure)
 
 
 def gaze(inside: Inside, names: Sequence[str], *, layer: int, head: int) -> Image:
-    """Where one head looks: a row a token, and at each scale the tokens or blocks that it sees."""
+    """Draw the attention of one head: a row per token, and per scale the tokens or blocks that it attends to."""
     each, T = inside.gaze(layer, head), len(names)
     figure, axes = _axes(1, len(each), height=4.8)
     for axis, look, name in zip(axes[0], each, _scale_names(inside), strict=True):
-        over_tokens_TT = np.repeat(look.weights_TS, look.stride, axis=1)[:, :T]  # a block has the colour of its weight
-        # By the root of a weight: one that is spread over many tokens would not be seen otherwise.
+        over_tokens_TT = np.repeat(look.weights_TS, look.stride, axis=1)[:, :T]  # a block is as wide as its tokens
+        # The square root makes small weights, spread over many tokens, visible.
         shown = axis.imshow(
             over_tokens_TT, aspect="auto", norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest"
         )
         axis.set_title(name, fontsize=9)
-        axis.set_xlabel("looks at")
+        axis.set_xlabel("attends to")
         if T <= _MOST_ROWS:
             axis.set_xticks(range(over_tokens_TT.shape[1]), names[: over_tokens_TT.shape[1]], fontsize=5)
             axis.set_yticks(range(T), names, fontsize=5)
     axes[0, 0].set_ylabel("token")
     figure.colorbar(shown, ax=axes[0].tolist(), label="weight within the scale", fraction=0.02)
-    return _drawn(figure)
+    return _image(figure)

@@ -51,7 +51,7 @@ def test_a_step_of_a_run_leads_to_the_documents_that_its_batch_held(tmp_path: Pa
     reader = batches(source, batch_size=4, grad_accum=2, seed=5, start_step=6)  # what the loop hands to its seventh step
     batch = next(reader)
     reader.close()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="--step 7: this run has reached at most step 0"):
+    with pytest.raises(ConfigError, match="--step 7: this run has reached at most step 1,"):
         of_run(RunFolder(folder), 7, None)
     (folder / "metrics.jsonl").write_text('{"step": 7}\n{"step": 9, "lo')  # cut, as a full disk leaves it
     shown = of_run(RunFolder(folder), 7, None).split("== ")[1:]

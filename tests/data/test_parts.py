@@ -56,7 +56,7 @@ def test_no_document_is_in_two_parts_prepared_or_streamed(tmp_path: Path, valida
             if source is not None:
                 assert read(source, 8) <= {*found[name]}
         assert len({source.identity for source in opened.values() if source is not None}) == len(found)
-        assert opened["train"].held_out.endswith(f"{test:.1%} for the test, as they come")
+        assert opened["train"].held_out.endswith(f"{test:.1%} for the test, chosen while streaming")
 
 
 def test_the_rule_leaves_something_for_every_part() -> None:
