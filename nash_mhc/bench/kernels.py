@@ -52,7 +52,7 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     # Otherwise a compiler hands on what was to be rounded as it was before, to the plain forms alone.
     options = {"xla_allow_excess_precision": False}
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"), compared(_noting(errors)):
-        jax.block_until_ready(jax.jit(step, compiler_options=options)(state, batch, Hyperparameters.of(cfg)))
+        jax.block_until_ready(jax.jit(step, compiler_options=options)(state, batch, Hyperparameters.of(cfg.optim, cfg.train)))
         jax.effects_barrier()
     kernels = [_row(name, found) for name, found in sorted(errors.items())]
     return {

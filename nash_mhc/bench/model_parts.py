@@ -31,8 +31,8 @@ from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_xent
 from nash_mhc.ops.attend_rows import Rows
 from nash_mhc.optim.adamw import Gradients
-from nash_mhc.optim.optimizers import averaged
-from nash_mhc.optim.rounding import salt_of, wide
+from nash_mhc.optim.optimizers import updated_average
+from nash_mhc.optim.rounding import salt_of, to_float32
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Declared, DerivedParam, map_declared, named_leaves
@@ -290,7 +290,7 @@ class Walk:
     def _updates(self) -> None:
         """Of a few layers, and of all that is no layer's. In the step, those of all layers are one array: of one layer
         alone, starting the many small ones would be most of the time."""
-        training, h = Training.of(self.cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(self.cfg))
+        training, h = Training.of(self.cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(self.cfg.optim, self.cfg.train))
         names = tuple(name for name in named_leaves(self._lm[0]) if not name.startswith(("layers.", "layers[")))
         stacked = self.model.layers // (len(self._lm[0].layers) if isinstance(self._lm[0].layers, tuple) else 1)
         few = math.gcd(stacked, _LAYERS_AT_ONCE)
@@ -298,7 +298,7 @@ class Walk:
         others = _only(self._lm[0], names)
         for name, times, trained in (("layers", stacked // few, layers), ("others", 1, others)):
             if jax.tree.leaves(trained):
-                ema = jax.tree.map(wide, trained) if self.cfg.optim.ema_decay else None
+                ema = jax.tree.map(to_float32, trained) if self.cfg.optim.ema_decay else None
                 sums = jax.tree.map(lambda p: 0.5 * p, trained)
                 known = (trained, sums, training.fresh_state(h, trained), ema, h, jnp.ones((), bool))
                 self._take(
@@ -340,8 +340,8 @@ def _finding(several: bool, window: int | None, kernel: str) -> Run:
 def _updating(training: Training) -> Run:
     def update(_: Any, __: Any, known: Any) -> Any:
         trained, sums, opt_state, ema, h, good = known
-        gradients = Gradients(sums, jnp.ones(()), optax.tree.norm(jax.tree.map(wide, sums)))
+        gradients = Gradients(sums, jnp.ones(()), optax.tree.norm(jax.tree.map(to_float32, sums)))
         made = training.update(h, trained, gradients, opt_state, good, salt_of(h.seed))
-        return made, None if ema is None else averaged(h, ema, made.params, jnp.zeros((), jnp.int32))
+        return made, None if ema is None else updated_average(h, ema, made.params, jnp.zeros((), jnp.int32))
 
     return update

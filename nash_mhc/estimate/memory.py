@@ -74,6 +74,10 @@ class _Key:
         weights = replace(cfg, data=data, mesh=MeshConfig(), train=TrainConfig(), optim=optim)
         return _Key(weights, (architecture_of(cfg.model), OPTIMIZERS.get(cfg.optim.optimizer)))
 
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        return Hyperparameters.of(self.cfg.optim, self.cfg.train)
+
 
 def abstract_weights(cfg: RunConfig) -> Weights:
     """Return the model, optimizer state and averaged weights of a run as trees of shapes."""
@@ -84,7 +88,7 @@ def abstract_weights(cfg: RunConfig) -> Weights:
 def _abstract_weights(key: _Key) -> Weights:
     def begin(model: Any) -> tuple[Any, Any, Any]:
         model = as_trained(key.cfg, model, jax.random.key(0))
-        return Training.of(key.cfg).begin(Hyperparameters.of(key.cfg), model, averaged=bool(key.cfg.optim.ema_decay))
+        return Training.of(key.cfg).begin(key.hyperparameters, model, averaged=bool(key.cfg.optim.ema_decay))
 
     return Weights(*jax.eval_shape(begin, abstract_model(key.cfg.model)))
 
@@ -117,7 +121,7 @@ def _leaves(key: _Key) -> tuple[_Leaf, ...]:
     axes = lambda tree: jax.tree.map(_Axes, logical_axes(tree), is_leaf=is_names)
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
     moments = optax.tree_utils.tree_map_params(
-        training.make_optimizer(Hyperparameters.of(key.cfg), trained), lambda x, a: x if is_masked(x) else a,
+        training.make_optimizer(key.hyperparameters, trained), lambda x, a: x if is_masked(x) else a,
         state.opt_state, axes(trained), transform_non_params=lambda _: _Axes(()), is_leaf=is_masked,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""What an objective is: from a model and a batch to the sum that is minimized, and to named sums with their weights.
+"""The interface of objectives: (model, batch) -> the loss, summed over tokens, and named sums with their weights.
 
-Sums, not means, so that the parts of an accumulated batch add up exactly: every token weighs the same. Whatever names
-an objective gives its sums, metrics.jsonl has their means, and evaluations theirs.
+Sums of microbatches add up exactly, so every token has the same weight. metrics.jsonl and eval.jsonl hold the means
+under the names of the sums.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Batch(NamedTuple):
     targets: Int[Array, "*A B T"]
     segments: Int[Array, "*A B T"]
     weights: Float[Array, "*A B T"]  # of each target in the loss
-    extras: dict[str, Any] = {}  # fields of the examples after the first four, and what a feed adds to them
-    carry: Any = None  # what the objective left of the step before, where it carries something (see `registry.py`)
+    extras: dict[str, Any] = {}  # further fields of the examples, and what teachers add
+    carry: Any = None  # what the objective passed on from the previous step, if it does (see `registry.py`)
 
 
 class Sum(NamedTuple):
-    """Divided by its weight it is the mean that is reported."""
+    """A sum over tokens; divided by its weight, it is the reported mean."""
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
@@ -35,15 +35,15 @@ Sums = dict[str, Sum]
 
 
 class Aux(NamedTuple):
-    """What an objective reports beside the sum that is minimized, which is among the sums as `loss`; all of it adds up.
+    """The reports of an objective, which add up over microbatches. The sum that is minimized is among them as `loss`.
 
-    A sum named `loss/ce` is the cross-entropy of the targets, in nats. Where there is one, it is what metrics.jsonl and
-    evaluations call `loss`, and the sum that is minimized is `objective` there (see `means`).
+    A sum named `loss/ce` is the cross-entropy of the targets, in nats. If there is one, metrics.jsonl and eval.jsonl
+    call it `loss`, and call the sum that is minimized `objective` (see `means`).
     """
 
     sums: Sums
     health: dict[str, Array]  # of the model; see `LanguageModel.health`
-    carry: Any = None  # for the next step, like `Batch.carry`; this alone does not add up
+    carry: Any = None  # for the next step, like `Batch.carry`; stacked, not added up
 
 
 Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]  # of a LanguageModel
@@ -52,18 +52,18 @@ Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]  # of a Languag
 def auxiliary_losses(
     model: Any, report: Any, weights: Mapping[str, float], tokens: Float[Array, ""]
 ) -> dict[str, Float[Array, ""]]:
-    """Return the model's auxiliary losses (`LanguageModel.penalties`), weighted and times the number of tokens."""
+    """Return the model's auxiliary losses (`LanguageModel.penalties`), times their weights and the number of tokens."""
     found = model.penalties(report) if any(weights.values()) else {}
     return {f"loss/{name}": weight * found.get(name, jnp.zeros(())) * tokens for name, weight in weights.items()}
 
 
 def means(sums: Sums) -> dict[str, Array]:
-    """Return the means under the names that metrics.jsonl has.
+    """Return the means under their names in metrics.jsonl.
 
-    `objective` is what is minimized, `loss` the cross-entropy, where the objective has one. `tokens` is what they were
-    taken over, `weight/NAME` what each mean was.
+    `objective` is the loss that is minimized, and `loss` the cross-entropy if the objective has one. `tokens` is the
+    weight of the loss, `weight/NAME` that of each mean.
     """
     terms = {name: part for name, part in sums.items() if name not in ("loss", "loss/ce")}
     named = {"loss": sums.get("loss/ce", sums["loss"]), "objective": sums["loss"]} | terms
-    found = {name: part.total / jnp.maximum(part.weight, 1.0) for name, part in named.items()}
-    return found | {"tokens": sums["loss"].weight} | {f"weight/{name}": part.weight for name, part in named.items()}
+    values = {name: part.total / jnp.maximum(part.weight, 1.0) for name, part in named.items()}
+    return values | {"tokens": sums["loss"].weight} | {f"weight/{name}": part.weight for name, part in named.items()}

@@ -23,9 +23,9 @@ def next_token(
     smoothing: float = 0.0,
     penalties: Mapping[str, float] = {},
 ) -> tuple[Float[Array, ""], Aux]:
-    """Cross-entropy of the next token, z-loss, and the model's auxiliary losses with the weights `penalties`.
+    """Sum the cross-entropy of the next token, the z-loss, and the model's auxiliary losses with weights `penalties`.
 
-    `smoothing`: the share of each target that is spread over the whole vocabulary.
+    `smoothing` is the share of each target that is spread over the whole vocabulary.
     """
     x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
     V = model.cfg.vocab_size

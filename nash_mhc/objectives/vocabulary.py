@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is split over the mesh."""
+"""Cross-entropy, distillation loss and log-probabilities over a vocabulary that is sharded over the mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nash_mhc.ops.log_probs import TokenScores, log_probs
 from nash_mhc.ops.xent import XentSums, xent, xent_and_grads
 from nash_mhc.parallel.sharding import mesh_axis, on_shards
 
-# Logical axes of what the loss takes and gives.
+# Logical axes of the arguments and results.
 _X, _W, _TOKENS = ("batch", "time_split", "width"), ("vocab", "embed"), ("batch", "time")
 _TEACHER: Any = Teacher((*_TOKENS, "candidates"), (*_TOKENS, "candidates"), _TOKENS)  # type: ignore[arg-type]
 _SCALARS: Any = XentSums(*((),) * len(XentSums._fields))  # type: ignore[arg-type]
@@ -22,7 +22,7 @@ _DISTILLED: Any = DistillSums(*((),) * len(DistillSums._fields))  # type: ignore
 
 
 def _gather(x: Array, w: Array) -> tuple[Array, Array]:
-    """This device's rows with all of T, and its vocabulary columns with all of D, in the compute dtype."""
+    """Gather T of this device's sequences and D of its vocabulary columns, in the compute dtype."""
     w = w.astype(x.dtype)
     for axis in mesh_axis("time_split"):
         x = lax.all_gather(x, axis, axis=1, tiled=True)
@@ -39,8 +39,8 @@ def _over_batch(sums: Any) -> Any:
     return lax.psum(sums, mesh_axis("batch")) if mesh_axis("batch") else sums
 
 
-def _home(dx: Array, dw: Array) -> tuple[Array, Array]:
-    """Each gradient goes home in one collective: summed where it is partial, split where its array is split."""
+def _reduce_scatter(dx: Array, dw: Array) -> tuple[Array, Array]:
+    """Reduce each gradient in one collective: sum partial gradients, and split those of split arrays."""
     for axis in mesh_axis("time_split"):
         dx = lax.psum_scatter(dx, axis, scatter_dimension=1, tiled=True)
     for axis in mesh_axis("batch"):
@@ -63,7 +63,7 @@ def sharded_xent(
     z_weight: float,
     smoothing: float = 0.0,
 ) -> XentSums:
-    """Chunked cross-entropy on the mesh. Only `loss` carries a gradient; the other sums are for reports."""
+    """Return the chunked cross-entropy. Only `loss` has a gradient; the other sums are for reports."""
 
     def local(x: Array, w: Array, targets: Array, weights: Array) -> XentSums:
         x, w = _gather(x, w)
@@ -79,7 +79,7 @@ def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothin
         x, w = _gather(x, w)
         settings = _settings(vocab_size, z_weight, smoothing)
         sums, dx, dw = xent_and_grads(x, w, targets, weights, **settings)
-        return _over_batch(sums), *_home(dx, dw)
+        return _over_batch(sums), *_reduce_scatter(dx, dw)
 
     out = (_SCALARS, _X, _W)
     with jax.named_scope("loss"):
@@ -108,7 +108,7 @@ def sharded_distill(
     vocab_size: int,
     parts: Weights,
 ) -> DistillSums:
-    """The loss against a teacher, on the mesh. Only `loss` carries a gradient; the other sums are for reports."""
+    """Return the distillation loss. Only `loss` has a gradient; the other sums are for reports."""
 
     def local(x: Array, w: Array, targets: Array, weights: Array, teacher: Teacher) -> DistillSums:
         x, w = _gather(x, w)
@@ -122,7 +122,7 @@ def _distill_forward(x_BTD, w_VD, targets_BT, weights_BT, teacher, vocab_size, p
     def local(x: Array, w: Array, targets: Array, weights: Array, teacher: Teacher) -> tuple[DistillSums, Array, Array]:
         x, w = _gather(x, w)
         sums, dx, dw = distill_and_grads(x, w, targets, weights, teacher, **_how(vocab_size, parts))
-        return _over_batch(sums), *_home(dx, dw)
+        return _over_batch(sums), *_reduce_scatter(dx, dw)
 
     axes = [_X, _W, _TOKENS, _TOKENS, _TEACHER]
     with jax.named_scope("loss"):
@@ -140,7 +140,7 @@ sharded_distill.defvjp(_distill_forward, _distill_backward)
 def sharded_likeliest(
     x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], rows_BT: Int[Array, "B T"], **how: Any
 ) -> Teacher:
-    """What is to be known of a teacher, on the mesh; `how` as in `likeliest`."""
+    """Return the teacher's top-k logits; `how` as in `likeliest`."""
 
     def local(x: Array, w: Array, rows: Array) -> Teacher:
         x, w = _gather(x, w)
@@ -152,7 +152,7 @@ def sharded_likeliest(
 def sharded_log_probs(
     x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], targets_BT: Int[Array, "B T"], vocab_size: int
 ) -> TokenScores:
-    """How likely each target is, on the mesh; for evaluations, so without a gradient."""
+    """Return the log-probability of each target, without a gradient, for evaluations."""
 
     def local(x: Array, w: Array, targets: Array) -> TokenScores:
         x, w = _gather(x, w)

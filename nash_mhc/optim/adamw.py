@@ -1,9 +1,8 @@
-"""AdamW in one go: the same numbers as optax's parts give one after the other, in less memory.
+"""AdamW in one pass: bit-equal to optax's transformations in `optimizers.py`, in less memory.
 
-`optimizers.py` has the plain form. There, moments that a bad step must leave alone are chosen when the update has been
-made, and so old and new ones lie beside each other: the compiler copies the whole state. Here the moments that go into
-an update are those that are kept, in a bad step the old ones, so that nothing is read after its new value was written.
-Moments may be kept in bfloat16.
+In optax's form, a bad step keeps the old moments after the update is computed. Both versions of the moments are then
+alive, and the compiler copies the whole state. Here the old moments go into the update of a bad step, so nothing is
+read after its new value is written. Moments may be bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from nash_mhc.optim.roles import decays, rates
-from nash_mhc.optim.rounding import Salt, Salted, salt_of, stored, wide
+from nash_mhc.optim.rounding import MakeSalt, Salt, round_to, salt_of, to_float32
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 from nash_mhc.parallel.params import map_declared
 
@@ -28,69 +27,69 @@ class Updated(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """As they come out of the backward pass: `sums` over tokens, in the dtype of the weights.
+    """Gradients from the backward pass: sums over tokens, in the dtype of the weights.
 
-    They are scaled where they are used, so that nobody needs a float32 copy of all of them.
+    They are scaled where they are used, which avoids a float32 copy of all of them.
     """
 
     sums: PyTree
     scale: Float[Array, ""]
-    norm: Float[Array, ""]  # of the scaled ones
+    norm: Float[Array, ""]  # of the scaled gradients
 
     def scaled(self) -> PyTree:
-        return jax.tree.map(lambda g: wide(g) * self.scale, self.sums)
+        return jax.tree.map(lambda g: to_float32(g) * self.scale, self.sums)
 
 
-class _Numbers(NamedTuple):
-    """What is the same for every parameter."""
+class _Shared(NamedTuple):
+    """Numbers that all parameters share."""
 
-    scale: Float[Array, ""]  # of the gradients, clipped
-    bias: tuple[Float[Array, ""], Float[Array, ""]]  # of the moments, which began with 0
+    scale: Float[Array, ""]  # of the gradients, after clipping
+    bias: tuple[Float[Array, ""], Float[Array, ""]]  # corrections of the moments, which began at 0
     rate: Float[Array, ""]
     good: Bool[Array, ""]
 
 
-def with_smaller_moments(opt_state: PyTree, model: PyTree, dtype: str) -> PyTree:
-    """A fresh state of the plain form with the large parameters' moments in that dtype."""
+def cast_moments(opt_state: PyTree, model: PyTree, dtype: str) -> PyTree:
+    """Return an initial optimizer state with the moments of large parameters in this dtype."""
     if dtype == "float32":
         return opt_state
-    halved = lambda moments: map_declared(moments, lambda declared, x: x.astype(dtype) if declared.is_large else x)
+    cast = lambda moments: map_declared(moments, lambda declared, x: x.astype(dtype) if declared.is_large else x)
     clip, adam, *rest = opt_state
-    return (clip, adam._replace(mu=halved(adam.mu), nu=halved(adam.nu)), *rest)
+    return (clip, adam._replace(mu=cast(adam.mu), nu=cast(adam.nu)), *rest)
 
 
 def update(
     h: Hyperparameters, params: PyTree, gradients: Gradients, opt_state: PyTree, good: Bool[Array, ""], salt: Salt
 ) -> Updated:
-    """Parameters and state (that of the plain form) after a step; where it is not a good one, as they were."""
+    """Return parameters and state (in optax's form) after a step; if it is not `good`, they stay the same."""
     clip, adam, decay, schedule = opt_state
     count = optax.safe_increment(adam.count)
-    shared = _Numbers(
+    shared = _Shared(
         scale=gradients.scale * jnp.where(gradients.norm < h.max_grad_norm, 1.0, h.max_grad_norm / gradients.norm),
         bias=(1 - h.b1**count, 1 - h.b2**count),
         rate=learning_rate(h, schedule.count),
         good=good,
     )
     columns = [jax.tree.leaves(tree) for tree in (params, gradients.sums, adam.mu, adam.nu, rates(params), decays(params))]
-    salted = lambda number: lambda of: salt_of(salt_of(salt, number), of)
-    made = [_updated(h, shared, *row, salt=salted(number)) for number, row in enumerate(zip(*columns, strict=True))]
-    new_params, mu, nu, squares = zip(*made, strict=True)
-    like = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
+    salt_for = lambda index: lambda purpose: salt_of(salt_of(salt, index), purpose)
+    updated = [_update_leaf(h, shared, *row, salt=salt_for(i)) for i, row in enumerate(zip(*columns, strict=True))]
+    new_params, mu, nu, squares = zip(*updated, strict=True)
+    like_params = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
     counted = lambda old: jnp.where(good, optax.safe_increment(old), old)
-    adam = adam._replace(count=counted(adam.count), mu=like(mu), nu=like(nu))
+    adam = adam._replace(count=counted(adam.count), mu=like_params(mu), nu=like_params(nu))
     schedule = schedule._replace(count=counted(schedule.count))
-    return Updated(like(new_params), (clip, adam, decay, schedule), jnp.sqrt(jnp.sum(jnp.stack(squares))))
+    return Updated(like_params(new_params), (clip, adam, decay, schedule), jnp.sqrt(jnp.sum(jnp.stack(squares))))
 
 
-def _updated(
-    h: Hyperparameters, shared: _Numbers, p: Array, g: Array, m: Array, v: Array, factor: float, decays: bool, *, salt: Salted
+def _update_leaf(
+    h: Hyperparameters, shared: _Shared, p: Array, g: Array, m: Array, v: Array, rate: float, decays: bool, *, salt: MakeSalt
 ) -> tuple[Array, Array, Array, Array]:
-    """(parameter, its moments, the sum of the update's squares)."""
-    kept = lambda number, new, old: jnp.where(shared.good, stored(new, old.dtype, lambda: salt(number)), old)
-    g = wide(g) * shared.scale
-    m = kept(0, (1 - h.b1) * g + h.b1 * wide(m), m)
-    v = kept(1, (1 - h.b2) * g**2 + h.b2 * wide(v), v)
+    """Return the parameter, its moments, and the sum of the update's squares; `rate` is relative to the run's."""
+    select = lambda purpose, new, old: jnp.where(shared.good, round_to(new, old.dtype, lambda: salt(purpose)), old)
+    g = to_float32(g) * shared.scale
+    m = select(0, (1 - h.b1) * g + h.b1 * to_float32(m), m)
+    v = select(1, (1 - h.b2) * g**2 + h.b2 * to_float32(v), v)
 
-    step = factor * (wide(m) / shared.bias[0]) / (jnp.sqrt(wide(v) / shared.bias[1]) + h.eps)
-    change = -shared.rate * (step + h.weight_decay * wide(p) if decays else step)
-    return kept(2, wide(p) + change, p), m, v, jnp.sum(change**2)
+    step = rate * (to_float32(m) / shared.bias[0]) / (jnp.sqrt(to_float32(v) / shared.bias[1]) + h.eps)
+    change = -shared.rate * (step + h.weight_decay * to_float32(p) if decays else step)
+    return select(2, to_float32(p) + change, p), m, v, jnp.sum(change**2)

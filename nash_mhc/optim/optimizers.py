@@ -1,4 +1,4 @@
-"""The optimizers by name. Each is made anew in every trace, from numbers that are arguments of the program."""
+"""The optimizers by name. Each is built when a step is traced, from hyperparameters that are traced arguments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
-# How far Muon moves a matrix at a learning rate of 1, in singular values, so that rates of the size that suits Adam
-# suit it: a square one of the reference width by 0.8 in the root of its mean square.
-# docs/experiments.md has what came of 0.2 to 1.6.
+# Muon's update of a matrix at a learning rate of 1, in singular values: 0.8 in the root mean square for a square matrix
+# of the reference width, so that rates for Adam suit Muon. docs/experiments.md compares 0.2 to 1.6.
 _MUON_STEP = 0.8 * math.sqrt(REFERENCE_WIDTH)
 
 
 def _adam(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
-    """Adam with float32 moments; each array's rate follows from its role and its width."""
+    """Adam with float32 moments; each array's rate depends on its role and width."""
     adam = optax.scale_by_adam(h.b1, h.b2, h.eps)
 
     def update(gradients: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
@@ -36,10 +35,10 @@ def _adam(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
 
 
 def _muon(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
-    """Matrices by Muon, all else by Adam.
+    """Muon for matrices, Adam for the rest.
 
-    An orthogonal update changes the length of what comes out by the same factor whatever the width, if it is scaled by
-    the root of (outputs / inputs): the rate needs no other rule.
+    Scaled by the root of (outputs / inputs), an orthogonal update changes the norm of outputs by the same factor at
+    every width, so the rate needs no other rule.
     """
     axes = matrix_axes(model)
     orthogonal = scale_by_muon(weight_dimension_numbers=lambda params: _map_present(lambda _, numbers: numbers, params, axes))
@@ -53,35 +52,35 @@ def _muon(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:
         return _map_present(scaled, updates, axes), state
 
     kinds = jax.tree.map(lambda yes: "muon" if yes else "adam", is_orthogonal(model))
-    parts = {"muon": optax.GradientTransformation(orthogonal.init, update), "adam": _adam(h, model)}
-    return optax.partition(parts, lambda _: kinds)
+    transforms = {"muon": optax.GradientTransformation(orthogonal.init, update), "adam": _adam(h, model)}
+    return optax.partition(transforms, lambda _: kinds)
 
 
 def _map_present(fn: Callable[..., Any], tree: PyTree, values: PyTree) -> PyTree:
-    """fn(leaf, value) over the leaves of a part of a model; optax has put a MaskedNode where the others were."""
-    is_gone = lambda x: isinstance(x, optax.MaskedNode)
-    return jax.tree.map(lambda x, value: x if is_gone(x) else fn(x, value), tree, values, is_leaf=is_gone)
+    """Map fn(leaf, value) over a tree in which optax has masked some leaves."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    return jax.tree.map(lambda x, value: x if is_masked(x) else fn(x, value), tree, values, is_leaf=is_masked)
 
 
-# From numbers, which may be traced, and a model, whose leaves may be shapes, to updates that neither the learning rate
-# nor weight decay is part of. What it keeps of a parameter is laid on the mesh as the parameter is.
+# Makes an optimizer from hyperparameters, which may be traced, and a model, whose leaves may be shapes. Its updates
+# exclude learning rate and weight decay. Its state of a parameter is sharded like the parameter.
 Make = Callable[[Hyperparameters, Any], optax.GradientTransformation]
 
 OPTIMIZERS: Registry[Make] = Registry("optimizers", {"adamw": _adam, "muon": _muon})
 
 
 def is_plain_adamw() -> bool:
-    """Whether adamw is ours, which `adamw.py` has a faster form of."""
+    """Return whether `adamw` is ours, so that `adamw.py` can replace it."""
     return OPTIMIZERS["adamw"] is _adam
 
 
 def register(name: str, make: Make) -> None:
-    """Makes an optimizer known as `--optimizer NAME`."""
+    """Register an optimizer as `--optimizer NAME`."""
     OPTIMIZERS[name] = make
 
 
 def make_optimizer(h: Hyperparameters, model: PyTree, name: str = "adamw") -> optax.GradientTransformation:
-    """Clips by the global norm, then as `name` says; decay on matrices only, alike for all of them. ConfigError."""
+    """Return the named optimizer with clipping and weight decay; raise ConfigError if the name is unknown."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"--optimizer {name}: there is no such optimizer{name_hint(name, OPTIMIZERS)}")
     return optax.chain(
@@ -92,10 +91,10 @@ def make_optimizer(h: Hyperparameters, model: PyTree, name: str = "adamw") -> op
     )
 
 
-def averaged(h: Hyperparameters, ema: PyTree, model: PyTree, count: Int[Array, ""]) -> PyTree:
-    """The averaged weights after update number `count` (from 0).
+def updated_average(h: Hyperparameters, ema: PyTree, model: PyTree, count: Int[Array, ""]) -> PyTree:
+    """Return the averaged weights after update number `count` (from 0).
 
-    The first updates are averaged over fewer: a long average would hold on to the weights that nothing has taught yet.
+    The average is shorter at the start, so that it soon forgets the initial weights.
     """
     decay = jnp.minimum(h.ema_decay, (1.0 + count) / (10.0 + count))
     return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, model)

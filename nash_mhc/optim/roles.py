@@ -1,4 +1,4 @@
-"""What a parameter's role and its width say about training it: its rate, its decay, which axes of it are a matrix."""
+"""Training properties that follow from a parameter's role and axes: learning rate, weight decay, Muon's matrices."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from optax.contrib import MuonDimensionNumbers
 
 from nash_mhc.parallel.params import Declared, map_declared
 
-# Of the model on which rates were measured: its matrices learn at the rate that a run is given.
+# Width of the model on which learning rates were tuned: the rate of its matrices is --learning-rate.
 REFERENCE_WIDTH = 640
 
 
 def decays(module: PyTree) -> PyTree:
-    """The module's tree with True where weight decay applies: matrices and tables, not norms or biases."""
+    """Return the module's tree with True where weight decay applies: matrices and tables, not norms or biases."""
     return map_declared(module, lambda declared, _: declared.decays)
 
 
 def rates(module: PyTree) -> PyTree:
-    """The module's tree with the factor of each array's learning rate under Adam.
+    """Return the module's tree with each array's factor of the learning rate under Adam.
 
-    Adam moves every entry of a matrix by about the rate, all in directions that agree with its input: what comes out
-    moves by the rate times the width. So what has the width among its axes learns at a rate of one over it, and the
-    same number suits every width (tests/optim/test_rates.py watches how far activations move).
-    Scales, biases and taps move what comes out by the rate itself.
+    Adam moves every entry of a matrix by about the rate, in directions that agree with the input, so outputs move by
+    the rate times the width. Arrays with the width among their axes therefore have a rate of one over the width, and
+    the same --learning-rate suits every width. Scales, biases and taps move outputs by the rate itself.
     """
 
     def factor(declared: Declared, array: Any) -> float:
@@ -36,7 +35,7 @@ def rates(module: PyTree) -> PyTree:
 
 
 def is_orthogonal(module: PyTree) -> PyTree:
-    """The module's tree with True where Muon may make an update orthogonal."""
+    """Return the module's tree with True where Muon makes updates orthogonal."""
     return map_declared(module, lambda declared, _: declared.role.orthogonal and declared.is_matrix)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's numbers, arguments of the compiled step (another one compiles nothing), and the rate of each step."""
+"""Hyperparameters, which are arguments of the compiled step (changing them compiles nothing), and the learning rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from nash_mhc.config.schema import RunConfig
+from nash_mhc.config.schema import OptimConfig, TrainConfig
 
 _SCHEDULES = ("cosine", "wsd", "constant")
 Number = Float[Array, ""] | np.float32
@@ -17,27 +17,26 @@ Seed = UInt32[Array, ""] | np.uint32
 
 
 class Hyperparameters(NamedTuple):
-    """What may be another number at every start of a run."""
+    """Numbers that may change at every start of a run."""
 
     peak: Number  # learning rate at the end of the warm-up
-    floor: Number  # and at the last step
+    floor: Number  # learning rate at the last step
     warmup: Number  # steps
     total: Number
-    decay_start: Number  # step from which wsd falls
-    schedule: Number  # its place among _SCHEDULES
+    decay_start: Number  # step where wsd starts to fall
+    schedule: Number  # index in _SCHEDULES
     weight_decay: Number
     b1: Number
     b2: Number
     eps: Number
-    max_grad_norm: Number  # infinite: never clipped
+    max_grad_norm: Number  # infinite: no clipping
     ema_decay: Number
-    spike_score: Number  # infinite: nothing is a spike
+    spike_score: Number  # infinite: no spikes
     skip_spikes: Number  # 0 or 1
-    seed: Seed  # of what is drawn anew in every step
+    seed: Seed  # of random numbers in the step
 
     @staticmethod
-    def of(cfg: RunConfig) -> Hyperparameters:
-        optim, train = cfg.optim, cfg.train
+    def of(optim: OptimConfig, train: TrainConfig) -> Hyperparameters:
         values = {
             "peak": optim.learning_rate,
             "floor": optim.learning_rate * optim.min_lr_ratio,
@@ -58,8 +57,8 @@ class Hyperparameters(NamedTuple):
 
 
 def learning_rate(h: Hyperparameters, count: Int[Array, ""] | int) -> Float[Array, ""]:
-    """Of update number `count` (from 0): the peak at the end of the warm-up, the least at the last step."""
-    done = jnp.asarray(count, jnp.float32) + 1  # updates made once this one is
+    """Return the rate of update number `count` (from 0): the peak after the warm-up, the floor at the last step."""
+    done = jnp.asarray(count, jnp.float32) + 1  # updates after this one
     share_of = lambda start: jnp.clip((done - start) / jnp.maximum(h.total - start, 1), 0, 1)
     cosine = h.floor + (h.peak - h.floor) * 0.5 * (1 + jnp.cos(jnp.pi * share_of(h.warmup)))
     wsd = h.peak + (h.floor - h.peak) * share_of(h.decay_start)

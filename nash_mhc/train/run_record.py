@@ -147,7 +147,8 @@ def describe_changes(changed: Changes, config: dict[str, Any], updates: int, say
         for key, (old, _) in changed.items():
             section, _, name = key.partition(".")
             values[section][name] = old
-        before, after = (Hyperparameters.of(RunConfig.from_dict(settings)) for settings in (values, config))
+        configs = [RunConfig.from_dict(settings) for settings in (values, config)]
+        before, after = (Hyperparameters.of(cfg.optim, cfg.train) for cfg in configs)
         was, now, end = (
             float(learning_rate(h, n)) for h, n in ((before, updates), (after, updates), (after, int(after.total)))
         )

@@ -72,7 +72,8 @@ class ProgramKey:
 
 def initial_state(cfg: RunConfig, model: Any) -> TrainState:
     """Return the state before the first step of this model; a pure function that can be traced or jitted."""
-    model, opt_state, ema = Training.of(cfg).begin(Hyperparameters.of(cfg), model, averaged=bool(cfg.optim.ema_decay))
+    h = Hyperparameters.of(cfg.optim, cfg.train)
+    model, opt_state, ema = Training.of(cfg).begin(h, model, averaged=bool(cfg.optim.ema_decay))
     return TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, Recent.empty(), registry.fresh_carry_of(cfg))
 
 
@@ -95,12 +96,13 @@ def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
 @functools.lru_cache(CACHED)
 def _state_shardings(key: ProgramKey, mesh: Mesh) -> TrainState:
     shape, training = _abstract_state(key), Training.of(key.cfg)
+    h = Hyperparameters.of(key.cfg.optim, key.cfg.train)
     trained_shape, _ = training.split(shape.model)
     model, trained = shardings(shape.model, mesh), shardings(trained_shape, mesh)
     replicated = named_sharding(mesh)
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # a leaf that another part of a partitioned optimizer updates
     opt_state = optax.tree_utils.tree_map_params(
-        training.make_optimizer(Hyperparameters.of(key.cfg), trained_shape), lambda x, s: x if is_masked(x) else s,
+        training.make_optimizer(h, trained_shape), lambda x, s: x if is_masked(x) else s,
         shape.opt_state, trained, transform_non_params=lambda _: replicated, is_leaf=is_masked,
     )  # fmt: skip
     recent = jax.tree.map(lambda _: replicated, shape.recent)

@@ -21,8 +21,8 @@ from nash_mhc.model.protocol import Execution, after_update
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.objectives.registry import objective_of
 from nash_mhc.optim.adamw import Gradients
-from nash_mhc.optim.optimizers import averaged
-from nash_mhc.optim.rounding import Salt, map_numbered, salt_of, stored, wide
+from nash_mhc.optim.optimizers import updated_average
+from nash_mhc.optim.rounding import Salt, map_with_index, round_to, salt_of, to_float32
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.sharding import named_sharding
@@ -48,7 +48,7 @@ def make_train_step(
         summed, (sums, health, carry) = summed_gradients(objective, trained, frozen, batch, dropout_key, sum_salt)
         tokens = sums["loss"].weight
         scale = 1.0 / jnp.maximum(tokens, 1.0)
-        gradients = Gradients(summed, scale, scale * optax.tree.norm(jax.tree.map(wide, summed)))
+        gradients = Gradients(summed, scale, scale * optax.tree.norm(jax.tree.map(to_float32, summed)))
         health = {name: total / batch.inputs.shape[0] for name, total in health.items()}
         metrics = means(sums) | {f"health/{name}": mean for name, mean in health.items()}
         metrics |= {"lr": learning_rate(h, state.step), "grad_norm": gradients.norm}
@@ -69,9 +69,9 @@ def make_train_step(
             trained, opt_state, update_norm = training.update(h, trained, gradients, state.opt_state, applies, update_salt)
             ema = state.ema
             if ema is not None:
-                average = averaged(h, ema, trained, state.step)
+                average = updated_average(h, ema, trained, state.step)
                 ema = jax.tree.map(lambda new, old: jnp.where(applies, new, old), average, ema)
-        metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(wide, trained))}
+        metrics |= {"update_norm": update_norm, "param_norm": optax.tree.norm(jax.tree.map(to_float32, trained))}
         step = state.step + applies.astype(state.step.dtype)
         model = after_update(eqx.combine(trained, frozen), step, applies, health)
         # A bad step passes nothing on: a non-finite carry would return in every later step.
@@ -106,8 +106,8 @@ def summed_gradients(
 
     def add(total: tuple[Any, Aux], microbatch: tuple[Batch, Array]) -> tuple[tuple[Any, Aux], Any]:
         gradients, (reports, carry) = grad(trained, *microbatch)
-        add_leaf = lambda i, a, b: stored(wide(a) + wide(b), a.dtype, lambda: salt_of(salt, microbatch[1], i))
-        return (map_numbered(add_leaf, total[0], gradients), jax.tree.map(jnp.add, total[1], reports)), carry
+        add_leaf = lambda i, a, b: round_to(to_float32(a) + to_float32(b), a.dtype, lambda: salt_of(salt, microbatch[1], i))
+        return (map_with_index(add_leaf, total[0], gradients), jax.tree.map(jnp.add, total[1], reports)), carry
 
     shapes = jax.eval_shape(lambda: loss_of(trained, first, indices[0])[1][0])
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
@@ -133,7 +133,7 @@ def compile_train_step(
     """
     most_documents = source.most_documents if source is not None else most_documents
     shared = _train_step(ProgramKey.of(cfg), mesh, most_documents, padded_attention_length(cfg.model.alignment, source))
-    return shared.with_constants([Hyperparameters.of(cfg)], warn)
+    return shared.with_constants([Hyperparameters.of(cfg.optim, cfg.train)], warn)
 
 
 @functools.lru_cache(CACHED)

@@ -14,7 +14,7 @@ from nash_mhc.config.schema import OptimConfig, RunConfig, TrainConfig
 from nash_mhc.optim import roles
 from nash_mhc.optim import schedule as module
 from nash_mhc.optim.adamw import Gradients
-from nash_mhc.optim.optimizers import averaged, make_optimizer
+from nash_mhc.optim.optimizers import make_optimizer, updated_average
 from nash_mhc.optim.rounding import salt_of
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
@@ -24,7 +24,7 @@ PEAK = 0.5
 
 
 def learning_rate(cfg: RunConfig, count: Any) -> Any:
-    return module.learning_rate(Hyperparameters.of(cfg), count)
+    return module.learning_rate(Hyperparameters.of(cfg.optim, cfg.train), count)
 
 
 def config(total: int = 100, **optim: Any) -> RunConfig:
@@ -98,7 +98,7 @@ def test_rate_is_the_same_traced() -> None:
     traced = jax.jit(module.learning_rate)
     for cfg in (config(), config(schedule="wsd", total=70), config(schedule="constant", learning_rate=0.1)):
         for count in (0, 9, 10, 55, 99):
-            got = float(traced(Hyperparameters.of(cfg), jnp.int32(count)))
+            got = float(traced(Hyperparameters.of(cfg.optim, cfg.train), jnp.int32(count)))
             assert got == pytest.approx(float(learning_rate(cfg, count)), rel=1e-6)
     assert traced._cache_size() == 1
 
@@ -152,7 +152,7 @@ def test_three_steps_equal_adamw_by_hand(scale: float, clip: float) -> None:
     cfg = config(learning_rate=0.1, b1=0.8, b2=0.9, eps=1e-2, weight_decay=0.3, max_grad_norm=clip)
     net = make_net()
     expected = by_hand(net, gradients(scale), cfg)
-    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg.optim, cfg.train), net)
 
     @jax.jit
     def step(net: Net, state: Any, grad: Net) -> tuple[Net, Any]:
@@ -170,7 +170,7 @@ def test_three_steps_equal_adamw_by_hand(scale: float, clip: float) -> None:
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "never clipped"])
 def test_in_one_go_it_is_what_the_parts_are_one_after_the_other(scale: float, clip: float) -> None:
     cfg = config(learning_rate=0.1, b1=0.8, b2=0.9, eps=1e-2, weight_decay=0.3, max_grad_norm=clip)
-    h, net = Hyperparameters.of(cfg), make_net()
+    h, net = Hyperparameters.of(cfg.optim, cfg.train), make_net()
     optimizer = make_optimizer(h, net)
     fast, state = Training.of(cfg), optimizer.init(net)
     step = jax.jit(lambda net, grad, state, good: fast.update(h, net, summed(grad), state, good, salt_of(0)))
@@ -197,7 +197,7 @@ def test_clipping_keeps_the_direction_and_the_ratio_between_arrays() -> None:
     optim = {"b1": 0.0, "b2": 0.0, "eps": 1e6, "weight_decay": 0.0, "max_grad_norm": 2.0, "warmup_steps": 0}
     cfg = config(schedule="constant", **optim)
     net, grad = make_net(), gradients(10.0)[0]
-    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg.optim, cfg.train), net)
     updates, _ = optimizer.update(grad, optimizer.init(net), net)
     clipped = jax.tree.map(lambda u, role: -u * 1e6 / PEAK / role, updates, roles.rates(net))
     assert float(optax.tree.norm(clipped)) == pytest.approx(2.0, rel=1e-3)
@@ -209,7 +209,7 @@ def test_clipping_keeps_the_direction_and_the_ratio_between_arrays() -> None:
 def test_decay_alone_shrinks_matrices_and_nothing_else() -> None:
     cfg = config(schedule="constant", warmup_steps=0, weight_decay=0.3)
     net = make_net()
-    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg.optim, cfg.train), net)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, net), optimizer.init(net), net)
     np.testing.assert_allclose(updates.matrix, -PEAK * 0.3 * net.matrix, rtol=1e-6)
     assert not updates.bias.any()
@@ -219,7 +219,7 @@ def test_decay_alone_shrinks_matrices_and_nothing_else() -> None:
 def test_moments_are_float32_whatever_the_gradient() -> None:
     cfg = config()
     net = make_net()
-    optimizer = make_optimizer(Hyperparameters.of(cfg), net)
+    optimizer = make_optimizer(Hyperparameters.of(cfg.optim, cfg.train), net)
     adam = optimizer.init(net)[1]
     assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype("float32")}
     assert dataclasses.fields(adam.mu) == dataclasses.fields(net)
@@ -227,11 +227,12 @@ def test_moments_are_float32_whatever_the_gradient() -> None:
 
 def test_the_average_begins_with_what_has_been_learned() -> None:
     """A long average of few updates is none of the weights that the run began with."""
-    h = Hyperparameters.of(config(ema_decay=0.999))
+    cfg = config(ema_decay=0.999)
+    h = Hyperparameters.of(cfg.optim, cfg.train)
     start, learned = jnp.zeros(3), jnp.ones(3)
     ema = start
     for count in range(50):
-        ema = averaged(h, ema, learned, jnp.int32(count))
+        ema = updated_average(h, ema, learned, jnp.int32(count))
     assert float(ema[0]) > 0.999  # of 0.999 alone: 0.05
-    late = averaged(h, start, learned, jnp.int32(100_000))
+    late = updated_average(h, start, learned, jnp.int32(100_000))
     np.testing.assert_allclose(late, 0.001, rtol=1e-3)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from nash_mhc.config.schema import ModelConfig, OptimConfig, RunConfig
+from nash_mhc.config.schema import ModelConfig, OptimConfig, TrainConfig
 from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.layer import residual_class
 from nash_mhc.model.lm import LM
@@ -51,7 +51,7 @@ def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
 def moved(width: int, learning_rate: float = 5e-4) -> dict[str, float]:
     """By how much a few steps change each, as the root of the mean square over tokens and channels."""
     optim = OptimConfig(learning_rate=learning_rate, warmup_steps=0, schedule="constant", weight_decay=0.0)
-    h = Hyperparameters.of(RunConfig(optim=optim))
+    h = Hyperparameters.of(optim, TrainConfig())
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, T + 1)))
 
     def loss(model: LM) -> tuple[jax.Array, dict[str, jax.Array]]:

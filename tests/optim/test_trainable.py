@@ -93,7 +93,7 @@ def test_to_train_only_some_is_to_freeze_the_others(frozen_run):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"freeze": "layers.fnn"}, r"--freeze layers.fnn: no parameter is named so .*did you mean layers.ffn\?"),
+        ({"freeze": "layers.fnn"}, r"--freeze layers.fnn: matches no parameter .*did you mean layers.ffn\?"),
         ({"train_only": "xyzzy"}, r"--train-only xyzzy: .*; names begin with embed_VD, layers, norm"),
         ({"freeze": "*"}, "leave no parameter to train"),
         ({"freeze": "layers", "train_only": "layers.ffn"}, "leave no parameter to train"),
@@ -140,11 +140,8 @@ def test_a_run_begins_with_averaged_and_frozen_weights_of_another(tmp_path):
 
 # --- Muon ------------------------------------------------------------------------------------------------------------
 
-H = Hyperparameters.of(
-    dataclasses.replace(
-        small.config(), optim=OptimConfig(learning_rate=1.0, warmup_steps=0, schedule="constant", weight_decay=0.0)
-    )
-)
+OPTIM = OptimConfig(learning_rate=1.0, warmup_steps=0, schedule="constant", weight_decay=0.0)
+H = Hyperparameters.of(OPTIM, small.config().train)
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def test_bad_gradients_under_a_finite_loss_are_skipped(max_grad_norm):
     state = small.start(cfg, mesh)
     with jax.set_mesh(mesh):
         batch = small.to_device(small.random_rows(cfg, 0), mesh)
-        after, metrics = sharp_step()(state, batch, Hyperparameters.of(cfg))
+        after, metrics = sharp_step()(state, batch, Hyperparameters.of(cfg.optim, cfg.train))
     assert np.isfinite(metrics["loss"])
     assert metrics["skipped"] == 1
     assert_equal_states(after, state, rtol=0, atol=0)

@@ -56,7 +56,7 @@ def test_a_few_spikes_do_not_hide_the_next_and_a_new_level_becomes_usual():
     assert max(scores(ring([*calm, *high[:10]]), jnp.asarray(high[10]))) > limit
     assert max(scores(ring([*calm, *high[: KEPT // 2 + 1]]), jnp.asarray(high[KEPT // 2 + 1]))) < limit
     ignored = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, on_spike="ignore"))
-    assert Hyperparameters.of(ignored).spike_score == np.inf
+    assert Hyperparameters.of(ignored.optim, ignored.train).spike_score == np.inf
 
 
 # --- the step: KEPT ordinary batches fill the ring, then comes one in which a single token counts,

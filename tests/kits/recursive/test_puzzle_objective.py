@@ -159,7 +159,7 @@ def test_what_does_not_go_together_is_refused():
 def test_adam_atan2_is_its_formula_and_does_not_know_the_gradients_size():
     drawn = np.random.default_rng(0)
     model = jax.device_get(fresh())
-    h = Hyperparameters.of(CFG)
+    h = Hyperparameters.of(CFG.optim, CFG.train)
     made = OPTIMIZERS["adam_atan2"](h, model)
     update, begun = jax.jit(made.update), jax.jit(made.init)(model)
     kept = {1.0: begun, 1024.0: begun}
