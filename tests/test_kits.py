@@ -18,7 +18,7 @@ from nash_mhc.hub.load import load
 from nash_mhc.report.contents import open_run
 from nash_mhc.report.page import write_page
 from nash_mhc.train import run
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -281,7 +281,7 @@ def test_a_data_source_of_numpy_arrays_is_registered_from_python(tmp_path, monke
     )
     flags = [*SMALL, "--dataset", "counting", "--learning-rate", "1e-2"]
     flags[flags.index("--total-steps") + 1] = "8"
-    cfg = parsing.parse([*flags, "--checkpoint-dir", str(tmp_path / "run")], found=found_settings).config
+    cfg = parsing.parse([*flags, "--checkpoint-dir", str(tmp_path / "run")], found=infer_settings).config
     result = run(cfg, quiet=True)
     assert result.evaluation["eval/loss"] < 5.0  # log 257 = 5.5: it has begun to count
 

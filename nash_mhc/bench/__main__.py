@@ -128,15 +128,15 @@ def _show(command: str, figures: dict[str, Any]) -> None:
 
 
 def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import found_settings  # with JAX: after the flags
+    from nash_mhc.train.inferred_settings import infer_settings  # with JAX: after the flags
 
-    return found_settings(given, values)
+    return infer_settings(given, values)
 
 
 def _found_for_figures(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import found_for_figures
+    from nash_mhc.train.inferred_settings import infer_without_tokenizer
 
-    return found_for_figures(given, values)
+    return infer_without_tokenizer(given, values)
 
 
 def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:

@@ -87,9 +87,9 @@ def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
 
 
 def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import found_for_figures  # with JAX: after the flags
+    from nash_mhc.train.inferred_settings import infer_without_tokenizer  # with JAX: after the flags
 
-    return found_for_figures(given, values)
+    return infer_without_tokenizer(given, values)
 
 
 def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
@@ -115,9 +115,9 @@ def main() -> int:
     from nash_mhc.estimate import candidates
     from nash_mhc.model.architectures import count_parameters  # with JAX: after the flags
     from nash_mhc.plan import show
-    from nash_mhc.train.inferred_settings import with_vocabulary
+    from nash_mhc.train.inferred_settings import with_preset_vocabulary
 
-    given = with_vocabulary(parsed.given, parsed.config.model.vocab_size)
+    given = with_preset_vocabulary(parsed.given, parsed.config.model.vocab_size)
     cfg = candidates.rows_for(parsed.config, machine, parsed.given)
     found = candidates.candidates(cfg, machine, parsed.given, also_smaller=True)
     if not found:

@@ -26,7 +26,7 @@ from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, exit_now
 from nash_mhc.telemetry.terminal import JsonReporter
 from nash_mhc.train.devices import join, resolve
-from nash_mhc.train.inferred_settings import found_settings, recorded_settings
+from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.samples import TEMPERATURE
 from nash_mhc.train.trainer import Result, run
 from nash_mhc.train.verify_resume import STEPS, verify_resume
@@ -90,7 +90,7 @@ def main() -> int:
         sys.argv[1:],
         prog="python -m nash_mhc.train",
         own=_own_flags,
-        found=found_settings,
+        found=infer_settings,
         folder="train.checkpoint_dir",
         recorded=recorded_settings,
     )

@@ -1,6 +1,6 @@
-"""Settings that need not be given, because a folder that was named knows them: prepared data, or another run.
+"""Infer settings from directories that the user names: prepared data, a run, or a Hugging Face model.
 
-They lie above the preset and below whatever the user has set; `--print-config` shows where each comes from.
+They override the preset, and the user's own settings override them; `--print-config` shows the origin of each.
 """
 
 from __future__ import annotations
@@ -26,55 +26,23 @@ from nash_mhc.storage.files import is_remote
 from nash_mhc.storage.folders import check_model_folder
 
 _BEGIN = "data.begin_with_end"
-_OF_MODEL = ("data.tokenizer", _BEGIN)  # of the data: what goes with a model
-_OF_ROWS = ("seq_len", "split", "eval_split", "validation_fraction")
-# Keys of the data that say how it is read, not what it is.
-_OF_READING = ("batch_size", "num_workers", "worker_buffer_size", "cache_dir")
+_OF_MODEL = ("data.tokenizer", _BEGIN)  # settings of the data that belong to a model
+_OF_PREPARED = ("seq_len", "split", "eval_split", "validation_fraction")
+_OF_READING = ("batch_size", "num_workers", "worker_buffer_size", "cache_dir")  # how data is read, not which data
 OF_DATA = {path for path in keys() if path.startswith("data.")} - {f"data.{name}" for name in _OF_READING}
+_NAME_A_VOCABULARY = ("data.dataset", "data.tokenizer", "train.init_from", "train.resume_from", "train.checkpoint_dir")
 
 
-def of_prepared(dataset: str) -> Settings:
-    """What the rows of a prepared folder were made with; of a mixture, what all prepared parts have in common."""
-    folders = [Path(name) for name in [name for name, _ in weighted_parts(dataset)] or [dataset]]
-    recipes = {folder: Manifest.read(folder).recipe for folder in folders if (folder / FILE).exists()}
-    if not recipes:
-        return {}
-    (folder, recipe), *others = recipes.items()
-    same = lambda name: all(other[name] == recipe[name] for _, other in others)
-    found = {f"data.{name}": recipe[name] for name in _OF_ROWS if same(name)}
-    if same("tokenizer"):
-        found["data.tokenizer"] = str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes"
-        found[_BEGIN] = "begin" not in recipe["tokenizer"]
-    return {path: (value, f"prepared data {folder}") for path, value in found.items()}
-
-
-def of_run(flag: str, folder: str, model_kind: str = OURS, *, with_data: bool = False) -> Settings:
-    """The model and the tokenizer of a run, or of a Hugging Face folder, that is started from; with a run's data."""
-    if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
-        return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
-    with as_config_error(f"{flag} {folder}"):
-        described = RunFolder(folder).description()
-    if flag == "--init-from" and described is None:
-        check_model_folder(flag, folder)
-    # Runs of older versions do not have the key, and their documents have a begin token.
-    known = {} if described is None else {_BEGIN: True} | described.config
-    if (its := known.get("model_kind", model_kind)) != model_kind:
-        raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
-    has_data = with_data and not RunFolder(folder).is_imported()
-    wanted = {k: v for k, v in known.items() if k.startswith("model.") or k in _OF_MODEL or (has_data and k in OF_DATA)}
-    return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
-
-
-def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    """For `parse`: `given` is what the user has set, `values` are all settings as they would be without this."""
+def infer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    """For `parse`: infer settings from `given`, the user's settings, and `values`, all settings without inference."""
     own, found = values["train.checkpoint_dir"], dict[str, Any]()
     for flag, path in (("--init-from", "train.init_from"), ("--resume-from", "train.resume_from")):
-        # A run that has begun has recorded what it took from there, and continues where that is gone.
-        if values[path] is not None and (own is None or not _has_begun(own)):
-            found |= of_run(flag, values[path], values["model_kind"], with_data="data.dataset" not in given)
+        # A run with a checkpoint has recorded these settings, and resumes even if that model is gone.
+        if values[path] is not None and (own is None or not _has_checkpoint(own)):
+            found |= _of_model(flag, values[path], values["model_kind"], with_data="data.dataset" not in given)
     values = {**values, **{path: value for path, (value, _) in found.items()}, **given}
-    prepared = of_prepared(values["data.dataset"])
-    # Rows are as they are, whatever the model was trained on before.
+    prepared = _of_prepared(values["data.dataset"])
+    # Prepared data determines the begin token, whatever data the model was trained on before.
     found = prepared | found | {path: setting for path, setting in prepared.items() if path == _BEGIN}
     dataset = values["data.dataset"]
     source = None if weighted_parts(dataset) else source_of(dataset, values["data.format"])
@@ -85,48 +53,73 @@ def found_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
     if values["distill.teacher"] is not None:
         check_model_folder("--distill-teacher", values["distill.teacher"])
     so_far = {**values, **{path: value for path, (value, _) in found.items()}, **given}
-    if _BEGIN not in {**given, **found} and is_of_model(name := so_far["data.tokenizer"]):
+    name = so_far["data.tokenizer"]
+    if _BEGIN not in {**given, **found} and is_of_model(name):
         found[_BEGIN] = (False, f"tokenizer {name}")
     if "model.vocab_size" not in {**given, **found}:
-        found |= _vocabulary(so_far)
+        found["model.vocab_size"] = (load_tokenizer(name).vocab_size, f"tokenizer {name}")
     return found
 
 
-def _has_begun(folder: str) -> bool:
-    with as_config_error(f"--checkpoint-dir {folder}"):
-        return RunFolder(folder).has_checkpoint()
+def infer_without_tokenizer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    """Infer settings for a plan or a benchmark, which need no tokenizer."""
+    return infer_settings(with_preset_vocabulary(given, values["model.vocab_size"]), values)
 
 
-_NAME_A_VOCABULARY = ("data.dataset", "data.tokenizer", "train.init_from", "train.resume_from", "train.checkpoint_dir")
-
-
-def with_vocabulary(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """For a plan or a benchmark: the preset keeps its own vocabulary, unless data or a model is named."""
+def with_preset_vocabulary(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Add the preset's vocabulary size to the settings, unless they name data or a model."""
     named = any(given.get(path) is not None for path in _NAME_A_VOCABULARY)
     return dict(given) if named or "model.vocab_size" in given else {**given, "model.vocab_size": vocab_size}
 
 
-def found_for_figures(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    """`found_settings` for a plan or a benchmark, which need no tokenizer."""
-    return found_settings(with_vocabulary(given, values["model.vocab_size"]), values)
+def _of_prepared(dataset: str) -> Settings:
+    """Return the settings of prepared data; for a mixture, those that all of its prepared parts share."""
+    folders = [Path(name) for name in [name for name, _ in weighted_parts(dataset)] or [dataset]]
+    recipes = {folder: Manifest.read(folder).recipe for folder in folders if (folder / FILE).exists()}
+    if not recipes:
+        return {}
+    (folder, recipe), *others = recipes.items()
+    same = lambda name: all(other[name] == recipe[name] for _, other in others)
+    found = {f"data.{name}": recipe[name] for name in _OF_PREPARED if same(name)}
+    if same("tokenizer"):
+        found["data.tokenizer"] = str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes"
+        found[_BEGIN] = "begin" not in recipe["tokenizer"]
+    return {path: (value, f"prepared data {folder}") for path, value in found.items()}
 
 
-def _vocabulary(values: Mapping[str, Any]) -> Settings:
-    """As many tokens as the tokenizer has."""
-    name = values["data.tokenizer"]
-    return {"model.vocab_size": (load_tokenizer(name).vocab_size, f"tokenizer {name}")}
+def _of_model(flag: str, folder: str, model_kind: str, *, with_data: bool) -> Settings:
+    """Return the model and tokenizer of a run or Hugging Face model to start from; `with_data`, also a run's data."""
+    if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
+        return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
+    with as_config_error(f"{flag} {folder}"):
+        described = RunFolder(folder).description()
+    if flag == "--init-from" and described is None:
+        check_model_folder(flag, folder)
+    # Runs of older versions lack the key; their documents have a begin token.
+    known = {} if described is None else {_BEGIN: True} | described.config
+    if (its := known.get("model_kind", model_kind)) != model_kind:
+        raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
+    has_data = with_data and not RunFolder(folder).is_imported()
+    wanted = {k: v for k, v in known.items() if k.startswith("model.") or k in _OF_MODEL or (has_data and k in OF_DATA)}
+    return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
+
+
+def _has_checkpoint(folder: str) -> bool:
+    with as_config_error(f"--checkpoint-dir {folder}"):
+        return RunFolder(folder).has_checkpoint()
 
 
 def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
-    """For `parse`: what the run in this folder was started with; empty where `given` names another kind or size.
+    """For `parse`: return the settings that the run in this directory recorded; {} if `given` has another kind or size.
 
-    A run without a checkpoint may begin again with other data or another tokenizer: what followed from those goes.
+    A run without a checkpoint may start again with other data or another tokenizer; recorded settings that follow from
+    those are then left out.
     """
     run = RunFolder(folder)
     with as_config_error(f"--checkpoint-dir {folder}"):
         known = {} if run.is_imported() else run.settings()
-        has_begun = bool(known) and run.has_checkpoint()
-    # What is damaged may hold anything; bounds and choices are checked when the configuration is built.
+        has_checkpoint = bool(known) and run.has_checkpoint()
+    # A damaged file may hold any types; bounds and choices are checked when the configuration is built.
     known = {path: value for path, value in known.items() if value is None or isinstance(value, bool | int | float | str)}
     if "kit" not in given and isinstance(folders := known.get("kit"), str):
         kits.use(folders, recorded=True)
@@ -140,11 +133,11 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
         if isinstance(value, str) != (str in key.kinds) and value is not None:
             raise ConfigError(f"{folder}: its run.json has {path} {value!r}, which must be {type_name(key.annotation)}")
     left_out: set[str] = set()
-    if has_begun:  # it has its weights, and whose it began with is written down
-        known.setdefault(_BEGIN, True)  # as older versions had it
-        began = (described.init_from or {}).get("folder") if (described := run.description()) is not None else None
-        if known.get("train.init_from") is not None:
-            known["train.init_from"] = began
+    if has_checkpoint:
+        known.setdefault(_BEGIN, True)  # the default of older versions
+        described = run.description()
+        if known.get("train.init_from") is not None:  # the model that the run began with, as an absolute path
+            known["train.init_from"] = (described.init_from or {}).get("folder") if described is not None else None
         left_out |= {"train.init_step", "train.resume_from"}
     elif "data.dataset" in given:
         left_out |= {path for path in known if path in OF_DATA} | {"model.vocab_size"}

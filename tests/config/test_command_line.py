@@ -14,7 +14,7 @@ from settings import REQUIRED
 from nash_mhc.config import commands, parsing, presets
 from nash_mhc.config.key_names import FURTHER
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
@@ -160,4 +160,4 @@ def test_a_model_to_start_from_that_is_not_there_is_said_before_anything_else(tm
     with pytest.raises(
         ConfigError, match=r"--init-from \S+Qwen: no such folder; .* \(hf download OWNER/NAME --local-dir \S+Qwen\)"
     ):
-        parsing.parse(["--init-from", str(tmp_path / "Qwen")], found=found_settings)
+        parsing.parse(["--init-from", str(tmp_path / "Qwen")], found=infer_settings)

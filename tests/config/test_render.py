@@ -11,7 +11,7 @@ from settings import error
 
 from nash_mhc.config import parsing, presets
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 ODD_TEXT = ["none", "None", "null", "~", "true", "12", "1e-3", " a ", "a # b", "a: b", "é😀", 'it\'s "q"', "- x"]
 ODD_TEXT += ["a\nb", "\x07", "x" * 200 + " y" * 20]
@@ -51,7 +51,7 @@ def test_a_key_of_another_kind_says_whose_it_is(argv, message, write):
 
 
 def test_a_profile_of_a_device_lies_above_the_preset_and_below_the_user(write):
-    parse = lambda *argv: parsing.parse(["--profile-for", "tpu", *argv], found=found_settings)
+    parse = lambda *argv: parsing.parse(["--profile-for", "tpu", *argv], found=infer_settings)
     parsed = parse("--model-size", "small")
     assert (parsed.config.data.batch_size, parsed.config.optim.learning_rate) == (64, 8.49e-3)
     assert parsed.origins["data.batch_size"] == "--profile-for tpu"

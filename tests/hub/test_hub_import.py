@@ -28,7 +28,7 @@ from nash_mhc.hub.reading import read_weights
 from nash_mhc.hub.tensors import shapes
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 from nash_mhc.train.resume import check_resume
 from nash_mhc.train.state import sharded_abstract_state
 
@@ -148,7 +148,7 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
     ]
     argv += ["--total-steps", "4", "--warmup-steps", "0", "--eval-interval", "0", "--learning-rate", "3e-4"]
     argv += ["--mesh-fsdp", "2", "--mesh-tp", "2", "--mesh-data", "2"]
-    cfg = parsing.parse(argv, found=found_settings).config
+    cfg = parsing.parse(argv, found=infer_settings).config
     assert cfg.model == HubFolder(source).imported.model
     result = at(tmp_path / "run", cfg, evaluated=False)
     assert call("export", result.folder, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
@@ -373,7 +373,7 @@ def test_a_run_starts_from_an_imported_model_in_a_folder_of_its_own(folders, tmp
         at(tmp_path / "ours", small.config())
     with pytest.raises(ConfigError, match="is there already"):
         call("import", folders("qwen2, tied"), "--out", tmp_path / "ours", monkeypatch=monkeypatch)
-    cfg = parsing.parse(["--init-from", str(folders("qwen2, tied")), "--model-width", "64"], found=found_settings).config
+    cfg = parsing.parse(["--init-from", str(folders("qwen2, tied")), "--model-width", "64"], found=infer_settings).config
     with pytest.raises(ConfigError, match=r"model.width 64: .* has 32; leave it out"):
         check_resume(cfg, rows="stories")
 
@@ -385,7 +385,7 @@ def test_a_folder_without_a_tokenizer_says_so(folders, tmp_path):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ConfigError, match="no tokenizer"):
         load(tmp_path)
-    assert parsing.parse(["--init-from", str(tmp_path)], found=found_settings).config.data.tokenizer == "bytes"
+    assert parsing.parse(["--init-from", str(tmp_path)], found=infer_settings).config.data.tokenizer == "bytes"
 
 
 def test_an_exported_tokenizer_begins_texts_as_the_model_knows_them(folders, tmp_path):

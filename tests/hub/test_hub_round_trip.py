@@ -24,7 +24,7 @@ from nash_mhc.hub.reading import read_weights
 from nash_mhc.hub.tensors import shapes
 from nash_mhc.hub.tensors import tensors as tensors_of
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 from nash_mhc.train.resume import check_resume
 from nash_mhc.train.state import sharded_abstract_state
 
@@ -96,7 +96,7 @@ def trained(source, folder, pattern):
     argv = ["--init-from", str(source), "--train-only", pattern, "--seq-len", "32", "--batch-size", "2", "--total-steps", "2"]
     argv += ["--warmup-steps", "0", "--eval-interval", "0", "--learning-rate", "0.05", "--sample-tokens", "0"]
     argv += ["--mesh-data", "1", "--schedule", "constant"]
-    return at(folder, parsing.parse(argv, found=found_settings).config, evaluated=False).folder
+    return at(folder, parsing.parse(argv, found=infer_settings).config, evaluated=False).folder
 
 
 def test_here_and_back_bytes_dtypes_and_files_stay(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_a_mesh_reads_our_own_export(exported):
 
 
 def test_a_run_starts_from_our_own_export(exported):
-    cfg = parsing.parse(["--init-from", str(exported[1]), "--seq-len", "32"], found=found_settings).config
+    cfg = parsing.parse(["--init-from", str(exported[1]), "--seq-len", "32"], found=infer_settings).config
     assert cfg.model == load(exported[0]).config.model
     check_resume(cfg, rows="stories")
 

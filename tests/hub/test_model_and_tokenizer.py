@@ -23,7 +23,7 @@ from nash_mhc.generate.prompts import Prompt, asked
 from nash_mhc.hub import __main__ as hub
 from nash_mhc.hub.importing import import_folder
 from nash_mhc.hub.load import load, tokenizer_of
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"
 TEXTS = ["Once upon a time", "Two"]
@@ -85,7 +85,7 @@ def test_rows_that_a_model_is_trained_on_begin_as_its_prompts_do(qwen, llama, tm
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     settings = ["--validation-fraction", "0", "--seq-len", "64", "--cache-dir", str(tmp_path / "cache")]
-    configured = lambda *argv: parse([*settings, *argv], found=found_settings).config
+    configured = lambda *argv: parse([*settings, *argv], found=infer_settings).config
     for folder, begin in ((qwen, []), (llama, [256])):
         begun = configured("--init-from", str(folder), "--dataset", str(data))
         out = str(tmp_path / f"{folder.name}-rows")
@@ -142,6 +142,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_everywhere(qwen,
     with pytest.raises(ConfigError, match=r"317 tokens.* only 300"):
         cache_command(["--teacher", str(folder), "--out", str(out), "--dataset", "stories", "--max-documents", "2"])
     with pytest.raises(ConfigError, match=r"317 tokens.* only 300"):
-        at(out, parse(["--init-from", str(folder), "--seq-len", "32", "--batch-size", "8"], found=found_settings).config)
+        at(out, parse(["--init-from", str(folder), "--seq-len", "32", "--batch-size", "8"], found=infer_settings).config)
     assert not out.exists()
     assert np.prod(load(qwen).model.unembed_VD.shape) > 0  # whose own one fits

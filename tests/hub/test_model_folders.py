@@ -13,7 +13,7 @@ from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.hub import __main__ as hub
 from nash_mhc.plan import __main__ as plan
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 MODEL = "Qwen/Qwen3-0.6B"
 COMMANDS = {
@@ -36,7 +36,7 @@ COMMANDS = {
 def call(name, monkeypatch):
     main, argv = COMMANDS[name]
     if main is None:
-        return parsing.parse(argv, found=found_settings)
+        return parsing.parse(argv, found=infer_settings)
     monkeypatch.setattr(sys, "argv", [name, *argv])
     return main()
 
@@ -72,7 +72,7 @@ def test_a_teacher_without_a_checkpoint_gets_none(here, monkeypatch):
 
 def test_adapters_alone_are_not_taken_for_a_model(here, monkeypatch):
     with pytest.raises(ConfigError, match=r"adapters: .*hub import adapters --base"):
-        parsing.parse(["--init-from", "adapters"], found=found_settings)
+        parsing.parse(["--init-from", "adapters"], found=infer_settings)
 
 
 def test_a_tokenizer_that_is_not_there_may_be_downloaded(here):

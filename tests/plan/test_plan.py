@@ -22,7 +22,7 @@ from nash_mhc.model.device_settings import for_platform
 from nash_mhc.plan import __main__ as command
 from nash_mhc.plan import verify
 from nash_mhc.runtime.chips import by_kind, chips, machine
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 
 def planned(monkeypatch, capsys, *words):
@@ -171,10 +171,10 @@ def test_the_folder_of_a_run_is_planned_for_by_its_recorded_settings(monkeypatch
 def test_a_preset_has_its_own_vocabulary_until_data_is_named_and_the_command_trains_that_model(monkeypatch, capsys):
     own = figures_of(monkeypatch, capsys, "--chip", "v6e-8", "--model-size", "small")
     assert own["parameters"] == count_parameters(presets.model("small"))
-    assert parsing.parse(own["command"].split()[3:], found=found_settings).config.model == presets.model("small")
+    assert parsing.parse(own["command"].split()[3:], found=infer_settings).config.model == presets.model("small")
     named = figures_of(monkeypatch, capsys, "--chip", "v6e-8", "--model-size", "small", "--dataset", "stories")
     assert named["parameters"] == own["parameters"] - 640 * (65_536 - 384)  # bytes, padded
-    model = parsing.parse(named["command"].split()[3:], found=found_settings).config.model
+    model = parsing.parse(named["command"].split()[3:], found=infer_settings).config.model
     assert count_parameters(model) == named["parameters"]
 
 

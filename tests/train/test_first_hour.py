@@ -31,7 +31,7 @@ from nash_mhc.parallel.mesh import describe
 from nash_mhc.storage.files import to_path
 from nash_mhc.train import __main__ as train
 from nash_mhc.train import run
-from nash_mhc.train.inferred_settings import found_settings, recorded_settings
+from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 
 ROOT = Path(__file__).parents[2]
 SMALL = [*DENSE[: DENSE.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
@@ -106,7 +106,7 @@ def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
     tokenizer = load_tokenizer("tok")
     prepared(Path("data"), "a.jsonl", tokenizer, align=16, seq_len=512, validation_fraction=0.2)
     prepared(Path("other"), "a.jsonl", tokenizer, align=16, seq_len=512, max_documents=9)
-    parse = lambda *argv: parsing.parse(argv, found=found_settings, recorded=recorded_settings, folder="train.checkpoint_dir")
+    parse = lambda *argv: parsing.parse(argv, found=infer_settings, recorded=recorded_settings, folder="train.checkpoint_dir")
     parsed = parse("--dataset", "data")
     assert (parsed.config.data.seq_len, parsed.config.data.validation_fraction) == (512, 0.2)
     assert (parsed.config.data.tokenizer, parsed.config.model.vocab_size) == ("data/tokenizer", 271)

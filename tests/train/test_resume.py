@@ -18,7 +18,7 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
-from nash_mhc.train.inferred_settings import found_settings, recorded_settings
+from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.restore_check import wanted_state
 from nash_mhc.train.resume import check_resume, starting_state
 
@@ -209,7 +209,7 @@ def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, mo
     shutil.rmtree(copy)
     again = ["--init-from", str(copy), "--checkpoint-dir", str(tmp_path / "new")]
     assert (
-        parsing.parse(again, found=found_settings, recorded=recorded_settings, folder="train.checkpoint_dir").config.model
+        parsing.parse(again, found=infer_settings, recorded=recorded_settings, folder="train.checkpoint_dir").config.model
         == cfg.model
     )
     monkeypatch.chdir(tmp_path)

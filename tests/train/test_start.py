@@ -20,7 +20,7 @@ from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer, load_tokenizer
 from nash_mhc.train import __main__ as train
 from nash_mhc.train import run
-from nash_mhc.train.inferred_settings import found_settings, recorded_settings
+from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.resume import check_resume
 
 OTHER = dataclasses.replace(  # in no section like a preset
@@ -34,7 +34,7 @@ OTHER = dataclasses.replace(  # in no section like a preset
 
 def parsed(*argv):
     return parsing.parse(
-        [str(word) for word in argv], found=found_settings, folder="train.checkpoint_dir", recorded=recorded_settings
+        [str(word) for word in argv], found=infer_settings, folder="train.checkpoint_dir", recorded=recorded_settings
     )
 
 

@@ -24,7 +24,7 @@ from nash_mhc.kits.recursive.puzzles.rows import PuzzleRows
 from nash_mhc.kits.recursive.solve import mistake
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.train.__main__ import next_commands
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 PUZZLE = presets.run("sudoku4", "recursive")
 
@@ -147,12 +147,12 @@ def test_answers_are_judged_by_the_rules(tmp_path):
 
 def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(solving, tmp_path):
     given = ["--model-kind", "recursive", "--model-size", "sudoku4", "--cache-dir", str(tmp_path)]
-    parsed = parse([*given, "--dataset", "sudoku9"], found=found_settings).config
+    parsed = parse([*given, "--dataset", "sudoku9"], found=infer_settings).config
     assert (parsed.data.seq_len, parsed.data.tokenizer, parsed.model.cells, parsed.model.vocab_size) == (81, "sudoku9", 81, 11)
     rows = PuzzleRows("sudoku4", seed=0, split="train", cache_dir=tmp_path).take(np.arange(40))
     lines = [",".join("".join(map(str, grid)) for grid in both) for both in zip(rows.inputs, rows.targets, strict=True)]
     (tmp_path / "mine.csv").write_text("question,answer\n" + "\n".join(lines) + "\n")
-    own = parse([*given, "--dataset", str(tmp_path / "mine.csv"), "--validation-fraction", "0.3"], found=found_settings).config
+    own = parse([*given, "--dataset", str(tmp_path / "mine.csv"), "--validation-fraction", "0.3"], found=infer_settings).config
     assert (own.data.seq_len, own.data.tokenizer, own.model.cells) == (16, "sudoku4", 16)
     assert own.model == PUZZLE.model
     small, _ = solving  # whose programs serve this file as well
@@ -164,7 +164,7 @@ def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(solving, tmp_
 
 def test_puzzles_and_text_are_not_taken_for_each_other(tmp_path):
     with pytest.raises(ConfigError, match=r"--dataset sudoku9: is a puzzle, which is solved and not continued"):
-        parse(["--dataset", "sudoku9"], found=found_settings)
+        parse(["--dataset", "sudoku9"], found=infer_settings)
     text = dataclasses.replace(PUZZLE, data=dataclasses.replace(PUZZLE.data, dataset="stories", tokenizer="bytes"))
     text = dataclasses.replace(text, model=dataclasses.replace(text.model, vocab_size=257))
     with pytest.raises(ConfigError, match=r"--objective puzzle needs puzzles .*--dataset stories"):
