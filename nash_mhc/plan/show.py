@@ -1,9 +1,9 @@
-"""A plan as a table, as JSON, and as the command that follows from it."""
+"""Show a plan as a table, as JSON, and as the command that trains with it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -24,12 +24,12 @@ _CATEGORIES = {
 
 
 def train_command(best: Candidate, given: Mapping[str, Any]) -> str:
-    """The exact one: what the user has given, with what was found."""
+    """Return the command that trains with this candidate and the user's own settings."""
     return module_command("nash_mhc.train", *as_flags({**given, **best.settings}))
 
 
 def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
-    """One candidate in plain values; times in seconds, memory in GiB a chip. Every figure of it is computed."""
+    """Return a candidate in JSON values: times in seconds, memory in GiB per chip."""
     hours = c.speed.hours(tokens) if tokens else None
     rate = machine.dollars_an_hour
     return {
@@ -62,71 +62,61 @@ def as_json(machine: Machine, rows: Sequence[dict[str, Any]], command: str | Non
 
 
 def _number(value: float) -> str:
-    """As many digits as say something: 1,204, 18.0, 0.031."""
+    """Format with the significant digits: 1,204, 18.0, 0.031."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
 
 
-def _kept(row: Mapping[str, Any]) -> str:
-    """Weights and moments: f32, f32+bf16, bf16."""
+def _precision(row: Mapping[str, Any]) -> str:
+    """Return the dtypes of weights and moments: f32, f32+bf16, bf16."""
     names = [{"float32": "f32", "bfloat16": "bf16"}[row[what]] for what in ("weights", "moments")]
     return "+".join(dict.fromkeys(names))
 
 
 def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
-    shown = [name for name in _CATEGORIES if name != "teachers" or any(row["gib_by_category"][name] for row in rows)]
-    out = Table(box=None, pad_edge=False, header_style="bold")
-    heads = [
-        "mesh",
-        "remat",
-        "batch",
-        "kept",
-        "fits",
-        "GiB",
-        *(_CATEGORIES[name] for name in shown),
-        "ms",
-        "compute",
-        "memory",
-        "tp",
-        "net",
-        "binds",
+    categories = [name for name in _CATEGORIES if name != "teachers" or any(row["gib_by_category"][name] for row in rows)]
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("mesh", lambda row: "x".join(str(row[axis]) for axis in ("data", "fsdp", "tp"))),
+        ("remat", lambda row: row["remat"]),
+        ("batch", lambda row: row["batch"]),
+        ("dtype", _precision),
+        ("fits", lambda row: row["fits"]),
+        ("GiB", lambda row: _number(row["gib"])),
     ]
-    heads += ["tok/s", "MFU"] + (["hours", "$"] if tokens else [])
-    for head in heads:
-        out.add_column(
-            head, justify="left" if head in ("mesh", "remat", "batch", "kept", "fits", "binds") else "right", no_wrap=True
-        )
-    for each in rows:
-        cells = [
-            "x".join(str(each[a]) for a in ("data", "fsdp", "tp")),
-            each["remat"],
-            each["batch"],
-            _kept(each),
-            each["fits"],
-        ]
-        cells += [_number(each["gib"]), *(_number(each["gib_by_category"][name]) for name in shown)]
-        cells += [_number(each[key] * 1e3) for key in ("step_s", "compute_s", "memory_s", "exchange_s", "gather_s")]
-        cells += [each["binds"], short(each["tokens_per_s"]), f"{each['mfu']:.0%}"]
-        if tokens:
-            cells += [f"{each['hours']:,.0f}", "-" if each["dollars"] is None else f"{each['dollars']:,.0f}"]
-        out.add_row(*cells)
+    columns += [(_CATEGORIES[name], lambda row, name=name: _number(row["gib_by_category"][name])) for name in categories]
+    times = {"ms": "step_s", "compute": "compute_s", "memory": "memory_s", "tp": "exchange_s", "net": "gather_s"}
+    columns += [(head, lambda row, key=key: _number(row[key] * 1e3)) for head, key in times.items()]
+    columns += [
+        ("binds", lambda row: row["binds"]),
+        ("tok/s", lambda row: short(row["tokens_per_s"])),
+        ("MFU", lambda row: f"{row['mfu']:.0%}"),
+    ]
+    if tokens:
+        columns.append(("hours", lambda row: f"{row['hours']:,.0f}"))
+        columns.append(("$", lambda row: "-" if row["dollars"] is None else f"{row['dollars']:,.0f}"))
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for head, _ in columns:
+        is_text = head in ("mesh", "remat", "batch", "dtype", "fits", "binds")
+        out.add_column(head, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        out.add_row(*(cell(row) for _, cell in columns))
     return out
 
 
-def show(machine: Machine, rows: Sequence[dict[str, Any]], *, parameters: int, tokens: float | None, looked_at: int) -> None:
-    wide = Console(width=max(Console().width, 190), highlight=False)  # a line that is cut says less than one that wraps
+def show(machine: Machine, rows: Sequence[dict[str, Any]], *, parameters: int, tokens: float | None, count: int) -> None:
+    console = Console(width=max(Console().width, 190), highlight=False)  # wrapped lines are better than cut ones
     chip, price = machine.chip, machine.dollars_an_hour
     kind = "float32, measured" if chip.platform == "cpu" else "bf16"
-    held = f"{chip.memory / _GIB:.1f} GiB at {chip.memory_gbps:,.0f} GB/s"
-    wide.print(
-        f"{machine}; a chip: {chip.tflops:.3g} TFLOP/s {kind}, {held}, links "
-        f"{chip.links_gbps:.3g} GB/s" + (f"; ${price:,.2f} an hour" if price is not None else "; no list price is known")
+    memory = f"{chip.memory / _GIB:.1f} GiB at {chip.memory_gbps:,.0f} GB/s"
+    console.print(
+        f"{machine}; per chip: {chip.tflops:.3g} TFLOP/s {kind}, {memory}, links "
+        f"{chip.links_gbps:.3g} GB/s" + (f"; ${price:,.2f} per hour" if price is not None else "; no list price")
     )
-    wide.print(
-        f"{short(parameters)} parameters; {looked_at} ways were looked at; all figures are computed, times within {ERROR:.0%}\n"
+    console.print(
+        f"{short(parameters)} parameters; best of {count} layouts; all figures are estimates, times within {ERROR:.0%}\n"
     )
-    wide.print(table(rows, tokens=tokens))
+    console.print(table(rows, tokens=tokens))
     if rows and tokens and rows[0]["fits"] != "no":
         hours, dollars = rows[0]["hours"], rows[0]["dollars"]
         low, high = duration(3600 * hours * (1 - ERROR)), duration(3600 * hours * (1 + ERROR))
         cost = "" if dollars is None else f", ${dollars * (1 - ERROR):,.0f} to ${dollars * (1 + ERROR):,.0f}"
-        wide.print(f"\n{short(tokens)} tokens with the first: {low} to {high}{cost}")
+        console.print(f"\n{short(tokens)} tokens with the first layout: {low} to {high}{cost}")

@@ -1,7 +1,7 @@
-"""A candidate, verified by the compiler: the real train step, compiled ahead of time in a process of its own.
+"""Verify the memory estimate of a candidate: compile the real train step ahead of time, in a separate process.
 
-For a TPU that is not here where its compiler library is installed; otherwise for as many emulated devices of this CPU,
-in the same mesh. That leaves much out, and so it is held against the same arithmetic for the same program.
+For a TPU, this needs only its compiler library. Otherwise it compiles for emulated CPU devices in the same mesh, and
+compares with the estimate for that program.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from nash_mhc.estimate.memory import estimate
 from nash_mhc.model.device_settings import for_platform
 from nash_mhc.runtime.chips import Machine
 
-_MOST_COMPILED = 256  # chips
-_SECONDS = 1800
+_MAX_CHIPS = 256
+_TIMEOUT_S = 1800
 _OF_THE_MACHINE = ("train.dtype", "train.attention", "train.unroll", "mesh.platform", "mesh.num_devices")
-_LEFT_OUT = "bfloat16, the accelerator's own attention kernels, fusions and layouts are left out"
+_LEFT_OUT = "without bfloat16, and without the accelerator's attention kernels, fusions and layouts"
 
 
 def _compile(flags: list[str], topology: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "nash_mhc.bench", "compile", *flags, "--topology", topology, "--json", "-"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"--method compile: the compiler took more than {_SECONDS} s; plan with --method estimate") from None
+        raise ConfigError(f"--method compile: the compiler took more than {_TIMEOUT_S} s; use --method estimate") from None
     if done.returncode:
         last = (done.stderr.strip() or "no reason was given").splitlines()[-1].removeprefix("error: ")
         raise ConfigError(f"--method compile: {last}")
@@ -43,20 +43,20 @@ def _compile(flags: list[str], topology: str) -> dict[str, Any]:
 
 
 def verify(candidate: Candidate, given: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-    """What the compiler says, beside what was computed. ConfigError where it cannot be asked."""
-    if machine.chips > _MOST_COMPILED:
+    """Return the memory by the compiler and by the estimate; raise ConfigError if it cannot be compiled."""
+    if machine.chips > _MAX_CHIPS:
         raise ConfigError(
-            f"--method compile goes up to {_MOST_COMPILED} chips, and {machine.name} has {machine.chips}; leave it out"
+            f"--method compile supports up to {_MAX_CHIPS} chips, and {machine.name} has {machine.chips}; use --method estimate"
         )
     cfg, teacher = candidate.cfg, ""
-    if cfg.objective.name == "distill":  # the step alone is compiled
+    if cfg.objective.name == "distill":  # compile only the student's step
         given = {key: value for key, value in given.items() if not key.startswith(("distill.", "objective."))}
-        cfg, teacher = dataclasses.replace(cfg, objective=ObjectiveConfig(), distill=DistillConfig()), ", without its teacher"
+        cfg, teacher = dataclasses.replace(cfg, objective=ObjectiveConfig(), distill=DistillConfig()), ", without teacher"
     flags = as_flags({**given, **candidate.settings})
     mesh = "x".join(map(str, candidate.mesh.values()))
-    label = f"{mesh} {cfg.train.kept}, {cfg.train.grad_accum} x {cfg.data.batch_size} rows{teacher}"
-    here = importlib.util.find_spec("libtpu") is not None
-    if machine.chip.platform == "tpu" and machine.slices == 1 and here:
+    label = f"{mesh} {cfg.train.kept}, {cfg.train.grad_accum} x {cfg.data.batch_size} sequences{teacher}"
+    has_libtpu = importlib.util.find_spec("libtpu") is not None
+    if machine.chip.platform == "tpu" and machine.slices == 1 and has_libtpu:
         topology, computed = f"{machine.chip.name}:{machine.topology}", estimate(cfg, candidate.mesh).total
         what, left_out = f"compiled for {topology}", ""
     else:
@@ -66,9 +66,9 @@ def verify(candidate: Candidate, given: Mapping[str, Any], machine: Machine) -> 
         flags = as_flags({key: v for key, v in ({**given, **candidate.settings}).items() if key not in _OF_THE_MACHINE})
         what, left_out = f"compiled for {machine.chips} emulated CPU device{'s' * (machine.chips > 1)} in float32", _LEFT_OUT
     figures = _compile(flags, topology)
-    # A TPU's compiler goes by what lies there at the worst moment, and has holes in its temporaries beyond that.
+    # The TPU compiler accepts a program by its peak of live memory; fragmentation comes on top of that.
     gib, own = figures["peak_gib_per_chip" if topology == "cpu" else "live_gib_per_chip"], computed / 2**30
-    sentence = f"{label}: {gib:.3g} GiB a device {what}, {own:.3g} computed for that program ({own / gib - 1:+.0%})"
+    sentence = f"{label}: {gib:.3g} GiB per device {what}, estimate for that program {own:.3g} ({own / gib - 1:+.0%})"
     sentence += f" in {figures['compile_s']:.0f} s" + (f"; {left_out}" if left_out else "")
     return {
         **candidate.settings, "compiled_for": topology, "compiled_gib": gib, "computed_gib": own, "left_out": left_out,
