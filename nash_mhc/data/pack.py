@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -70,6 +71,27 @@ class RowSource(Protocol):
 
     def epochs(self, position: int) -> dict[str, float]:
         """Return the epochs of each finite dataset that are read before this position."""
+
+
+class RowsByTake:
+    """Base of row sources that implement `take`; the defaults are those of endless text."""
+
+    most_documents: int | None = None
+    room: int | None = None
+    held_out = ""
+
+    def take(self, indices: np.ndarray | list[int]) -> Rows:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Rows:
+        rows = self.take([index])
+        return type(rows)(*(a[0] for a in rows))
+
+    def epochs(self, position: int) -> dict[str, float]:
+        return {}
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.documents.files import Corpus, Files
 from nash_mhc.data.documents.hub import Hub, is_saved
 from nash_mhc.data.order import BLOCK, assign_sources, counts_before, exact_shares, permuted, shuffled
-from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowsByTake, RowSource
 from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
@@ -34,13 +34,14 @@ from nash_mhc.storage.folders import model_name
 _SAMPLE_KEY = 2512_24880  # of the permutation that chooses the evaluated rows; never change it
 
 
-class Mixture:
+class Mixture(RowsByTake):
     """Endless rows of several sources by weight; finite sources are reread in a new order each epoch."""
 
     endless = True
 
     def __init__(self, names: Sequence[str], sources: Sequence[RowSource], weights: Sequence[str], *, seed: int) -> None:
         self.names, self._sources, self._seed = list(names), list(sources), seed
+        self.name = ", ".join(names)
         if not sum(map(float, weights)) or min(exact_shares(weights)) * BLOCK < 1:
             raise ConfigError(f"--dataset {names[0]}:{weights[0]} ...: each weight must be at least 1/{BLOCK} of their sum")
         if len(set(names)) < len(names):
@@ -48,17 +49,10 @@ class Mixture:
                 f"--dataset: {max(names, key=list(names).count)} is given twice; give it once with the total weight"
             )
         self._shares = exact_shares(weights)
+        self.held_out = "; ".join(f"{source.name}: {source.held_out}" for source in sources if source.held_out)
         most = [source.most_documents for source in sources]
         self.most_documents = None if None in most else max(n for n in most if n is not None)
         self.room = max((source.room for source in sources if source.room is not None), default=None)
-
-    @property
-    def name(self) -> str:
-        return ", ".join(self.names)
-
-    @property
-    def held_out(self) -> str:
-        return "; ".join(f"{source.name}: {source.held_out}" for source in self._sources if source.held_out)
 
     @property
     def identity(self) -> str:
@@ -78,9 +72,6 @@ class Mixture:
         """Return for each position whether it lies in the first epoch of its source."""
         owners, inner = assign_sources(positions, self._shares, seed=self._seed)
         return inner < np.array([sys.maxsize if source.endless else len(source) for source in self._sources])[owners]
-
-    def __getitem__(self, index: int) -> Rows:
-        return Rows(*(a[0] for a in self.take([index])))
 
     def _rows_of(self, number: int, inner: np.ndarray) -> np.ndarray:
         """Map positions within a source's own reading to its row numbers."""

@@ -9,21 +9,20 @@ read again from its beginning.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
-import sys
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import (
-    Columns,
     Raw,
     columns_of,
     find_files,
@@ -36,7 +35,7 @@ from nash_mhc.data.documents.files import (
 from nash_mhc.data.documents.holdout import EVALUATED, TRAINED_ON, HeldOut, by_share
 from nash_mhc.data.documents.hub import Hub
 from nash_mhc.data.order import combine, permuted
-from nash_mhc.data.pack import NothingHeldOut, Rows, StoredRows, pack_pieces, unpack
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowsByTake, StoredRows, pack_pieces, unpack
 from nash_mhc.data.prepared.manifest import VERSION
 from nash_mhc.data.recipe import Document, document_of, make_recipe, pieces_of
 from nash_mhc.data.tokenizer import Tokenizer
@@ -52,15 +51,9 @@ def text_of_volume(seq_len: int) -> int:
     return max(1 << 20, 256 * seq_len)
 
 
-@runtime_checkable
-class Reader(Protocol):
-    """The documents of a lane, from some state on."""
-
-    @property
-    def state(self) -> Any:
-        """The current position, as plain JSON values."""
-
-    def __next__(self) -> Raw: ...
+# A document, and a function that returns the reader's position after it, as plain JSON values. The function is called
+# before the next document is read, if at all, because the position of a Hugging Face dataset is slow to compute.
+Positioned = tuple[Raw, Callable[[], Any]]
 
 
 class ParquetLanes:
@@ -94,27 +87,16 @@ class ParquetLanes:
     def lanes_of(self, split: str) -> int:
         return max(1, min(LANES, len(self.units), self._documents // LEAST_DOCUMENTS))
 
-    def open(self, lane: int, lanes: int, split: str, state: Any) -> Reader:
-        return _ParquetReader(self._paths, self.units[lane::lanes], self._columns, state or [0, 0])
-
-
-class _ParquetReader:
-    def __init__(self, paths: list[Path], units: list[tuple[int, int, int]], columns: Columns, state: list[int]) -> None:
-        self.state = list(state)  # finished units, rows read of the next one
-        self._raws = self._read(paths, units, columns)
-
-    def _read(self, paths: list[Path], units: list[tuple[int, int, int]], columns: Columns) -> Iterator[Raw]:
-        first, skip = self.state
+    def read(self, lane: int, lanes: int, split: str, state: Any) -> Iterator[Positioned]:
+        """Yield the documents of a lane from a position on: finished units, rows read of the next one."""
+        units = self.units[lane::lanes]
+        first, skip = state or (0, 0)
         for unit in range(first, len(units)):
             file, group, before = units[unit]
-            contents = itertools.chain.from_iterable(parquet_batches(paths[file], columns, [group]))
+            contents = itertools.chain.from_iterable(parquet_batches(self._paths[file], self._columns, [group]))
             for row, content in enumerate(itertools.islice(contents, skip, None), start=skip + 1):
-                self.state = [unit, row]
-                yield Raw.of_table(file, before + row, content)
+                yield Raw.of_table(file, before + row, content), functools.partial(list, (unit, row))
             skip = 0
-
-    def __next__(self) -> Raw:
-        return next(self._raws)
 
 
 class HubLanes:
@@ -133,26 +115,14 @@ class HubLanes:
     def lanes_of(self, split: str) -> int:
         return max(1, min(LANES, self._table(split).num_shards))
 
-    def open(self, lane: int, lanes: int, split: str, state: Any) -> Reader:
-        return _HubReader(self._hub, self._table(split).shard(lanes, lane), state)
-
-
-class _HubReader:
-    def __init__(self, hub: Hub, table: Any, state: Any) -> None:
-        self._hub, self._table, self._count = hub, table, 0
+    def read(self, lane: int, lanes: int, split: str, state: Any) -> Iterator[Positioned]:
+        """Yield the documents of a lane from a position on."""
+        table, first = self._table(split).shard(lanes, lane), 0
         if state is not None:
-            self._count = state["documents"]
+            first = state["documents"]
             table.load_state_dict(state["table"])
-        self._records = iter(table)
-
-    @property
-    def state(self) -> Any:
-        return {"documents": self._count, "table": self._table.state_dict()}
-
-    def __next__(self) -> Raw:
-        record = next(self._records)
-        self._count += 1
-        return self._hub.record(self._count, record)
+        for row, record in enumerate(table, start=first + 1):
+            yield self._hub.record(row, record), lambda row=row: {"documents": row, "table": table.state_dict()}
 
 
 class Lane:
@@ -162,7 +132,7 @@ class Lane:
         self.file, self.ends = file, [0]  # rows before volume v
         self.states: list[list[Any]] = [[0, None]]  # epoch and reader's state before volume v
         self.volumes: OrderedDict[int, tuple[StoredRows, np.ndarray]] = OrderedDict()
-        self.reader: tuple[Any, Reader] | None = None  # positioned at the volume of this number
+        self.reader: tuple[int, Iterator[Positioned]] | None = None  # positioned at the volume of this number
         if file.exists():
             for line in file.read_bytes().splitlines():
                 with contextlib.suppress(*MALFORMED):  # truncated or damaged: this volume is read again
@@ -183,12 +153,10 @@ class Lane:
             out.write("\n" + json.dumps([*entry, digest_of(entry)]))  # first a new line: a crash may have left half a line
 
 
-class StreamRows:
+class StreamRows(RowsByTake):
     """Endless rows of a stream. Not for worker processes: each would read all lanes."""
 
     endless = True
-    most_documents: int | None = None
-    room: int | None = None
 
     def __init__(
         self, lanes: ParquetLanes | HubLanes, cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int
@@ -208,28 +176,14 @@ class StreamRows:
             )
         self._text = text_of_volume(cfg.seq_len)
         self.name = cfg.dataset
-        self._shares = recipe["validation_fraction"], recipe.get("test_fraction", 0.0)
-        self._recipe, self._rule = recipe, by_share(*self._shares) if self._split == cfg.split else HeldOut()
+        shares = recipe["validation_fraction"], recipe.get("test_fraction", 0.0)
+        self._recipe, self._rule = recipe, by_share(*shares) if self._split == cfg.split else HeldOut()
         self.identity = digest_of(["stream", VERSION, recipe, split, self.count, self._text])
         folder = Path(cfg.cache_dir) / f"stream-{self.identity[:24]}"
         self.lanes = [Lane(folder / f"lane-{number:02d}.jsonl") for number in range(self.count)]
         self._lock = threading.Lock()
-
-    @property
-    def held_out(self) -> str:
-        words = [
-            f"{share:.1%} {of}" for share, of in zip(self._shares, ("of the documents", "for the test"), strict=True) if share
-        ]
-        return f"held out: {' and '.join(words)}, chosen while streaming" if words else ""
-
-    def epochs(self, position: int) -> dict[str, float]:
-        return {}  # unknown before the data has been read
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> Rows:
-        return Rows(*(a[0] for a in self.take([index])))
+        words = [f"{held:.1%} {what}" for held, what in zip(shares, ("of the documents", "for the test"), strict=True) if held]
+        self.held_out = f"held out: {' and '.join(words)}, chosen while streaming" if words else ""
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         rows = []
@@ -250,28 +204,22 @@ class StreamRows:
         """Read and pack one volume of a lane, and add it to the index if it is new."""
         lane, recipe = self.lanes[number], self._recipe
         epoch, state = lane.states[volume]
-        open_reader, lane.reader = lane.reader, None
-        if open_reader and open_reader[0] == volume:
-            reader = open_reader[1]
-        else:
-            reader = self._lanes.open(number, self.count, self._split, state)
+        at, reader = lane.reader or (None, iter(()))
+        lane.reader = None
+        if at != volume:
+            reader = self._lanes.read(number, self.count, self._split, state)
         # The first volume of each lane has another size, so that the lanes do not all finish volumes in the same step.
         wanted = self._text if volume else self._text * (number + 1) // self.count
         documents: list[Document] = []
-        size = 0
-        after: Any = None
-        while size < wanted:
-            try:
-                raw = next(reader)
-            except StopIteration:
-                after = [epoch + 1, None]
-                break
+        size, after = 0, [epoch + 1, None]  # at the end of the lane
+        for raw, position in reader:
             document = document_of(raw, self._lanes.names, recipe)
             if self._rule.part_of(document.key) == self._part:
                 documents.append(document)
                 size += raw.size
-        if after is None:
-            after, lane.reader = [epoch, reader.state], (volume + 1, reader)
+            if size >= wanted:
+                after, lane.reader = [epoch, position()], (volume + 1, reader)
+                break
         pieces, _ = pieces_of(documents, recipe, self._tokenizer, self._lanes.names)
         stored, rows = pack_pieces(pieces, self._tokenizer.end, recipe["seq_len"], align=recipe["align"])
         if volume == len(lane.ends) - 1:

@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import key_of
@@ -46,7 +46,6 @@ class Raw(NamedTuple):
         return Raw(file, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
 
 
-@runtime_checkable
 class Content(Protocol):
     """What is known about documents before they are read."""
 
@@ -57,7 +56,6 @@ class Content(Protocol):
     splits: tuple[str, ...]  # of the data itself; empty if it has none
 
 
-@runtime_checkable
 class Corpus(Content, Protocol):
     """Documents that can be read from beginning to end."""
 

@@ -44,9 +44,6 @@ class HeldOut:
             return EVALUATED
         return TESTED if key < self.test_below or key in self.test_chosen else TRAINED_ON
 
-    def __contains__(self, key: int) -> bool:
-        return self.part_of(key) != TRAINED_ON
-
 
 def by_share(fraction: float, test: float = 0.0) -> HeldOut:
     """Return the rule that holds out these shares of all keys."""

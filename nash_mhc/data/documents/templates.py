@@ -45,20 +45,15 @@ _TOKENS = re.compile(r"\\([nt\\\[\]{}])|\{([^{}\[\]\\\n]+)\}|([\[\]{}])")
 _ESCAPED = {"n": "\n", "t": "\t"}
 
 
-class _Word(NamedTuple):
-    text: str
-    is_field: bool
-
-
 class _Section(NamedTuple):
-    """Consecutive words; an optional section is dropped as a whole."""
+    """Literal text, and names of fields (`not is_template`); an optional section is dropped as a whole."""
 
-    words: tuple[_Word, ...]
+    parts: tuple[Part, ...]
     is_optional: bool
 
     @property
     def fields(self) -> list[str]:
-        return [word.text for word in self.words if word.is_field]
+        return [part.text for part in self.parts if not part.is_template]
 
 
 class FieldTemplate(NamedTuple):
@@ -91,7 +86,7 @@ class FieldTemplate(NamedTuple):
                 present = ", ".join(map(str, record)) or "none"
                 problem = f"field {empty!r} is empty" if empty in record else f"no field {empty!r}, there are {present}"
                 raise ConfigError(f"{where}: {problem}; fix or remove the record, or put the field in [ ] in {self.flag}")
-            parts += [Part(values[word.text]) if word.is_field else Part(word.text, is_template=True) for word in section.words]
+            parts += [part if part.is_template else Part(values[part.text]) for part in section.parts]
         return tuple(parts)
 
 
@@ -113,7 +108,7 @@ def _parse(flag: str, template: str) -> FieldTemplate:
         return ConfigError(f"{flag} {template!r}: {problem}")
 
     sections: list[_Section] = []
-    words: list[_Word] = []
+    parts: list[Part] = []
     opened: int | None = None  # position of the [ of the current section
     for text, token, at in _tokens(template):
         if token in ("{", "}"):
@@ -122,20 +117,20 @@ def _parse(flag: str, template: str) -> FieldTemplate:
                 "character"
             )
         if token not in ("[", "]"):
-            words.append(_Word(text, token == "field"))
+            parts.append(Part(text, is_template=token == "text"))
             continue
         if (token == "[") == (opened is not None):
             problem = "is inside another [ ]" if token == "[" else "closes nothing"
             raise error(f"the {token} at character {at + 1} {problem}; write \\{token} for the character")
-        section = _Section(tuple(words), token == "]")
+        section = _Section(tuple(parts), token == "]")
         if section.is_optional and not section.fields:
             raise error(f"the [ ] at character {at + 1} names no field; write \\[ and \\] for the characters")
         sections.append(section)
-        words, opened = [], at if token == "[" else None
+        parts, opened = [], at if token == "[" else None
     if opened is not None:
         raise error(f"the [ at character {opened + 1} is never closed; close it, or write \\[ for the character")
-    sections.append(_Section(tuple(words), False))
-    parsed = FieldTemplate(flag, tuple(section for section in sections if section.words))
+    sections.append(_Section(tuple(parts), False))
+    parsed = FieldTemplate(flag, tuple(section for section in sections if section.parts))
     if not parsed.needed and not parsed.optional:
         raise error("names no field; write for example {question} where its text goes")
     return parsed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
@@ -58,7 +59,6 @@ def _make_in_worker(chunk: Chunk) -> dict[str, Any]:
 def _run_chunks(job: Job, corpus: Corpus, workers: int, report: Report) -> list[dict[str, Any]]:
     """Return the notes of all chunks in order; start processes only if there is more than one chunk to make."""
     notes: dict[int, dict[str, Any]] = {}
-    waiting: deque[tuple[Chunk, Future[dict[str, Any]]]] = deque()
     read = tokens = 0
 
     def done(chunk: Chunk, note: dict[str, Any]) -> None:
@@ -68,33 +68,33 @@ def _run_chunks(job: Job, corpus: Corpus, workers: int, report: Report) -> list[
         tokens += sum(part["tokens"] for part in note["splits"].values())
         report(read, corpus.total, tokens)
 
-    first: Chunk | None = None
-    pool: ProcessPoolExecutor | None = None
-    with contextlib.ExitStack() as stack:
+    def missing_chunks() -> Iterator[Chunk]:
         for chunk in read_chunks(corpus, job.recipe):
             if note := read_note(job, chunk.number):
                 done(chunk, note)
-            elif workers == 1:
-                done(chunk, make_chunk(job, chunk))
-            elif first is None and pool is None:
-                first = chunk  # a single chunk is not worth a pool
             else:
-                if pool is None:
-                    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of JAX's threads
-                    pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
-                    stack.callback(pool.shutdown, cancel_futures=True)
-                for each in (first, chunk):
-                    if each is not None:
-                        with starting_workers():
-                            waiting.append((each, pool.submit(_make_in_worker, each)))
-                first = None
-                while len(waiting) > workers + 1:
-                    done(waiting[0][0], waiting[0][1].result())
-                    waiting.popleft()
-        if first is not None:
-            done(first, make_chunk(job, first))
+                yield chunk
+
+    missing = missing_chunks()
+    first = list(itertools.islice(missing, 2))
+    if workers == 1 or len(first) < 2:
+        for chunk in itertools.chain(first, missing):
+            done(chunk, make_chunk(job, chunk))
+        return [notes[number] for number in sorted(notes)]
+    waiting: deque[tuple[Chunk, Future[dict[str, Any]]]] = deque()
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of JAX's threads
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
+    try:
+        for chunk in itertools.chain(first, missing):
+            with starting_workers():
+                waiting.append((chunk, pool.submit(_make_in_worker, chunk)))
+            while len(waiting) > workers + 1:
+                done(waiting[0][0], waiting[0][1].result())
+                waiting.popleft()
         for chunk, future in waiting:
             done(chunk, future.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
     return [notes[number] for number in sorted(notes)]
 
 
@@ -130,7 +130,15 @@ def _describe_held_out(job: Job, splits: dict[str, Split]) -> str:
     return "; ".join(words)
 
 
-def _make_manifest(job: Job, corpus: Corpus, notes: list[dict[str, Any]], dataset: str) -> Manifest:
+def _make_shards(
+    recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path, dataset: str, workers: int, report: Report
+) -> Manifest:
+    job = _plan_job(recipe, tokenizer, corpus, folder)
+    notes = _run_chunks(job, corpus, workers, report)
+    if (other := with_one_piece_held_out(job, notes)) is not None:
+        job, notes = other, _run_chunks(other, corpus, workers, report)
+    if not any(note["splits"] for note in notes):
+        raise ConfigError(f"{corpus.names[0]}: the data has no document with text; check --dataset")
     splits: dict[str, Split] = {}
     for name in sorted({name for note in notes for name in note["splits"]}):
         parts = [note["splits"][name] for note in notes if name in note["splits"]]
@@ -160,12 +168,34 @@ def prepare(
     The work is done in OUT.partial, which a killed process leaves for the next one; `out` appears when it is complete.
     """
     partial = out.with_name(out.name + ".partial")
-    try:
+    with _write_errors(out, partial):
         out.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(partial):
             if (existing := _existing(out, recipe, corpus)) is not None:
                 return existing
-            return _prepare_in(partial, out, recipe, tokenizer, corpus, workers or os.cpu_count() or 1, report, dataset)
+            _remove_leftovers(partial, recipe)
+            try:
+                manifest = _make_shards(recipe, tokenizer, corpus, partial, dataset, workers or os.cpu_count() or 1, report)
+            except Unreachable:
+                raise
+            except ConfigError:
+                shutil.rmtree(partial)
+                raise
+            if isinstance(tokenizer, HuggingFaceTokenizer):
+                tokenizer.save(partial / "tokenizer")
+            manifest.write(partial)
+            for extra in (partial / RECIPE, *partial.glob("chunk-*"), *partial.glob("*.part")):
+                extra.unlink()
+            if out.is_dir():
+                shutil.rmtree(out)  # empty, or written by an earlier version
+            partial.rename(out)
+            return manifest
+
+
+@contextlib.contextmanager
+def _write_errors(out: Path, partial: Path) -> Iterator[None]:
+    try:
+        yield
     except BrokenProcessPool:
         raise ConfigError(
             f"{partial}: a worker process was killed (out of memory?); start the command again to continue"
@@ -173,6 +203,15 @@ def prepare(
     except OSError as error:
         where = error.filename or out
         raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another folder or free space") from error
+
+
+def _remove_leftovers(partial: Path, recipe: Recipe) -> None:
+    """Empty the folder if it was left by other data or settings."""
+    text = json.dumps(recipe, sort_keys=True).encode()
+    if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
+        for entry in partial.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        write_file(partial / RECIPE, text)
 
 
 def _existing(out: Path, recipe: Recipe, corpus: Corpus) -> Manifest | None:
@@ -190,45 +229,6 @@ def _existing(out: Path, recipe: Recipe, corpus: Corpus) -> Manifest | None:
         return None
     if manifest.recipe != recipe:
         raise ConfigError(f"{out}: holds other data ({_difference(manifest.recipe, recipe)}); choose another --out")
-    return manifest
-
-
-def _prepare_in(
-    partial: Path,
-    out: Path,
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    corpus: Corpus,
-    workers: int,
-    report: Report,
-    dataset: str,
-) -> Manifest:
-    text = json.dumps(recipe, sort_keys=True).encode()
-    if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
-        for entry in partial.iterdir():  # left by other data or settings
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        write_file(partial / RECIPE, text)
-    try:
-        job = _plan_job(recipe, tokenizer, corpus, partial)
-        notes = _run_chunks(job, corpus, workers, report)
-        if (other := with_one_piece_held_out(job, notes)) is not None:
-            job, notes = other, _run_chunks(other, corpus, workers, report)
-        manifest = _make_manifest(job, corpus, notes, dataset)
-        if not manifest.splits:
-            raise ConfigError(f"{corpus.names[0]}: the data has no document with text; check --dataset")
-    except Unreachable:
-        raise
-    except ConfigError:
-        shutil.rmtree(partial)
-        raise
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.save(partial / "tokenizer")
-    manifest.write(partial)
-    for extra in (partial / RECIPE, *partial.glob("chunk-*"), *partial.glob("*.part")):
-        extra.unlink()
-    if out.is_dir():
-        shutil.rmtree(out)  # empty, or written by an earlier version
-    partial.rename(out)
     return manifest
 
 

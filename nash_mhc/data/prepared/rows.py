@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.pack import NothingHeldOut, Rows, StoredRows, unpack
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowsByTake, StoredRows, unpack
 from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files
 
 
@@ -73,7 +73,7 @@ def few_open_files(paths: list[Path], at_once: int = 256) -> Callable[[int], _Fi
     return functools.lru_cache(maxsize=at_once)(lambda number: _File(paths[number]))
 
 
-class PreparedRows:
+class PreparedRows(RowsByTake):
     """The rows of one split of a prepared folder, whose files are hashed when it is opened."""
 
     endless = False
@@ -90,8 +90,9 @@ class PreparedRows:
             )
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
-        self.most_documents: int | None = splits[split].most_documents + 1  # padding counts as one
+        self.most_documents = splits[split].most_documents + 1  # padding counts as one
         self.room = splits[split].room
+        self.held_out = "; ".join(self.manifest.notes)
         self._vocab_size = self.form.vocab_size if vocab_size is None else vocab_size
         self._paths = [folder / f"{shard.name}.rows" for shard in self.shards]
         self._ends = list(accumulate(shard.rows for shard in self.shards))
@@ -103,19 +104,11 @@ class PreparedRows:
     def identity(self) -> str:
         return self.manifest.identity
 
-    @property
-    def held_out(self) -> str:
-        return "; ".join(self.manifest.notes)
-
     def epochs(self, position: int) -> dict[str, float]:
         return {self.name: position / len(self)}
 
     def __len__(self) -> int:
         return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Rows:
-        rows = self.take([index])
-        return type(rows)(*(a[0] for a in rows))
 
     def __getstate__(self) -> dict[str, object]:  # worker processes open the files themselves
         return {k: v for k, v in self.__dict__.items() if k != "_open"}

@@ -7,16 +7,14 @@ choices, so the lowest possible loss stays well above zero.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import random
-import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +23,7 @@ import numpy as np
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import Raw
 from nash_mhc.data.order import combine, permuted
-from nash_mhc.data.pack import Rows, pack
+from nash_mhc.data.pack import Rows, RowsByTake, pack
 from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, WordList, sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.errors import as_config_error
@@ -168,7 +166,7 @@ class Story(NamedTuple):
     """-ln P(text), which includes the number of events and the choice of the ending."""
 
 
-@cache
+@functools.cache
 def story_grammar() -> Chain:
     scope = Scope(WORD_LISTS)
     beginning = Choice((weight, Text(words)) for weight, words in _BEGINNINGS)
@@ -277,7 +275,7 @@ class Stories:
             yield Raw.of_table(0, number + 1, self._corpus.story(0, split, number).text)
 
 
-class StoryRows:
+class StoryRows(RowsByTake):
     """Endless packed rows of the built-in stories.
 
     Rows are generated one volume at a time: new stories, packed by best fit, in random order. Each story appears at
@@ -286,42 +284,29 @@ class StoryRows:
     """
 
     endless = True
-    most_documents: int | None = None
-    room: int | None = None
-    name, identity, held_out = "stories", "stories-2", ""
+    name, identity = "stories", "stories-2"
     rows_per_volume = 64
 
     def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
         self._corpus, self._tokenizer = StoryCorpus(), tokenizer
         self._seed, self._split, self._seq_len, self._align = seed, split, seq_len, align
-        self._volumes: OrderedDict[int, Rows] = OrderedDict()
-        self._lock = threading.Lock()  # grain's reader threads share this object
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> Rows:
-        volume, row = divmod(int(index), self.rows_per_volume)
-        with self._lock:
-            if volume not in self._volumes:
-                self._volumes[volume] = self._generate(volume)
-            self._volumes.move_to_end(volume)
-            rows = self._volumes[volume]
-            while len(self._volumes) > 4:
-                self._volumes.popitem(last=False)
-        return Rows(*(a[row] for a in rows))
-
-    def epochs(self, position: int) -> dict[str, float]:
-        return {}
+        self.__setstate__({})
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
-        return Rows(*(np.stack(a) for a in zip(*(self[int(i)] for i in indices), strict=True)))
+        rows = []
+        for index in indices:
+            volume, row = divmod(int(index), self.rows_per_volume)
+            with self._lock:
+                rows.append([a[row] for a in self._volume(volume)])
+        return Rows(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
     def __getstate__(self) -> dict[str, object]:  # for worker processes
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_volumes")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_volume")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock(), _volumes=OrderedDict())
+        self.__dict__.update(state)
+        self._lock = threading.Lock()  # grain's reader threads share this object
+        self._volume = functools.lru_cache(maxsize=4)(self._generate)
 
     def _generate(self, volume: int) -> Rows:
         documents, slots = [], 0
