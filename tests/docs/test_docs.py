@@ -128,6 +128,19 @@ def test_no_wrapped_line_becomes_a_bullet(page: Path) -> None:
         assert not begins or ended or not before.strip() or before.startswith("#"), f"{page.name}: {before!r}, then {line!r}"
 
 
+def test_every_flag_command_and_recipe_is_documented() -> None:
+    """Flags that commands declare, and all names that the documentation had before it was shortened."""
+    text = "\n".join(page.read_text() for page in [*PAGES, ROOT / "README.md", ROOT / "docs" / "configuration.md"])
+    declared = {
+        flag
+        for file in (ROOT / "nash_mhc").rglob("*.py")
+        for flag in re.findall(r'add_argument\(\s*"(--[a-z-]+)"', file.read_text())
+    }
+    before = [line for line in (Path(__file__).parent / "documented.txt").read_text().splitlines() if not line.startswith("#")]
+    missing = [name for name in sorted({*declared, *before}) if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
+    assert missing == []
+
+
 def test_the_page_of_all_keys_is_the_one_that_the_declarations_make() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == reference.page(), f"a key has changed; run: {reference.COMMAND}"
