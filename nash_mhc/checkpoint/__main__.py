@@ -81,7 +81,7 @@ def list_command(folder: Folder, step: int | None) -> int:
     for name in sorted(names, key=lambda n: (int(n.partition(".")[0]), n)):
         checkpoint = folder / name
         loss, tokens = manifest.held_out_loss(checkpoint), number(manifest.read_values(checkpoint), "tokens_seen")
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(files.changed(checkpoint)))
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(files.modified_at(checkpoint)))
         shown = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
         lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,.0f}", shown, saved, _state(folder, name)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -173,7 +173,7 @@ class RunFolder:
         """When that checkpoint was whole, in seconds since the epoch; None where it is not."""
         path = self.checkpoints / str(step) / FILE
         with contextlib.suppress(OSError), as_os_errors():
-            return files.changed(path) if files.exists(path) else None
+            return files.modified_at(path) if files.exists(path) else None
         return None
 
     def steps(self) -> list[int]:

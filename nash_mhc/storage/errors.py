@@ -1,4 +1,4 @@
-"""Failures of storage as OSErrors: Orbax, TensorStore and object stores each raise their own."""
+"""Storage failures as OSErrors: Orbax, TensorStore and object stores each raise their own types."""
 
 from __future__ import annotations
 
@@ -10,46 +10,44 @@ from collections.abc import Iterator
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.runtime.compat.orbax import log_failures_once
 
-# What processes say of each other, and not of the storage, although they may meet in the middle of a restore.
-_OF_OTHER_PROCESSES = re.compile(r"[A-Z_]+: (Gloo \w+ failed|.*NCCL operation |.*[Cc]oordination service)")
+# Failures of communication between processes. They may surface in the middle of a restore.
+_PEER_FAILURE = re.compile(r"[A-Z_]+: (Gloo \w+ failed|.*NCCL operation |.*[Cc]oordination service)")
+# Libraries of object stores. Some of their errors are not OSErrors.
+_OBJECT_STORE_LIBRARIES = ("gcsfs", "google", "aiohttp", "fsspec", "requests")
 
-# Not all of what these raise is an OSError.
-_OF_OBJECT_STORES = ("gcsfs", "google", "aiohttp", "fsspec", "requests")
 
-
-def _as_os_error(error: BaseException | None) -> OSError | None:
-    """None for what is no fault of the storage: a mistake of ours, a device that ran out of memory."""
+def _to_os_error(error: BaseException | None) -> OSError | None:
+    """Return the OSError behind an error; None for bugs, device out-of-memory and other non-storage errors."""
     if isinstance(error, OSError):
         return error
     text = str(error)
     if code := re.search(r"os_error_code='(\d+)'", text):
         return OSError(int(code[1]), os.strerror(int(code[1])))
-    # TensorStore raises ValueErrors that begin with the name of a status (UNAVAILABLE:
-    # ...), and so does XLA its own errors.
-    of_tensorstore = re.match(r"[A-Z]+(_[A-Z]+)*: ", text) and type(error).__name__ != "JaxRuntimeError"
-    if of_tensorstore or type(error).__module__.partition(".")[0] in _OF_OBJECT_STORES:
+    # TensorStore raises ValueErrors that start with a status code (UNAVAILABLE: ...). XLA's errors start with one, too.
+    is_tensorstore = re.match(r"[A-Z]+(_[A-Z]+)*: ", text) and type(error).__name__ != "JaxRuntimeError"
+    if is_tensorstore or type(error).__module__.partition(".")[0] in _OBJECT_STORE_LIBRARIES:
         return OSError(text[:160])
     return None
 
 
 @contextlib.contextmanager
 def as_os_errors() -> Iterator[None]:
-    """A lost peer, in whatever form Orbax hands it on, is JAX's error: runtime/watchdog.py finds out who it was."""
+    """Raise storage failures as OSError, and a lost peer as JaxRuntimeError (runtime/watchdog.py finds out which)."""
     try:
         yield
     except Exception as error:
-        if type(error).__name__ != "JaxRuntimeError" and _OF_OTHER_PROCESSES.match(str(error)):
-            import jax  # listing checkpoints must not wait for it
+        if type(error).__name__ != "JaxRuntimeError" and _PEER_FAILURE.match(str(error)):
+            import jax  # deferred: listing checkpoints must be fast
 
             raise jax.errors.JaxRuntimeError(str(error)) from error
-        if (fault := _as_os_error(error)) is None:
+        if (fault := _to_os_error(error)) is None:
             raise
         raise fault from None
 
 
 @contextlib.contextmanager
 def as_config_error(place: object) -> Iterator[None]:
-    """For whoever only wants to look: a place that cannot be reached is a ConfigError."""
+    """Raise a storage failure as a one-line ConfigError that names `place`."""
     try:
         with as_os_errors():
             yield
@@ -58,8 +56,8 @@ def as_config_error(place: object) -> Iterator[None]:
 
 
 def reason(fault: OSError) -> str:
-    """In a few words, on one line."""
+    """Return the cause of an error on one line."""
     return fault.strerror or " ".join(str(fault).split()) or type(fault).__name__
 
 
-log_failures_once(lambda error: _as_os_error(error) is not None)
+log_failures_once(lambda error: _to_os_error(error) is not None)

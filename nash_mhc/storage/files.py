@@ -1,7 +1,6 @@
-"""What a run does with whole folders and files, on this machine and in an object store,
-which has neither folders nor renames.
+"""Files and folders on local disks and in object stores (gs://), which have neither real folders nor renames.
 
-Only the standard library, for folders of this machine.
+Needs only the standard library for local paths.
 """
 
 from __future__ import annotations
@@ -23,18 +22,17 @@ from typing import TYPE_CHECKING, Any
 from nash_mhc.config.fields import ConfigError, check_scheme
 from nash_mhc.storage.errors import as_os_errors
 
-# The paths of an object store can do what a Path can, as far as a run needs it, but they are none.
+# epath's paths have the methods of Path that a run needs, but they are no subclass of it.
 if TYPE_CHECKING:
     Folder = Path
 else:
     Folder = PurePath
 
+# Raised by fsync on file systems that cannot sync a folder, or for a folder without read permission.
+_CANNOT_SYNC_FOLDER = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
 
-def is_same_file(path: Path, handle: int) -> bool:
-    """Whether the name still means the file or folder that was opened; another process may have moved or removed it."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return path.stat().st_ino == os.fstat(handle).st_ino
-    return False
+
+# --- paths -----------------------------------------------------------------------------------------------------------
 
 
 def is_remote(path: str | Folder) -> bool:
@@ -42,7 +40,7 @@ def is_remote(path: str | Folder) -> bool:
 
 
 def to_path(name: str | Folder) -> Folder:
-    """The path of that name; ConfigError for a gs:// name without the package that reaches it."""
+    """Return the path for `name`, with `~` expanded; ConfigError for gs:// without the package gcsfs."""
     check_scheme("", str(name), remote=True)
     if not is_remote(name):
         return Path(os.fspath(name)).expanduser()
@@ -51,27 +49,33 @@ def to_path(name: str | Folder) -> Folder:
     import fsspec
     from etils import epath
 
-    # TensorStore writes there as well: what was seen in a folder a while ago says nothing.
+    # TensorStore writes to the same folders, so cached listings would be stale.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     return epath.Path(os.fspath(name))
 
 
-# Of file systems that know no such thing (and access to a folder that may be written, but not read).
-_FOLDERS_CANNOT_BE_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
+def is_same_file(path: Path, handle: int) -> bool:
+    """Return whether `path` still names the open file; another process may have moved or removed it."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.stat().st_ino == os.fstat(handle).st_ino
+    return False
 
 
-def _reached(folder: Folder) -> tuple[Any, str]:
-    """(the object store, the folder's name in it)"""
+def _remote(path: Folder) -> tuple[Any, str]:
+    """Return the object store of a gs:// path and the path's name in it."""
     import fsspec
 
-    return fsspec.core.url_to_fs(str(folder))
+    return fsspec.core.url_to_fs(str(path))
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
 
 
 def exists(path: Folder, *, kind: str | None = None) -> bool:
-    """Whether there is such a "file", "directory" or either. What cannot be found out is an error, never a no."""
+    """Return whether there is such a "file" or "directory" (None: either). Raise if it cannot be determined."""
     if not is_remote(path):
         return path.exists() if kind is None else path.is_file() if kind == "file" else path.is_dir()
-    store, root = _reached(path)
+    store, root = _remote(path)
     try:
         return kind in (None, store.info(root)["type"])
     except FileNotFoundError:
@@ -79,31 +83,34 @@ def exists(path: Folder, *, kind: str | None = None) -> bool:
 
 
 def sizes(folder: Folder) -> dict[str, int]:
-    """Name below the folder -> bytes, of every file."""
+    """Return the bytes of every file below `folder`, by relative name."""
     if not is_remote(folder):
-        found = ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
-        return {name: path.stat().st_size for name, path in sorted(found)}
-    store, root = _reached(folder)
+        files = ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
+        return {name: path.stat().st_size for name, path in sorted(files)}
+    store, root = _remote(folder)
     return {name[len(root) + 1 :]: int(info["size"]) for name, info in sorted(store.find(root, detail=True).items())}
 
 
 def subfolders(folder: Folder) -> list[str]:
-    """Names of the folders in a folder; none where there is no such folder."""
+    """Return the names of the folders in `folder`; empty if it does not exist."""
     if not is_remote(folder):
         return [path.name for path in folder.glob("*") if path.is_dir()]
-    store, root = _reached(folder)
+    store, root = _remote(folder)
     try:
         return [entry["name"].rpartition("/")[2] for entry in store.ls(root, detail=True) if entry["type"] == "directory"]
     except FileNotFoundError:
         return []
 
 
-def changed(folder: Folder) -> float:
-    """When something in it was last written, in seconds since the epoch."""
-    if not is_remote(folder):
-        return folder.stat().st_mtime
-    store, root = _reached(folder)
+def modified_at(path: Folder) -> float:
+    """Return the time of the last write, in seconds since the epoch."""
+    if not is_remote(path):
+        return path.stat().st_mtime
+    store, root = _remote(path)
     return max((info["mtime"].timestamp() for info in store.find(root, detail=True).values()), default=0.0)
+
+
+# --- changing --------------------------------------------------------------------------------------------------------
 
 
 def make(folder: Folder) -> None:
@@ -115,26 +122,26 @@ def remove(folder: Folder) -> None:
     if not is_remote(folder):
         shutil.rmtree(folder)
         return
-    store, root = _reached(folder)
+    store, root = _remote(folder)
     store.rm(root, recursive=True)
 
 
 def move(folder: Folder, target: Folder) -> None:
-    """Takes the place of a folder of that name. In an object store, one that was cut off is finished by the next."""
+    """Rename `folder` to `target` and replace any existing one. A move cut off in an object store can be repeated."""
     if not is_remote(folder):
         shutil.rmtree(target, ignore_errors=True)
         folder.rename(target)
         return
-    store, root = _reached(folder)
+    store, root = _remote(folder)
     for name in sizes(folder):
-        store.cp_file(f"{root}/{name}", f"{_reached(target)[1]}/{name}")
+        store.cp_file(f"{root}/{name}", f"{_remote(target)[1]}/{name}")
     store.rm(root, recursive=True)
 
 
 def create_exclusive(path: Folder, text: str) -> None:
-    """FileExistsError where there is one already; of several who try at once, one succeeds."""
+    """Create a file; FileExistsError if it exists. Only one of several concurrent calls succeeds."""
     if is_remote(path):
-        store, name = _reached(path)
+        store, name = _remote(path)
         store.pipe_file(name, text.encode(), mode="create")
         return
     with path.open("x", encoding="utf-8") as file:
@@ -142,8 +149,7 @@ def create_exclusive(path: Folder, text: str) -> None:
 
 
 def sync(folder: Folder) -> None:
-    """Until every file in the folder, and the folder itself, would outlive a loss of power.
-    An object store sees to that."""
+    """Flush `folder` and all files in it to disk, so that they survive a power loss."""
     if is_remote(folder):
         return
     for path in [*folder.rglob("*"), folder, folder.parent]:
@@ -158,15 +164,15 @@ def _sync(path: Folder) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        if not (path.is_dir() and error.errno in _FOLDERS_CANNOT_BE_SYNCED):
+        if not (path.is_dir() and error.errno in _CANNOT_SYNC_FOLDER):
             raise
 
 
 def write_atomic(path: Folder, content: str | bytes, *, part: Folder | None = None, durable: bool = True) -> None:
-    """All of it or nothing, even if power is lost where it is `durable`; `part` is where it grows, if not beside it."""
+    """Write all of `content` or nothing; if `durable`, even across a power loss. `part` is the temporary file."""
     data = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        path.write_bytes(data)  # an object appears when it is whole
+        path.write_bytes(data)  # an object becomes visible when its upload is complete
         return
     part = part or path.with_name(f".{path.name}.part")
     try:
@@ -182,24 +188,27 @@ def write_atomic(path: Folder, content: str | bytes, *, part: Folder | None = No
         raise
 
 
-class LocalLog:
-    """On this machine: added to at once, and nothing is left half written."""
+# --- append-only logs ------------------------------------------------------------------------------------------------
 
-    def __init__(self, path: Folder, first: bytes = b"") -> None:
-        """`first` is what the file begins with, again if it has to be begun anew."""
-        self._path, self._first = path, first
+
+class LocalLog:
+    """A local file that entries are appended to, each one whole or not at all. Failed entries wait in memory."""
+
+    def __init__(self, path: Folder, header: bytes = b"") -> None:
+        """`header` is written first, again if the file has been deleted."""
+        self._path, self._header = path, header
         self.waiting: list[bytes] = []
 
-    def add(self, piece: bytes) -> None:
-        self.waiting.append(piece)
+    def add(self, entry: bytes) -> None:
+        self.waiting.append(entry)
 
     def flush(self, *, last: bool = False) -> None:
-        """Writes what waits; raises OSError where it must go on waiting."""
-        if not self.waiting and not self._first:
+        """Write the waiting entries. On OSError they stay waiting."""
+        if not self.waiting and not self._header:
             return
         with self._path.open("ab", buffering=0) as out:
             size = out.tell()
-            rest = b"".join([self._first] * (size == 0) + self.waiting)
+            rest = b"".join([self._header] * (size == 0) + self.waiting)
             try:
                 while rest:
                     rest = rest[out.write(rest) :]
@@ -211,54 +220,55 @@ class LocalLog:
 
 
 class RemoteLog:
-    """In an object store, which can add nothing to an object:
-    written again as a whole, in the background and now and then."""
+    """An object that entries are added to by uploading all of it from time to time, in the background."""
 
-    def __init__(self, path: Folder, first: bytes = b"", *, pause: float = 30.0) -> None:
-        self._path, self._pause, self._next = path, pause, 0.0
+    def __init__(self, path: Folder, header: bytes = b"", *, pause: float = 30.0) -> None:
+        self._path, self._pause, self._next_upload = path, pause, 0.0
         with as_os_errors():
-            self._content = path.read_bytes() if exists(path) else first
+            self._content = path.read_bytes() if exists(path) else header
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._writing: tuple[int, Future[float]] | None = None  # the pieces it will have written, their end
+        self._upload: tuple[int, Future[float]] | None = None  # number of waiting entries in it, its duration
         self.waiting: list[bytes] = []
 
-    def add(self, piece: bytes) -> None:
-        self.waiting.append(piece)
-        self._content += piece
+    def add(self, entry: bytes) -> None:
+        self.waiting.append(entry)
+        self._content += entry
 
     def _write(self, content: bytes) -> float:
-        began = time.monotonic()
+        start = time.monotonic()
         with as_os_errors():
             self._path.write_bytes(content)
-        return time.monotonic() - began
+        return time.monotonic() - start
 
-    def _end(self) -> None:
-        """Hears how the writing under way has ended."""
-        if self._writing is not None:
-            (count, future), self._writing = self._writing, None
-            self._next = time.monotonic() + self._pause
-            took = future.result()
+    def _finish_upload(self) -> None:
+        if self._upload is not None:
+            (count, future), self._upload = self._upload, None
+            self._next_upload = time.monotonic() + self._pause
+            seconds = future.result()
             self.waiting = self.waiting[count:]
-            self._next = time.monotonic() + max(self._pause, 20 * took)  # however long the file grows
+            self._next_upload = time.monotonic() + max(self._pause, 20 * seconds)  # uploads take at most 5% of the time
 
     def flush(self, *, last: bool = False) -> None:
-        """Raises OSError when what was begun earlier has failed; the `last` time, when this has."""
-        if last or self._writing is None or self._writing[1].done():
+        """Start an upload if one is due. Raise OSError if the previous one failed; with `last`, if this one does."""
+        if last or self._upload is None or self._upload[1].done():
             with contextlib.suppress(OSError) if last else contextlib.nullcontext():
-                self._end()
-        if last or (self._writing is None and self.waiting and time.monotonic() >= self._next):
-            self._writing = (len(self.waiting), self._thread.submit(self._write, self._content))
+                self._finish_upload()
+        if last or (self._upload is None and self.waiting and time.monotonic() >= self._next_upload):
+            self._upload = (len(self.waiting), self._thread.submit(self._write, self._content))
         if last:
             self._thread.shutdown()
-            self._end()
+            self._finish_upload()
 
 
-def open_log(path: Folder, first: bytes = b"") -> LocalLog | RemoteLog:
-    return RemoteLog(path, first) if is_remote(path) else LocalLog(path, first)
+def open_log(path: Folder, header: bytes = b"") -> LocalLog | RemoteLog:
+    return RemoteLog(path, header) if is_remote(path) else LocalLog(path, header)
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------
 
 
 def digest_of(values: Any) -> str:
-    """Of what JSON can hold."""
+    """Return the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -268,18 +278,18 @@ def digest_of_file(path: Folder) -> str:
 
 
 def digests_of_files(paths: Iterable[Folder]) -> list[str]:
-    """In threads: hashing lets others run."""
+    """Return the SHA-256 of each file, computed in threads (hashing releases the GIL)."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(digest_of_file, paths))
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _digest_of_state(path: Path, size: int, modified_ns: int) -> str:
+def _digest_of_version(path: Path, size: int, modified_ns: int) -> str:
     return digest_of_file(path)
 
 
 def digests_of_sources(paths: Iterable[Path]) -> list[str]:
-    """Of a user's files, which a run opens for each split: each is read once in a process, unless it changes."""
-    states = [(path, path.stat()) for path in paths]
+    """Return the SHA-256 of each of a user's data files; a file is read once per process unless it changes."""
+    stats = [(path, path.stat()) for path in paths]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda s: _digest_of_state(s[0].absolute(), s[1].st_size, s[1].st_mtime_ns), states))
+        return list(pool.map(lambda s: _digest_of_version(s[0].absolute(), s[1].st_size, s[1].st_mtime_ns), stats))

@@ -1,4 +1,4 @@
-"""Folders that a command makes, whole or not at all, and folders of models that are only read."""
+"""Output folders, created completely or not at all, and checks of model folders given as input."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nash_mhc.storage.files import is_remote, to_path
 
 
 def check_is_new(out: Path) -> None:
-    """ConfigError where something is there."""
+    """ConfigError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; choose another folder, or remove it first")
+        raise ConfigError(f"--out {out}: already exists; choose another folder, or remove it first")
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Where to write what `out` shall hold at the end. ConfigError."""
+    """Yield a temporary folder that becomes `out` on success. ConfigError for storage failures."""
     check_is_new(out)
     part = out.with_name(f".{out.name}.part")
     with as_config_error(f"--out {out}"):
@@ -40,11 +40,11 @@ def new_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-_HELD = ("config.json", "run.json", "checkpoints")  # one of them in every folder of a run or a model, beside kits' formats
+_MODEL_FILES = ("config.json", "run.json", "checkpoints")  # a run or a model has one of them, or a file of a kit's format
 
 
 def model_name(text: str) -> str | None:
-    """OWNER/NAME of a model on Hugging Face: hf:OWNER/NAME, or two words where no folder OWNER is here."""
+    """Return OWNER/NAME for a Hugging Face model: `hf:OWNER/NAME`, or `OWNER/NAME` if there is no folder OWNER."""
     if text.startswith("hf:"):
         return text[3:]
     named = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*", text)
@@ -52,20 +52,21 @@ def model_name(text: str) -> str | None:
 
 
 def download_command(name: str) -> str:
-    """The command that makes a folder of that name from a model on Hugging Face."""
+    """Return the command that downloads a Hugging Face model to the folder `name`."""
     return shlex.join(["hf", "download", model_name(name) or "OWNER/NAME", "--local-dir", name.removeprefix("hf:")])
 
 
 def check_model_folder(flag: str, name: str, hint: str = "") -> None:
-    """ConfigError unless `name` is a folder that holds a run or a model. `hint`: what else the user may have meant."""
+    """ConfigError unless `name` is a folder with a run or a model. `hint` is appended to the message."""
     folder, shown = to_path(name), f"{flag} {name}".strip()
     with as_config_error(shown):
-        is_there = files.exists(folder, kind="directory")
-        if is_there and (is_remote(name) or any((Path(folder) / held).exists() for held in (*_HELD, *provided("formats")))):
+        found = files.exists(folder, kind="directory")
+        names = (*_MODEL_FILES, *provided("formats"))
+        if found and (is_remote(name) or any((Path(folder) / file).exists() for file in names)):
             return
-    if is_there and (Path(folder) / "adapter_config.json").exists():
+    if found and (Path(folder) / "adapter_config.json").exists():
         command = module_command("nash_mhc.hub", "import", name, "--base", "BASE", "--out", "RUN")
-        raise ConfigError(f"{shown}: holds adapters of PEFT without their base; make one folder of both with {command}")
-    wrong = "holds neither a run nor a model" if is_there else "no such folder"
-    remedy = "give the folder of a run or of a Hugging Face model"
+        raise ConfigError(f"{shown}: holds PEFT adapters without their base model; combine both with {command}")
+    wrong = "contains neither a run nor a model" if found else "no such folder"
+    remedy = "give a run directory or a Hugging Face model folder"
     raise ConfigError(f"{shown}: {wrong}; {remedy} ({download_command(name)}){hint}")

@@ -1,4 +1,4 @@
-"""JSON files, and whatever is wrong with one as a one-line ConfigError."""
+"""Read JSON files; a damaged one is a one-line ConfigError."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors, reason
 from nash_mhc.storage.files import Folder
 
-# What Python raises where a file holds other values than the code that reads them expects.
+# Raised when a file holds other values than the code that reads it expects.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of JSON text, in UTF-8; ValueError for anything else."""
+    """Parse UTF-8 JSON; ValueError for anything else."""
     try:
         return json.loads(data.decode("utf-8") if isinstance(data, bytes) else data)
     except RecursionError:
@@ -26,7 +26,7 @@ def parse_json(data: bytes | str) -> Any:
 
 @contextlib.contextmanager
 def reading(path: object, remedy: str = "", kind: type[ConfigError] = ConfigError) -> Iterator[None]:
-    """Turn what goes wrong while a file is read and interpreted into one ConfigError of that `kind`."""
+    """Raise any failure to read or interpret a file as a one-line ConfigError of that `kind`."""
     remedy = f"; {remedy}" if remedy else ""
     try:
         with as_os_errors():
@@ -41,16 +41,16 @@ def reading(path: object, remedy: str = "", kind: type[ConfigError] = ConfigErro
 
 
 def read_json(path: Folder, remedy: str = "", kind: type[ConfigError] = ConfigError) -> dict[str, Any]:
-    """Return the object in a JSON file; ConfigError where there is none."""
+    """Return the object in a JSON file; ConfigError if it holds anything else."""
     with reading(path, remedy, kind):
         values = parse_json(path.read_bytes())
         if not isinstance(values, dict):
-            raise TypeError(f"it holds {type(values).__name__} instead of an object with fields")
+            raise TypeError(f"expected a JSON object, found {type(values).__name__}")
         return values
 
 
 def check_types(values: Mapping[str, Any], **kinds: type) -> None:
-    """Check that each of these names has a value of that type; KeyError or TypeError. Numbers must not be negative."""
+    """Check the type of each named value; KeyError or TypeError. Numbers must not be negative."""
     for name, kind in kinds.items():
         value = values[name]
         is_right = isinstance(value, kind | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)
@@ -59,13 +59,13 @@ def check_types(values: Mapping[str, Any], **kinds: type) -> None:
 
 
 def table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the object of that name; empty where there is none."""
+    """Return the object under `name`; empty if there is none."""
     value = values.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def number(values: Mapping[str, Any], name: str) -> float | None:
-    """Return the finite number of that name; None where there is none."""
+    """Return the finite number under `name`; None if there is none."""
     value = values.get(name)
     try:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

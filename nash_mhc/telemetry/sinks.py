@@ -1,4 +1,4 @@
-"""Sinks for the metrics of a run: JSON lines, and TensorBoard with pictures. `fan_out.py` gives every row to all."""
+"""Sinks for the metrics of a run: JSON lines, TensorBoard, Weights & Biases. `Telemetry` writes every row to all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -27,35 +28,33 @@ from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.storage.errors import as_os_errors, reason
 from nash_mhc.storage.files import Folder, exists, is_remote, open_log, write_atomic
 
-_NUMBERS = itertools.count()  # of the event files of this process
-
 
 @runtime_checkable
 class Sink(Protocol):
-    name: str  # as it is called where it cannot be written
+    name: str  # shown in messages
 
     def add(self, step: int, row: Row, file: str) -> None:
-        """Takes a row; `file` is one of ROW_FILES, which says what it tells of."""
+        """Take a row; `file` is one of ROW_FILES and says what kind of row it is."""
 
     def flush(self, *, last: bool = False) -> None:
-        """Writes what waits; raises OSError where it must go on waiting. The `last` time, nothing comes after it."""
+        """Write the waiting rows; OSError if they have to wait longer. `last`: nothing will be added after this."""
 
     @property
     def waiting(self) -> int:
-        """Rows that are not written yet."""
+        """Number of rows that are not written yet."""
 
 
 def without_nan(value: Any) -> Any:
-    """JSON has no NaN: a diverged run must still leave a file that every reader can parse."""
+    """Replace NaN and infinities by None: JSON has no spelling for them."""
     if isinstance(value, list):
         return [without_nan(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scalars(row: Row, file: str) -> Iterator[tuple[str, float]]:
-    """For those that know only numbers: a list becomes one tag an entry.
+    """Yield (tag, number) for sinks that accept only numbers; a list becomes one tag per entry.
 
-    Texts, names of steps and what an evaluation shows as pictures are none.
+    Strings, lists of step numbers and the arrays of an evaluation (shown as pictures) are skipped.
     """
     for tag, value in row.items():
         if isinstance(value, list):
@@ -73,23 +72,26 @@ def _entries(tag: str, value: Any) -> Iterator[tuple[str, float]]:
         yield tag, value
 
 
-class JsonLines:
-    """One of ROW_FILES: a line of JSON a row. The rows after step `keep_until`, which are taken again, are dropped."""
+# --- JSON lines ------------------------------------------------------------------------------------------------------
 
-    def __init__(self, folder: Folder, name: str, keep_until: int, say: Callable[[str], None] = lambda text: None) -> None:
+
+class JsonLines:
+    """One of ROW_FILES, one JSON object per line. Rows after `last_step` are dropped: they will be written again."""
+
+    def __init__(self, folder: Folder, name: str, last_step: int, say: Callable[[str], None] = lambda text: None) -> None:
         self.name = name
         path = folder / name
         if exists(path):
             data = path.read_bytes()
-            lines = data.split(b"\n")[:-1]  # a crash may have cut the last one short: only a line with its end is a row
+            lines = data.split(b"\n")[:-1]  # a kill may have cut the last line short
             rows = [(line, row_of(line)) for line in lines]
             if damaged := [number for number, (_, row) in enumerate(rows, start=1) if row is None]:
                 copy = path.with_name(f"{name}.damaged")
                 write_atomic(copy, data)
                 others = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
-                say(f"{path}: line {damaged[0]}{others} cannot be read and is left out; {copy.name} keeps the file as it was")
-            kept = [line + b"\n" for line, row in rows if row is not None and row["step"] <= keep_until]
-            write_atomic(path, b"".join(kept))
+                say(f"{path}: skipping unreadable line {damaged[0]}{others}; the original file is saved as {copy.name}")
+            remaining = [line + b"\n" for line, row in rows if row is not None and row["step"] <= last_step]
+            write_atomic(path, b"".join(remaining))
         self._file = open_log(path)
 
     def add(self, step: int, row: Row, file: str) -> None:
@@ -105,32 +107,37 @@ class JsonLines:
         return len(self._file.waiting)
 
 
-class EventFile:
-    """TensorBoard's records, appended like any open_log file.
+# --- TensorBoard -----------------------------------------------------------------------------------------------------
 
-    The writers of tensorboard and tensorboardX have a thread that dies of the first fault; clu's needs TensorFlow.
+_file_numbers = itertools.count()  # makes the names of this process's event files unique
+
+
+class EventFile:
+    """A TensorBoard event file.
+
+    The writers of tensorboard and tensorboardX use a thread that dies at the first failure; clu's needs TensorFlow.
     """
 
+    waiting = 0  # rows that are lost here are still in metrics.jsonl
+
     def __init__(self, folder: Folder, start_step: int, texts: Mapping[str, str] = {}) -> None:
-        """`texts` (tag -> Markdown) stand at the start."""
-        self.name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        first = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        """`texts` (tag -> Markdown) are written at the start."""
+        self.name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
+        header = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if start_step:
-            # TensorBoard, too, forgets what an earlier process wrote past this point.
+            # Makes TensorBoard drop the events of earlier processes after this step.
             restart = SessionLog(status=SessionLog.START)
-            first += _record(Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
-        about = [_text(tag, text) for tag, text in texts.items()]
-        if about:
-            first += _record(Event(wall_time=time.time(), step=start_step, summary=Summary(value=about)))
-        self._file = open_log(folder / self.name, first)
-        self.waiting = 0  # whatever is not here is in metrics.jsonl
+            header += _record(Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
+        if texts:
+            summary = Summary(value=[_text(tag, text) for tag, text in texts.items()])
+            header += _record(Event(wall_time=time.time(), step=start_step, summary=summary))
+        self._file = open_log(folder / self.name, header)
 
     def add(self, step: int, row: Row, file: str) -> None:
         values = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars(row, file)]
-        values += [_text(tag, _quoted(value)) for tag, value in row.items() if isinstance(value, str)]
+        values += [_text(tag, _code_block(value)) for tag, value in row.items() if isinstance(value, str)]
         if file == EVALUATIONS:
-            for tag, (width, height, png) in pictures(row):
-                image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+            for tag, image in _pictures(row):
                 values.append(Summary.Value(tag=tag, image=image))
         self._file.add(_record(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
 
@@ -143,8 +150,8 @@ def _text(tag: str, markdown: str) -> Summary.Value:
     return Summary.Value(tag=tag, metadata=plugin, tensor=TensorProto(dtype=DT_STRING, string_val=[markdown.encode()]))
 
 
-def _quoted(text: str) -> str:
-    """As it stands: TensorBoard would take it for Markdown."""
+def _code_block(text: str) -> str:
+    """Indent `text`, because TensorBoard renders Markdown."""
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 
@@ -154,62 +161,37 @@ def _record(event: Event) -> bytes:
     return buffer.getvalue()
 
 
-_NOTHING, _MUCH, _PAPER = (241, 240, 236), (29, 78, 168), (255, 255, 255)
-_CELL = 14  # pixels of a number, in height and width
+_WHITE, _ZERO, _ONE = np.array((255, 255, 255)), np.array((241, 240, 236)), np.array((29, 78, 168))  # colors
+_CELL = 14  # width and height of a table entry, in pixels
 
 
-class Picture(NamedTuple):
-    width: int
-    height: int
-    png: bytes
+def _pictures(row: Row) -> Iterator[tuple[str, Summary.Image]]:
+    """Yield (tag, picture) for the arrays in the row that are drawn as pictures."""
+    mixing, weights = (np.array(row.get(name, ()), float) for name in ("health/res", "health/scale_weight"))
+    if mixing.ndim == 4:  # layers x sub-layers x streams x streams: one column per layer, with a gap between matrices
+        gapped = np.pad(mixing, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan).transpose(1, 2, 0, 3)
+        height, width = gapped.shape[0] * gapped.shape[1], gapped.shape[2] * gapped.shape[3]
+        yield "inside/H_res_by_layer", _picture(gapped.reshape(height, width)[:-1, :-1])
+    if weights.ndim == 2:  # layers x scales
+        yield "inside/scale_weight_by_layer", _picture(weights)
 
 
-def pictures(row: Row) -> Iterator[tuple[str, Picture]]:
-    """(tag, picture) of everything in the row that is one."""
-    res: Any = row.get("health/res")
-    weights: Any = row.get("health/scale_weight")
-    if _depth(res) == 4:  # layers x sub-layers x streams x streams
-        yield "inside/H_res_by_layer", _drawn([_beside([layer[part] for layer in res]) for part in range(len(res[0]))])
-    if _depth(weights) == 2:  # layers x scales: every layer a line
-        yield "inside/scale_weight_by_layer", _drawn([weights])
-
-
-def _depth(value: Any) -> int:
-    return 1 + _depth(value[0]) if isinstance(value, list) and value else 0
-
-
-def _beside(matrices: list[list[list[float]]]) -> list[list[float | None]]:
-    """Matrices of the same size in one table, from left to right, with a gap between them."""
-    lines: list[list[float | None]] = []
-    for i in range(len(matrices[0])):
-        lines.append([])
-        for number, matrix in enumerate(matrices):
-            gap: list[float | None] = [None] * bool(number)
-            lines[-1] += [*gap, *matrix[i]]
-    return lines
-
-
-def _drawn(tables: list[list[list[Any]]]) -> Picture:
-    """Tables below each other, with a gap between them."""
-    lines: list[list[float | None]] = []
-    for number, table in enumerate(tables):
-        lines += [[None] * len(table[0])] * bool(number) + table
-    image = Image.fromarray(np.array([[_color(value) for value in line] for line in lines], np.uint8))
+def _picture(values: np.ndarray) -> Summary.Image:
+    """Draw a table of numbers from 0 (light) to 1 (dark); NaN is white."""
+    share = np.clip(values, 0.0, 1.0)[..., None]
+    pixels = np.where(np.isnan(share), _WHITE, np.round(_ZERO + share * (_ONE - _ZERO)))
+    image = Image.fromarray(pixels.astype(np.uint8))
     image = image.resize((_CELL * image.width, _CELL * image.height), Image.Resampling.NEAREST)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    return Picture(*image.size, buffer.getvalue())
+    return Summary.Image(height=image.height, width=image.width, colorspace=3, encoded_image_string=buffer.getvalue())
 
 
-def _color(value: float | None) -> tuple[int, ...]:
-    if value is None:
-        return _PAPER
-    share = min(max(value, 0.0), 1.0)
-    return tuple(round(a + share * (b - a)) for a, b in zip(_NOTHING, _MUCH, strict=True))
+# --- Weights & Biases ------------------------------------------------------------------------------------------------
 
 
 def check_wandb(cfg: TelemetryConfig) -> None:
-    """Whether rows could be sent; looked at before anything is made. ConfigError."""
+    """ConfigError if --wandb is set but the library or a login is missing."""
     if cfg.wandb is None:
         return
     try:
@@ -218,11 +200,11 @@ def check_wandb(cfg: TelemetryConfig) -> None:
         raise ConfigError("--wandb needs its library: pip install 'nash_mhc[wandb]', or pip install wandb") from None
     if cfg.wandb_mode == "online":
         try:
-            known = wandb.login(prompt=False)
-        except Exception as error:  # of many kinds; the user needs the reason
+            logged_in = wandb.login(prompt=False)
+        except Exception as error:  # wandb raises many types
             raise ConfigError(f"--wandb {cfg.wandb}: {_first_line(error)}; --wandb-mode offline needs no account") from None
-        if not known:
-            raise ConfigError(f"--wandb {cfg.wandb}: nobody is logged in; run wandb login, or use --wandb-mode offline")
+        if not logged_in:
+            raise ConfigError(f"--wandb {cfg.wandb}: not logged in; run wandb login, or use --wandb-mode offline")
 
 
 def new_wandb_id() -> str:
@@ -230,7 +212,7 @@ def new_wandb_id() -> str:
 
 
 class WeightsAndBiases:
-    """A run there, with an id that the run's folder keeps: what is resumed goes on in the same one."""
+    """A wandb run. Its id is saved in the run directory, so that a resumed run continues it."""
 
     def __init__(self, cfg: TelemetryConfig, folder: Folder, run_id: str, config: dict[str, Any]) -> None:
         import wandb
@@ -244,7 +226,7 @@ class WeightsAndBiases:
                 project=cfg.wandb, id=run_id, name=folder.name, config=config, mode=mode, resume="allow",
                 dir=None if is_remote(folder) else str(folder), settings=settings,
             )  # fmt: skip
-        except Exception as error:  # of many kinds, its own and others'
+        except Exception as error:  # wandb raises many types
             raise ConfigError(f"--wandb {cfg.wandb}: {_first_line(error)}; --wandb-mode offline needs no network") from None
 
     def add(self, step: int, row: Row, file: str) -> None:
@@ -259,7 +241,7 @@ class WeightsAndBiases:
                 self._rows.pop(0)
             if last:
                 self._run.finish()
-        except Exception as error:  # whatever it is, it is no reason to stop a run
+        except Exception as error:  # no failure of wandb may stop a run
             raise OSError(_first_line(error)) from error
 
     @property
@@ -271,14 +253,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+# --- all sinks -------------------------------------------------------------------------------------------------------
+
+
 class Telemetry:
-    """Rows by step, to the files under `folder` and to the sinks `others`.
+    """Write rows by step to the files in `folder` and to `others`.
 
-    A resumed run first drops the rows of the steps that it is about to take again, and of evaluations after step
-    `evaluated`, which it is about to make again:
-    an earlier process may have done both, and have left no checkpoint of it.
-
-    What cannot be written waits in memory and is reported once: numbers are no reason to stop a run.
+    A resumed run first drops rows that it will write again: metrics after `start_step`, evaluations after `evaluated`.
+    Rows that cannot be written wait in memory, and the failure is reported once: a sink never stops a run.
     """
 
     def __init__(
@@ -292,10 +274,10 @@ class Telemetry:
         others: Sequence[Sink] = (),
         texts: Mapping[str, str] = {},
     ) -> None:
-        self._folder, self._say, self._faulty, self._owner = folder, say, False, owner
+        self._folder, self._say, self._failing, self._owner = folder, say, False, owner
         with as_os_errors():
-            until = {METRICS: start_step, EVALUATIONS: start_step if evaluated is None else evaluated}
-            rows = [JsonLines(folder, name, until[name], say) for name in ROW_FILES]
+            last_steps = {METRICS: start_step, EVALUATIONS: start_step if evaluated is None else evaluated}
+            rows = [JsonLines(folder, name, last_steps[name], say) for name in ROW_FILES]
         self._sinks: list[Sink] = [*rows, EventFile(folder, start_step, texts), *others]
         self._flush()
 
@@ -305,32 +287,32 @@ class Telemetry:
         self._flush()
 
     def _flush(self, *, last: bool = False) -> None:
-        fault: tuple[str, OSError] | None = None
+        failure: tuple[str, OSError] | None = None
         for sink in self._sinks:
             try:
-                self._owner.check()  # whose folder it is now, its rows are no business of this run
+                self._owner.check()  # the directory may belong to another run by now
                 sink.flush(last=last)
             except OSError as error:
-                fault = fault or (sink.name, error)
-        if fault and not self._faulty:
-            self._say(f"{fault[0]} could not be written ({reason(fault[1])}, {self._folder}); its rows wait, training goes on")
-        elif self._faulty and not fault:
-            self._say(f"metrics are written to {self._folder} again, with the rows that had waited")
-        self._faulty = fault is not None
+                failure = failure or (sink.name, error)
+        if failure and not self._failing:
+            name, error = failure
+            self._say(f"{name} could not be written ({reason(error)}, {self._folder}); its rows wait, training continues")
+        elif self._failing and not failure:
+            self._say(f"metrics are written to {self._folder} again, including the rows that waited")
+        self._failing = failure is not None
 
     def close(self) -> None:
         self._flush(last=True)
-        lost: dict[str, int] = {}
+        lost: Counter[str] = Counter()
         for sink in self._sinks:
-            name = "metrics" if sink.name in ROW_FILES else sink.name
-            lost[name] = lost.get(name, 0) + sink.waiting
+            lost["metrics" if sink.name in ROW_FILES else sink.name] += sink.waiting
         for name, count in lost.items():
             if count:
                 self._say(f"{count} row{'s' * (count > 1)} of {name} could not be written to {self._folder}")
 
 
 class NullTelemetry(Telemetry):
-    """Of a process whose numbers another one writes down."""
+    """For processes that write no metrics."""
 
     def __init__(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes on: lines, or JSON for machines. On a terminal, `live_panel.py`."""
+"""Progress of a run: plain lines, JSON for machines, or a live panel on a terminal."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from nash_mhc.config.humanize import duration, short
 from nash_mhc.config.kits import FIGURES
 from nash_mhc.telemetry.sinks import without_nan
 
-_SHOWN = 160  # characters of a sample, on a line
+_SAMPLE_CHARS = 160  # printed of a sample
 
 
 def is_terminal() -> bool:
-    """Whether someone watches: what is printed may then be changed again."""
     return Console(file=sys.stdout).is_terminal
 
 
 class Reporter:
-    """Plain lines, one a log interval: for log files, and for whoever reads them."""
+    """Print one plain line per log interval."""
 
     def __init__(self, total_steps: int, floor: float | None, *, quiet: bool = False) -> None:
         self.total, self.floor, self._quiet = total_steps, floor, quiet
-        self._most_unused = 0.0  # of all rows so far: the same is not said again in every one
-        self._began, self._first = time.monotonic(), 0  # when and at which step this process began to train
+        self._most_unused = 0.0  # maximum over all rows so far: each level is reported once
+        self._start_time, self._start_step = time.monotonic(), 0  # when and where this process started to train
         self._console = Console(file=sys.stdout, highlight=False)
 
     def say(self, text: str) -> None:
@@ -47,17 +46,17 @@ class Reporter:
         except BrokenPipeError:
             raise
         except OSError:
-            self._console = Console(file=sys.stdout, highlight=False)  # a log file on a full disk: the run goes on without it
+            self._console = Console(file=sys.stdout, highlight=False)  # forget what a full disk did not take
 
     def wait_for(self, text: str) -> None:
-        """Something that takes its time has begun; the next words end it."""
+        """Announce a slow operation; the next message ends it."""
         self.say(text)
 
     def begin(self, step: int) -> None:
-        self._began, self._first = time.monotonic(), step
+        self._start_time, self._start_step = time.monotonic(), step
 
     def advance(self, step: int) -> None:
-        """A step has finished."""
+        """Called after each step."""
 
     def row(self, step: int, row: dict[str, Any]) -> None:
         self._line(step, row)
@@ -66,53 +65,53 @@ class Reporter:
             self._most_unused = sum(unused)
             layers = ", ".join(str(layer) for layer, count in enumerate(unused) if count)
             self.say(
-                f"step {step}: {self._most_unused:.0f} scales of heads had no weight since the last row, in layers {layers} "
+                f"step {step}: {self._most_unused:.0f} head scales had zero weight since the last row, in layers {layers} "
                 "(health/scales_unused)"
             )
 
     def _line(self, step: int, row: dict[str, Any]) -> None:
         mfu = f"  mfu {row['mfu']:.0%}" if row.get("mfu", 0) >= 0.01 else ""
-        data = f"  {read}" if (read := self._read(row)) else ""
+        data = f"  {epochs}" if (epochs := self._epochs(row)) else ""
         self.say(
-            f"step {step:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.4f}{self._against(row)}  "
+            f"step {step:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.4f}{self._relative_loss(row)}  "
             f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
             f"{short(row['tokens_seen'])} tokens{data}  {self._clock(step)}"
         )
 
-    def _against(self, row: dict[str, Any]) -> str:
-        """The loss as a multiple of the floor; of a student, how far it is from its teacher."""
+    def _relative_loss(self, row: dict[str, Any]) -> str:
+        """Return the loss relative to its floor, and the KL divergence from the teacher when distilling."""
         floor = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
         return floor + (f"  kl {row['kl']:.4f}" if "kl" in row else "")
 
-    def _read(self, row: dict[str, Any]) -> str:
-        """How much of the data; 250%: 2.5 passes."""
+    def _epochs(self, row: dict[str, Any]) -> str:
+        """Return the passes over each dataset, in percent."""
         shares = [f"{share:.0%}" for name, share in row.items() if name.startswith("epochs/")]
         return f"data {', '.join(shares[:3])}{', ...' * (len(shares) > 3)}" if shares else ""
 
     def _clock(self, step: int) -> str:
-        elapsed = time.monotonic() - self._began
-        left = elapsed / max(step - self._first, 1) * (self.total - step)
+        elapsed = time.monotonic() - self._start_time
+        left = elapsed / max(step - self._start_step, 1) * (self.total - step)
         return duration(elapsed) + (f", {duration(left)} left" if left else "")
 
     def evaluation(
-        self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
+        self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
-        self.say(_evaluation_line(step, found, floor))
-        if sample is not None and step < self.total:  # the last one is shown as a whole, when the run has ended
-            self.say(f"it writes: {' '.join(sample.split())[:_SHOWN] or '(nothing)'}")
+        self.say(_evaluation_line(step, values, floor))
+        if sample is not None and step < self.total:  # the last sample is printed in full after the run
+            self.say(f"sample: {' '.join(sample.split())[:_SAMPLE_CHARS] or '(empty)'}")
 
     def end(self) -> None:
-        """The last words have been said; more than once is no harm."""
+        """Stop drawing. May be called more than once."""
 
 
 class JsonReporter(Reporter):
-    """For machines (`--log-format json`): an object a line, with what happened (`event`) and when."""
+    """Print one JSON object per line (`--log-format json`), with the event's name and time."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.floor: float | None = None
         self._quiet = quiet
 
-    def tell(self, event: str, **values: Any) -> None:
+    def _emit(self, event: str, **values: Any) -> None:
         if self._quiet:
             return
         clean = {name: without_nan(value) for name, value in values.items()}
@@ -122,55 +121,52 @@ class JsonReporter(Reporter):
         except BrokenPipeError:
             raise
         except OSError:
-            pass  # a log file on a full disk: the run goes on without it
+            pass  # a full disk must not stop the run
 
     def say(self, text: str) -> None:
-        self.tell("message", text=text)
+        self._emit("message", text=text)
 
     def begin(self, step: int) -> None:
-        self.tell("training", step=step)
+        self._emit("training", step=step)
 
     def row(self, step: int, row: dict[str, Any]) -> None:
-        self.tell("metrics", step=step, **row)
+        self._emit("metrics", step=step, **row)
 
     def evaluation(
-        self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
+        self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
-        known = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
-        written = {} if sample is None else {"sample": sample}
-        self.tell("evaluation", step=step, **found, **known, **written)
-
-    def end(self) -> None:
-        pass
+        floors = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
+        samples = {} if sample is None else {"sample": sample}
+        self._emit("evaluation", step=step, **values, **floors, **samples)
 
 
 def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
     loss = evaluation["eval/loss"]
-    text = f"held out at step {step}: loss {loss:.4f}"
+    text = f"held-out loss at step {step}: {loss:.4f}"
     figures = [figure for name, figure in FIGURES.items() if f"eval/{name}" in evaluation]
     if "eval/bits_per_byte" in evaluation and all(figure.of_text for figure in figures):
-        text += f" nats a token, {evaluation['eval/bits_per_byte']:.4f} bits a byte"
+        text += f" nats/token, {evaluation['eval/bits_per_byte']:.4f} bits/byte"
         perplexity = evaluation["eval/perplexity"]
         text += f", perplexity {perplexity:{'.2f' if perplexity < 1e6 else '.3g'}}"
     if "eval/accuracy" in evaluation:
         text += f", accuracy {evaluation['eval/accuracy']:.1%}"
     text += "".join(figure.line.format_map(evaluation) for figure in figures)
     if floor is not None:
-        text += f"; the floor of this text is {floor[0]:.4f} nats, {floor[1]:.4f} bits: {loss / floor[0]:.2f}x"
+        text += f"; floor {floor[0]:.4f} nats/token, {floor[1]:.4f} bits/byte ({loss / floor[0]:.2f}x)"
     return text
 
 
 _BARS = "▁▂▃▄▅▆▇█"
-_MOST = 60  # losses that are drawn: more are thinned out
+_MAX_BARS = 60
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A bar a value; of more than fit, the mean of each stretch. On a log scale where they fall far."""
-    known = [value for value in values if math.isfinite(value)]
-    if len(known) < 2 or width < 1:
+    """Draw at most `width` bars, of means over equal stretches, on a log scale if the values span more than 3x."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2 or width < 1:
         return ""
-    size = math.ceil(len(known) / width)
-    means = [sum(part) / len(part) for at in range(0, len(known), size) if (part := known[at : at + size])]
+    size = math.ceil(len(finite) / width)
+    means = [sum(part) / len(part) for at in range(0, len(finite), size) if (part := finite[at : at + size])]
     if min(means) > 0 and max(means) > 3 * min(means):
         means = [math.log(mean) for mean in means]
     low, high = min(means), max(means)
@@ -178,18 +174,18 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 class LivePanel(Reporter):
-    """Progress and time left, the loss with its curve, speed, memory, the last checkpoint, and what went wrong."""
+    """Draw a live panel below the messages: progress, loss curve, speed, memory, checkpoint, warnings."""
 
     def __init__(self, total_steps: int, floor: float | None, *, quiet: bool = False) -> None:
         super().__init__(total_steps, floor, quiet=quiet)
         self._step, self._row, self._losses = 0, dict[str, Any](), list[float]()
-        self._held_out, self._wait, self._since = "", "", 0.0
+        self._held_out, self._waiting_for, self._since = "", "", 0.0
         self._training = False
         self._live = Live(self, console=self._console, refresh_per_second=4, auto_refresh=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        if self._wait:
-            yield Spinner("dots", f"{self._wait} {duration(time.monotonic() - self._since)}")
+        if self._waiting_for:
+            yield Spinner("dots", f"{self._waiting_for} {duration(time.monotonic() - self._since)}")
         elif self._training:
             yield Panel(self._inside(options.max_width - 4), title="training", title_align="left", border_style="dim")
 
@@ -204,43 +200,43 @@ class LivePanel(Reporter):
         if not self._row:
             return Group(progress)
         row = self._row
-        loss = Text(f"loss {row['loss']:.4f}{self._against(row)}", style="bold")
-        curve = sparkline(self._losses, max(0, min(_MOST, width - len(loss) - len(self._held_out) - 6)))
+        loss = Text(f"loss {row['loss']:.4f}{self._relative_loss(row)}", style="bold")
+        curve = sparkline(self._losses, max(0, min(_MAX_BARS, width - len(loss) - len(self._held_out) - 6)))
         loss.append(f"  {curve}", style="cyan").append(f"  {self._held_out}", style="magenta")
-        speed = [f"{row['tokens_per_s']:,.0f} tok/s", f"{row['step_ms']:.0f} ms a step"]
+        speed = [f"{row['tokens_per_s']:,.0f} tok/s", f"{row['step_ms']:.0f} ms/step"]
         speed += [f"mfu {row['mfu']:.0%}"] * (row.get("mfu", 0) >= 0.01)
         speed += [f"memory {row['memory_gib']:.1f} GiB"] if "memory_gib" in row else []
-        speed += [f"{short(row['tokens_seen'])} tokens", *filter(None, [self._read(row)])]
+        speed += [f"{short(row['tokens_seen'])} tokens", *filter(None, [self._epochs(row)])]
         rest = [f"grad {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}"]
-        rest += [f"saved step {row['last_checkpoint']:,}"] if "last_checkpoint" in row else ["nothing saved yet"]
+        rest += [f"saved step {row['last_checkpoint']:,}"] if "last_checkpoint" in row else ["no checkpoint yet"]
         rest += [f"goodput {row['goodput']:.0%}"] if "goodput" in row else []
         lines: list[Any] = [progress, loss, Text("  ".join(speed)), Text("  ".join(rest), style="dim")]
-        if wrong := self._wrong(row):
-            lines.append(Text(wrong, style="yellow"))
+        if warnings := self._warnings(row):
+            lines.append(Text(warnings, style="yellow"))
         return Group(*lines)
 
-    def _wrong(self, row: dict[str, Any]) -> str:
+    def _warnings(self, row: dict[str, Any]) -> str:
         counted = (("spikes", "spike"), ("skipped", "skipped update"))
-        told = [f"{n:.0f} {what}{'s' * (n > 1)}" for name, what in counted if (n := row.get(name) or 0) > 0]
-        told += [f"{self._most_unused:.0f} scales of heads unused"] * (self._most_unused > 0)
-        return ", ".join(told)
+        warnings = [f"{n:.0f} {what}{'s' * (n > 1)}" for name, what in counted if (n := row.get(name) or 0) > 0]
+        warnings += [f"{self._most_unused:.0f} head scales unused"] * (self._most_unused > 0)
+        return ", ".join(warnings)
 
     def say(self, text: str) -> None:
-        self._wait = ""
+        self._waiting_for = ""
         if not self._training:
             self._live.stop()
         super().say(text)
 
     def wait_for(self, text: str) -> None:
         super().wait_for(text)
-        self._wait, self._since = text.removesuffix(" ..."), time.monotonic()
+        self._waiting_for, self._since = text.removesuffix(" ..."), time.monotonic()
         self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def begin(self, step: int) -> None:
         super().begin(step)
         self._live.stop()
-        self._wait, self._step, self._training = "", step, True
+        self._waiting_for, self._step, self._training = "", step, True
         self._live = Live(self, console=self._console, refresh_per_second=4)
         self._live.start()
 
@@ -253,11 +249,11 @@ class LivePanel(Reporter):
         self._losses.append(row["loss"])
 
     def evaluation(
-        self, step: int, found: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
+        self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
-        kl = f", kl {found['eval/kl']:.4f}" if "eval/kl" in found else ""
-        self._held_out = f"held out {found['eval/loss']:.4f}{kl} at step {step:,}"
-        super().evaluation(step, found, floor, sample)
+        kl = f", kl {values['eval/kl']:.4f}" if "eval/kl" in values else ""
+        self._held_out = f"held-out {values['eval/loss']:.4f}{kl} at step {step:,}"
+        super().evaluation(step, values, floor, sample)
 
     def end(self) -> None:
         self._live.stop()

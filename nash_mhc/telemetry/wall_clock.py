@@ -1,12 +1,12 @@
-"""Where the time of a run went, from its first start until now, over all of its processes. Every moment has one part.
+"""How a run's wall time splits into parts, from its first start until now, over all restarts (goodput).
 
 start        until the first step: imports, devices, data, restoring
 compile      waiting for the compiler
-input        waiting for rows
-step         training: what the run is there for
+input        waiting for data
+step         training
 evaluation, checkpoint
-lost         work after the last checkpoint of a process that was killed: it is done again
-down         no process: between the end of one and the start of the next
+lost         steps after the last checkpoint of a killed process, which are repeated
+down         between the end of one process and the start of the next
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ PARTS = ("start", "compile", "input", "step", "evaluation", "checkpoint", "lost"
 
 
 class WallClock:
-    """Counts from `started`, in seconds since the epoch: when this process began. The calendar joins processes; within
-    one, a clock that is never set counts."""
+    """Counts from `started`, the start of this process in seconds since the epoch.
+
+    Wall-clock time connects processes; within one process, a monotonic clock is used.
+    """
 
     def __init__(self, started: float | None = None) -> None:
         self._offset = time.time() - time.monotonic()
@@ -35,7 +37,6 @@ class WallClock:
         return self._offset + time.monotonic()
 
     def enter(self, part: str) -> None:
-        """What comes now is of another part."""
         now = self.now()
         self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
@@ -50,26 +51,29 @@ class WallClock:
             self.enter(before)
 
     def resume(self, saved: dict[str, Any], *, written: float | None, row: dict[str, Any]) -> None:
-        """This run has begun before: `saved` (`to_json`) lies in the checkpoint that it goes on from, which was whole
-        at `written`; `row` is the last one that was written, by this checkpoint's process or a later one."""
+        """Add the time of earlier processes.
+
+        `saved` is the `to_json` in the checkpoint that the run resumes from, `written` when that checkpoint was
+        complete. `row` is the last row of metrics, by the checkpoint's process or a later one.
+        """
         at = float(saved["at"])
         for part, seconds in saved["seconds"].items():
             self._seconds[part] += seconds
-        begun = max(at, self._started)  # another machine's calendar may be behind
-        written = min(max(at, written or at), begun)
-        # A row knows how much time had passed since the first start, and for how much of it no process was there.
+        start = max(at, self._started)  # another machine's clock may be behind
+        written = min(max(at, written or at), start)
+        # The row's parts sum to the time since the first start; `down` is the time without a process.
         since = {part: (number(row, f"time/{part}") or 0.0) - saved["seconds"].get(part, 0.0) for part in PARTS}
-        alive = min(at + sum(since.values()), begun) if f"time/{PARTS[0]}" in row else at
-        if alive > written:  # it was killed later than that
+        alive = min(at + sum(since.values()), start) if f"time/{PARTS[0]}" in row else at
+        if alive > written:  # killed after the checkpoint
             down = max(0.0, since["down"])
             self._seconds["lost"] += alive - at - down
-            self._seconds["down"] += down + begun - alive
-        else:  # it was asked to stop, and ended with its checkpoint
+            self._seconds["down"] += down + start - alive
+        else:  # stopped with the checkpoint
             self._seconds["checkpoint"] += written - at
-            self._seconds["down"] += begun - written
+            self._seconds["down"] += start - written
 
     def seconds(self) -> dict[str, float]:
-        """By part, until now."""
+        """Return the seconds per part until now."""
         self.enter(self._part)
         return dict(self._seconds)
 
@@ -77,7 +81,7 @@ class WallClock:
         return {"at": self.now(), "seconds": self.seconds()}
 
     def row(self) -> dict[str, float]:
-        """For a row of metrics: seconds of each part so far, and the share of all time that went into steps."""
+        """Return the entries for a row of metrics: seconds per part, and goodput (the share spent in steps)."""
         seconds = self.seconds()
         return {f"time/{part}": round(s, 3) for part, s in seconds.items()} | {
             "goodput": seconds["step"] / max(sum(seconds.values()), 1e-9)

@@ -124,7 +124,7 @@ def test_rows_wait_for_a_full_disk_and_none_is_lost_or_cut(tmp_path, heard):
         telemetry.write(step, {"loss": 1.0})
     telemetry.write(3, {"eval/loss": 1.0}, file="eval.jsonl")
     assert heard == [
-        f"metrics.jsonl could not be written (No space left on device, {tmp_path}); its rows wait, training goes on"
+        f"metrics.jsonl could not be written (No space left on device, {tmp_path}); its rows wait, training continues"
     ]
     (tmp_path / "kept").replace(tmp_path / "metrics.jsonl")
     telemetry.write(4, {"loss": 1.0})

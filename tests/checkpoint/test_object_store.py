@@ -189,7 +189,7 @@ def test_a_growing_file_is_rewritten_now_and_then_and_at_the_end(gcs):
         file.flush()
     while file.waiting != [b"5\n"]:
         file.flush()
-    assert file._writing is None  # the next one is due later
+    assert file._upload is None  # the next one is due later
     assert gcs.objects["bucket", "run/rows"][0] == b"1\n2\n3\n4\n"
     file.flush(last=True)
     assert gcs.objects["bucket", "run/rows"][0] == b"1\n2\n3\n4\n5\n"

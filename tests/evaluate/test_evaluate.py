@@ -371,7 +371,7 @@ def test_a_wrong_name_is_one_line(tasks_, said, made, tmp_path, monkeypatch):
 
 def test_other_mistakes_are_one_line(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no such folder; give the folder of a run or of a Hugging Face model"):
+    with pytest.raises(ConfigError, match="nowhere: no such folder"):
         call(monkeypatch, "nowhere", "--tasks", "stories")
     with pytest.raises(ConfigError, match="--batch-size 3 cannot be split over data x fsdp = 2"):
         call(monkeypatch, made.run, "--tasks", "stories", "--batch-size", 3, "--mesh-data", 2)

@@ -315,7 +315,7 @@ def test_each_unusable_folder_is_one_line(
     assert nowhere.startswith("DIR/no: no such folder; ") and nowhere.endswith("--prompt")
     assert error("--checkpoint-dir", tmp_path / "no") == nowhere
     at = (tmp_path,)
-    assert error(*at).startswith("DIR: holds neither a run nor a model; ")
+    assert error(*at).startswith("DIR: contains neither a run nor a model; ")
     (tmp_path / "run.json").write_text("{")
     assert error(*at).startswith("DIR/run.json: cannot be read (")
     (tmp_path / "run.json").write_text("[]")

@@ -371,7 +371,7 @@ def test_a_run_starts_from_an_imported_model_in_a_folder_of_its_own(folders, tmp
     call("import", folders("qwen2, tied"), "--out", tmp_path / "ours", monkeypatch=monkeypatch)
     with pytest.raises(ConfigError, match="holds an imported model"):
         at(tmp_path / "ours", small.config())
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match=r"--out .*ours: already exists"):
         call("import", folders("qwen2, tied"), "--out", tmp_path / "ours", monkeypatch=monkeypatch)
     cfg = parsing.parse(["--init-from", str(folders("qwen2, tied")), "--model-width", "64"], found=infer_settings).config
     with pytest.raises(ConfigError, match=r"model.width 64: .* has 32; leave it out"):

@@ -97,8 +97,8 @@ def test_the_run_says_when_more_scales_go_without_weight(capsys):
         reporter.row(step, row | {"health/scales_unused": unused})
     said = [line for line in capsys.readouterr().out.splitlines() if "had no weight" in line]
     assert said == [
-        "step 2: 2 scales of heads had no weight since the last row, in layers 1 (health/scales_unused)",
-        "step 4: 3 scales of heads had no weight since the last row, in layers 0, 1 (health/scales_unused)",
+        "step 2: 2 head scales had zero weight since the last row, in layers 1 (health/scales_unused)",
+        "step 4: 3 head scales had zero weight since the last row, in layers 0, 1 (health/scales_unused)",
     ]
 
 

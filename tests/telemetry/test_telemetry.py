@@ -246,11 +246,11 @@ def test_on_a_terminal_there_is_a_panel_and_words_stand_above_it(monkeypatch: py
     text = "\n".join(shown)
     words = [line for line in shown if line and line[0] not in "╭│╰"]
     assert words[:2] == ["compiling the step ...", "compiled in 2.0 s"]
-    assert words[2:] == ["held out at step 8: loss 1.5000", "it writes: Once upon", "something happened"]
+    assert words[2:] == ["held-out loss at step 8: 1.5000", "sample: Once upon", "something happened"]
     assert text.count("╭") == text.count("╰") == 1  # of all that was drawn, one panel is left
     assert "8/20" in text
-    assert "loss 1.2500 (2.50x the floor)  █▄▁  held out 1.5000 at step 8" in text
-    assert "34,567 tok/s  12 ms a step  mfu 42%  memory 1.5 GiB  1.23M tokens" in text
+    assert "loss 1.2500 (2.50x the floor)  █▄▁  held-out 1.5000 at step 8" in text
+    assert "34,567 tok/s  12 ms/step  mfu 42%  memory 1.5 GiB  1.23M tokens" in text
     assert "grad 0.50  lr 1.00e-03  saved step 5  goodput 50%" in text
     assert "2 spikes, 1 skipped update" in text
 

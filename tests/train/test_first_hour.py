@@ -208,7 +208,7 @@ def test_the_console_script_is_every_command(tmp_path):
     assert "usage: nash-mhc COMMAND" in typed("./nash-mhc --help", tmp_path)
     # Worker processes begin with the script as well, and a signal that stops a run is heard.
     flags = shlex.join([*SMALL, *WITHOUT_SAMPLE, "--num-workers", "1", "--checkpoint-dir", "run"])
-    assert "held out at step 2" in typed(f"./nash-mhc train {flags}", tmp_path)
+    assert "held-out loss at step 2:" in typed(f"./nash-mhc train {flags}", tmp_path)
 
 
 @pytest.mark.parametrize(
