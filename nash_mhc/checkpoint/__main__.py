@@ -1,5 +1,4 @@
-"""`python -m nash_mhc.checkpoint list | inspect | verify | restore-test DIR`:
-a run's checkpoints, on any machine, no mesh."""
+"""`python -m nash_mhc.checkpoint list | inspect | verify | restore-test DIR`: look at checkpoints on any machine."""
 
 from __future__ import annotations
 
@@ -22,30 +21,32 @@ from nash_mhc.storage.files import Folder, to_path
 from nash_mhc.storage.json_files import number, table
 
 ABOUT = {
-    "list": "steps, sizes, held-out losses, and what was set aside",
-    "inspect": "one checkpoint: its metrics, the hash of its manifest, and every array with its shape",
-    "verify": "reads every file and compares it with its hash; exit code 1 where one differs",
-    "restore-test": "restores one checkpoint here, on one CPU device, and looks at every array; exit code 1 where it fails",
+    "list": "list all checkpoints with size, held-out loss and state",
+    "inspect": "show a checkpoint: metrics, manifest hash, and the shape of every array",
+    "verify": "compare every file with its hash; exit code 1 if one differs",
+    "restore-test": "restore a checkpoint on one CPU device and check every array; exit code 1 on failure",
 }
 USAGE = f"python -m nash_mhc.checkpoint {' | '.join(ABOUT)} DIR"
 
 
 def _folder(name: str) -> Folder:
-    """The folder that holds the numbered checkpoints: of a run, or itself."""
+    """Return the folder of numbered checkpoints in a run directory, or `name` itself if it is one."""
     folder = to_path(name)
     with as_config_error(name):
-        found = files.exists(folder, kind="directory")
-    if not found:
-        raise ConfigError(f"{folder}: no such folder; give run directory, such as runs/tiny-20260101-120000")
+        exists = files.exists(folder, kind="directory")
+    if not exists:
+        raise ConfigError(f"{folder}: no such folder; give a run directory, such as runs/tiny-20260101-120000")
     inside = RunFolder(folder).checkpoints
     folder = inside if files.exists(inside, kind="directory") else folder
     if not any(_is_step(name) for name in files.subfolders(folder)):
-        raise ConfigError(f"{folder}: holds no checkpoint; the run saves its first one at --checkpoint-interval or at its end")
+        raise ConfigError(
+            f"{folder}: contains no checkpoint; a run saves its first one after --checkpoint-interval steps or at its end"
+        )
     return folder
 
 
 def _is_step(name: str) -> bool:
-    """Whether a folder is a checkpoint, or one that was set aside or cut off."""
+    """Return whether a folder name is that of a checkpoint, complete or not."""
     return manifest.step_of(name.partition(".")[0]) is not None
 
 
@@ -63,13 +64,13 @@ def _size(checkpoint: Folder) -> str:
 
 
 def _state(folder: Folder, name: str) -> str:
-    """Without reading the files: that is what verify is for."""
+    """Return the state of a checkpoint as far as file names show it."""
     if name.endswith((".damaged", ".unfinished")):
-        return name.partition(".")[2] + ", set aside"
+        return name.partition(".")[2] + ", renamed"
     if files.exists(folder / name / manifest.FILE):
-        return "finished"
-    cut_off = "." in name or files.exists(folder / f"{name}.saving")
-    return "being saved, or cut off" if cut_off else "without a manifest"
+        return "complete"
+    is_partial = "." in name or files.exists(folder / f"{name}.saving")
+    return "being saved, or interrupted" if is_partial else "no manifest"
 
 
 def list_command(folder: Folder, step: int | None) -> int:
@@ -90,7 +91,7 @@ def list_command(folder: Folder, step: int | None) -> int:
 
 
 def _lines(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, value) of nested plain values, one line each; a list holds an entry a layer."""
+    """Yield (name, value) for each leaf of nested JSON values."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _lines(value, f"{prefix}{name}/")
@@ -102,49 +103,48 @@ def _lines(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 def _last(folder: Folder, wanted: int | None) -> Folder:
     steps = _steps(folder, wanted)
     if not steps:
-        look = module_command("nash_mhc.checkpoint", "list", str(folder))
-        raise ConfigError(f"{folder}: what it holds was set aside; look at it with {look}")
+        command = module_command("nash_mhc.checkpoint", "list", str(folder))
+        raise ConfigError(f"{folder}: contains only unusable checkpoints; list them with {command}")
     return folder / str(steps[-1])
 
 
 def inspect_command(folder: Folder, step: int | None) -> int:
     checkpoint = _last(folder, step)
     if wrong := manifest.problem(checkpoint):
-        raise ConfigError(f"{checkpoint}: damaged or not finished, {wrong}; inspect another one with --step")
-    from nash_mhc.checkpoint.store import array_metadata  # brings JAX along, which the other commands do without
+        raise ConfigError(f"{checkpoint}: damaged or incomplete, {wrong}; inspect another one with --step")
+    from nash_mhc.checkpoint.store import array_metadata  # deferred: imports JAX, which the other commands do not need
 
-    files, values = manifest.read(checkpoint), manifest.read_values(checkpoint)
-    print(f"{checkpoint}: {_size(checkpoint)} in {len(files)} files, whole; manifest {manifest.identity(checkpoint)}")
-    evaluation = table(values, "evaluation")  # its names begin with eval/ already
+    count, values = len(manifest.read(checkpoint)), manifest.read_values(checkpoint)
+    print(f"{checkpoint}: {_size(checkpoint)} in {count} files, complete; manifest {manifest.identity(checkpoint)}")
+    evaluation = table(values, "evaluation")  # whose names start with eval/
     shown = {k: v for k, v in values.items() if k not in ("config", "evaluation")} | evaluation
     print("\n".join(f"{name}: {value}" for name, value in _lines(shown)))
     arrays = array_metadata(checkpoint)
     width = max(map(len, arrays))
     for name, (shape, dtype) in arrays.items():
         print(f"  {name:<{width}}  {dtype}[{','.join(map(str, shape))}]")
-    count = sum(math.prod(shape) for name, (shape, _) in arrays.items() if name.startswith("model."))
-    print(f"{len(arrays)} arrays; {count:,} parameters in the model")
+    parameters = sum(math.prod(shape) for name, (shape, _) in arrays.items() if name.startswith("model."))
+    print(f"{len(arrays)} arrays; {parameters:,} parameters in the model")
     return 0
 
 
 def verify_command(folder: Folder, step: int | None) -> int:
-    wrong = 0
-    for each in _steps(folder, step):
-        began, problem = time.monotonic(), manifest.problem(folder / str(each))
-        wrong += problem is not None
-        print(
-            f"{each}: {problem or f'whole ({_size(folder / str(each))} read in {time.monotonic() - began:.1f} s)'}",
-            flush=True,
-        )
-    return 1 if wrong or not manifest.saved_steps(folder) else 0
+    damaged = False
+    for checkpoint in (folder / str(each) for each in _steps(folder, step)):
+        start = time.monotonic()
+        if problem := manifest.problem(checkpoint):
+            damaged = True
+            print(f"{checkpoint.name}: {problem}", flush=True)
+        else:
+            print(f"{checkpoint.name}: complete ({_size(checkpoint)} read in {time.monotonic() - start:.1f} s)", flush=True)
+    return 1 if damaged or not manifest.saved_steps(folder) else 0
 
 
 def restore_test_command(folder: Folder, step: int | None) -> int:
     if folder.name != CHECKPOINTS:
-        raise ConfigError(f"{folder}: run directory holds its checkpoints in a folder of that name; rename this one")
+        raise ConfigError(f"{folder}: must be named {CHECKPOINTS}; rename it")
     checkpoint = _last(folder, step)
-    # In a process of its own, without the accelerators that may be here: the states of models are beyond this folder,
-    # which knows only files and arrays.
+    # In another process, to hide the accelerators, and because this package must not import models.
     argv = [sys.executable, "-m", "nash_mhc.train.restore_check", str(folder.parent), checkpoint.name]
     return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
 
@@ -155,11 +155,11 @@ COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_c
 def parse(command: str, argv: Sequence[str]) -> tuple[Folder, int | None]:
     parser = OneLineParser(prog=f"python -m nash_mhc.checkpoint {command}", allow_abbrev=False, description=ABOUT[command])
     parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="run directory")
-    last = "the last" if command in ("inspect", "restore-test") else "all"
-    parser.add_argument("--step", type=int, metavar="K", help=f"only the checkpoint of step K [{last}]")
+    default = "latest" if command in ("inspect", "restore-test") else "all"
+    parser.add_argument("--step", type=int, metavar="K", help=f"checkpoint step [{default}]")
     args = parser.parse_strictly(argv, "name one folder")
     if not args.folder:
-        raise ConfigError("the folder is missing; give run directory, such as runs/tiny-20260101-120000")
+        raise ConfigError("the folder is missing; give a run directory, such as runs/tiny-20260101-120000")
     return _folder(args.folder), args.step
 
 

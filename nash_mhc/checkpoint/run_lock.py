@@ -1,12 +1,9 @@
-"""A run's folder belongs to one run at a time:
-a lock that ends with its process or, where there are none, a sign of life.
+"""One run at a time per directory: an OS file lock or, where there are no locks, a lease that its owner keeps renewing.
 
-On this machine and on shared disks it is the operating system's lock on `.lock`: whatever ends the process, it is free
-then. An object store has no locks: `owner.json` is created only where there is none and written again every few
-seconds, and who finds one that is no longer written takes it over. Several processes are one owner: the first holds the
-folder, the others are waited for before another run may have it.
-
-filelock would replace the two calls of fcntl alone: owners, moved folders and several processes are most of this file.
+Local and shared disks: `flock` on `.lock`, which the kernel releases however the process ends. Object stores and disks
+without locks: `owner.json`, which is created exclusively, renewed every few seconds, and taken over once it expires.
+Several processes of a run are one owner: process 0 holds the lock, and a new run waits for the others to exit, too.
+filelock would only replace two calls of fcntl.
 """
 
 from __future__ import annotations
@@ -30,94 +27,93 @@ from nash_mhc.storage.files import Folder, create_exclusive, exists, is_remote, 
 from nash_mhc.storage.json_files import parse_json
 
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
-BEAT_S, DEAD_S = 10.0, 45.0  # an owner writes its sign of life this often, and without one for so long it is taken for dead
-SEEN_S = 30.0  # a shared disk may show late what another machine has written
-_ASK_AGAIN_S, _SAY_AGAIN_S = 0.2, 60.0
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that has none
+RENEW_S, EXPIRED_S = 10.0, 45.0  # a lease is renewed this often, and expires after this long without renewal
+SEEN_S = 30.0  # a shared disk may show files from other machines this late
+_POLL_S, _REPEAT_MESSAGE_S = 0.2, 60.0
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # errors of file systems without locks
 
 
 @runtime_checkable
 class Owner(Protocol):
     def check(self) -> None:
-        """Where the folder is not (or no longer) this run's, nothing may be written there: OSError if it may come back,
-        ConfigError if another run has it."""
+        """Raise if this run may not write: OSError if the directory is gone, ConfigError if another run owns it."""
 
-    def retake(self) -> None:
-        """Of a folder that was moved or deleted and is made again. ConfigError where another run has it by now."""
+    def reacquire(self) -> None:
+        """Acquire a directory again that was removed and recreated. ConfigError if another run owns it."""
 
     def release(self) -> None: ...
 
 
 class NoOwner:
-    """For what needs no owner: a process that writes nothing, a test."""
+    """An owner that checks nothing."""
 
     def check(self) -> None: ...
-    def retake(self) -> None: ...
+    def reacquire(self) -> None: ...
     def release(self) -> None: ...
 
 
 def _machine() -> list[str]:
-    """Where a process number means something: this machine since its last start, and this part of it."""
+    """Return what identifies the PID namespace: host, boot, container."""
     words = [socket.gethostname()]
     with contextlib.suppress(OSError):
         words += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/pid").st_ino)]
     return words
 
 
-def _about_me() -> dict[str, Any]:
+def _new_record() -> dict[str, Any]:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"id": uuid.uuid4().hex, "machine": _machine(), "pid": os.getpid(), "since": since, "beat": 0}
 
 
-def _read_json(path: Folder) -> dict[str, Any]:
-    """Empty where nobody has written it, or not all of it yet."""
+def _read_record(path: Folder) -> dict[str, Any]:
+    """Return an owner's record; empty if it is missing or only partly written."""
     with as_os_errors(), contextlib.suppress(FileNotFoundError, ValueError):
         values = parse_json(path.read_bytes())
         return values if isinstance(values, dict) else {}
     return {}
 
 
-def _who(about: dict[str, Any]) -> str:
+def _describe(record: dict[str, Any]) -> str:
     try:
-        return f"process {about['pid']} on {about['machine'][0]}, since {about['since']}"
+        return f"process {record['pid']} on {record['machine'][0]}, since {record['since']}"
     except (KeyError, IndexError, TypeError):
-        return "another process"  # which has not said who it is yet
+        return "another process"  # whose record is not written yet
 
 
-class _Patience:
-    """How long a folder is waited for, and what is said meanwhile."""
+class _Wait:
+    """Waits for another run to release a directory, up to `limit` seconds."""
 
-    def __init__(self, folder: Folder, wait: float, say: Callable[[str], None]) -> None:
-        self._folder, self._wait, self._say = folder, wait, say
-        self._began = time.monotonic()
-        self._said: float | None = None
+    def __init__(self, folder: Folder, limit: float, say: Callable[[str], None]) -> None:
+        self._folder, self._limit, self._say = folder, limit, say
+        self._start = time.monotonic()
+        self._last_message: float | None = None
 
-    def ask_again(self, who: str) -> None:
-        """Returns when it is worth another try; ConfigError when there is no more time."""
+    def pause(self, holder: str) -> None:
+        """Sleep until the next attempt; ConfigError if the time is up."""
         now = time.monotonic()
-        waited = now - self._began
-        if waited >= self._wait:
-            tried = f" (waited for {waited:.0f} s)" if self._wait else ""
+        waited = now - self._start
+        if waited >= self._limit:
+            tried = f" (waited for {waited:.0f} s)" if self._limit else ""
             raise ConfigError(
-                f"--checkpoint-dir {self._folder}: another run holds it ({who}){tried}; stop that one, wait for its end with "
+                f"--checkpoint-dir {self._folder}: another run holds it ({holder}){tried}; stop that run, wait for it with "
                 f"--wait-for-lock SECONDS, or choose another folder"
             )
-        if self._said is None or now - self._said > _SAY_AGAIN_S:
-            self._say(f"{self._folder}: another run holds it ({who}); waiting for it, {self._wait - waited:.0f} s at most ...")
-            self._said = now
-        time.sleep(min(_ASK_AGAIN_S, self._wait - waited))
+        if self._last_message is None or now - self._last_message > _REPEAT_MESSAGE_S:
+            self._say(f"{self._folder}: another run holds it ({holder}); waiting up to {self._limit - waited:.0f} s ...")
+            self._last_message = now
+        time.sleep(min(_POLL_S, self._limit - waited))
 
 
-# --- folders with locks ----------------------------------------------------------------------------------------------
+# --- file locks ------------------------------------------------------------------------------------------------------
 
 
 def _try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
-    """A descriptor that holds the lock on the file, which is made; None where another one has it."""
+    """Create and lock a file; return its descriptor, or None if another process holds the lock."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            if is_same_file(path, handle):  # who had it before may have deleted it meanwhile
+            if is_same_file(path, handle):  # else the previous holder deleted it meanwhile
                 return handle
         except BlockingIOError:
             os.close(handle)
@@ -128,43 +124,43 @@ def _try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
         os.close(handle)
 
 
-class _Locked:
+class _FileLock:
     def __init__(self, folder: Path, wait: float, say: Callable[[str], None]) -> None:
         self._folder = folder
-        self._handle = self._take(_Patience(folder, wait, say))
+        self._handle = self._acquire(_Wait(folder, wait, say))
 
-    def _take(self, patience: _Patience, *, again: bool = False) -> int:
+    def _acquire(self, wait: _Wait, *, again: bool = False) -> int:
         path = self._folder / LOCK
         while (handle := _try_lock(path)) is None:
-            patience.ask_again(_who(_read_json(path)))
+            wait.pause(_describe(_read_record(path)))
         try:
-            if not again:  # those that accompanied the last owner may not have ended yet; `again` they are this run's own
+            if not again:  # the other processes of the previous run may still be exiting; `again`, they are this run's own
                 while (others := _try_lock(self._folder / OTHERS)) is None:
-                    patience.ask_again("processes of a run whose first one has ended")
+                    wait.pause("processes of a run whose process 0 has exited")
                 os.close(others)
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(_about_me()).encode(), 0)
+            os.pwrite(handle, json.dumps(_new_record()).encode(), 0)
         except BaseException:
             os.close(handle)
             raise
         return handle
 
-    def _is_mine(self) -> bool:
+    def _is_held(self) -> bool:
         return is_same_file(self._folder / LOCK, self._handle)
 
     def check(self) -> None:
-        if not self._is_mine():
-            raise FileNotFoundError(2, "the folder has vanished", str(self._folder))
+        if not self._is_held():
+            raise FileNotFoundError(errno.ENOENT, "the folder has vanished", str(self._folder))
 
-    def retake(self) -> None:
-        if not self._is_mine():
-            before, self._handle = self._handle, self._take(_Patience(self._folder, 0.0, print), again=True)
+    def reacquire(self) -> None:
+        if not self._is_held():
+            before, self._handle = self._handle, self._acquire(_Wait(self._folder, 0.0, print), again=True)
             os.close(before)
 
     def release(self) -> None:
         with contextlib.suppress(OSError):
-            if self._is_mine():
-                if (others := _try_lock(self._folder / OTHERS)) is not None:  # none of them is left
+            if self._is_held():
+                if (others := _try_lock(self._folder / OTHERS)) is not None:  # all other processes have exited
                     (self._folder / OTHERS).unlink()
                     os.close(others)
                 (self._folder / LOCK).unlink()
@@ -175,8 +171,8 @@ class _SharedLock(NoOwner):
     def __init__(self, folder: Path, handle: int) -> None:
         self._folder, self._handle = folder, handle
 
-    def retake(self) -> None:
-        with contextlib.suppress(OSError):  # where the folder is not there yet, the first process alone holds it
+    def reacquire(self) -> None:
+        with contextlib.suppress(OSError):  # until the folder is visible here, the lock of process 0 has to do
             if (handle := _try_lock(self._folder / OTHERS, fcntl.LOCK_SH)) is not None:
                 os.close(self._handle)
                 self._handle = handle
@@ -185,95 +181,95 @@ class _SharedLock(NoOwner):
         os.close(self._handle)
 
 
-# --- folders without ------------------------------------------------------------------------------------------------
+# --- leases ----------------------------------------------------------------------------------------------------------
 
 
-class _Beating:
-    """Ownership by a sign of life."""
+class _Lease:
+    """Ownership by a record that a thread keeps renewing."""
 
     def __init__(self, folder: Folder, wait: float, say: Callable[[str], None]) -> None:
-        self._folder, self._path, self._about = folder, folder / OBJECT, _about_me()
-        self._lost: str | None = None
-        self._last_beat = time.monotonic()
-        self._ended = threading.Event()
-        self._take(_Patience(folder, wait, say), say)
-        self._thread = threading.Thread(target=self._beat, name="owner", daemon=True)
+        self._folder, self._path, self._record = folder, folder / OBJECT, _new_record()
+        self._new_owner: str | None = None  # the run that has taken over
+        self._last_renewal = time.monotonic()
+        self._stopped = threading.Event()
+        self._acquire(_Wait(folder, wait, say), say)
+        self._thread = threading.Thread(target=self._keep_renewing, name="owner", daemon=True)
         self._thread.start()
 
-    def _take(self, patience: _Patience, say: Callable[[str], None]) -> None:
+    def _acquire(self, wait: _Wait, say: Callable[[str], None]) -> None:
         seen: dict[str, Any] = {}
         since = time.monotonic()
-        while not (self._created() and self._keeps_it(seen)):
-            found = _read_json(self._path)
-            if found.get("machine") == self._about["machine"] and not _runs(found.get("pid")):
-                self._remove(found)
-            elif found != seen:
-                if found.get("id") == seen.get("id"):
-                    patience.ask_again(_who(found))  # it lives
+        while not (self._try_create() and self._won_takeover(seen)):
+            record = _read_record(self._path)
+            if record.get("machine") == self._record["machine"] and not _is_alive(record.get("pid")):
+                self._remove(record)
+            elif record != seen:
+                if record.get("id") == seen.get("id"):
+                    wait.pause(_describe(record))  # renewed since the last look: alive
                 else:
-                    say(f"{self._folder}: was left by, or is held by, {_who(found)}; seeing whether that is still there ...")
-                seen, since = found, time.monotonic()
-            elif time.monotonic() - since > DEAD_S:
-                say(f"{self._folder}: {_who(found)} has given no sign of life for {DEAD_S:.0f} s; this run takes it over")
-                self._remove(found)
-            time.sleep(min(1.0, BEAT_S / 10))
+                    say(f"{self._folder}: held by {_describe(record)}; checking whether it is still alive ...")
+                seen, since = record, time.monotonic()
+            elif time.monotonic() - since > EXPIRED_S:
+                say(f"{self._folder}: {_describe(record)} has been silent for {EXPIRED_S:.0f} s; taking over")
+                self._remove(record)
+            time.sleep(min(1.0, RENEW_S / 10))
 
-    def _keeps_it(self, taken_over: dict[str, Any]) -> bool:
-        """Of several that have found the same dead owner, one may have removed what another has just written."""
-        if taken_over:
-            time.sleep(min(2.0, BEAT_S / 5))
-        return not taken_over or _read_json(self._path).get("id") == self._about["id"]
+    def _won_takeover(self, replaced: dict[str, Any]) -> bool:
+        """Return whether this run's record survives: of several that replace one owner, one may remove another's."""
+        if replaced:
+            time.sleep(min(2.0, RENEW_S / 5))
+        return not replaced or _read_record(self._path).get("id") == self._record["id"]
 
-    def _created(self) -> bool:
+    def _try_create(self) -> bool:
         with as_os_errors(), contextlib.suppress(FileExistsError):
-            create_exclusive(self._path, json.dumps(self._about))
+            create_exclusive(self._path, json.dumps(self._record))
             return True
         return False
 
-    def _remove(self, about: dict[str, Any]) -> None:
+    def _remove(self, record: dict[str, Any]) -> None:
         with as_os_errors(), contextlib.suppress(FileNotFoundError):
-            if _read_json(self._path) == about:  # nobody else was quicker
+            if _read_record(self._path) == record:  # unless another run was faster
                 self._path.unlink()
 
-    def _beat(self) -> None:
-        while self._lost is None and not self._ended.wait(BEAT_S):
-            with contextlib.suppress(Exception):  # a store that does not answer, in whatever way, says nothing about the owner
-                self._give_sign()
+    def _keep_renewing(self) -> None:
+        while self._new_owner is None and not self._stopped.wait(RENEW_S):
+            with contextlib.suppress(Exception):  # a storage failure says nothing about the owner
+                self._renew()
 
-    def _give_sign(self) -> None:
-        """Once more that this owner is alive, unless another one has come."""
-        found, me = _read_json(self._path), self._about["id"]
-        if found.get("id", me) != me:
-            self._lost = _who(found)
-        elif found or not self._path.exists():  # else someone is writing it just now, and that is not this owner
-            later = self._about | {"beat": self._about["beat"] + 1}
+    def _renew(self) -> None:
+        """Renew the lease, or notice that another run has taken over."""
+        record, own_id = _read_record(self._path), self._record["id"]
+        if record.get("id", own_id) != own_id:
+            self._new_owner = _describe(record)
+        elif record or not self._path.exists():  # an unreadable record is being written by another run
+            renewed = self._record | {"beat": self._record["beat"] + 1}
             with as_os_errors():
-                # In one piece: who reads half of it would take it for nobody's.
-                write_atomic(self._path, json.dumps(later), part=self._folder / f".{OBJECT}.{me}.part")
-            self._about, self._last_beat = later, time.monotonic()
+                # Atomically: a reader of half a record would think that nobody owns the folder.
+                write_atomic(self._path, json.dumps(renewed), part=self._folder / f".{OBJECT}.{own_id}.part")
+            self._record, self._last_renewal = renewed, time.monotonic()
 
     def check(self) -> None:
-        if self._lost is None and time.monotonic() - self._last_beat > DEAD_S:  # for others this run may be dead by now
-            found = _read_json(self._path)
-            if found.get("id") != self._about["id"]:
-                self._lost = _who(found) if found else "one that has ended"
-        if self._lost is not None:
+        if self._new_owner is None and time.monotonic() - self._last_renewal > EXPIRED_S:  # others may have taken over
+            record = _read_record(self._path)
+            if record.get("id") != self._record["id"]:
+                self._new_owner = _describe(record) if record else "one that has exited"
+        if self._new_owner is not None:
             raise ConfigError(
-                f"{self._folder}: another run ({self._lost}) has taken it over, for this one gave no sign of life; "
-                f"this one stops here"
+                f"{self._folder}: another run ({self._new_owner}) has taken over because this one was silent for too long; "
+                f"this run stops"
             )
 
-    def retake(self) -> None:
+    def reacquire(self) -> None:
         self.check()
 
     def release(self) -> None:
-        self._ended.set()
+        self._stopped.set()
         self._thread.join()
         with contextlib.suppress(OSError):
-            self._remove(self._about)
+            self._remove(self._record)
 
 
-def _runs(pid: Any) -> bool:
+def _is_alive(pid: Any) -> bool:
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
@@ -283,24 +279,23 @@ def _runs(pid: Any) -> bool:
     return True
 
 
-# --- both ------------------------------------------------------------------------------------------------------------
+# --- acquiring -------------------------------------------------------------------------------------------------------
 
 
 def acquire(folder: Folder, *, wait: float = 0.0, say: Callable[[str], None] = print) -> Owner:
-    """The folder, which is there, is this process's until it ends or lets go of it.
-    ConfigError says who has it since when."""
+    """Own an existing run directory until `release` or the end of the process. ConfigError names the current owner."""
     if is_remote(folder):
-        return _Beating(folder, wait, say)
+        return _Lease(folder, wait, say)
     try:
-        return _Locked(folder, wait, say)
+        return _FileLock(folder, wait, say)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return _Beating(folder, wait, say)
+        return _Lease(folder, wait, say)
 
 
 def acquire_shared(folder: Folder) -> Owner:
-    """Hold the folder for another process of the run: while one is alive, no other run begins there."""
+    """Lock the directory for another process of the run: no new run starts there while one of them is alive."""
     if not is_remote(folder):
         with contextlib.suppress(OSError):
             if (handle := _try_lock(Path(folder) / OTHERS, fcntl.LOCK_SH)) is not None:
@@ -309,12 +304,12 @@ def acquire_shared(folder: Folder) -> Owner:
 
 
 def check_visible(folder: Folder) -> None:
-    """ConfigError where this process does not see the folder that process 0 holds."""
+    """ConfigError unless this process sees the lock that process 0 holds."""
     end = time.monotonic() + SEEN_S
     while not any(exists(folder / name) for name in (LOCK, OBJECT)):
         if time.monotonic() > end:
             raise ConfigError(
-                f"--checkpoint-dir {folder}: what process 0 has written there is not seen on {socket.gethostname()}, by "
-                f"process {os.getpid()}; all processes need the same folder, on a disk that they share"
+                f"--checkpoint-dir {folder}: process {os.getpid()} on {socket.gethostname()} does not see the files of "
+                f"process 0; all processes need the same folder on a shared disk"
             )
-        time.sleep(_ASK_AGAIN_S)
+        time.sleep(_POLL_S)

@@ -249,7 +249,7 @@ class Barrier:
 
     def __init__(self, name: str) -> None:
         self._board, self._met = Board(f"nash_mhc/meeting/{name}"), dict[str, int]()
-        self.given_up = threading.Event()
+        self.cancelled = threading.Event()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         # Orbax meets the others even after a failure, in a `finally`. They would never come: they wait somewhere else.
@@ -260,7 +260,7 @@ class Barrier:
         self._board.write(f"{key}/{use}/{me}", True)
         look, end = 0.02, time.monotonic() + timeout_ms / 1000
         while len(there := self._board.read(f"{key}/{use}")) < count:
-            if self.given_up.wait(look):
+            if self.cancelled.wait(look):
                 raise TimeoutError(f"given up: {key}")
             if time.monotonic() > end:
                 missing = [index for index in range(count) if str(index) not in there]

@@ -295,8 +295,8 @@ class Telemetry:
             except OSError as error:
                 failure = failure or (sink.name, error)
         if failure and not self._failing:
-            name, error = failure
-            self._say(f"{name} could not be written ({reason(error)}, {self._folder}); its rows wait, training continues")
+            name, fault = failure
+            self._say(f"{name} could not be written ({reason(fault)}, {self._folder}); its rows wait, training continues")
         elif self._failing and not failure:
             self._say(f"metrics are written to {self._folder} again, including the rows that waited")
         self._failing = failure is not None

@@ -111,7 +111,7 @@ class JsonReporter(Reporter):
         self.floor: float | None = None
         self._quiet = quiet
 
-    def _emit(self, event: str, **values: Any) -> None:
+    def emit(self, event: str, **values: Any) -> None:
         if self._quiet:
             return
         clean = {name: without_nan(value) for name, value in values.items()}
@@ -124,20 +124,20 @@ class JsonReporter(Reporter):
             pass  # a full disk must not stop the run
 
     def say(self, text: str) -> None:
-        self._emit("message", text=text)
+        self.emit("message", text=text)
 
     def begin(self, step: int) -> None:
-        self._emit("training", step=step)
+        self.emit("training", step=step)
 
     def row(self, step: int, row: dict[str, Any]) -> None:
-        self._emit("metrics", step=step, **row)
+        self.emit("metrics", step=step, **row)
 
     def evaluation(
         self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
         floors = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
         samples = {} if sample is None else {"sample": sample}
-        self._emit("evaluation", step=step, **values, **floors, **samples)
+        self.emit("evaluation", step=step, **values, **floors, **samples)
 
 
 def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:

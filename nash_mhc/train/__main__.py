@@ -125,7 +125,7 @@ def _start(parsed: Parsed) -> int:
         return TRY_AGAIN
     if parsed.config.telemetry.log_format == "json":
         done = JsonReporter(quiet=jax.process_index() > 0)
-        done.tell("done", folder=str(result.folder), steps=parsed.config.train.total_steps, **result.evaluation)
+        done.emit("done", folder=str(result.folder), steps=parsed.config.train.total_steps, **result.evaluation)
         return 0
     if jax.process_index() == 0:
         if result.sample is not None:

@@ -51,10 +51,10 @@ DAMAGES = {
     "a cut file": (lambda c: data_file(c).write_bytes(data_file(c).read_bytes()[:-1]), r"state/\S+ has \d+ bytes instead of"),
     "a missing file": (lambda c: data_file(c).unlink(), r"state/\S+ is missing"),
     "a missing part": (lambda c: shutil.rmtree(c / "values"), r"values/\S+ is missing"),
-    "another file": (lambda c: (c / "state" / "more").touch(), "state/more does not belong to it"),
+    "another file": (lambda c: (c / "state" / "more").touch(), "unexpected file state/more"),
     "no manifest": (lambda c: (c / manifest.FILE).unlink(), "its manifest is missing"),
     "half a manifest": (lambda c: (c / manifest.FILE).write_text('{"version": 1, "fi'), "its manifest is damaged"),
-    "a manifest of another form": (lambda c: (c / manifest.FILE).write_text('{"version": 9}'), "its manifest has form 9"),
+    "a manifest of another form": (lambda c: (c / manifest.FILE).write_text('{"version": 9}'), "its manifest has version 9"),
     "an empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "its manifest is missing"),
 }
 
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(
         np.testing.assert_array_equal(state["a"], tree(3)["a"])
         assert (int(state["b"]["c"]), values["step"]) == (3, 3)
         assert len(heard) == 1
-        assert re.fullmatch(rf"checkpoint 6: damaged, {message}.*; set aside as 6\.damaged$", heard[0])
+        assert re.fullmatch(rf"checkpoint 6: damaged, {message}.*; renamed to 6\.damaged$", heard[0])
         assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["3", "6.damaged"]
         # The run gets there again, and its new checkpoint takes the name.
         store.save(6, tree(6), {"step": 6})
@@ -98,9 +98,9 @@ def test_a_reader_renames_nothing_and_a_damaged_step_asked_for_is_refused(run):
     heard = []
     with Store(run) as store:
         assert store.latest_complete(heard.append) == 3
-        assert heard[0].endswith("passed over")
+        assert heard[0].endswith("skipped")
         assert store.steps() == [3, 6]
-        with pytest.raises(ConfigError, match=r"checkpoints/6: the checkpoint is damaged, the content of state/"):
+        with pytest.raises(ConfigError, match=r"checkpoints/6: damaged, the content of state/"):
             store.restore(6, LIKE)
 
 
@@ -108,7 +108,7 @@ def test_when_no_checkpoint_is_whole_the_run_stops_each_time(run):
     for step in ("3", "6"):
         flip(data_file(run / "checkpoints" / step))
     for set_aside in (False, True, True):  # set aside, they still are what the run has lost
-        with Store(run) as store, pytest.raises(ConfigError, match=r"no checkpoint is whole \(3\S*, 6\S* cannot be used\)"):
+        with Store(run) as store, pytest.raises(ConfigError, match=r"all checkpoints are damaged \(3\S*, 6\S*\)"):
             store.latest_complete(lambda text: None, set_aside=set_aside)
 
 
@@ -121,7 +121,7 @@ def test_a_save_that_never_ended_is_no_loss(run):
     with Store(run) as store:
         assert store.latest_complete(heard.append) is None
         assert store.latest_complete(heard.append, set_aside=True) is None
-        assert heard[2:] == [f"checkpoint {n}: its save did not end; set aside as {n}.unfinished" for n in (6, 3)]
+        assert heard[2:] == [f"checkpoint {n}: its save was interrupted; renamed to {n}.unfinished" for n in (6, 3)]
         assert store.latest_complete(heard.append, set_aside=True) is None
         store.save(4, tree(4), {})
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["4"]

@@ -68,13 +68,13 @@ def test_list_shows_every_checkpoint_and_what_was_set_aside(run, call):
     assert "10,000" in out
     assert "2.5000 (best)" in out
     assert "2.7500 (best)" not in out
-    assert [line[-1] for line in lines[1:]] == ["finished", "finished", "without a manifest", "damaged, set aside"]
+    assert [line[-1] for line in lines[1:]] == ["complete", "complete", "no manifest", "damaged, renamed"]
 
 
 def test_verify_reads_every_file_and_fails_where_one_differs(run, call):
     code, out, _ = call("verify", run)
     assert code == 0
-    assert [line.split()[:2] for line in out.splitlines()] == [[f"{n}:", "whole"] for n in (10, 20, 30)]
+    assert [line.split()[:2] for line in out.splitlines()] == [[f"{n}:", "complete"] for n in (10, 20, 30)]
     flip(data_file(run / "checkpoints" / "20"))
     code, out, _ = call("verify", run / "checkpoints")
     assert code == 1
@@ -116,7 +116,7 @@ def test_list_and_verify_need_no_jax(run):
         (["list", "nowhere"], "nowhere: no such folder"),
         (["verify", "{run}", "--step", "11"], "has no such checkpoint; it has 10, 20, 30"),
         (["verify", "{run}", "--stp", "10"], "unknown flag --stp; did you mean --step?"),
-        (["inspect", "{run}/checkpoints/10/state"], "holds no checkpoint"),
+        (["inspect", "{run}/checkpoints/10/state"], "contains no checkpoint"),
     ],
 )
 def test_mistakes_are_one_line(run, call, words, message):
@@ -130,4 +130,4 @@ def test_a_damaged_checkpoint_is_not_shown_as_if_it_were_whole(run, call):
     flip(data_file(run / "checkpoints" / "30"))
     code, _, err = call("inspect", run)
     assert code == 2
-    assert "30: damaged or not finished, the content of state/" in err
+    assert "30: damaged or incomplete, the content of state/" in err

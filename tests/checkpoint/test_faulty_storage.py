@@ -68,12 +68,10 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
     assert_equal_states(result.state, unbroken.state, rtol=0, atol=0)
     out = capsys.readouterr().out
     assert "metrics.jsonl could not be written (the folder has vanished" in out
-    assert (
-        f"checkpoint 4 could not be written (Not a directory, {folder / 'checkpoints'}); training goes on, it is tried" in out
-    )
-    assert f"{folder}: checkpoints, run.json, parameters.txt had vanished and is made again, without those it held" in out
-    assert f"metrics are written to {folder} again, with the rows that had waited" in out
-    assert "checkpoint 5 is written, after 1 failed attempt" in out  # after the next step, not at the next interval
+    assert f"checkpoint 4 could not be written (Not a directory, {folder / 'checkpoints'}); training continues, retry" in out
+    assert f"{folder}: recreated checkpoints, run.json, parameters.txt, which had vanished, without the earlier" in out
+    assert f"metrics are written to {folder} again, including the rows that waited" in out
+    assert "saved checkpoint 5 after 1 failed attempt" in out  # after the next step, not at the next interval
     assert manifest.saved_steps(folder / "checkpoints") == [5, 6]
     written = rows(folder)
     assert [row["step"] for row in written] == [4, 6]
@@ -102,7 +100,7 @@ def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, mo
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert "3 attempts in a row have failed; the run stops here; the last whole checkpoint is step 2" in err
+    assert "stopping after 3 failed attempts in a row; the latest complete checkpoint is step 2" in err
     assert [row["step"] for row in rows(tmp_path / "run")] == [2, 4, 6]  # it has trained on, and these files had room
     assert manifest.problem(first) is None
     assert manifest.saved_steps(first.parent) == [2]
@@ -128,7 +126,7 @@ def test_rows_wait_for_a_full_disk_and_none_is_lost_or_cut(tmp_path, heard):
     ]
     (tmp_path / "kept").replace(tmp_path / "metrics.jsonl")
     telemetry.write(4, {"loss": 1.0})
-    assert heard[1:] == [f"metrics are written to {tmp_path} again, with the rows that had waited"]
+    assert heard[1:] == [f"metrics are written to {tmp_path} again, including the rows that waited"]
     telemetry.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert len(heard) == 2

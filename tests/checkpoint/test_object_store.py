@@ -64,13 +64,13 @@ def test_a_run_in_a_bucket_recovers_from_damage_bit_for_bit(unbroken, gcs, monke
 
     code, out, _ = call(command.main, monkeypatch, capsys, "verify", "gs://bucket/runs/one")
     assert code == 1
-    assert out.splitlines()[0].startswith("2: whole (")
+    assert out.splitlines()[0].startswith("2: complete (")
     assert out.splitlines()[1].startswith("4: the content of state/")
 
     resumed = train(config("gs://bucket/runs/one", checkpoint_interval=2, resume="must"))
     out = capsys.readouterr().out
     assert "checkpoint 4: damaged, the content of state/" in out
-    assert "set aside as 4.damaged" in out
+    assert "renamed to 4.damaged" in out
     assert "starting from step 2 of this run" in out
     assert_equal_states(resumed.state, unbroken.state, rtol=0, atol=0)
     assert [row["step"] for row in rows_of(gcs, "runs/one/metrics.jsonl")] == [2, 4, 6]
@@ -107,7 +107,7 @@ def test_what_goes_goes_whole_and_a_save_that_never_ended_is_no_loss(gcs):
     gcs.put("bucket", "run/checkpoints/3.saving", b"")
     with Store("gs://bucket/run") as store:
         assert store.latest_complete(heard.append, set_aside=True) is None
-        assert heard == ["checkpoint 3: its save did not end; set aside as 3.unfinished"]
+        assert heard == ["checkpoint 3: its save was interrupted; renamed to 3.unfinished"]
         store.save(4, tree(4), {})
         store.wait()
         np.testing.assert_array_equal(store.restore(4, LIKE)[0]["a"], tree(4)["a"])
@@ -126,11 +126,11 @@ def test_a_store_that_refuses_is_waited_out(gcs, part, status, caplog):
         until_due(saver)
         assert len(heard) == 1
         assert heard[0].startswith("checkpoint 2 could not be written (")
-        end = "training goes on, it is tried again in 0.05 s, and the run gives up if it still fails in 0.35 s"
+        end = "training continues, retrying in 0.05 s; the run stops if saving still fails in 0.35 s"
         assert heard[0].endswith(f"gs://bucket/run/checkpoints); {end}")
         gcs.refuse = None
         saver.save(tree(3), 3, {}, wait=True)
-        assert heard[1:] == ["checkpoint 3 is written, after 1 failed attempt"]
+        assert heard[1:] == ["saved checkpoint 3 after 1 failed attempt"]
         assert store.steps() == store.finished() == [1, 3]
     assert not [record for record in caplog.records if record.exc_info]
 

@@ -58,7 +58,7 @@ def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbr
         TrainingProcess(tmp_path / "run", *FLAGS, NO_EVALUATION="1").until("step  5/").send(signal.SIGSTOP)
     )  # it has not ended when the next one asks
     requeued = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", log="requeued", NO_EVALUATION="1").until(
-        "waiting for it, 100 s at most"
+        "waiting up to 100 s"
     )
     assert f"another run holds it (process {dying.pid} on " in requeued.said
     dying.send(end).send(signal.SIGCONT)
@@ -78,8 +78,12 @@ def test_a_wait_ends_with_one_line_and_can_be_stopped(tmp_path):
     owner = acquire(tmp_path / "run")
     life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "1", NO_EVALUATION="1")
     assert life.end() == 2
-    assert re.search(HELD + r" \(waited for \d+ s\); stop that one", life.said), life.said
-    life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", NO_EVALUATION="1").until("waiting for it").send()
+    assert re.search(HELD + r" \(waited for \d+ s\); stop that run", life.said), life.said
+    life = (
+        TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", NO_EVALUATION="1")
+        .until("waiting up to 100 s")
+        .send()
+    )
     assert life.end() == TRY_AGAIN
     owner.release()
     assert list((tmp_path / "run").iterdir()) == []
@@ -96,7 +100,7 @@ def test_the_others_of_a_run_are_waited_for_when_its_first_process_has_died(tmp_
     next_run = TrainingProcess(
         tmp_path / "run", *FLAGS, "--total-steps", "100000", "--wait-for-lock", "100", log="next", NO_EVALUATION="1"
     )
-    next_run.until("another run holds it (processes of a run whose first one has ended)")
+    next_run.until("another run holds it (processes of a run whose process 0 has exited)")
     both[1].send(signal.SIGKILL).send(signal.SIGCONT)
     next_run.until("compiled in").send()
     assert next_run.end() == TRY_AGAIN
@@ -142,14 +146,14 @@ def test_a_folder_that_is_made_again_is_taken_again_unless_another_run_has_it(tm
     with pytest.raises(ConfigError, match="another run holds it"):
         acquire(tmp_path / "elsewhere")  # it is still this run's, wherever it lies
     folder.mkdir()
-    owner.retake()
+    owner.reacquire()
     owner.check()
     acquire(tmp_path / "elsewhere").release()
     shutil.rmtree(folder)
     folder.mkdir()
     other = acquire(folder)
     with pytest.raises(ConfigError, match="another run holds it"):
-        owner.retake()
+        owner.reacquire()
     with pytest.raises(OSError, match="has vanished"):
         owner.check()
     other.release()
@@ -176,12 +180,12 @@ def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_
 def test_a_lock_that_was_deleted_is_taken_again_although_the_others_of_the_run_hold_theirs(tmp_path):
     owner, other = acquire(tmp_path), acquire_shared(tmp_path)
     (tmp_path / LOCK).unlink()
-    owner.retake()
+    owner.reacquire()
     owner.check()
     (tmp_path / OTHERS).unlink()
-    other.retake()
+    other.reacquire()
     owner.release()
-    with pytest.raises(ConfigError, match="processes of a run whose first one has ended"):
+    with pytest.raises(ConfigError, match="processes of a run whose process 0 has exited"):
         acquire(tmp_path)
     other.release()
     acquire(tmp_path).release()

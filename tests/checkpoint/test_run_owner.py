@@ -24,7 +24,7 @@ def served():
 @pytest.fixture(params=["bucket", "disk without locks"])
 def beating(request, tmp_path, monkeypatch, served):
     """A folder without locks, where life is quicker than elsewhere."""
-    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(run_lock, "RENEW_S", 0.1)
     monkeypatch.setattr(run_lock, "_machine", lambda machine=iter(range(99)): [f"host-{next(machine)}"])
     if request.param == "bucket":
         served.objects.clear()
@@ -46,7 +46,7 @@ def test_a_living_owner_is_named_and_keeps_the_folder(beating):
     owner = acquire(beating)
     with pytest.raises(ConfigError, match=r"another run holds it \(process \d+ on host-0, since"):
         acquire(beating, say=heard.append)
-    assert "seeing whether that is still there" in heard[0]
+    assert "checking whether it is still alive" in heard[0]
     with pytest.raises(ConfigError, match=r"\(waited for \d+ s\)"):
         acquire(beating, wait=0.6, say=heard.append)
     owner.check()
@@ -57,15 +57,15 @@ def test_a_living_owner_is_named_and_keeps_the_folder(beating):
 
 
 def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(beating, monkeypatch):
-    monkeypatch.setattr(run_lock, "DEAD_S", 1.0)
+    monkeypatch.setattr(run_lock, "EXPIRED_S", 1.0)
     heard = []
     frozen = acquire(beating)
-    frozen._ended.set()  # a machine that was put to sleep
+    frozen._stopped.set()  # a machine that was put to sleep
     frozen._thread.join()
     owner = acquire(beating, say=heard.append)
-    assert heard[-1].endswith("has given no sign of life for 1 s; this run takes it over")
-    frozen._give_sign()  # it wakes up, and finds another one
-    with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) has taken it over"):
+    assert heard[-1].endswith("has been silent for 1 s; taking over")
+    frozen._renew()  # it wakes up, and finds another one
+    with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) has taken over"):
         frozen.check()
     owner.check()
     frozen.release()
@@ -76,20 +76,20 @@ def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(be
 def test_what_another_owner_has_half_written_is_not_written_over(beating, monkeypatch):
     """It has come while this one was asleep: the first sign of life must not take the folder away from it again."""
     frozen = acquire(beating)
-    frozen._ended.set()
+    frozen._stopped.set()
     frozen._thread.join()
     (beating / OBJECT).write_text('{"id": "anoth')
-    frozen._give_sign()
+    frozen._renew()
     assert (beating / OBJECT).read_text() == '{"id": "anoth'
     (beating / OBJECT).write_text('{"id": "another"}')
-    frozen._give_sign()
-    with pytest.raises(ConfigError, match="has taken it over"):
+    frozen._renew()
+    with pytest.raises(ConfigError, match="has taken over"):
         frozen.check()
 
 
 @pytest.mark.parametrize("beating", ["disk without locks"], indirect=True)  # a bucket's client asks for the size first
 def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
-    monkeypatch.setattr(run_lock, "BEAT_S", 0.0005)
+    monkeypatch.setattr(run_lock, "RENEW_S", 0.0005)
     owner = acquire(beating)
     began, read = owner_of(beating)["beat"], 0
     while owner_of(beating)["beat"] < began + 50 or read < 200:
@@ -98,21 +98,21 @@ def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
 
 
 def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monkeypatch):
-    monkeypatch.setattr(run_lock, "DEAD_S", 0.3)
+    monkeypatch.setattr(run_lock, "EXPIRED_S", 0.3)
     owner = acquire(beating)
-    owner._ended.set()  # no beat arrives any more
+    owner._stopped.set()  # no beat arrives any more
     owner._thread.join()
     time.sleep(0.4)
     owner.check()  # nobody has come
     about = owner_of(beating)
     (beating / OBJECT).write_text(json.dumps(about | {"id": "another"}))
-    with pytest.raises(ConfigError, match="has taken it over"):
+    with pytest.raises(ConfigError, match="has taken over"):
         owner.check()
 
 
 def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "_machine", lambda: ["here"])
-    monkeypatch.setattr(run_lock, "DEAD_S", 1e6)
+    monkeypatch.setattr(run_lock, "EXPIRED_S", 1e6)
     with pytest.raises(ConfigError, match="another run holds it"):
         first = acquire(beating)
         acquire(beating, say=lambda text: None)
@@ -130,7 +130,7 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
     from nash_mhc.train.callbacks import EachStep
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "RENEW_S", 0.05)
     served.objects.clear()
     name, other = ("bucket", f"run/{OBJECT}"), {"id": "other", "machine": ["far"], "pid": 1, "since": "now"}
     seen = []
@@ -146,7 +146,7 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
                 time.sleep(0.01)
 
     longer = config("gs://bucket/run", eval_interval=0, log_interval=1, total_steps=12)
-    with pytest.raises(ConfigError, match=r"gs://bucket/run: another run \(process 1 on far, since now\) has taken it over"):
+    with pytest.raises(ConfigError, match=r"gs://bucket/run: another run \(process 1 on far, since now\) has taken over"):
         run(longer, quiet=True, callbacks=[EachStep(lambda step: taken_over(step - 6))])
     assert json.loads(served.objects[name][0]) == other
     assert manifest.saved_steps(to_path("gs://bucket/run") / "checkpoints") == [6]

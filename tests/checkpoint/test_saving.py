@@ -67,16 +67,16 @@ def test_a_failed_save_is_told_and_the_state_of_then_is_saved_when_the_pause_is_
             assert not saver.retry_due()
         clock.now += 49
         saver.save(tree(4), 4, {})  # at its interval, within the pause: nothing is tried
-    told = f"could not be written (File too large, {store.folder}); training goes on, it is tried again in"
-    end = "and the run gives up if it still fails in"  # four more pauses, then three
-    assert heard == [f"checkpoint 2 {told} 30 s, {end} 3 min", f"checkpoint 3 {told} 50 s, {end} 2 min 30 s"]
+    told = f"could not be written (File too large, {store.folder}); training continues, retrying in"
+    end = "the run stops if saving still fails in"  # four more pauses, then three
+    assert heard == [f"checkpoint 2 {told} 30 s; {end} 3 min", f"checkpoint 3 {told} 50 s; {end} 2 min 30 s"]
     assert not saver.retry_due()
     clock.now += 2
     assert saver.retry_due()
     saver.save(tree(5), 5, {})
     while len(heard) < 3:
         assert not saver.retry_due()
-    assert heard[2] == "checkpoint 5 is written, after 2 failed attempts"
+    assert heard[2] == "saved checkpoint 5 after 2 failed attempts"
     assert names(store) == ["1", "5"]
     assert store.latest_complete(heard.append) == 5
     np.testing.assert_array_equal(store.restore(5, LIKE)[0]["a"], tree(5)["a"])
@@ -85,7 +85,7 @@ def test_a_failed_save_is_told_and_the_state_of_then_is_saved_when_the_pause_is_
         while len(heard) < 4:
             assert not saver.retry_due()
     saver.save(tree(7), 7, {}, wait=True)  # the end of a run asks for no pause
-    assert heard[4:] == ["checkpoint 7 is written, after 1 failed attempt"]
+    assert heard[4:] == ["saved checkpoint 7 after 1 failed attempt"]
     assert not caplog.records  # no library has told it a second time, with a traceback
 
 
@@ -98,8 +98,8 @@ def test_too_many_failures_in_a_row_stop_the_run_and_leave_the_last_whole_checkp
         saver.save(tree(4), 4, {})
         with pytest.raises(
             ConfigError,
-            match=rf"checkpoint 4 could not be written \(File too large, {store.folder}\), 3 attempts in a row have failed; "
-            r"the run stops here; the last whole checkpoint is step 1; mend the storage",
+            match=rf"checkpoint 4 could not be written \(File too large, {store.folder}\); stopping after 3 failed attempts "
+            r"in a row; the latest complete checkpoint is step 1; fix the storage",
         ):
             until_due(saver)
     assert names(store) == ["1"]
@@ -112,11 +112,11 @@ def test_too_many_failures_in_a_row_stop_the_run_and_leave_the_last_whole_checkp
 
 def test_at_the_end_the_pauses_are_waited_for(store, heard, clock):
     saver = saver_of(store, heard, attempts=3, first_pause=50.0, longest_pause=70.0)
-    with full_disk(), pytest.raises(ConfigError, match="3 attempts in a row"):
+    with full_disk(), pytest.raises(ConfigError, match="3 failed attempts in a row"):
         saver.save(tree(2), 2, {}, wait=True)
     assert sum(clock.slept) == 50.0 + 70.0
     assert len(heard) == 2
-    assert not any("training goes on" in line for line in heard)
+    assert not any("training continues" in line for line in heard)
     saver = saver_of(store, heard)
     saver.save(tree(3), 3, {})
     saver.save(tree(3), 3, {}, wait=True)  # is whole when it returns, and was written once
@@ -144,7 +144,7 @@ def test_an_old_checkpoint_is_never_deleted_because_of_a_failure(tmp_path, heard
     with Store(tmp_path, keep=1) as store:
         store.save(1, tree(1), {})
         store.wait()
-        with full_disk(), pytest.raises(ConfigError, match="the last whole checkpoint is step 1"):
+        with full_disk(), pytest.raises(ConfigError, match="the latest complete checkpoint is step 1"):
             saver_of(store, heard, attempts=2).save(tree(2), 2, {}, wait=True)
         assert store.latest_complete(heard.append) == 1
         saver_of(store, heard).save(tree(2), 2, {}, wait=True)
@@ -162,7 +162,7 @@ def test_a_vanished_folder_is_made_again(store, heard, fault):
         store.folder.parent.rename(store.folder.parent.with_name("elsewhere"))
         saver.save(tree(3), 3, {}, wait=True)
     missing = "checkpoints, run.json" if fault == "deleted" else "run.json"  # Orbax may have made its own part again
-    assert any(f"{missing}, parameters.txt had vanished and is made again" in line for line in heard)
+    assert any(f"recreated {missing}, parameters.txt, which had vanished" in line for line in heard)
     assert (store.folder.parent / "run.json").read_text() == "{}\n"
     assert (store.folder.parent / "parameters.txt").read_text() == "a 3\n"
     assert store.latest_complete(heard.append) == (2 if fault == "deleted" else 3)
@@ -174,7 +174,7 @@ def test_once_asked_to_stop_a_run_does_not_wait_for_long(store, heard, clock):
         begun = clock.now
         stopping = lambda begun=begun, late=failures_before: clock.now - begun >= (200 if late else 0)
         saver = saver_of(store, heard, attempts=50, first_pause=10.0, longest_pause=300.0, stopping=stopping)
-        with full_disk(), pytest.raises(ConfigError, match=r"attempts in a row have failed.*nash_mhc\.train "):
+        with full_disk(), pytest.raises(ConfigError, match=r"failed attempts in a row.*nash_mhc\.train "):
             saver.save(tree(2), 2, {}, wait=True)
         assert clock.now - begun <= (211 if failures_before else 30)
     assert names(store) == ["1"]
@@ -214,7 +214,7 @@ def test_a_file_in_place_of_the_folder_is_waited_out(store, heard):
     store.folder.with_name("elsewhere").rename(store.folder)
     until_due(saver)
     saver.save(tree(3), 3, {}, wait=True)
-    assert heard[1:] == ["checkpoint 3 is written, after 1 failed attempt"]
+    assert heard[1:] == ["saved checkpoint 3 after 1 failed attempt"]
     assert names(store) == ["1", "3"]
 
 

@@ -178,7 +178,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_is_named(tmp_path
     assert [r["step"] for r in open_run(folder).rows] == [1, 2]
     with (folder / "metrics.jsonl").open("a") as out:
         out.write("\n" + json.dumps(row(4)) + "\n")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:3: not a row of JSON"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:3: not a JSON row"):
         open_run(folder)
 
 
@@ -188,9 +188,15 @@ def test_each_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (code, out, err.count("\n")) == (2, "", 1)
         return err.removeprefix("error: ").replace(str(tmp_path), "DIR").strip()
 
+<<<<<<< HEAD
     assert "nash_mhc.report runs/" in error()
     assert error(tmp_path / "no").startswith("DIR/no: no such folder; give the folder of a run")
     assert error(tmp_path).startswith("DIR has no run.json, so it is not the folder of a run")
+=======
+    assert error().startswith("which run? Give its folder")
+    assert error(tmp_path / "no").startswith("DIR/no: no such folder; give a run directory")
+    assert error(tmp_path).startswith("DIR has no run.json, so it is not a run directory")
+>>>>>>> 8db08a0 (checkpoint: plain wording and standard names)
     (tmp_path / "run.json").write_text("{")
     assert error(tmp_path).startswith("DIR/run.json: cannot be read (")
     (tmp_path / "run.json").write_text("3")

@@ -283,4 +283,4 @@ def test_what_a_folder_of_damaged_checkpoints_proposes(tmp_path):
     code, said = typed(python("checkpoint", "inspect", "my run"), tmp_path)
     assert code == 2
     (command,) = proposed(said)
-    assert "set aside" in typed(command, tmp_path)[1]
+    assert "damaged, renamed" in typed(command, tmp_path)[1]

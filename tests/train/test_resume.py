@@ -136,7 +136,7 @@ def test_a_run_without_a_whole_checkpoint_stops_and_keeps_its_rows(tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     flip(data_file(tmp_path / "run" / "checkpoints" / "2"))
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"no checkpoint is whole \(2\.damaged cannot be used\)"):
+        with pytest.raises(ConfigError, match=r"all checkpoints are damaged \(2\.damaged\)"):
             at(tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
