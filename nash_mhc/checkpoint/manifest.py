@@ -60,7 +60,7 @@ def write(checkpoint: Folder) -> None:
 def _check_answered(checkpoint: Folder, error: OSError) -> None:
     """ConfigError if an object store did not answer: unlike on a disk, that does not mean damage."""
     if is_remote(checkpoint) and not isinstance(error, FileNotFoundError):
-        raise ConfigError(f"{checkpoint}: cannot be reached ({reason(error)}); nothing was changed, try again") from error
+        raise ConfigError(f"{checkpoint}: cannot be reached ({reason(error)}); try again (no file was changed)") from error
 
 
 def read(checkpoint: Folder) -> dict[str, tuple[int, str]]:

@@ -42,7 +42,7 @@ def row_of(line: bytes) -> Row | None:
 
 
 class Description(NamedTuple):
-    """What a run has recorded about itself that resuming it needs."""
+    """The record of a run, as far as resuming needs it."""
 
     config: dict[str, Any]  # section.key -> value
     rows: str | None  # digest that identifies its training data
