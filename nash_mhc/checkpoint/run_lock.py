@@ -215,7 +215,7 @@ class _Lease:
             time.sleep(min(1.0, RENEW_S / 10))
 
     def _won_takeover(self, replaced: dict[str, Any]) -> bool:
-        """Return whether this run's record survives: with several takeovers at once, one run may remove another's record."""
+        """Return whether this run's record survived: a concurrent takeover may have removed it."""
         if replaced:
             time.sleep(min(2.0, RENEW_S / 5))
         return not replaced or _read_record(self._path).get("id") == self._record["id"]
