@@ -159,10 +159,10 @@ def _tell_of_the_compiler() -> None:
 
 def _hold_up_the_evaluation() -> None:
     """What is compiled behind another program never is."""
-    begin = CompiledStep.compile_in_background
+    compile_in_background = CompiledStep.compile_in_background
 
     def held_up(step: CompiledStep, state: Any, batch: Any, *, after: Program | None = None) -> Program:
-        return begin(step, state, batch, after=None if after is None else Program())
+        return compile_in_background(step, state, batch, after=None if after is None else Program())
 
     CompiledStep.compile_in_background = held_up  # type: ignore[method-assign]
 
