@@ -108,9 +108,9 @@ def _shorten_the_stall_once(file: Path) -> None:
     module = sys.modules["nash_mhc.train.trainer"]
 
     class Shortened(Watch):
-        def _look_after(self) -> None:
+        def _run(self) -> None:
             threading.Thread(target=self._shorten, daemon=True).start()
-            super()._look_after()
+            super()._run()
 
         def _shorten(self) -> None:
             while not file.exists():

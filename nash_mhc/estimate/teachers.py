@@ -49,7 +49,7 @@ def teachers_of(cfg: RunConfig) -> list[tuple[RunConfig, Any]]:
 def all_misfits(cfg: RunConfig, mesh: Mapping[str, int]) -> list[Length]:
     """Every size of the model and of its teachers that the mesh does not divide."""
     models = [cfg.model, *(its.model for its, _ in teachers_of(cfg))]
-    return [length for model in models for length in misfits(dataclasses.replace(cfg, model=model), mesh)]
+    return [length for model in models for length in misfits(cfg.data, model, mesh)]
 
 
 def check_all_fit(cfg: RunConfig, mesh: Mapping[str, int]) -> None:

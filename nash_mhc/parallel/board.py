@@ -1,4 +1,4 @@
-"""Notes that the processes of a run leave each other, and what is built on them: who decides, who waits for whom."""
+"""Communication between the processes of a run: a shared key-value board, and decisions and barriers built on it."""
 
 from __future__ import annotations
 
@@ -19,68 +19,84 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.runtime.compat.jax import distributed_state
 
 T = TypeVar("T")
-ANSWER_S = 20.0  # process 0 holds the notes; without an answer for this long, it is taken for dead or frozen
-_LOOK_S = 1.0
+ANSWER_S = 20.0  # process 0 stores the board; without an answer for this long, it counts as dead or frozen
+_POLL_S = 1.0
 
 
 class LostProcess(jax.errors.JaxRuntimeError):
-    """Another process of the run is gone, frozen, or does not come to where this one is_waiting for it."""
+    """Another process of the run has died, is frozen, or has not arrived where this one waits for it."""
 
-    def __init__(self, verdict: str, *missing: int, frozen: bool = False) -> None:
-        super().__init__(verdict)
-        self.missing, self.frozen = missing, frozen  # frozen: process 0 gave no answer at all
+    def __init__(self, message: str, *missing: int, frozen: bool = False) -> None:
+        super().__init__(message)
+        self.missing, self.frozen = missing, frozen  # frozen: process 0 did not answer at all
 
 
 class Board:
-    """Notes that every process can write and read, in the coordinator's memory: for the rare word, never for a step.
+    """JSON values that every process can read and write, in the memory of JAX's coordinator. Too slow for every step.
 
-    Every call ends within ANSWER_S of what it asks for: LostProcess where process 0 does not answer or is gone.
+    Every call returns within ANSWER_S of its own timeout. LostProcess if process 0 does not answer or is gone.
     """
 
     def __init__(self, name: str) -> None:
         self._client = distributed_state().client
         self._name = name
 
-    def write(self, key: str, note: Any) -> None:
-        _answered(lambda: self._client.key_value_set(f"{self._name}/{key}", json.dumps(note), allow_overwrite=True))
+    def write(self, key: str, value: Any) -> None:
+        _call(lambda: self._client.key_value_set(f"{self._name}/{key}", json.dumps(value), allow_overwrite=True))
 
     def delete(self, key: str) -> None:
-        _answered(lambda: self._client.key_value_delete(f"{self._name}/{key}"))
+        _call(lambda: self._client.key_value_delete(f"{self._name}/{key}"))
 
     def read(self, folder: str) -> dict[str, Any]:
-        """All notes under `folder/`, by the rest of their keys."""
-        found = _answered(lambda: self._client.key_value_dir_get(f"{self._name}/{folder}/"))
-        return {key.rpartition("/")[2]: json.loads(note) for key, note in found}
+        """Return all values under `folder/`, by the last part of their keys."""
+        entries = _call(lambda: self._client.key_value_dir_get(f"{self._name}/{folder}/"))
+        return {key.rpartition("/")[2]: json.loads(value) for key, value in entries}
 
     def wait(self, key: str, seconds: float) -> Any:
-        """The note under `key`, as soon as it is there; TimeoutError."""
+        """Return the value under `key` as soon as it exists; TimeoutError after `seconds`."""
         get = self._client.blocking_key_value_get
         try:
-            return json.loads(_answered(lambda: get(f"{self._name}/{key}", int(seconds * 1000)), seconds + ANSWER_S))
+            return json.loads(_call(lambda: get(f"{self._name}/{key}", int(seconds * 1000)), seconds + ANSWER_S))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise TimeoutError(key) from None
             raise
 
 
-def _answered(ask: Callable[[], T], seconds: float = ANSWER_S) -> T:
-    """What process 0 answers. In a thread of its own: a frozen one would be waited for without end."""
-    answer, done = _in_thread(ask)
-    # Counted in looks, not by the clock: where this process was frozen itself, nobody has failed to answer.
-    for _ in range(max(1, round(seconds / _LOOK_S))):
-        if done.wait(_LOOK_S):
+def _call(request: Callable[[], T], seconds: float = ANSWER_S) -> T:
+    """Send a request to process 0, in a thread, because JAX would wait forever for a frozen process."""
+    answer, done = _in_thread(request)
+    # Counts polls instead of time: if this process was frozen itself, process 0 is not to blame.
+    for _ in range(max(1, round(seconds / _POLL_S))):
+        if done.wait(_POLL_S):
             try:
                 return answer.result()
             except jax.errors.JaxRuntimeError as error:
                 if "UNAVAILABLE" in str(error):
-                    raise LostProcess("process 0, which holds the notes of all processes, is gone", 0) from error
+                    raise LostProcess("process 0, which coordinates all processes, is gone", 0) from error
                 raise
-    text = f"process 0, which holds the notes of all processes, has given no answer for {seconds:.0f} s"
+    text = f"process 0, which coordinates all processes, has not answered for {seconds:.0f} s"
     raise LostProcess(text, 0, frozen=True)
 
 
+def _in_thread(work: Callable[[], T]) -> tuple[Future[T], threading.Event]:
+    """Start `work` in a daemon thread. (An executor's threads would delay the exit.)"""
+    result: Future[T] = Future()
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+        done.set()
+
+    threading.Thread(target=run, name="collective", daemon=True).start()
+    return result, done
+
+
 def coordinator_answers(seconds: float = 2.0) -> bool:
-    """Whether process 0 is still there, and there all the time: one that dies loses its sockets one after another."""
+    """Return whether process 0 accepts connections during all of `seconds`: a dying process closes its sockets late."""
     host, _, port = str(distributed_state().coordinator_address).rpartition(":")
     end = time.monotonic() + seconds
     while True:
@@ -94,7 +110,16 @@ def coordinator_answers(seconds: float = 2.0) -> bool:
         time.sleep(0.1)
 
 
-_calls = 0  # of what follows: the same in all processes, which call it in the same order
+def process_names(indices: list[int]) -> str:
+    return " and ".join(f"process {index}" for index in indices)
+
+
+# --- collective calls: all processes make the same calls in the same order -------------------------------------------
+
+_calls = 0  # number of collective calls so far
+_waits = 0  # number of waits for other processes in progress
+_cleanup: list[str] = []  # keys of this process's last outcomes
+_GRACE_S = 1.0  # for work that may end by itself after it has failed in another process
 
 
 def _next_call() -> str:
@@ -103,54 +128,9 @@ def _next_call() -> str:
     return str(_calls)
 
 
-def from_leader(make: Callable[[], T]) -> T:
-    """What process 0 makes, in every process; a ConfigError there is one everywhere. For plain values.
-
-    All processes call it, in the same order.
-    """
-    if jax.process_count() == 1:
-        return make()
-    board, key = Board("nash_mhc/leader"), _next_call()
-    if jax.process_index():
-        note = _patiently(board, key)
-    else:
-        try:
-            note = {"made": make()}
-        except ConfigError as error:
-            note = {"refused": str(error)}
-        board.write(key, note)
-    if "refused" in note:
-        raise ConfigError(note["refused"])
-    return note["made"]
-
-
-def leader_first(make: Callable[[], T]) -> T:
-    """`make()` in every process, but in process 0 before all others: what it leaves on a shared disk, they find."""
-    made: list[T] = []
-    from_leader(lambda: made.append(make()))
-    return made[0] if made else make()
-
-
-def any_process(mine: bool) -> bool:
-    """Whether `mine` is true in at least one process. Called by all, in the same order as everything here."""
-    if jax.process_count() == 1:
-        return mine
-    board, call = Board("nash_mhc/any"), _next_call()
-    board.write(f"{call}/{jax.process_index()}", mine)
-    return any(_patiently(board, f"{call}/{index}") for index in range(jax.process_count()))
-
-
-def barrier() -> None:
-    """Until every process has come this far. (That `from_leader` returns says nothing of those who follow.)"""
-    any_process(False)  # nobody says yes, so that all are asked
-
-
-_waits = 0
-
-
 @contextlib.contextmanager
 def waiting_for_peer() -> Iterator[None]:
-    """Inside, this process is_waiting for another one: whoever looks for the one that holds up all passes it over."""
+    """Mark this process as waiting for another one, so that the watchdog does not blame it for a standstill."""
     global _waits  # noqa: PLW0603
     _waits += 1
     try:
@@ -163,41 +143,78 @@ def is_waiting() -> bool:
     return _waits > 0
 
 
-def _patiently(board: Board, key: str) -> Any:
+def _wait_without_limit(board: Board, key: str) -> Any:
+    """Wait for a value. Preparing data may take hours; runtime/watchdog.py notices if a process stands still."""
     with waiting_for_peer():
-        while True:  # preparing data may take hours; runtime/watchdog.py finds out who stands still meanwhile
+        while True:
             with contextlib.suppress(TimeoutError):
                 return board.wait(key, 60)
 
 
-_MERCY_S = 1.0  # for work that may end by itself, once it has failed elsewhere
+def from_leader(make: Callable[[], T]) -> T:
+    """Call `make` in process 0 and return its (JSON) result in every process; a ConfigError is raised in all."""
+    if jax.process_count() == 1:
+        return make()
+    board, key = Board("nash_mhc/leader"), _next_call()
+    if jax.process_index():
+        result = _wait_without_limit(board, key)
+    else:
+        try:
+            result = {"value": make()}
+        except ConfigError as error:
+            result = {"error": str(error)}
+        board.write(key, result)
+    if "error" in result:
+        raise ConfigError(result["error"])
+    return result["value"]
+
+
+def leader_first(make: Callable[[], T]) -> T:
+    """Call `make` in process 0, then in the others, which find the files that it left on a shared disk."""
+    made: list[T] = []
+    from_leader(lambda: made.append(make()))
+    return made[0] if made else make()
+
+
+def any_process(mine: bool) -> bool:
+    """Return whether `mine` is true in at least one process."""
+    if jax.process_count() == 1:
+        return mine
+    board, call = Board("nash_mhc/any"), _next_call()
+    board.write(f"{call}/{jax.process_index()}", mine)
+    return any(_wait_without_limit(board, f"{call}/{index}") for index in range(jax.process_count()))
+
+
+def barrier() -> None:
+    """Wait until every process has arrived here. (`from_leader` only waits for process 0.)"""
+    any_process(False)  # False makes every process wait for all others
 
 
 def run_collectively(work: Callable[[], T]) -> T:
-    """Run `work()` in all processes at once. What fails in one fails in all, with its OSError or ConfigError.
+    """Run `work` in all processes at once. An OSError or ConfigError in one is raised in all.
 
-    Work that is_waiting for the process that failed is abandoned in its thread.
+    Work that waits for a failed process is abandoned in its thread.
     """
     if jax.process_count() == 1:
         return work()
-    board, call, me, count = Board("nash_mhc/run_collectively"), _next_call(), jax.process_index(), jax.process_count()
+    board, call, me, count = Board("nash_mhc/together"), _next_call(), jax.process_index(), jax.process_count()
     mine, done = _in_thread(work)
-    said, look = False, 0.02
-    with contextlib.ExitStack() as held:
+    reported, pause = False, 0.02
+    with contextlib.ExitStack() as waiting:
         while True:
-            if not said and done.is_set():
+            if not reported and done.is_set():
                 board.write(f"{call}/{me}", _outcome(mine.exception()))
-                said, look = True, 0.02
-                held.enter_context(waiting_for_peer())
-            notes = board.read(call)
-            if failed := {index: note for index, note in notes.items() if note is not None}:
+                reported, pause = True, 0.02
+                waiting.enter_context(waiting_for_peer())
+            outcomes = board.read(call)
+            if failed := {index: outcome for index, outcome in outcomes.items() if outcome is not None}:
                 break
-            if len(notes) == count:
-                _forget(board, call, me)
+            if len(outcomes) == count:
+                _delete_old_outcome(board, f"{call}/{me}")
                 return mine.result()
-            time.sleep(look) if said else done.wait(look)
-            look = min(1.0, look * 1.3)
-    done.wait(_MERCY_S)
+            time.sleep(pause) if reported else done.wait(pause)
+            pause = min(1.0, pause * 1.3)
+    done.wait(_GRACE_S)
     if done.is_set() and (error := mine.exception()) is not None and not isinstance(error, OSError):
         raise error
     index, (kind, number, text) = min(failed.items())
@@ -206,23 +223,8 @@ def run_collectively(work: Callable[[], T]) -> T:
     raise OSError(number, f"process {index}: {text}")
 
 
-def _in_thread(work: Callable[[], T]) -> tuple[Future[T], threading.Event]:
-    result: Future[T] = Future()
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-        done.set()
-
-    threading.Thread(target=run, name="together", daemon=True).start()
-    return result, done
-
-
 def _outcome(error: BaseException | None) -> tuple[str, int, str] | None:
-    """What the other processes are to know of it: nothing, where it went well."""
+    """Return what the other processes need to know about an error; None for success."""
     if error is None:
         return None
     if isinstance(error, OSError):
@@ -230,41 +232,34 @@ def _outcome(error: BaseException | None) -> tuple[str, int, str] | None:
     return "refused" if isinstance(error, ConfigError) else "error", errno.EIO, str(error)[:300]
 
 
-def _forget(board: Board, call: str, me: int) -> None:
-    """The note of two calls before, which all have read. There may be thousands of calls in a run."""
-    _said.append(f"{call}/{me}")
-    if len(_said) > 2:
-        board.delete(_said.pop(0))
-
-
-_said: list[str] = []
-
-
-def process_names(indices: list[int]) -> str:
-    return " and ".join(f"process {index}" for index in indices)
+def _delete_old_outcome(board: Board, key: str) -> None:
+    """Delete this process's outcome of two calls ago, which all processes have read: a run makes thousands of calls."""
+    _cleanup.append(key)
+    if len(_cleanup) > 2:
+        board.delete(_cleanup.pop(0))
 
 
 class Barrier:
-    """A barrier for all processes that can be given up, as Orbax takes one for the threads that write a checkpoint."""
+    """A barrier that can be cancelled, for the threads of Orbax that write a checkpoint."""
 
     def __init__(self, name: str) -> None:
-        self._board, self._met = Board(f"nash_mhc/meeting/{name}"), dict[str, int]()
+        self._board, self._uses = Board(f"nash_mhc/meeting/{name}"), dict[str, int]()
         self.cancelled = threading.Event()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        # Orbax meets the others even after a failure, in a `finally`. They would never come: they wait somewhere else.
+        # Orbax enters the barrier in a `finally` even after a failure. The others would never arrive.
         if (fault := sys.exc_info()[1]) is not None:
             raise fault
-        use = self._met[key] = self._met.get(key, 0) + 1
+        use = self._uses[key] = self._uses.get(key, 0) + 1
         me, count = jax.process_index(), jax.process_count()
         self._board.write(f"{key}/{use}/{me}", True)
-        look, end = 0.02, time.monotonic() + timeout_ms / 1000
-        while len(there := self._board.read(f"{key}/{use}")) < count:
-            if self.cancelled.wait(look):
-                raise TimeoutError(f"given up: {key}")
+        pause, end = 0.02, time.monotonic() + timeout_ms / 1000
+        while len(arrived := self._board.read(f"{key}/{use}")) < count:
+            if self.cancelled.wait(pause):
+                raise TimeoutError(f"cancelled: {key}")
             if time.monotonic() > end:
-                missing = [index for index in range(count) if str(index) not in there]
-                raise TimeoutError(f"{process_names(missing)} did not come to {key} within {timeout_ms / 1000:.0f} s")
-            look = min(1.0, look * 1.5)
+                missing = [index for index in range(count) if str(index) not in arrived]
+                raise TimeoutError(f"{process_names(missing)} did not reach {key} within {timeout_ms / 1000:.0f} s")
+            pause = min(1.0, pause * 1.5)
         if use > 2:
             self._board.delete(f"{key}/{use - 2}/{me}")

@@ -1,9 +1,8 @@
-"""How a parameter is declared: the logical axes of its dimensions, and its role, which says how it is trained.
+"""Parameter declarations: the logical axes of each dimension, and the role, which determines how it is trained.
 
     gate_DF: Float[Array, "D F"] = param("embed", "ffn")
 
-`parallel/sharding.py` lays it on the mesh by its axes, `optim/` chooses its rate,
-its decay and its optimizer by its role.
+`parallel/sharding.py` shards by the axes; `optim/` chooses learning rate, decay and optimizer by the role.
 """
 
 from __future__ import annotations
@@ -21,50 +20,48 @@ Axes = tuple[str, ...]
 
 
 class Role(NamedTuple):
-    """What a parameter does in a model, as far as training is concerned."""
+    """How a parameter is trained."""
 
     name: str
-    rate: float = 1.0  # factor of the learning rate
-    decays: bool = True  # whether weight decay applies where it has more than one axis
-    orthogonal: bool = False  # whether it is a map between vectors, whose updates Muon may make orthogonal
-    by_width: bool = True  # whether it learns the more slowly the wider the model is
+    rate: float = 1.0  # multiplies the learning rate
+    decays: bool = True  # whether weight decay applies, if it has more than one axis
+    orthogonal: bool = False  # whether it maps vectors to vectors, so that Muon may orthogonalize its updates
+    by_width: bool = True  # whether its learning rate falls with the model width
 
 
 MATRIX = Role("matrix", orthogonal=True)  # maps one vector to another
 TABLE = Role("table")  # a vector for each token
 VECTOR = Role("vector", decays=False)  # scales, biases, taps of convolutions
-# Makes few numbers of a whole token, such as logits of weights, which are squashed afterwards: it learns faster than
-# what it weighs. docs/experiments.md has what came of 0.1, 1 and 16.
-GATE = Role("gate", rate=4.0)
-# A narrow correction of a matrix: at the very rate that a run is given, which is what everyone's recipes mean by it.
-ADAPTER = Role("adapter", by_width=False)
-
-STATE = Role("state", decays=False, by_width=False)  # not trained; a hook updates it: `model/protocol.py`, after_update
+GATE = Role("gate", rate=4.0)  # maps a token to a few logits; docs/experiments.md compares rates 0.1, 1 and 16
+ADAPTER = Role("adapter", by_width=False)  # LoRA matrices: exactly the given rate, as in published recipes
+STATE = Role("state", decays=False, by_width=False)  # not trained; updated by `after_update` (model/protocol.py)
 
 
 class DerivedParam(eqx.Module):
-    """Stands where a parameter was declared, and makes its array: before that is cast to the compute dtype and put
-    together, so that every device makes its own share, from numbers that are not rounded yet."""
+    """A module in place of a declared parameter, which computes that array before it is cast and gathered.
+
+    Each device therefore computes its own shard, from unrounded values.
+    """
 
     base: Any  # the trained array, in the shape of the parameter
 
     @property
     @abstractmethod
     def storage(self) -> str:
-        """How an exported model stores it, such as "2 bits"."""
+        """Return how an exported model stores it, such as "2 bits"."""
 
     @abstractmethod
     def materialize(self) -> Array:
-        """In the shape and with the axes of the parameter."""
+        """Return the array, with the shape and axes of the parameter."""
 
 
 class Declared(NamedTuple):
-    """How one array was declared. `axes` begin with its stack axes, which are no dimensions of the parameter itself."""
+    """The declaration of an array. `axes` starts with its stack axes, which only count parameters."""
 
-    axes: Axes  # one logical axis a dimension
+    axes: Axes  # one logical axis per dimension
     role: Role
-    inputs: int  # number of input axes of a matrix: the first ones after the stack axes
-    cast: bool  # whether it is computed with in the compute dtype
+    inputs: int  # number of input axes of a matrix, which follow the stack axes
+    cast: bool  # whether it is cast to the compute dtype
     stack: int = 0  # number of stack axes
 
     @property
@@ -73,7 +70,7 @@ class Declared(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Whether it is one of those that make up a model's size, and are rounded to the compute dtype before use."""
+        """Return whether it is a matrix or table that is cast to the compute dtype: nearly all of a model's memory."""
         return self.role in (MATRIX, TABLE) and self.cast
 
     @property
@@ -89,9 +86,9 @@ class Declared(NamedTuple):
 def param(*axes: str, role: Role | None = None, inputs: int = 1, cast: bool = True, stack: Axes = (), **default: Any) -> Any:
     """Declare a parameter field: an array, or a tuple, list or dict of arrays with these axes.
 
-    Without a role, a parameter of one axis is a VECTOR and any other a MATRIX. Vectors of one axis neither decay nor
-    leave float32: a norm scale near 1 has no bits left for its updates in bfloat16. `stack` names leading axes that
-    only count parameters, such as experts. `default` is that of the field.
+    The default role is VECTOR for one axis and MATRIX for more. Parameters of one axis have no weight decay and stay
+    in float32, because bfloat16 cannot resolve updates of a norm scale near 1. `stack` names leading axes that only
+    count parameters, such as experts. `default` is passed to `eqx.field`.
     """
     role = role or (MATRIX if len(axes) > 1 else VECTOR)
     declared = Declared((*stack, *axes), role, inputs, cast and len(axes) > 1, len(stack))
@@ -99,50 +96,50 @@ def param(*axes: str, role: Role | None = None, inputs: int = 1, cast: bool = Tr
 
 
 def stacked(*axes: str) -> Any:
-    """Declare a field that holds modules whose arrays all begin with these axes, such as "layers" or "experts"."""
+    """Declare a field of modules whose arrays all start with these axes, such as "layers" or "experts"."""
     return eqx.field(metadata={"stacked": axes})
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by their readable path (`layers.ffn.up_DF`): parameters.txt, checkpoints and patterns name them so."""
+    """Return the leaves by path (`layers.ffn.up_DF`), as in parameters.txt, checkpoints and patterns."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 
 
 def map_declared(module: PyTree, leaf: Callable[[Declared, Any], Any]) -> PyTree:
-    """Return the same tree with each array replaced by leaf(how it was declared, the array); None stays None.
+    """Return the tree with each array replaced by `leaf(declaration, array)`; None stays None.
 
-    Modules and parameters may lie in tuples, lists and dicts.
+    Tuples, lists and dicts may contain modules and parameters.
     """
     return _walk(module, leaf, _Place((), None), type(module).__name__)
 
 
 class _Place(NamedTuple):
-    """What the fields around a value declare of it."""
+    """The declarations of the fields around a value."""
 
-    stack: Axes  # of the stacks that it is in
-    own: Declared | None  # the parameter that it is, or that the module around it stands for
+    stack: Axes  # of the enclosing stacks
+    own: Declared | None  # of the parameter, or of the one that the enclosing module replaces
 
 
 def _replace_parameter(outer: Declared | None, own: Declared) -> Declared:
-    """Return the declaration of an array inside of a module that stands where another parameter was declared.
+    """Return the declaration of an array in a module that replaces the parameter `outer`.
 
-    Among its axes, "inputs" and "outputs" are those of that parameter; "groups" are its inputs, of which the last is
-    counted in groups that every device has all of. With inputs and outputs, it has that parameter's role, too.
+    Its axes "inputs" and "outputs" are those of `outer`. "groups" are its inputs too, but the last one counts groups
+    and is replicated. An array with the axes ("inputs", "outputs") also has the role of `outer`.
     """
     if outer is None:
         return own
     stack, inputs, outputs = outer.split(outer.axes)
     of = {"inputs": inputs, "outputs": outputs, "groups": (*inputs[:-1], "groups")}
     axes = tuple(axis for name in own.axes for axis in of.get(name, (name,)))
-    whole = own.axes == ("inputs", "outputs")
+    has_all_axes = own.axes == ("inputs", "outputs")
     count = len(inputs) if own.axes[:1] == ("inputs",) else own.inputs
-    role, cast = (outer.role, outer.cast) if whole else (own.role, own.cast)
+    role, cast = (outer.role, outer.cast) if has_all_axes else (own.role, own.cast)
     return Declared(stack + axes, role, count, cast, len(stack) + own.stack)
 
 
 def _walk(value: Any, leaf: Callable[[Declared, Any], Any], place: _Place, path: str) -> Any:
-    """Walk in the order of `jax.tree.leaves`."""
+    """Visit the leaves in the order of `jax.tree.leaves`."""
     if value is None:
         return None
     if isinstance(value, eqx.Module):
@@ -161,8 +158,8 @@ def _walk(value: Any, leaf: Callable[[Declared, Any], Any], place: _Place, path:
 
 
 def _walk_fields(module: Any, leaf: Callable[[Declared, Any], Any], place: _Place, path: str) -> Any:
-    # Rebuilt around the constructor: these leaves are specs and masks, not the arrays that the fields are typed for.
-    twin = object.__new__(type(module))
+    # Without the constructor, whose types and checks are for arrays, not for specs and masks.
+    result = object.__new__(type(module))
     for field in dataclasses.fields(module):
         value = getattr(module, field.name)
         if not field.metadata.get("static", False):
@@ -170,5 +167,5 @@ def _walk_fields(module: Any, leaf: Callable[[Declared, Any], Any], place: _Plac
             own = own and _replace_parameter(place.own, own)
             inside = _Place(place.stack + field.metadata.get("stacked", ()), own)
             value = _walk(value, leaf, inside, f"{path}.{field.name}")
-        object.__setattr__(twin, field.name, value)
-    return twin
+        object.__setattr__(result, field.name, value)
+    return result

@@ -1,4 +1,4 @@
-"""Several processes as one run: joining them, comparing their settings, and losing the first one."""
+"""Joining the processes of a run: a roll call, JAX's initialization, equal settings, and the loss of process 0."""
 
 from __future__ import annotations
 
@@ -20,97 +20,20 @@ from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers, pro
 from nash_mhc.parallel.place import find_place
 from nash_mhc.runtime.compat.jax import can_join, distributed_state, when_heartbeats_stop
 
-_LOOK_S = 0.2
-_MARGIN_S = 10.0  # process 0 began to wait later than those that it answers
-_ALL = "all"
-_MARK = b"nash_mhc: "  # begins an answer: a run that has begun, whose JAX listens there, answers something else
-
-
-def roll_call(address: str, count: int, index: int, patience: float) -> None:
-    """Return once all processes have called; ConfigError in each of them that names those that did not."""
-    host, _, port = address.rpartition(":")
-    where = (host.strip("[]"), int(port))
-    missing = _collect(where[1], count, patience) if index == 0 else _call(where, index, patience)
-    if missing != _ALL:
-        raise ConfigError(
-            f"{missing.format(address=address)} within {patience:g} s; look at what it printed, then start all processes "
-            "again, or let them wait longer with --connect-timeout"
-        )
-
-
-def _collect(port: int, count: int, patience: float) -> str:
-    """Process 0: wait for the others' calls and tell each of them who is missing, or that all are there."""
-    end, came = time.monotonic() + patience, dict[int, socket.socket]()
-    with contextlib.ExitStack() as closing:
-        listening = closing.enter_context(_listening(port, count, end))
-        looking = closing.enter_context(selectors.DefaultSelector())
-        looking.register(listening, selectors.EVENT_READ)
-        while len(came) < count - 1 and time.monotonic() < end:
-            for key, _ in looking.select(_LOOK_S):
-                if key.fileobj is listening:
-                    caller = closing.enter_context(listening.accept()[0])
-                    looking.register(caller, selectors.EVENT_READ)
-                    continue
-                caller = key.fileobj  # type: ignore[assignment]
-                looking.unregister(caller)
-                with contextlib.suppress(OSError, ValueError):
-                    number = int(caller.recv(64))
-                    if 0 < number < count:
-                        came[number] = caller
-        absent = [number for number in range(1, count) if number not in came]
-        named = f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {count}"
-        answer = f"{named} did not connect to process 0 at {{address}}" if absent else _ALL
-        for caller in came.values():
-            with contextlib.suppress(OSError):
-                caller.sendall(_MARK + answer.encode())
-    return answer
-
-
-def _listening(port: int, count: int, end: float) -> socket.socket:
-    """Listen at the port as soon as it is free: a process 0 that was here before may still be leaving."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    while True:
-        try:
-            return socket.create_server(("", port), family=family, backlog=count, dualstack_ipv6=dual)
-        except OSError as error:
-            if time.monotonic() > end:
-                raise ConfigError(f"process 0 (the coordinator) cannot listen at port {port} ({error.strerror})") from None
-            time.sleep(_LOOK_S)
-
-
-def _call(where: tuple[str, int], index: int, patience: float) -> str:
-    """Any other process: call process 0 and return its answer."""
-    silent, end = "process 0 (the coordinator) did not answer at {address}", time.monotonic() + patience
-    while time.monotonic() < end:
-        try:
-            with socket.create_connection(where, timeout=patience) as calling:
-                calling.sendall(str(index).encode())
-                calling.settimeout(patience + _MARGIN_S)
-                if (answer := calling.recv(4096)).startswith(_MARK):
-                    return answer.removeprefix(_MARK).decode()
-        except OSError:
-            pass
-        time.sleep(_LOOK_S)
-    return silent
-
-
-_CONNECT_S = 300  # for processes that JAX finds by itself: a peer whose container is still being pulled comes late
-_NEVER_S = 10**6  # JAX ends a run whose peer is silent with an abort that names nobody: runtime/watchdog.py is to be first
-_TRY_AGAIN = 75  # as in runtime/signals.py
-_kept: list[Any] = []  # C calls these until the process ends
+_CONNECT_S = 300  # when JAX finds the processes itself: a container may still be pulling its image
+_NEVER_S = 10**6  # JAX aborts without naming the lost process, so runtime/watchdog.py must be faster
+_TRY_AGAIN = 75  # as in runtime/signals.py, which is not imported here
 
 
 def start(cfg: MeshConfig) -> int:
-    """Joins the run's other processes, if there are any, before the first use of a device;
-    returns how many there are."""
+    """Join the other processes of the run, if any, before devices are used; return the number of processes."""
     if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
         return distributed_state().num_processes or 1
     if not can_join():
-        raise ConfigError(f"jax {jax.__version__} does not say how processes meet; start one process, or use jax 0.12")
-    jax.config.update("jax_enable_preemption_service", False)  # signals are ours: runtime/signals.py
+        raise ConfigError(f"jax {jax.__version__} does not expose its coordination client; start one process, or use jax 0.12")
+    jax.config.update("jax_enable_preemption_service", False)  # runtime/signals.py handles signals
     options: dict[str, Any] = {"initialization_timeout": _CONNECT_S, "heartbeat_timeout_seconds": _NEVER_S}
-    options["shutdown_timeout_seconds"] = _NEVER_S  # the last checkpoint of process 0 may take its time
+    options["shutdown_timeout_seconds"] = _NEVER_S  # the last checkpoint of process 0 may take long
     if own.address is not None:
         assert own.count is not None and own.index is not None
         roll_call(own.address, own.count, own.index, cfg.connect_timeout)
@@ -118,7 +41,7 @@ def start(cfg: MeshConfig) -> int:
         options |= {"coordinator_address": own.address, "num_processes": own.count, "process_id": own.index}
         options |= {"local_device_ids": local, "cluster_detection_method": "deactivate"}
     try:
-        with _own_words_for_a_lost_coordinator():
+        with _catch_lost_coordinator():
             jax.distributed.initialize(**options)
     except (RuntimeError, ValueError) as error:
         where = f"process {own.index} of {own.count} at {own.address}" if own.address else "the processes of this pod"
@@ -127,95 +50,172 @@ def start(cfg: MeshConfig) -> int:
     return int(distributed_state().num_processes)
 
 
-def _leave() -> None:
-    if coordinator_answers():
-        return  # an abort for another reason
-    print(
-        f"error: {coordinator()} is gone; start all processes again to resume from the last checkpoint",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(_TRY_AGAIN)
+# --- roll call: JAX itself does not say which process is missing, and aborts with a C++ stack trace ------------------
+
+_POLL_S = 0.2
+_MARGIN_S = 10.0  # process 0 may have started to wait later than the others
+_ALL = "all"
+_MARK = b"nash_mhc: "  # start of an answer; if JAX of an earlier run still listens, it answers something else
 
 
-def coordinator() -> str:
-    return f"process 0 (the coordinator, {distributed_state().coordinator_address})"
+def roll_call(address: str, count: int, index: int, timeout: float) -> None:
+    """Wait until all processes have called process 0 at `address`; ConfigError in each names those that have not."""
+    host, _, port = address.rpartition(":")
+    target = (host.strip("[]"), int(port))
+    answer = _collect(target[1], count, timeout) if index == 0 else _report_to_leader(target, index, timeout)
+    if answer != _ALL:
+        raise ConfigError(
+            f"{answer.format(address=address)} within {timeout:g} s; check its output, then start all processes again, or "
+            "raise --connect-timeout"
+        )
 
 
-# Called where JAX would abort because process 0 cannot be reached; once a run is watched over, by runtime/watchdog.py.
-_when_lost: Callable[[], None] = _leave
+def _collect(port: int, count: int, timeout: float) -> str:
+    """In process 0: wait for the calls of the others and answer who is missing, or `_ALL`."""
+    end, callers = time.monotonic() + timeout, dict[int, socket.socket]()
+    with contextlib.ExitStack() as closing:
+        server = closing.enter_context(_listen(port, count, end))
+        selector = closing.enter_context(selectors.DefaultSelector())
+        selector.register(server, selectors.EVENT_READ)
+        while len(callers) < count - 1 and time.monotonic() < end:
+            for key, _ in selector.select(_POLL_S):
+                if key.fileobj is server:
+                    caller = closing.enter_context(server.accept()[0])
+                    selector.register(caller, selectors.EVENT_READ)
+                    continue
+                caller = key.fileobj  # type: ignore[assignment]
+                selector.unregister(caller)
+                with contextlib.suppress(OSError, ValueError):
+                    number = int(caller.recv(64))
+                    if 0 < number < count:
+                        callers[number] = caller
+        missing = [number for number in range(1, count) if number not in callers]
+        names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {count}"
+        answer = f"{names} did not connect to process 0 at {{address}}" if missing else _ALL
+        for caller in callers.values():
+            with contextlib.suppress(OSError):
+                caller.sendall(_MARK + answer.encode())
+    return answer
 
 
-def when_coordinator_is_lost(do: Callable[[], None]) -> None:
-    """Calls `do` then; when that returns, the process is aborted after all."""
-    global _when_lost  # noqa: PLW0603
-    _when_lost = do
+def _listen(port: int, count: int, end: float) -> socket.socket:
+    """Listen at the port as soon as it is free: process 0 of the previous run may still be exiting."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    while True:
+        try:
+            return socket.create_server(("", port), family=family, backlog=count, dualstack_ipv6=dual)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConfigError(f"process 0 (the coordinator) cannot listen at port {port} ({error.strerror})") from None
+            time.sleep(_POLL_S)
+
+
+def _report_to_leader(target: tuple[str, int], index: int, timeout: float) -> str:
+    """In the other processes: call process 0 and return its answer."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        try:
+            with socket.create_connection(target, timeout=timeout) as connection:
+                connection.sendall(str(index).encode())
+                connection.settimeout(timeout + _MARGIN_S)
+                if (answer := connection.recv(4096)).startswith(_MARK):
+                    return answer.removeprefix(_MARK).decode()
+        except OSError:
+            pass
+        time.sleep(_POLL_S)
+    return "process 0 (the coordinator) did not answer at {address}"
+
+
+# --- loss of process 0 -----------------------------------------------------------------------------------------------
+
+
+def report_lost_coordinator() -> None:
+    address = distributed_state().coordinator_address
+    text = f"process 0 (the coordinator, {address}) is gone; start all processes again to resume from the last checkpoint"
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def _exit_if_lost() -> None:
+    if not coordinator_answers():  # else the abort has another reason
+        report_lost_coordinator()
+        os._exit(_TRY_AGAIN)
+
+
+# Called where JAX would abort because it cannot reach process 0. A run replaces it: runtime/watchdog.py.
+_on_lost: Callable[[], None] = _exit_if_lost
+_callbacks: list[Any] = []  # called from C until the process ends, so they must not be collected
+_terminate: Callable[[], None] = os.abort  # the C++ terminate handler, which names the exception
+
+
+def on_lost_coordinator(callback: Callable[[], None]) -> None:
+    """Have `callback` called when process 0 is lost. If it returns, the process is aborted."""
+    global _on_lost  # noqa: PLW0603
+    _on_lost = callback
 
 
 @contextlib.contextmanager
-def _own_words_for_a_lost_coordinator() -> Iterator[None]:
-    """JAX prints a gRPC status and a stack, and aborts. It takes a function to call instead, but passes no argument on.
+def _catch_lost_coordinator() -> Iterator[None]:
+    """Have the JAX client created inside call `_on_lost` instead of printing a gRPC status and aborting.
 
-    JAX 0.10 cannot convert the status to the function's argument and ends in std::terminate, which leads here as well.
-    Where it takes none, its own message comes first, and ours when it aborts.
+    JAX 0.10 fails to convert the status for the callback and calls std::terminate, which is caught here as well. A JAX
+    without the callback prints its own message first and aborts, which leads to SIGABRT.
     """
     global _terminate  # noqa: PLW0603
-    ended = ctypes.CFUNCTYPE(None)(_ended)
-    aborted = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _when_lost())
-    _kept.extend((ended, aborted))
-    # A handler in Python would not run: abort() waits for nobody. This one is called inside of it.
-    ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
-    with contextlib.suppress(OSError, AttributeError):  # another C++ library than GNU's
+    on_terminate = ctypes.CFUNCTYPE(None)(_lost)
+    on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _on_lost())
+    _callbacks.extend((on_terminate, on_abort))
+    # A C handler, because abort() does not wait for Python's signal handlers.
+    ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
+    with contextlib.suppress(OSError, AttributeError):  # a C++ library other than GNU's
         set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
         set_terminate.restype = ctypes.CFUNCTYPE(None)
-        _terminate = set_terminate(ended)
-    with when_heartbeats_stop(_ended):
+        _terminate = set_terminate(on_terminate)
+    with when_heartbeats_stop(_lost):
         yield
 
 
-_terminate: Callable[[], None] = os.abort  # what C++ would do by itself: it names the exception
-
-
-def _ended() -> None:
-    _when_lost()
+def _lost() -> None:
+    _on_lost()
     ctypes.CDLL(None).signal(signal.SIGABRT, signal.SIG_DFL)
     _terminate()
 
 
-_PATIENCE_S = 60.0  # they have all connected: what they compare is there at once
-_SHOWN = 60  # characters of a value
-_asked = 0
+# --- equal settings --------------------------------------------------------------------------------------------------
+
+_SETTINGS_S = 60.0  # timeout; all processes have connected already
+_VALUE_CHARS = 60
+_comparisons = 0
 
 
-def check_same(settings: Mapping[str, Any], patience: float = _PATIENCE_S) -> None:
-    """ConfigError in every process, with the first name whose value is not the same in all, and two of its values.
-
-    No device is used. All processes call it, in the same order. LostProcess names who is missing.
+def check_same(settings: Mapping[str, Any], timeout: float = _SETTINGS_S) -> None:
+    """ConfigError in every process if `settings` differ between them, with names and values. LostProcess names who is
+    missing. All processes call this in the same order; it uses no device.
     """
-    global _asked  # noqa: PLW0603
+    global _comparisons  # noqa: PLW0603
     state = distributed_state()
     if (count := state.num_processes or 1) == 1:
         return
-    _asked += 1
-    board, me = Board(f"nash_mhc/same{_asked}"), state.process_id
+    _comparisons += 1
+    board, me = Board(f"nash_mhc/same{_comparisons}"), state.process_id
     board.write(f"settings/{me}", {"--num-processes": count} | dict(settings))
     with waiting_for_peer():
-        _until_all(board, "settings", 1, patience)
-        count = board.read("settings")["0"]["--num-processes"]  # what process 0 was started with
-        _until_all(board, "settings", count, patience)
+        _wait_for_entries(board, "settings", 1, timeout)
+        count = board.read("settings")["0"]["--num-processes"]  # may differ from this process's own
+        _wait_for_entries(board, "settings", count, timeout)
     everyone = board.read("settings")
     first = everyone["0"]
-    for other in range(1, count):
-        its = everyone[str(other)]
-        names = [name for name in {**first, **its} if first.get(name) != its.get(name)]
+    for index in range(1, count):
+        other = everyone[str(index)]
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if not names:
             continue
         board.write(f"read/{me}", True)
-        if me == 0:  # the notes end with process 0: the others read them first
-            _until_all(board, "read", count, patience)
+        if me == 0:  # the board ends with process 0, so the others must have read it
+            _wait_for_entries(board, "read", count, timeout)
             time.sleep(1.0)
         differences = [
-            f"{name} {_shown(first.get(name))} in process 0, {_shown(its.get(name))} in process {other}" for name in names
+            f"{name} {_short(first.get(name))} in process 0, {_short(other.get(name))} in process {index}" for name in names
         ]
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise ConfigError(
@@ -224,17 +224,17 @@ def check_same(settings: Mapping[str, Any], patience: float = _PATIENCE_S) -> No
         )
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     text = "(none)" if value is None else str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _VALUE_CHARS else f"{text[:_VALUE_CHARS]}..."
 
 
-def _until_all(board: Board, folder: str, count: int, seconds: float) -> None:
-    """Wait for the notes of the first `count` processes."""
-    end, look = time.monotonic() + seconds, 0.05
+def _wait_for_entries(board: Board, folder: str, count: int, seconds: float) -> None:
+    """Wait until each of the first `count` processes has written its entry."""
+    end, pause = time.monotonic() + seconds, 0.05
     while missing := sorted(set(range(count)) - set(map(int, board.read(folder)))):
         if time.monotonic() > end:
-            text = f"{process_names(missing)} connected and has not sent its settings within {seconds:.0f} s: gone or frozen"
+            text = f"{process_names(missing)} connected but did not send its settings within {seconds:.0f} s: dead or frozen"
             raise LostProcess(text, *missing)
-        time.sleep(look)
-        look = min(1.0, look * 1.2)
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.2)

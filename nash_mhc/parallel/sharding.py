@@ -1,8 +1,6 @@
-"""Logical axis names -> PartitionSpec: the only file that builds one.
+"""The sharding table: maps logical axis names to mesh axes. No other file builds a PartitionSpec.
 
-A parameter names its axes where it is declared (`param`, in `params.py`), an activation where it is used
-(`constrain(x_BTD, "batch", "time_split", "width")`). The table below says which mesh axis carries which name, and the
-same walk shards parameters, gradients, optimizer moments and the averaged weights.
+Parameters name their axes in `param`, activations in `constrain(x_BTD, "batch", "time_split", "width")`.
 """
 
 from __future__ import annotations
@@ -23,40 +21,38 @@ from jaxtyping import Array, PyTree
 from nash_mhc.config.kits import Registry
 from nash_mhc.parallel.params import Axes, Declared, DerivedParam, map_declared
 
-# One row a logical axis. An empty row says "every device holds all of it", in so many words: a name that is not
-# listed is an error, so nothing is replicated by accident.
+# Mesh axes of each logical axis; () means replicated. Unlisted names are errors, so nothing is replicated by accident.
 RULES: Registry[tuple[str, ...]] = Registry("axes", {
-    "batch": ("data", "fsdp"),  # rows of a batch
-    "time": (),  # T inside attention and FFN, where every device needs the whole row
-    "time_split": ("tp",),  # T of the residual stream outside them (sequence parallel)
-    "documents": (),  # of a row, where a kernel walks them
+    "batch": ("data", "fsdp"),
+    "time": (),  # T inside attention and MLP
+    "time_split": ("tp",),  # T everywhere else (sequence parallelism)
+    "documents": (),  # the documents of a sequence
     "width": (),  # D of an activation
-    "embed": ("fsdp",),  # D of a parameter: gathered layer by layer, just before it is used
+    "embed": ("fsdp",),  # D of a parameter: gathered one layer at a time
     "heads": ("tp",),
     "kv_heads": ("tp",),
     "ffn": ("tp",),
     "vocab": ("tp",),
     "head_dim": (),
-    "streams": (),  # R: a token's streams stay together; it is T that is split
-    "maps": (),  # coefficients of the residual streams' maps
-    "scales": (),  # C: every device has all scales of its own heads
-    "taps": (),  # of a pooling kernel
-    "candidates": (),  # tokens that a teacher finds likely
-    "rank": (),  # of an adapter: between its two narrow matrices
-    "groups": (),  # of inputs that share a scale: few, and cut where the weights are
-    "levels": (),  # what codes stand for
-    "vector": (),  # norm scales: too small to be worth a gather
-    "layers": (),  # the stacked axis that the scan walks
-    "experts": (),  # a stack of feed-forward networks: every device holds all of them
-    "parts": (),  # the parts of an accumulated batch, taken one after another
+    "streams": (),  # R, residual streams
+    "maps": (),  # M, coefficients of the residual streams' maps
+    "scales": (),  # C, attention scales of a head
+    "taps": (),  # taps of a pooling kernel
+    "candidates": (),  # a teacher's top-k tokens
+    "rank": (),  # LoRA rank
+    "groups": (),  # groups of inputs that share a quantization scale
+    "levels": (),  # quantization levels
+    "vector": (),  # norm scales: too small to shard
+    "layers": (),  # scanned
+    "experts": (),  # MLPs of a mixture of experts
+    "parts": (),  # microbatches of gradient accumulation
 })  # fmt: skip
-# The axis whose shards are put together before compute; its gradients are scattered back over it.
-GATHERED = "fsdp"
-GATHERED_WEIGHT = "gathered_weight"  # checkpoint name of a layer's weights, cast and gathered
+GATHERED = "fsdp"  # mesh axis over which weights are gathered before use, and gradients are reduce-scattered
+GATHERED_WEIGHT = "gathered_weight"  # checkpoint name of gathered weights
 
 
 def spec(axes: Axes, *, without: str | None = None) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical axes (leaving the mesh axis `without` out)."""
+    """Return the PartitionSpec for these logical axes, except over the mesh axis `without`."""
     entries: list[tuple[str, ...] | str | None] = []
     owner: dict[str, str] = {}
     for name in axes:
@@ -72,40 +68,39 @@ def spec(axes: Axes, *, without: str | None = None) -> PartitionSpec:
 
 
 def logical_axes(module: PyTree) -> PyTree:
-    """The module's tree with a tuple of logical axis names in place of each array."""
+    """Return the module with each array replaced by its logical axes."""
     return map_declared(module, lambda declared, _: declared.axes)
 
 
 def shardings(module: PyTree, mesh: Mesh) -> PyTree:
-    """The module's tree with a NamedSharding in place of each array."""
+    """Return the module with each array replaced by its NamedSharding."""
     return map_declared(module, lambda declared, _: NamedSharding(mesh, spec(declared.axes)))
 
 
 def with_shardings(module: PyTree, mesh: Mesh) -> PyTree:
-    """A module of shapes, each with its place on the mesh: what restoring starts from."""
-    place = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
-    return jax.tree.map(place, module, shardings(module, mesh))
+    """Return a module of ShapeDtypeStructs with their shardings, as restoring needs it."""
+    struct = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    return jax.tree.map(struct, module, shardings(module, mesh))
 
 
 def named_sharding(mesh: Mesh, *axes: str) -> NamedSharding:
-    """The sharding of one array with these logical axes; no axes: replicated (scalars, keys)."""
+    """Return the NamedSharding for these logical axes; without axes: replicated."""
     return NamedSharding(mesh, spec(axes))
 
 
 _ONE_DEVICE: ContextVar[tuple[int, int] | None] = ContextVar("one_device", default=None)  # (seq_len, tp)
 
 
-def _ambient() -> bool:
-    """Whether code is being traced for a mesh (`jax.set_mesh`).
-    Without one, a model runs on whatever holds its arrays."""
+def _has_mesh() -> bool:
+    """Return whether `jax.set_mesh` is active. Without a mesh, a model runs on the devices of its arrays."""
     return _ONE_DEVICE.get() is None and not jax.sharding.get_abstract_mesh().empty
 
 
 @contextmanager
 def one_device(seq_len: int, tp: int) -> Iterator[None]:
-    """Trace what one of `tp` devices does, with sizes of its share: `constrain` gathers and splits the time axis."""
+    """Trace the program of one of `tp` devices with local sizes: `constrain` gathers and splits the time axis."""
     token, unchecked = _ONE_DEVICE.set((seq_len, tp)), jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", unchecked or tp > 1)  # one name for T, which has two lengths here
+    jaxtyping.config.update("jaxtyping_disable", unchecked or tp > 1)  # T has two lengths here
     try:
         yield
     finally:
@@ -113,7 +108,7 @@ def one_device(seq_len: int, tp: int) -> Iterator[None]:
         jaxtyping.config.update("jaxtyping_disable", unchecked)
 
 
-def _own_share(x: Array, axes: Axes, seq_len: int, tp: int) -> Array:
+def _local_shape(x: Array, axes: Axes, seq_len: int, tp: int) -> Array:
     for i, axis in enumerate(axes):
         if axis == "time" and x.shape[i] * tp == seq_len:
             x = jnp.concatenate([x] * tp, axis=i)
@@ -123,10 +118,10 @@ def _own_share(x: Array, axes: Axes, seq_len: int, tp: int) -> Array:
 
 
 def constrain(x: Array, *axes: str) -> Array:
-    """Pin an activation to its logical axes; a no-op without a mesh."""
+    """Constrain an activation to its logical axes; a no-op without a mesh."""
     if (traced := _ONE_DEVICE.get()) is not None:
-        return _own_share(x, axes, *traced) if traced[1] > 1 else x
-    return jax.lax.with_sharding_constraint(x, spec(axes)) if _ambient() else x
+        return _local_shape(x, axes, *traced) if traced[1] > 1 else x
+    return jax.lax.with_sharding_constraint(x, spec(axes)) if _has_mesh() else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -139,7 +134,7 @@ def _gathered_fwd(w: Array, axes: Axes) -> tuple[Array, None]:
 
 
 def _gathered_bwd(axes: Axes, _: None, grad: Array) -> tuple[Array]:
-    # Straight to the shards: left alone, the transpose would keep the whole gradient on every device.
+    # Reduce-scatter; the default transpose would leave the whole gradient on every device.
     return (jax.lax.with_sharding_constraint(grad, spec(axes)),)
 
 
@@ -147,42 +142,40 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def for_compute(module: PyTree, dtype: Any) -> PyTree:
-    """One layer's parameters as its operations want them:
-    in the compute dtype unless declared otherwise, whole along fsdp."""
+    """Return one layer's parameters cast to the compute dtype (unless declared otherwise) and gathered over fsdp."""
 
     def prepare(declared: Declared, w: Array) -> Array:
         if declared.cast:
             w = w.astype(dtype)
         if len(declared.axes) < 2:
             return w
-        return checkpoint_name(_gathered(w, declared.axes) if _ambient() else w, GATHERED_WEIGHT)
+        return checkpoint_name(_gathered(w, declared.axes) if _has_mesh() else w, GATHERED_WEIGHT)
 
-    is_made = lambda x: isinstance(x, DerivedParam)
-    made = jax.tree.map(lambda x: x.materialize() if is_made(x) else x, module, is_leaf=is_made)
-    return map_declared(made, prepare)
+    is_derived = lambda x: isinstance(x, DerivedParam)
+    arrays = jax.tree.map(lambda x: x.materialize() if is_derived(x) else x, module, is_leaf=is_derived)
+    return map_declared(arrays, prepare)
 
 
 def is_gathered_weight(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an operation's result is a weight that `for_compute` put together: what no remat policy may save.
+    """Return whether an operation gathers a weight in `for_compute`: no remat policy may save its result.
 
-    By its name, and by the constraint that made it:
-    the only one that leaves fsdp out, which activations carry in their batch.
+    Recognized by name, or by a constraint without fsdp (activations have it in their batch axis).
     """
     if primitive.name == "name":
         return params["name"] == GATHERED_WEIGHT
     if primitive.name == "sharding_constraint":
         used = [a for entry in params["sharding"].spec for a in (entry if isinstance(entry, tuple) else (entry,))]
         return GATHERED not in used
-    if primitive.name == "custom_vjp_call":  # `_gathered`, seen from outside
+    if primitive.name == "custom_vjp_call":  # `_gathered` before it is inlined
         inner = getattr(params.get("call_jaxpr"), "jaxpr", None)
         return inner is not None and any(is_gathered_weight(e.primitive, e.params) for e in inner.eqns)
     return False
 
 
 def on_shards(fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> Callable[..., Any]:
-    """Runs `fn` on each device's own shards (shard_map); `fn` itself where there is one device.
+    """Run `fn` on each device's own shards (shard_map); return `fn` itself on a single device.
 
-    Axes are given in trees like the arguments and the result; None: the argument is None.
+    `in_axes` and `out_axes` are trees of logical axes like the arguments and the result; None for a None argument.
     """
     if _ONE_DEVICE.get() is not None or jax.sharding.get_abstract_mesh().size <= 1:
         return fn
@@ -192,6 +185,6 @@ def on_shards(fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> 
 
 
 def mesh_axis(logical: str) -> tuple[str, ...]:
-    """The mesh axes of a logical axis that really split it: what collectives inside `on_shards` run over."""
+    """Return the mesh axes of size > 1 that split a logical axis, for collectives inside `on_shards`."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(a for a in RULES[logical] if sizes.get(a, 1) > 1)

@@ -45,7 +45,7 @@ def join(cfg: RunConfig, **flags: Any) -> None:
 
 def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     """Start the devices and resolve the settings that depend on them; raise ConfigError if they do not fit."""
-    mesh = make_mesh(cfg.mesh, lambda shape: not misfits(cfg, shape))
+    mesh = make_mesh(cfg.mesh, lambda shape: not misfits(cfg.data, cfg.model, shape))
     check_fit(cfg, mesh.shape)
     platform = mesh.devices.flat[0].platform
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **mesh.shape))

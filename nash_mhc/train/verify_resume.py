@@ -65,7 +65,7 @@ def other_mesh(cfg: RunConfig, platform: str, device_count: int) -> MeshConfig |
         shapes = [s for s in itertools.product(range(1, size + 1), repeat=len(axes)) if math.prod(s) == size and s != now]
         for shape in sorted(shapes, key=lambda s: (-sum(n > 1 for n in s), max(s), s)):
             other = dict(zip(axes, shape, strict=True))
-            if misfits(cfg, other):
+            if misfits(cfg.data, cfg.model, other):
                 continue
             return dataclasses.replace(MeshConfig(num_devices=size, platform=platform), **other)  # type: ignore[arg-type]
     return None

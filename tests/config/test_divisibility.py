@@ -141,7 +141,7 @@ def mesh_argv(cfg: RunConfig) -> list[str]:
 
 
 def fitted(cfg: RunConfig, there: int) -> None:
-    shape = mesh_shape(cfg.mesh, "gpu", there, lambda shape: not misfits(cfg, shape))
+    shape = mesh_shape(cfg.mesh, "gpu", there, lambda shape: not misfits(cfg.data, cfg.model, shape))
     check_fit(cfg, dict(zip(cfg.mesh.axes, shape, strict=True)))
 
 

@@ -66,9 +66,9 @@ MISFITS = {
     "product": (MeshConfig(data=3, fsdp=2, num_devices=8), r"needs 6 device\(s\), but 8 cpu.*--num-devices 6"),
     "more than chosen": (MeshConfig(data=4, num_devices=2), r"needs 4 device\(s\), but 2 cpu.*--num-devices 4"),
     "more chosen than there are": (MeshConfig(data=-1, num_devices=9), r"--num-devices 9: only 8 cpu.*--num-devices 8"),
-    "more than there are": (MeshConfig(data=16), r"needs 16 devices, but JAX already runs with 8 cpu device\(s\)"),
-    "wish": (MeshConfig(platform="tpu,gpu"), r"--platform tpu,gpu: no such device here; there is 8 cpu\."),
-    "platform": (MeshConfig(platform="tpu"), r"--platform tpu: no such device here; there is 8 cpu\. Use --platform auto"),
+    "more than there are": (MeshConfig(data=16), r"needs 16 devices, but JAX is already initialized with 8 cpu device\(s\)"),
+    "wish": (MeshConfig(platform="tpu,gpu"), r"--platform tpu,gpu: no such device; available: 8 cpu\."),
+    "platform": (MeshConfig(platform="tpu"), r"--platform tpu: no such device; available: 8 cpu\. Use --platform auto"),
 }
 
 
@@ -171,7 +171,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.C
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("platform", r"error: --platform tpu: no such device here; there is 1 cpu\. Use --platform auto to take the best\n"),
+        ("platform", r"error: --platform tpu: no such device; available: 1 cpu\. Use --platform auto .*\n"),
         ("batch", r"error: --batch-size 8 cannot be split over data x fsdp = 3; .*\n"),
         ("typo", r"error: unknown flag --bach-size; did you mean --batch-size\?\n"),
     ],

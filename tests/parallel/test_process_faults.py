@@ -180,7 +180,7 @@ def test_data_that_one_process_cannot_read_is_no_reason_to_wait_forever(who, tmp
     began = time.monotonic()
     for life in both:
         assert_left(life, began)
-        assert re.search(rf"held up by process {who} \(.*\), in the phase: preparing the data", last_line(life))
+        assert re.search(rf"process {who} \(.*\) is stuck in phase 'preparing the data'", last_line(life))
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
     watching._ended.set()  # its thread would have ended with the process
     watching._thread.join()
     assert left.code == TRY_AGAIN
-    assert "error: process 1 connected and has given no sign of life since" in capsys.readouterr().err
+    assert "error: process 1 connected but never sent a heartbeat" in capsys.readouterr().err
 
 
 def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch):
@@ -61,14 +61,14 @@ def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch)
     with watchdog.Watch(stall_timeout=0.5):
         assert left.wait(60)
     assert left.code == TRY_AGAIN
-    assert "process 1 connected and has given no sign of life since" in capsys.readouterr().err
+    assert "process 1 connected but never sent a heartbeat" in capsys.readouterr().err
 
 
 def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch):
     monkeypatch.setattr(watchdog, "SILENCE_S", 60.0)
-    monkeypatch.setattr(watchdog.Watch, "_let_the_thread_find_out", lambda _: None)
+    monkeypatch.setattr(watchdog.Watch, "_wait_for_verdict", lambda _: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watchdog.Watch(stall_timeout=0.5) as watched:
-        watched._board.write("life/1", watched._sign() | {"name": "process 1"})
+        watched._board.write("life/1", watched._beat() | {"name": "process 1"})
         while not watched._others.looked:  # until it has looked who is there
             time.sleep(0.01)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -82,7 +82,7 @@ def test_a_process_that_is_aborted_for_the_loss_of_another_one_names_it_first(le
         watching._aborted()
         assert left.is_set()
     assert left.code == TRY_AGAIN
-    assert "process 1 is gone or frozen" in capsys.readouterr().err
+    assert "process 1 is dead or frozen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dies", [True, False])
