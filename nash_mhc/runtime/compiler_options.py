@@ -1,7 +1,6 @@
-"""What XLA is asked for beyond its defaults, by platform: the one place where that is declared.
+"""XLA compiler options by platform, passed with each program. The user's XLA_FLAGS take precedence.
 
-A row more is all that a new option needs. It goes to the compiler with the program, not through the environment; what
-the user's own XLA_FLAGS name is theirs, and left out here. `--print-config` shows what is in force.
+`--print-config` shows the options in effect.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ class Option(NamedTuple):
     name: str
     value: str | bool
     reason: str
-    deterministic: bool = False  # of runs that are to have the same bits every time, alone
+    deterministic: bool = False  # only with --deterministic
 
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "cpu": (
         Option(
             "xla_backend_optimization_level", "1",
-            "matrix products are in a library; of all else, LLVM's higher levels make nothing faster (docs/experiments.md)",
+            "compiles faster; matmuls use a library, and higher levels speed up nothing else (docs/experiments.md)",
         ),
     ),
     "gpu": (
         Option(
             "xla_gpu_deterministic_ops", True,
-            "--deterministic: sums in one order, and the same kernel every time, whichever was fastest just now",
+            "--deterministic: fixed order of sums, and fixed kernels instead of autotuned ones",
             deterministic=True,
         ),
     ),
     "tpu": (),
 }  # fmt: skip
-_OWN = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # where a user's own flags are
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _WIDTH = 118
 
 
 def flags_of_user(environment: Mapping[str, str] = os.environ) -> set[str]:
-    """Names of what the user has set. XLA_FLAGS may be the name of a file that has them."""
-    texts = [environment.get(variable, "") for variable in _OWN]
+    """Return the names of the flags that the user has set. XLA_FLAGS may name a file with flags."""
+    texts = [environment.get(variable, "") for variable in _VARIABLES]
     if texts[0].strip() and not texts[0].lstrip().startswith("-"):
         file = Path(texts[0].strip())
         texts[0] = file.read_text() if file.is_file() else ""
@@ -53,22 +52,23 @@ def flags_of_user(environment: Mapping[str, str] = os.environ) -> set[str]:
 def compiler_options(
     platform: str, *, deterministic: bool, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | bool]:
-    """For `jit(...).lower(...).compile(compiler_options=...)`."""
-    theirs = flags_of_user(environment)
-    return {option.name: option.value for option in _asked(platform, deterministic) if option.name not in theirs}
+    """Return the options for `lowered.compile(compiler_options=...)`."""
+    user_flags = flags_of_user(environment)
+    return {option.name: option.value for option in _options(platform, deterministic) if option.name not in user_flags}
 
 
-def _asked(platform: str, deterministic: bool) -> list[Option]:
+def _options(platform: str, deterministic: bool) -> list[Option]:
     return [option for option in OPTIONS.get(platform, ()) if deterministic or not option.deterministic]
 
 
 def as_comments(platform: str, *, deterministic: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """Lines of a YAML file that are no part of it."""
-    theirs, lines = flags_of_user(environment), [f"compiler options on {platform} (your own XLA_FLAGS go before them):"]
-    for option in _asked(platform, deterministic):
+    """Return the options as YAML comments."""
+    user_flags = flags_of_user(environment)
+    lines = [f"compiler options on {platform} (XLA_FLAGS take precedence):"]
+    for option in _options(platform, deterministic):
         value = str(option.value).lower()
-        said = "left to XLA_FLAGS" if option.name in theirs else option.reason
-        lines += textwrap.wrap(f"  {option.name}={value}: {said}", _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        note = "left to XLA_FLAGS" if option.name in user_flags else option.reason
+        lines += textwrap.wrap(f"  {option.name}={value}: {note}", _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     if len(lines) == 1:
         lines.append("  none")
     return "".join(f"# {line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""What the devices could do at best, the denominator of MFU, and how much they hold."""
+"""Peak FLOP/s (the denominator of MFU), memory bandwidth and memory size of the devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from nash_mhc.runtime.chips import by_kind
 
 
 def cores() -> float:
-    """Processors that this process may keep busy:
-    as many as it is bound to, or fewer where a container grants it less."""
+    """Return the number of CPU cores available to this process: its affinity, or the container's quota if smaller."""
     bound = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -27,19 +26,19 @@ def cores() -> float:
 
 
 def _processor_time() -> float:
-    """Seconds that all processors together would have needed for what this process has done so far."""
+    """Return the CPU time of this process so far, divided by its number of cores."""
     return time.process_time() / cores()
 
 
 def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
-    """FLOP/s of a large square matmul on one device: the best of several runs, waiting for each.
+    """Return the FLOP/s of a large square matmul on one device, the best of several runs.
 
-    A CPU may be busy with something else just now. What it could do follows from the time that it spends on this.
+    On a CPU this counts CPU time, because other processes may be using it.
     """
     n, clock = (1024, _processor_time) if device.platform == "cpu" else (8192, time.perf_counter)
-    # Drawn on the host, and repeated where it is large: a program that draws would take longer than all else here.
-    drawn = np.resize(np.random.default_rng(0).standard_normal(1 << 20, np.float32), (n, n)).astype(jnp.dtype(dtype))
-    a, b = jax.device_put((drawn, drawn.T), device)
+    # Random numbers from the host, repeated to fill a large array: compiling a random generator would take longer.
+    random = np.resize(np.random.default_rng(0).standard_normal(1 << 20, np.float32), (n, n)).astype(jnp.dtype(dtype))
+    a, b = jax.device_put((random, random.T), device)
     multiply = jax.jit(jnp.matmul)
     jax.block_until_ready(multiply(a, b))
     best, stop = float("inf"), time.perf_counter() + seconds
@@ -51,12 +50,11 @@ def matmul_rate(dtype: str, device: jax.Device, seconds: float = 0.5) -> float:
 
 
 def memory_rate(device: jax.Device, seconds: float = 0.5) -> float:
-    """Bytes a second that go through the memory of one device, read or written: the best of several passes of
-    a = a + 3 b over arrays that no cache holds."""
+    """Return the memory bandwidth of one device in bytes/s (read and written), measured with a = a + 3 b."""
     n, calls = (1 << 24, 1) if device.platform == "cpu" else (1 << 28, 4)
-    drawn = np.zeros(n, np.float32)
-    a, b = (jax.device_put(drawn, device) for _ in range(2))
-    add = jax.jit(lambda a, b: a + 3.0 * b, donate_argnums=0)  # in place: a new array's pages would be mapped first
+    zeros = np.zeros(n, np.float32)
+    a, b = (jax.device_put(zeros, device) for _ in range(2))
+    add = jax.jit(lambda a, b: a + 3.0 * b, donate_argnums=0)  # in place, to avoid mapping new pages
     a = jax.block_until_ready(add(a, b))
     best, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop:
@@ -68,21 +66,21 @@ def memory_rate(device: jax.Device, seconds: float = 0.5) -> float:
     return 3 * 4 * n / best
 
 
-_rate_here = functools.cache(functools.partial(matmul_rate, seconds=0.2))  # a run should not wait for it twice
+_rate_here = functools.cache(functools.partial(matmul_rate, seconds=0.2))  # measured once per process
 
 
 def known_peak(device_kind: str) -> float | None:
-    """bfloat16 TFLOP/s of one such chip by its data sheet."""
+    """Return the bfloat16 TFLOP/s of a chip from its data sheet; None if unknown."""
     return None if (chip := by_kind(device_kind)) is None else chip.tflops
 
 
 def known_memory(device_kind: str) -> int | None:
-    """Bytes of one such chip by its data sheet."""
+    """Return the memory bytes of a chip from its data sheet; None if unknown."""
     return None if (chip := by_kind(device_kind)) is None else int(chip.memory_gb * 10**9)
 
 
 def device_memory(device: jax.Device) -> int | None:
-    """Bytes that a program may use on one device; None for a CPU, and where nobody knows."""
+    """Return the bytes that a program may use on one device; None for a CPU or if unknown."""
     if device.platform == "cpu":
         return None
     limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -90,14 +88,14 @@ def device_memory(device: jax.Device) -> int | None:
 
 
 def processors(mesh: Mesh) -> int:
-    """Devices that work on their own: emulated host devices share one processor."""
+    """Return the number of independent devices: emulated host devices share one CPU."""
     return 1 if mesh.devices.flat[0].platform == "cpu" else mesh.size
 
 
 def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> float | None:
-    """FLOP/s of the whole mesh: the data sheet's for bfloat16 on a known chip, the measured matmul rate for any other.
+    """Return the peak FLOP/s of the mesh: from the data sheet for bfloat16 on a known chip, else measured.
 
-    None on a CPU: what is measured there depends on what else runs, and so would MFU.
+    None on a CPU, where the measurement depends on other processes.
     """
     device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
     if device.platform == "cpu":
@@ -108,8 +106,7 @@ def peak_flops(mesh: Mesh, dtype: str, measured_rate: float | None = None) -> fl
 
 
 def peak_memory(mesh: Mesh) -> int | None:
-    """Bytes that the fullest of this process's devices has held at most;
-    None where a device does not say, such as a CPU."""
-    mine = [d for d in mesh.devices.flat if d.process_index == jax.process_index() and d.platform != "cpu"]
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mine]
+    """Return the largest peak memory use of this process's devices in bytes; None if they do not report it (CPU)."""
+    local = [d for d in mesh.devices.flat if d.process_index == jax.process_index() and d.platform != "cpu"]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
     return max((peak for peak in peaks if peak is not None), default=None)

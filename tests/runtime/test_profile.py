@@ -20,7 +20,7 @@ def test_the_most_costly_parts_are_named(tmp_path, capsys):
     run(with_profile(tmp_path, "5:99"))  # there are six
     said = capsys.readouterr().out.splitlines()
     (at,) = [n for n, line in enumerate(said) if line.startswith("profile of steps 5 to 6: ")]
-    found = [re.fullmatch(r" +([\d.]+)% +([\d.]+) ms a step  (.+)", line) for line in said[at + 1 : at + 1 + SHOWN]]
+    found = [re.fullmatch(r" +([\d.]+)% +([\d.]+) ms/step  (.+)", line) for line in said[at + 1 : at + 1 + SHOWN]]
     shares = [float(match[1]) for match in found if match]
     assert shares == sorted(shares, reverse=True)
     assert 50.0 < sum(shares) < 100.6  # ten rounded numbers
@@ -36,7 +36,7 @@ def test_instructions_belong_to_the_names_that_the_code_gives():
   ROOT %dot.2 = f32[8]{0} dot(%a), metadata={op_name="jit(traced)/transpose(jvp(mhc))/attention/mul"}
   %add.3 = f32[8]{0} add(%a), metadata={op_name="jit(traced)/add"}
 """
-    assert parts_of(program) == {"fusion_1": "attention", "dot_2": "mhc/attention (backward)", "add_3": "everything else"}
+    assert parts_of(program) == {"fusion_1": "attention", "dot_2": "mhc/attention (backward)", "add_3": "other"}
 
 
 @pytest.mark.parametrize("text", ["5", "5:", ":5", "6:5", "0:3", "a:b", "3-5"])
@@ -59,4 +59,4 @@ def test_what_goes_wrong_with_a_profile_ends_no_run(tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr("jax.profiler.start_trace", full)
     assert int(run(with_profile(tmp_path, "3:4")).state.step) == 6
-    assert "no profile: OSError: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
+    assert "no profile: OSError: [Errno 28] No space left on device; training continues" in capsys.readouterr().out

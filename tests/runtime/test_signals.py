@@ -199,18 +199,18 @@ def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
     life = TrainingProcess(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT).send(signal.SIGTERM)
     assert life.end() == TRY_AGAIN
     saved = checkpoints(tmp_path / "run")[-1]
-    assert ": the last finished step is saved, then the run ends; a second signal ends it at once" in life.said
+    assert ": saving the last finished step, then stopping; a second signal exits immediately" in life.said
     assert "again" not in life.said
     assert f"stopped: step {saved} is saved in {tmp_path / 'run'}; " in life.said
     assert life.said.rstrip().endswith(f" -m nash_mhc.train {tmp_path / 'run'}")  # which test_first_hour types
     # Steps of many parts: the first signal waits for the end of one, the second does not.
     slow = TrainingProcess(tmp_path / "slow", *flags, "--grad-accum", "200", model=DENSE).until("step      1/").send()
-    slow.until("SIGTERM: the last finished step is saved")
+    slow.until("SIGTERM: saving the last finished step")
     while slow.alive:  # the first of these may come so soon that it is the same request
         slow.send()
         time.sleep(0.2)
     assert slow.end() == TRY_AGAIN
-    assert "SIGTERM again: leaving at once" in slow.said
+    assert "SIGTERM again: exiting now" in slow.said
     assert checkpoints(tmp_path / "slow") == []
 
 
