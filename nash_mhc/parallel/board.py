@@ -34,7 +34,7 @@ class LostProcess(jax.errors.JaxRuntimeError):
 class Board:
     """JSON values that every process can read and write, in the memory of JAX's coordinator. Too slow for every step.
 
-    Every call returns within ANSWER_S of its own timeout. LostProcess if process 0 does not answer or is gone.
+    Every call returns at most ANSWER_S after its timeout. LostProcess if process 0 does not answer or is gone.
     """
 
     def __init__(self, name: str) -> None:
@@ -119,7 +119,7 @@ def process_names(indices: list[int]) -> str:
 _calls = 0  # number of collective calls so far
 _waits = 0  # number of waits for other processes in progress
 _cleanup: list[str] = []  # keys of this process's last outcomes
-_GRACE_S = 1.0  # for work that may end by itself after it has failed in another process
+_GRACE_S = 1.0  # time for the work to end after it has failed in another process
 
 
 def _next_call() -> str:

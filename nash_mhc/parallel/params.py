@@ -70,7 +70,7 @@ class Declared(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Return whether it is a matrix or table that is cast to the compute dtype: nearly all of a model's memory."""
+        """Return whether this is a matrix or table that is cast to the compute dtype (most of a model's memory)."""
         return self.role in (MATRIX, TABLE) and self.cast
 
     @property
@@ -118,7 +118,7 @@ class _Place(NamedTuple):
     """The declarations of the fields around a value."""
 
     stack: Axes  # of the enclosing stacks
-    own: Declared | None  # of the parameter, or of the one that the enclosing module replaces
+    own: Declared | None  # declaration of the parameter, or of the one that the enclosing module replaces
 
 
 def _replace_parameter(outer: Declared | None, own: Declared) -> Declared:

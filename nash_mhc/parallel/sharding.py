@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 from nash_mhc.config.kits import Registry
 from nash_mhc.parallel.params import Axes, Declared, DerivedParam, map_declared
 
-# Mesh axes of each logical axis; () means replicated. Unlisted names are errors, so nothing is replicated by accident.
+# Mesh axes of each logical axis; () means replicated. Unlisted names are errors, which prevents accidental replication.
 RULES: Registry[tuple[str, ...]] = Registry("axes", {
     "batch": ("data", "fsdp"),
     "time": (),  # T inside attention and MLP

@@ -31,7 +31,7 @@ def train_command(best: Candidate, given: Mapping[str, Any]) -> str:
 def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
     """Return a candidate in JSON values: times in seconds, memory in GiB per chip."""
     hours = c.speed.hours(tokens) if tokens else None
-    rate = machine.dollars_an_hour
+    rate = machine.dollars_per_hour
     return {
         **c.mesh,
         "remat": c.cfg.train.kept,
@@ -104,7 +104,7 @@ def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
 
 def show(machine: Machine, rows: Sequence[dict[str, Any]], *, parameters: int, tokens: float | None, count: int) -> None:
     console = Console(width=max(Console().width, 190), highlight=False)  # wrapped lines are better than cut ones
-    chip, price = machine.chip, machine.dollars_an_hour
+    chip, price = machine.chip, machine.dollars_per_hour
     kind = "float32, measured" if chip.platform == "cpu" else "bf16"
     memory = f"{chip.memory / _GIB:.1f} GiB at {chip.memory_gbps:,.0f} GB/s"
     console.print(

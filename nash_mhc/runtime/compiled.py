@@ -1,4 +1,4 @@
-"""A function compiled once for a whole run. Anything else is reported with the shapes that caused it."""
+"""Ahead-of-time compilation of a run's programs, and the cache where they survive a restart."""
 
 from __future__ import annotations
 
@@ -23,80 +23,78 @@ from nash_mhc.runtime.compat.jax import write_programs_whole
 from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.storage.files import Folder, is_remote
 
-_FOUND = "/jax/compilation_cache/cache_hits"  # what JAX calls it when a program was in the cache
-_here = threading.local()  # JAX tells it in the thread that asked for the program
-_LEFT_BEHIND_S = 3600.0  # who has written nothing to a part of a file for so long is dead
+_HIT = "/jax/compilation_cache/cache_hits"  # JAX's monitoring event, sent in the thread that compiles
+_thread_state = threading.local()
+_STALE_S = 3600.0  # a partial file without a write for this long was left by a killed process
 
 
-def found_in_cache() -> int:
-    """Programs that this thread has asked for so far and that were in the cache."""
-    return getattr(_here, "found", 0)
+def _cache_hits() -> int:
+    """Return the number of cache hits in this thread so far."""
+    return getattr(_thread_state, "hits", 0)
 
 
-def _count(event: str, **_: Any) -> None:
-    if event == _FOUND:
-        _here.found = found_in_cache() + 1
+def _count_hit(event: str, **_: Any) -> None:
+    if event == _HIT:
+        _thread_state.hits = _cache_hits() + 1
 
 
-jax.monitoring.register_event_listener(_count)
+jax.monitoring.register_event_listener(_count_hit)
 
 
 def use_compilation_cache(folder: Folder) -> None:
-    """A restarted run starts in seconds:
-    compiled programs are kept beside the runs, unless the user keeps them elsewhere.
+    """Cache compiled programs in `.jax_cache` next to the run directory, unless the user has configured a cache.
 
-    Those of a run in an object store lie where the runs of this machine have theirs:
-    they are of no use to another machine.
+    For a run in an object store, the cache is local, in runs/: other machines could not use it.
     """
     write_programs_whole()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.config.values["jax_compilation_cache_dir"] is None:
         beside = Path("runs") if is_remote(folder) else folder.parent
         cache = (beside / ".jax_cache").absolute()
-        for part in cache.glob(".*.part"):  # of processes that were killed while they wrote it
+        for part in cache.glob(".*.part"):
             with contextlib.suppress(OSError):
-                if time.time() - part.stat().st_mtime > _LEFT_BEHIND_S:
+                if time.time() - part.stat().st_mtime > _STALE_S:
                     part.unlink()
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def remove_programs(folder: Folder) -> int:
-    """Removes the compiled programs that lie on the same disk as `folder`, which is full; returns their bytes.
+    """Delete the cached programs if they are on the same, full disk as `folder`; return the number of bytes.
 
-    Those that users keep elsewhere, in a folder of their own choice, stay.
+    A cache that the user has configured is left alone.
     """
-    named = jax.config.values["jax_compilation_cache_dir"]
-    if named is None or is_remote(folder) or "JAX_COMPILATION_CACHE_DIR" in os.environ or "://" in str(named):
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    if cache is None or is_remote(folder) or "JAX_COMPILATION_CACHE_DIR" in os.environ or "://" in str(cache):
         return 0
     removed = 0
     with contextlib.suppress(OSError):
-        if Path(named).stat().st_dev == Path(folder).stat().st_dev:
-            for program in Path(named).glob("*-cache"):
+        if Path(cache).stat().st_dev == Path(folder).stat().st_dev:
+            for program in Path(cache).glob("*-cache"):
                 size = program.stat().st_size
                 program.unlink()
                 removed += size
     return removed
 
 
-Program = Future[Any]  # one that is to come: `result()` waits for it
+Program = Future[Any]  # `result()` waits for the executable
 _THREAD = "compile"
 
 
 def is_compiling() -> bool:
-    """Whether something is being compiled that nobody may be waiting for any more."""
+    """Return whether a compilation runs in the background."""
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
 def signature(tree: Any) -> tuple[str, ...]:
-    """`inputs: int32[1,8,256]` for each leaf: what a compiled step is specific to."""
+    """Return `inputs: int32[1,8,256]` for each leaf: the shapes that a program is compiled for."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return tuple(f"{jax.tree_util.keystr(p).lstrip('.')}: {x.dtype}{list(x.shape)}".replace(" ", "") for p, x in leaves)
 
 
 class CompiledStep:
-    """Ahead-of-time compilation of `fn(state, batch, *constants)`; the state is donated, its shape never changes.
+    """`fn(state, batch, *constants)`, compiled ahead of time. The shape of the state never changes.
 
-    `constants` are scalars that stay the same from step to step but are no part of the program: with others, the same
-    one runs. `traces` counts how often Python ran the function: once a run, or `warn` hears what changed.
+    `constants` are scalars that are arguments of the program, so other values need no compilation. `traces` counts how
+    often `fn` was traced: once per run; otherwise `warn` receives the shapes that have changed.
     """
 
     def __init__(
@@ -110,9 +108,9 @@ class CompiledStep:
         constants: Sequence[Any] = (),
         warn: Callable[[str], None] = print,
     ) -> None:
-        self._traces, self._before = [0], 0  # shared by all that run the same programs; how many there were before this one
+        self._traces, self._earlier_traces = [0], 0  # the list is shared by copies (`with_constants`)
         self.seconds = 0.0  # spent compiling
-        self.from_cache = False  # whether an earlier start had compiled it
+        self.from_cache = False  # whether the compilation cache had the program
 
         def traced(*args: Any) -> Any:
             self._traces[0] += 1
@@ -122,21 +120,20 @@ class CompiledStep:
         self._jit = jax.jit(traced, donate_argnums=(0,) if donate else (), **options)
         self._mesh, self._warn = mesh, warn
         self._constants = constants
-        self._placed: list[Any] | None = None  # on the mesh
-        self._programs: dict[tuple[str, ...], Program] = {}  # by the batch's shape; shared as well
-        self._latest: tuple[str, ...] | None = None  # shape of this one's last batch
-        # A GPU may add up sums in any order, and take whatever kernel was fastest just now, unless it is asked
-        # otherwise. Everywhere else the same program gives the same bits.
+        self._device_constants: list[Any] | None = None
+        self._programs: dict[tuple[str, ...], Program] = {}  # by batch shape; shared by copies
+        self._latest: tuple[str, ...] | None = None  # shape of the last batch
+        # Only GPUs need options for determinism: elsewhere the same program always gives the same bits.
         platform = mesh.devices.flat[0].platform
         self._deterministic_gpu = platform == "gpu" and deterministic
         self._compiler_options = compiler_options(platform, deterministic=deterministic)
 
     @property
     def traces(self) -> int:
-        return self._traces[0] - self._before
+        return self._traces[0] - self._earlier_traces
 
     def compile(self, state: Any, batch: Any) -> Any:
-        """The executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings), once it is there."""
+        """Return the executable for a batch of this shape (arrays or ShapeDtypeStructs with shardings)."""
         key = signature(batch)
         if (program := self._programs.get(key)) is None:
             program, finish = self._trace(key, state, batch)
@@ -145,26 +142,24 @@ class CompiledStep:
         return program.result()
 
     def compile_in_background(self, state: Any, batch: Any, *, after: Program | None = None) -> Program:
-        """Traces at once, and starts to compile in a thread of its own, once another program is there.
+        """Trace now and compile in another thread, `after` another program if given.
 
-        Other things can be compiled meanwhile, and an interrupt gets through, which a compiler in the main thread holds
-        up. What is traced by the same thread is traced in the same order at every start, so that the same functions
-        become the same programs: small ones of JAX's own remember who has called them first.
+        Compiling in the main thread would delay signals. Tracing stays in the calling thread, in the same order at
+        every start, because JAX's small functions remember their first caller, which changes the cache key.
         """
         key = signature(batch)
         if (program := self._programs.get(key)) is None:
             program, finish = self._trace(key, state, batch)
-            # No daemon: a thread that comes back from the compiler while the interpreter ends would tear the process
-            # down.
+            # Not a daemon, which would crash the interpreter if it returned from the compiler during shutdown.
             threading.Thread(target=finish, args=(after,), name=_THREAD).start()
         self._latest = key
         return program
 
     def _trace(self, key: tuple[str, ...], state: Any, batch: Any) -> tuple[Program, Callable[[Program | None], None]]:
-        """A program that is to come, and what makes it come, once another one is there: the compiler's part."""
+        """Trace; return the future program and the function that compiles it."""
         if self._latest is not None:
             changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
-            self._warn(f"the step is compiled again, because the batch changed: {'; '.join(changes)}")
+            self._warn(f"recompiling the step because the batch changed: {'; '.join(changes)}")
         start = time.perf_counter()
         scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named_sharding(self._mesh))
         constants = jax.tree.map(scalar, self._constants)
@@ -179,31 +174,31 @@ class CompiledStep:
             try:
                 if after is not None:
                     after.result()
-                start, found = time.perf_counter(), found_in_cache()
+                start, hits = time.perf_counter(), _cache_hits()
                 compiled = lowered.compile(compiler_options=self._compiler_options)
-            except BaseException as error:  # whatever it is, whoever waits shall have it; the next one may try again
+            except BaseException as error:  # raise it in `result()`, and drop the entry so that a retry recompiles
                 del self._programs[key]
                 program.set_exception(error)
                 return
             self.seconds += time.perf_counter() - start
-            self.from_cache = found_in_cache() > found
+            self.from_cache = _cache_hits() > hits
             program.set_result(compiled)
 
         return program, finish
 
     def text(self) -> str:
-        """Of the program that ran last: every instruction with the names of what it is part of."""
+        """Return the HLO text of the last program, with op names."""
         assert self._latest is not None
         return str(self._programs[self._latest].result().as_text())
 
     def with_constants(self, constants: Sequence[Any] = (), warn: Callable[[str], None] = print) -> CompiledStep:
-        """The same programs, those that are compiled already among them, with other numbers, for another run."""
+        """Return a copy for another run, with the same programs and other constants."""
         other = copy.copy(self)
-        other._constants, other._placed, other._warn = constants, None, warn
-        other._latest, other._before, other.seconds, other.from_cache = None, self._traces[0], 0.0, False
+        other._constants, other._device_constants, other._warn = constants, None, warn
+        other._latest, other._earlier_traces, other.seconds, other.from_cache = None, self._traces[0], 0.0, False
         return other
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        if self._placed is None:
-            self._placed = [jax.device_put(x, named_sharding(self._mesh)) for x in self._constants]
-        return self.compile(state, batch)(state, batch, *self._placed)
+        if self._device_constants is None:
+            self._device_constants = [jax.device_put(x, named_sharding(self._mesh)) for x in self._constants]
+        return self.compile(state, batch)(state, batch, *self._device_constants)

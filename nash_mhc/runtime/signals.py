@@ -18,7 +18,7 @@ from types import FrameType
 
 TRY_AGAIN = 75  # EX_TEMPFAIL: run the same command again; schedulers can requeue on it
 # One request may arrive as two signals: timeout(1) signals its child and then the process group, and launchers forward
-# what the terminal sends to every process. A second signal within this time is ignored.
+# the terminal's signals to every process. A second signal within this time is ignored.
 _ECHO_S = 0.3
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -32,7 +32,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_now(code: int = TRY_AGAIN) -> None:
-    """End the process immediately, whatever its threads are doing."""
+    """End the process immediately without waiting for its threads."""
     if (processes := sys.modules.get("multiprocessing")) is not None:
         for child in processes.active_children():
             child.kill()

@@ -150,7 +150,7 @@ class Verdicts:
     def post(self, verdict: str, culprits: Sequence[str] = (), code: int = TRY_AGAIN) -> None:
         """Make the other processes exit with this message."""
         if self._board is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a board, they notice by themselves
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a board, their own watchdogs notice
                 self._board.write("notes/verdict", [verdict, list(culprits), code])
 
     def carry_out(self, verdict: str, culprits: Sequence[str], code: int = TRY_AGAIN) -> None:
@@ -245,7 +245,7 @@ class Watch:
         self._moves += 1
 
     def should_stop(self) -> bool:
-        """Return whether to stop here, at the same point in every process, whichever received the signal."""
+        """Return whether to stop here, at the same point in every process, no matter which received the signal."""
         return self._stopping.reached()
 
     def _run(self) -> None:
@@ -283,7 +283,7 @@ class Watch:
         """React to lost processes, to verdicts of others, and to signals."""
         if (notes := others.exchange(self._beat())) is None:
             if (lost := others.lost_coordinator()) is not None:
-                self._carry_out(lost, ())  # without a board, each process notices by itself
+                self._carry_out(lost, ())  # without a board, each process has to notice
             return
         if "verdict" in notes:
             self._carry_out(*notes["verdict"])

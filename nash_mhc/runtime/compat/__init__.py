@@ -1,4 +1,4 @@
-"""Private APIs and patches of libraries: one file per library, and nowhere else in the package.
+"""The package's only uses of private APIs and patches of other libraries, one file per library.
 
-Each file names the versions it was seen on (SEEN), and each function says what happens without the private name.
+SEEN lists the versions that a file was tested with. Each function says what happens without the private name.
 """

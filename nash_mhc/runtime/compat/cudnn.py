@@ -1,4 +1,4 @@
-"""cuDNN's attention as JAX has it and does not export it, and a bug of XLA with its backward pass."""
+"""cuDNN attention, which JAX does not export, and a workaround for an XLA bug in its backward pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SEEN = ("0.10.2", "0.11.2")  # of jax
 
 
 def fused() -> Any:
-    """Return JAX's module of cuDNN's attention; ImportError without it: ask `is_known` first."""
+    """Return JAX's module with cuDNN attention; ImportError without it, so check `is_known` first."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
 
 
 def is_known() -> bool:
-    """Return whether this JAX has the primitives; attention takes public kernels otherwise."""
+    """Return whether this JAX has the primitives; otherwise attention uses public kernels."""
     try:
         return {"_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p"} <= set(vars(fused()))
     except ImportError:
@@ -29,7 +29,7 @@ def is_known() -> bool:
 
 
 def walks_documents() -> bool:
-    """Return whether cuDNN can attend document by document on the GPU of this process; other kernels run otherwise."""
+    """Return whether cuDNN supports document masks on this GPU; otherwise attention uses other kernels."""
     try:
         return is_known() and float(jax.local_devices(backend="gpu")[0].compute_capability) >= 9.0
     except (RuntimeError, AttributeError, ValueError):
@@ -45,19 +45,21 @@ def backward(*operands: Any, **settings: Any) -> Any:
 
 
 def number_backward_passes(module: Any) -> None:
-    """Give each backward pass in a lowered program a seed of its own; nothing is drawn from it.
+    """Give each backward pass in a lowered program a different (unused) seed, in place.
 
-    Of several equal ones, XLA (jax 0.11.2) makes the first alone deterministic, then looks for the others under a name
-    that they do not have: `IndexError: raw_hash_map::at` in the first step. Functions that call them are copied.
-    A program without these calls is left as it is.
+    With several equal ones, XLA (jax 0.11.2) makes only the first deterministic and then fails to find the others:
+    `IndexError: raw_hash_map::at` in the first step. Functions that call them are cloned. Programs without these calls
+    are unchanged.
     """
     with module.context:
         symbols = ir.SymbolTable(module.operation)
         numbers = itertools.count(1)
 
         @functools.cache
-        def has_some(name: str) -> bool:
-            return any(_is_backward(op) or ((callee := _callee(op)) and has_some(callee)) for op in _operations(symbols[name]))
+        def calls_backward(name: str) -> bool:
+            return any(
+                _is_backward(op) or ((callee := _callee(op)) and calls_backward(callee)) for op in _operations(symbols[name])
+            )
 
         def number(function: Any) -> None:
             for op in _operations(function):
@@ -65,20 +67,20 @@ def number_backward_passes(module: Any) -> None:
                     config = json.loads(op.attributes["backend_config"].value)
                     config["cudnn_fmha_backend_config"]["seed"] = next(numbers)
                     op.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
-                elif (callee := _callee(op)) and has_some(callee):
-                    own = symbols[callee].operation.clone(ir.InsertionPoint(module.body))
-                    op.attributes["callee"] = ir.FlatSymbolRefAttr.get(symbols.insert(own).value)
-                    number(own)
+                elif (callee := _callee(op)) and calls_backward(callee):
+                    clone = symbols[callee].operation.clone(ir.InsertionPoint(module.body))
+                    op.attributes["callee"] = ir.FlatSymbolRefAttr.get(symbols.insert(clone).value)
+                    number(clone)
 
         number(symbols["main"])
 
 
 def _operations(op: Any) -> list[Any]:
-    """Return all operations within one, at any depth."""
-    found = []
-    for inner in (one for region in op.operation.regions for block in region for one in block.operations):
-        found += [inner.operation, *_operations(inner)]
-    return found
+    """Return all operations inside `op`, at any depth."""
+    operations = []
+    for inner in (each for region in op.operation.regions for block in region for each in block.operations):
+        operations += [inner.operation, *_operations(inner)]
+    return operations
 
 
 def _is_backward(op: Any) -> bool:

@@ -1,4 +1,4 @@
-"""JAX: the files of its compilation cache, and the coordination service that joins processes."""
+"""JAX: atomic writes to its compilation cache, and access to its coordination service."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 SEEN = ("0.10.2", "0.11.2")
-_SHARE = 10  # a program may take up one part in so many of the free space
+_SHARE = 10  # a program may use at most 1/10 of the free space
 
 
 def write_programs_whole() -> None:
-    """Have JAX write compiled programs to a temporary file and rename it, and only where there is room.
+    """Make JAX write compiled programs atomically, and only if they fit into a tenth of the free space.
 
-    JAX writes in place: a kill leaves half a program that every later start fails on. A program of more than a tenth of
-    the free space is not written: checkpoints need the space. Without `LRUCache.put`, JAX writes as it does.
+    JAX writes in place, so a kill leaves half a program, on which every later start fails. Checkpoints need the
+    remaining space. Without `LRUCache.put`, JAX keeps writing in place.
     """
     try:
         from jax._src import lru_cache
@@ -48,10 +48,10 @@ def write_programs_whole() -> None:
 
 
 def distributed_state() -> Any:
-    """Return what JAX knows of the run's processes: client, num_processes, process_id, coordinator_address.
+    """Return JAX's distributed state: client, num_processes, process_id, coordinator_address.
 
-    No public name leads to it before there are devices; Orbax takes it from the same place. Without it, this is a
-    process by itself, and `processes.start` refuses to join others.
+    There is no public access before devices are initialized; Orbax uses the same attribute. Without it, this is a
+    single process, and `processes.start` refuses to join others.
     """
     try:
         from jax._src import distributed
@@ -62,15 +62,15 @@ def distributed_state() -> Any:
 
 
 def can_join() -> bool:
-    """Return whether `distributed_state` has a client once the processes have found each other."""
+    """Return whether `distributed_state` is JAX's own."""
     return not isinstance(distributed_state(), SimpleNamespace)
 
 
 @contextlib.contextmanager
-def when_heartbeats_stop(do: Callable[[], None]) -> Iterator[None]:
-    """Have the clients made inside call `do` when the coordinator is lost; JAX prints a stack and aborts otherwise.
+def when_heartbeats_stop(callback: Callable[[], None]) -> Iterator[None]:
+    """Make clients created inside call `callback` when the coordinator is lost, instead of aborting with a stack.
 
-    JAX passes no such function on, so its own is replaced meanwhile. Without it, JAX prints and aborts as it does.
+    JAX does not expose this option of the client, so its factory is replaced meanwhile. Without it, JAX still aborts.
     """
     try:
         from jax._src.lib import _jax
@@ -81,7 +81,7 @@ def when_heartbeats_stop(do: Callable[[], None]) -> Iterator[None]:
     if "missed_heartbeat_callback" not in (getattr(make, "__doc__", None) or ""):
         yield
         return
-    _jax.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *_: do())
+    _jax.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *_: callback())
     try:
         yield
     finally:

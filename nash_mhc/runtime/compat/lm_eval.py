@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: what it prints and does besides evaluating."""
+"""lm-evaluation-harness: suppress its output and side effects."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SEEN = ("0.4.13",)
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Run lm-eval without progress bars, log lines and prints, and without the seconds that it describes this machine.
+    """Run lm-eval without progress bars, log lines, prints and its slow description of the machine.
 
-    It forks no processes to resample either: a process with JAX's threads may not survive that. Names that it no longer
-    has are passed over.
+    Also keeps it from forking for bootstrap resampling, which is unsafe with JAX's threads. Works without the names
+    that it replaces.
     """
     from lm_eval import evaluator
-    from tqdm.std import tqdm  # which reads TQDM_DISABLE when it is imported, and never again
+    from tqdm.std import tqdm  # reads TQDM_DISABLE only when it is imported
 
     logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
     forks, bar = os.environ.get("DISABLE_MULTIPROC"), tqdm.__init__
-    asked = {name: getattr(evaluator, name) for name in ("add_env_info", "get_git_commit_hash") if hasattr(evaluator, name)}
+    replaced = {name: getattr(evaluator, name) for name in ("add_env_info", "get_git_commit_hash") if hasattr(evaluator, name)}
 
     def no_bar(self: Any, *args: Any, **options: Any) -> None:
         bar(self, *args, **options | {"disable": True})
@@ -32,14 +32,14 @@ def quietly() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     os.environ["DISABLE_MULTIPROC"] = "1"
     tqdm.__init__ = no_bar
-    for name in asked:
+    for name in replaced:
         setattr(evaluator, name, lambda *_: None)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         tqdm.__init__ = bar
-        for name, function in asked.items():
+        for name, function in replaced.items():
             setattr(evaluator, name, function)
         logger.setLevel(level)
         if forks is None:

@@ -1,4 +1,4 @@
-"""Orbax, and TensorStore below it: how arrays are written, and what both log although they raise it as well."""
+"""Orbax and TensorStore: how replicated arrays are written, and their duplicate logging of errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SEEN = ("0.12.8",)  # of orbax-checkpoint
 
 
 def write_replicas_in_parts(least: int | None) -> None:
-    """Have each device that holds the same values write a part of at least so many bytes; None: one writes them all.
+    """Make each replica of an array write a slice of at least `least` bytes; None: one replica writes all of it.
 
-    Each part is cut out by a program of its own, compiled while the first save waits: useless for one process and for
-    small parts. The handler of jax.Array is Orbax's for the whole process. Without it, Orbax splits as it does.
+    Slicing compiles a program per array while the first save waits, so it does not pay for one process or for small
+    slices. Applies to all of Orbax in this process. Without the handler, Orbax's default applies.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -28,20 +28,20 @@ def write_replicas_in_parts(least: int | None) -> None:
 
 
 def log_failures_once(is_fault: Callable[[BaseException | None], bool]) -> None:
-    """Drop log records and messages about failures that are raised as well. Without the loggers, nothing is dropped."""
+    """Drop log records about failures that are raised as well. Without the loggers, nothing is dropped."""
 
     def is_new(record: logging.LogRecord) -> bool:
-        """They log a fault with its traceback, some in each thread that it passes, and raise it."""
+        """Drop a failure that is logged with its traceback, possibly by several threads, before it is raised."""
         return not (record.levelno == logging.ERROR and record.exc_info and is_fault(record.exc_info[1]))
 
     logging.getLogger("absl").addFilter(_is_not_of_orbax)
-    logging.getLogger("gcsfs").setLevel(logging.ERROR)  # warns about a missing account; the failure is raised
+    logging.getLogger("gcsfs").setLevel(logging.ERROR)  # its warning about missing credentials precedes an error
     for name in ("absl", "asyncio", "gcsfs", "fsspec.prefetcher"):
         logging.getLogger(name).addFilter(is_new)
     before = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        """TensorStore reports the other parts of a save, for which nothing waits once one of them has failed."""
+        """Drop what TensorStore reports about the other writes of a failed save."""
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
@@ -49,8 +49,10 @@ def log_failures_once(is_fault: Callable[[BaseException | None], bool]) -> None:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Orbax logs all that goes wrong in its threads, and raises what matters. absl's logger does not know the caller if
-    it was made before absl could make one of its own kind, so the stack is asked."""
+    """Return whether a record comes from outside Orbax, which also raises what it logs.
+
+    Looks at the stack, because a logger created before absl was imported does not know its caller.
+    """
     frame = sys._getframe()
     for _ in range(16):
         if frame is None or frame.f_globals.get("__name__", "").startswith("orbax."):

@@ -1,4 +1,4 @@
-"""pip: the index that it asks where none is configured."""
+"""pip: its default package index."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ SEEN = ("23.2.1",)
 
 
 def default_index() -> str:
-    """Return its address. ConfigError without the name: the user names an index."""
+    """Return the address of the default index; ConfigError without pip's private name."""
     try:
         from pip._internal.models.index import PyPI
 
         return PyPI.simple_url
     except (ImportError, AttributeError) as error:
-        raise ConfigError("pip does not say which index it uses; set PIP_INDEX_URL") from error
+        raise ConfigError("cannot find pip's default index; set PIP_INDEX_URL") from error

@@ -1,4 +1,4 @@
-"""The TPU's attention kernel (splash) of jax.experimental: its forward and backward passes with the log-sum-exp."""
+"""Splash attention (TPU) of jax.experimental: its forward and backward passes with the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SEEN = ("0.10.2", "0.11.2")  # of jax
 
 
 def is_available() -> bool:
-    """Return whether `forward` and `backward` can be called; attention with evidence takes plain XLA otherwise."""
+    """Return whether `forward` and `backward` exist; otherwise attention with log-sum-exp uses plain XLA."""
     return hasattr(_splash, "_splash_attention_forward") and hasattr(_splash, "_splash_attention_bwd")
 
 
