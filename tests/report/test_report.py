@@ -188,15 +188,9 @@ def test_each_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (code, out, err.count("\n")) == (2, "", 1)
         return err.removeprefix("error: ").replace(str(tmp_path), "DIR").strip()
 
-<<<<<<< HEAD
     assert "nash_mhc.report runs/" in error()
-    assert error(tmp_path / "no").startswith("DIR/no: no such folder; give the folder of a run")
-    assert error(tmp_path).startswith("DIR has no run.json, so it is not the folder of a run")
-=======
-    assert error().startswith("which run? Give its folder")
     assert error(tmp_path / "no").startswith("DIR/no: no such folder; give a run directory")
     assert error(tmp_path).startswith("DIR has no run.json, so it is not a run directory")
->>>>>>> 8db08a0 (checkpoint: plain wording and standard names)
     (tmp_path / "run.json").write_text("{")
     assert error(tmp_path).startswith("DIR/run.json: cannot be read (")
     (tmp_path / "run.json").write_text("3")
