@@ -105,7 +105,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     teachers = Teachers(cfg, tokenizer, mesh, say)
     identity = teachers.identity(source)
     if jax.process_count() > 1:
-        check_same({f"the data of --dataset {cfg.data.dataset}": identity}, patience=math.inf)  # opening data may take long
+        check_same({f"the data of --dataset {cfg.data.dataset}": identity}, timeout=math.inf)  # opening data may take long
     from_leader(lambda: check_resume(cfg, rows=identity))
     from_leader(lambda: check_wandb(cfg.telemetry))
 
