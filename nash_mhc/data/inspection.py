@@ -1,4 +1,4 @@
-"""Show what prepared rows hold and which documents a step of a run read: from metrics.jsonl back to the text."""
+"""Show the documents in prepared rows and in the steps of a run: from metrics.jsonl back to the text."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _show_step(
 
 
 def of_run(run: RunFolder, step: int | None, row: int | None, *, color: bool = False) -> str:
-    """Show what a run read in a step, or without a step, what it reads in total."""
+    """Show the documents of a step of a run, or without a step, a summary of its data."""
     info, cfg = run.info(), run.config()
     tokenizer, seed = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end), cfg.train.seed
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=cfg.model.alignment)

@@ -28,7 +28,7 @@ def template_settings(cfg: DataConfig, form: str, tokenizer: Tokenizer | None) -
     """Return the settings that turn a record into text. Without a tokenizer, `--template tokenizer` is refused."""
     if cfg.template == TOKENIZER and form != "text":
         if tokenizer is None:
-            raise ConfigError(f"--template {TOKENIZER}: there is no tokenizer yet; give a --template of your own")
+            raise ConfigError(f"--template {TOKENIZER}: has no tokenizer to take it from; give a --template with {{content}}")
         written: Recipe = {"template": TOKENIZER, "chat_form": tokenizer.chat_form()}
     else:
         written = {"template": check_template(TEMPLATE if cfg.template in (None, TOKENIZER) else cfg.template)}
@@ -152,7 +152,7 @@ def pieces_of(
             whole, tokenizer.end, recipe["seq_len"], opens=raw.opens and tokenizer.begin is not None, closes=raw.closes,
             scored=np.append(flags, flags[-1]), document=number, begin=tokenizer.begin,
         )  # fmt: skip
-        pieces += [piece for piece in of_document if piece.scored.any()]  # nothing is learned from a prompt alone
+        pieces += [piece for piece in of_document if piece.scored.any()]  # drop pieces of prompt only
     return pieces, empty
 
 

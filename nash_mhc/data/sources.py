@@ -69,7 +69,7 @@ class Mixture(RowsByTake):
         return min((int(len(source) / share) for source, share in finite), default=sys.maxsize)
 
     def is_new(self, positions: np.ndarray) -> np.ndarray:
-        """Return for each position whether it lies in the first epoch of its source."""
+        """Return which positions are in the first epoch of their source."""
         owners, inner = assign_sources(positions, self._shares, seed=self._seed)
         return inner < np.array([sys.maxsize if source.endless else len(source) for source in self._sources])[owners]
 
@@ -254,7 +254,7 @@ def _open_taught(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int, 
 def open_held_out(
     cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperature: float | None = None
 ) -> RowSource | None:
-    """Open the validation rows, the same for every run on this data; None if nothing is held out.
+    """Open the validation rows, which are the same for every run on this data; None without held-out data.
 
     Those of a mixture are those of its datasets.
     """

@@ -172,7 +172,7 @@ class StreamRows(RowsByTake):
         self.count = lanes.lanes_of(self._split) if self._part == TRAINED_ON else 1
         if self._part == EVALUATED and not recipe["validation_fraction"]:
             raise NothingHeldOut(
-                f"--dataset {cfg.dataset}: has no split {split!r}, and nothing is held out; raise --validation-fraction"
+                f"--dataset {cfg.dataset}: has no split {split!r} and no held-out documents; raise --validation-fraction"
             )
         self._text = text_of_volume(cfg.seq_len)
         self.name = cfg.dataset

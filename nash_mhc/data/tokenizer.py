@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     begin: int | None  # token before every document; None: documents begin with their first token
     end: int  # token after every document
-    adds_begin: bool  # does its tokenizer.json add `begin` by itself?
+    adds_begin: bool  # does its tokenizer.json add `begin`?
     bos: int | None  # its bos token, if any
     fingerprint: str  # equal for tokenizers that give equal tokens
 

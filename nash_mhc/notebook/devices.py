@@ -1,6 +1,6 @@
 """Detect the accelerators of this machine and propose a preset and mesh that fit.
 
-Detection runs in a short process of its own: a TPU belongs to one process at a time, and JAX reserves most of a GPU's
+Detection runs in a short separate process: a TPU belongs to one process at a time, and JAX reserves most of a GPU's
 memory. Both are needed by the training process, not by the notebook.
 """
 
@@ -41,7 +41,7 @@ class Proposal(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """Flags of `nash_mhc.train` besides size and mesh."""
+        """Batch flags of `nash_mhc.train`."""
         return ["--batch-size", str(self.batch_size), "--grad-accum", str(self.grad_accum)]
 
 
@@ -71,7 +71,7 @@ def mesh_flags(mesh: str) -> list[str]:
 
 
 def propose(found: Found) -> Proposal:
-    """Propose the largest preset that fits a device's memory, with the largest batch that fits beside it."""
+    """Propose the largest preset that fits a device's memory, with the largest batch that fits."""
     sentence = device_sentence(found)
     small = lambda why: Proposal(sentence, "tiny", "1x1x1", presets.run("tiny").data.batch_size, 1, why)
     if found.platform == "cpu":

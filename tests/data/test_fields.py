@@ -181,5 +181,5 @@ def test_a_tokenizer_can_be_trained_on_fields(tmp_path: Path) -> None:
     file = write(tmp_path / "qa.jsonl", [FULL])
     cfg = DataConfig(dataset=str(file), format="fields", prompt_template="{question} ", response_template="{answer}")
     assert list(corpus_texts(cfg, open_corpus(cfg))) == ["May he? No."]
-    with pytest.raises(ConfigError, match="--template tokenizer: there is no tokenizer yet"):
+    with pytest.raises(ConfigError, match="--template tokenizer: has no tokenizer"):
         template_settings(DataConfig(template="tokenizer"), "chat", None)

@@ -185,7 +185,7 @@ def test_what_cannot_be_streamed_is_refused(folders: Path, tmp_path: Path) -> No
         ({"text_field": "body"}, r"0\.parquet:1: no column 'body', there are text; .*--text-field"),
         (
             {"validation_fraction": 0.0, "eval_split": "test"},
-            r"no split .test., and nothing is held out; raise --validation-fraction",
+            r"no split .test. and no held-out documents; raise --validation-fraction",
         ),
     ]
     for settings, message in cases:

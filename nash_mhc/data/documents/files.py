@@ -26,7 +26,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Unreachable(ConfigError):
-    """Data that cannot be read now, for example over a network; what is prepared so far is kept."""
+    """Data that cannot be read now, for example because the network is down; prepared chunks are kept."""
 
 
 class Raw(NamedTuple):
@@ -47,13 +47,13 @@ class Raw(NamedTuple):
 
 
 class Content(Protocol):
-    """What is known about documents before they are read."""
+    """Metadata of documents, known before they are read."""
 
     content: str  # a digest that changes with the documents
-    format: str  # of a record: text, prompt, chat or fields
-    names: tuple[str, ...]  # of the files, for messages
+    format: str  # of the records: text, prompt, chat or fields
+    names: tuple[str, ...]  # file names, for messages
     total: int  # bytes, for the progress bar and the chunk size
-    splits: tuple[str, ...]  # of the data itself; empty if it has none
+    splits: tuple[str, ...]  # empty if the data is not divided
 
 
 class Corpus(Content, Protocol):

@@ -1,8 +1,8 @@
 """Choose which documents are held out for validation or test: whole documents, by a hash of their text.
 
-All copies of a text land in the same part. In a large corpus each document is decided on its own. In a small one the
-hash only sets the order in which documents are chosen until the requested share of the text is reached, so that a
-single long document does not become most of the held-out text.
+All copies of a text land in the same part. In a large corpus the hash alone decides about each document. In a small one
+it sets the order in which documents are chosen until the requested share of the text is reached, so that a single long
+document does not become most of the held-out text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def by_share(fraction: float, test: float = 0.0) -> HeldOut:
 
 
 def survey(documents: Iterable[tuple[int, int]], fraction: float, test: float = 0.0) -> HeldOut:
-    """Return the rule for documents given as (key, bytes); reads only as many as it takes to decide."""
+    """Return the rule for documents given as (key, bytes); reads only as many as are needed to decide."""
     sizes: dict[int, int] = {}
     shares = [share for share in (fraction, test) if share]
     for key, size in documents if shares else ():

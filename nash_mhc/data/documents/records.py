@@ -70,7 +70,7 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
         messages = _messages(record, where)
     if not score_all and not any(role in ANSWERS for role, _ in messages):
         raise ConfigError(
-            f"{where}: no message of role {ANSWERS[0]}, so nothing is learned; remove the record or use --loss-on all"
+            f"{where}: no message of role {ANSWERS[0]}, so no target is in the loss; remove the record or use --loss-on all"
         )
     if any(role in ANSWERS and not "".join(part.text for part in content).strip() for role, content in messages):
         return []

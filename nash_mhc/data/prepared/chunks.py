@@ -38,11 +38,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What a process needs to make the shards of a chunk."""
+    """Settings shared by all chunks of a preparation."""
 
     recipe: Recipe
     tokenizer: Tokenizer
-    names: tuple[str, ...]  # of the files, for messages
+    names: tuple[str, ...]  # file names, for messages
     folder: Path
     held_out: HeldOut
     is_dense: bool = False  # documents start anywhere, not only at multiples of the alignment

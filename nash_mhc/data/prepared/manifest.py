@@ -68,7 +68,7 @@ class Manifest:
     splits: dict[str, Split]
     bytes: int  # of text
     empty: int  # skipped documents without text
-    about: dict[str, Any]  # notes that the rows do not depend on: the dataset, ignored files, what is held out
+    about: dict[str, Any]  # metadata that does not affect the rows: dataset, ignored files, notes
 
     @property
     def identity(self) -> str:
@@ -77,7 +77,7 @@ class Manifest:
 
     @property
     def notes(self) -> list[str]:
-        """What is held out, and how many documents are nearly equal to held-out ones."""
+        """Notes on held-out documents and near-duplicates."""
         return [note for name in ("held_out", "near_identical") if (note := self.about.get(name))]
 
     def padding(self, split: str) -> float:

@@ -108,7 +108,7 @@ def _plan_job(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path
 
 
 def _describe_held_out(job: Job, splits: dict[str, Split]) -> str:
-    """Say what is held out; empty if nothing is, or if the data has its own splits."""
+    """Describe the held-out documents; empty without any, or if the data has its own splits."""
     recipe = job.recipe
     requested = {
         "held out": (recipe["eval_split"], recipe["validation_fraction"]),

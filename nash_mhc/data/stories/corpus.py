@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import yaml
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import Raw
@@ -32,127 +33,26 @@ from nash_mhc.storage.files import digest_of
 SPLITS = ("train", "validation")
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-def _compounds(firsts: str, seconds: str) -> list[str]:
-    return [first + second for first in firsts.split() for second in seconds.split()]
-
-
 def _plural(word: str) -> str:
     if word.endswith(("ch", "sh", "s", "x")):
         return word + "es"
     return word[:-1] + "ies" if word.endswith("y") and word[-2] not in "aeiou" else word + "s"
 
 
-# Each list has one grammatical role and no word is in two lists, so a word identifies its role. Words that may follow
-# the article "a" begin with a consonant sound. Long lists are compounds, so that a model that has seen both halves of a
-# word can spell it, and minutes of training come near the lowest possible loss.
-_MOODS = _words("""
-        bold brave bright brisk calm cruel fierce fond glad grand harsh kind loud meek mild neat proud quick
-        quiet rude sad sly stern wise""")
+def _word_lists(compounds: dict[str, list[str]], words: dict[str, str]) -> dict[str, WordList]:
+    lists = {name: [first + last for first in a.split() for last in b.split()] for name, (a, b) in compounds.items()}
+    lists |= {name: text.split() for name, text in words.items()}
+    lists["manners"] = [mood + "ly" for mood in lists["moods"]]
+    lists["counts"] = [str(number) for number in range(10, 100)]
+    lists["prices"] = [str(number) for number in range(100, 1000)]
+    # Plurals are separate lists, so that each word is a single draw, which keeps the grammar unambiguous.
+    lists |= {f"many_{name}": [_plural(word) for word in lists[name]] for name in ("objects", "animals", "jobs", "trees")}
+    del lists["trees"]
+    return {name: WordList(name, entries) for name, entries in lists.items()}
 
-_LISTS: dict[str, list[str]] = {
-    "names": _compounds("Al Be Da El Ha Ka Li Mi No Ro Sa To", "bo da dor la lin mas na nor ra ric vin zo"),
-    "places": _compounds("Ash Bay Cor Dun Elm Fen Hay Mar Nor Oak Sud Wes", "by den don ey gate ham ley mor ow sey ton wyn"),
-    "objects": _compounds(
-        "bed cat day dew fog gem hen moon pig rain sea sky sun tea", "bag bell can cup drum fan jar key lid pan pot rod"
-    ),
-    "foods": _compounds("corn egg fig nut oat pea plum rice rye yam", "bars buns dips jams pies rolls stews tarts"),
-    "clothes": _compounds("beach fur gym lab lace road ski wet", "bib cap coat gown hat robe shoe sock vest wig"),
-    "topics": _compounds("air bog cave fire ice mud storm tree war wood", "ants apes bats gods hogs imps men orcs owls rats"),
-    "jobs": _compounds("boat cab cow dock farm hat log net pot shop stone team", "boy girl lad maid"),
-    "moods": _MOODS,
-    "manners": [mood + "ly" for mood in _MOODS],
-    "animals": _words("""
-        bear bee bull camel cat cow crab crow donkey dog dove duck fox frog goat gull hare hen horse lamb
-        lion mole moth monkey mule newt pig pony rat seal spider snail swan toad wasp whale"""),
-    "traits": _words("""
-        bent big blunt broken cheap clean cold dull dusty fine flat fresh hard heavy hollow huge large light
-        little long lost lucky new plain rare round rusty sharp shiny short small soft tall thick warm"""),
-    "colours": _words("""
-        black blue bronze brown coral cream golden green grey lemon lilac lime maroon peach pink purple red
-        ruby silver tan teal violet white yellow"""),
-    "materials": _words("""
-        bamboo bone brass cedar chalk clay copper cork cotton flint glass jade linen marble paper pewter
-        satin shell silk slate steel tin velvet wax"""),
-    "trees": _words("""
-        alder aspen birch chestnut elder fir hazel hawthorn elm laurel linden maple palm poplar rowan spruce
-        willow yew"""),
-    "handled": _words("""
-        bought broke built buried carried caught chose cleaned copied counted dropped filled found grabbed
-        hid kept lent lifted loved made mended missed moved opened packed painted pulled pushed saved sold
-        stole threw touched used wanted washed"""),
-    "went": _words("""
-        climbed crawled crept danced dashed drifted drove fled flew hiked hopped hurried jumped marched
-        raced ran rode rushed sailed skipped strolled swam trotted walked"""),
-    "acted": _words("""
-        coughed cried dozed fell froze groaned growled grunted hummed knelt laughed moaned played prayed
-        rested sang sat sighed slept sneezed stared waited wept yawned"""),
-    "feelings": _words("""
-        afraid amazed angry ashamed bitter cosy eager empty excited free gloomy guilty happy hopeful hurt
-        lonely pleased puzzled ready safe sick sorry tired worried"""),
-    "weather": _words("""
-        dew drizzle drought dust fog gales hail haze heat ice mist showers sleet smoke thunder storms"""),
-    "skills": _words("""
-        bake carve cook dance dig dive draw fish fly hunt juggle knit paint plant read ride row sail sew
-        sing skate ski swim write"""),
-    "counts": [str(number) for number in range(10, 100)],
-    "prices": [str(number) for number in range(100, 1000)],
-}
 
-# Plurals are lists of their own: no word is built from two draws, which keeps the grammar unambiguous.
-_LISTS |= {"many_" + name: [_plural(word) for word in _LISTS[name]] for name in ("objects", "animals", "jobs", "trees")}
-del _LISTS["trees"]
-
-WORD_LISTS = {name: WordList(name, words) for name, words in _LISTS.items()}
-
-_BEGINNINGS = ((4, "Once"), (2, "Long ago"), (1, "Last year"), (1, "In old times"))
-
-_OPENING = (
-    " {hero=names}, {counts}, lived in {home=places} with {friend=names}, {counts}, a {moods} {pet=animals}"
-    " and a {colour=colours} {treasure=objects}."
-)
-
-# Events differ in fixed words, or in the lists at the same position; tests check all pairs.
-_EVENTS = (
-    (4, "{names} {handled} {prices} {foods} and {counts} {many_objects}."),
-    (4, "{names} sold {names} {counts} {foods} for {prices} coins."),
-    (4, "{names} sent {names} {prices} {many_objects} and {counts} {foods}."),
-    (3, "With {names}, {names} {handled} {counts} {colours} {materials} {many_objects}."),
-    (3, "{names} {went} {prices} miles to {places} with {counts} {many_animals}."),
-    (3, "{names}, {counts}, {went} to {places} with {names}, {counts}."),
-    (3, "Soon {counts} {many_jobs} {went} to {names}, {counts}."),
-    (2, "They {handled} a {traits} {colours} {objects} for {prices} coins."),
-    (2, "They {went} {prices} miles after {names} the {moods} {jobs}."),
-    (2, "They fed {counts} {foods} to {counts} {many_animals}."),
-    (2, "The {moods} {animals} {acted} {manners} near {names} and {counts} {many_animals}."),
-    (2, "{counts} {moods} {many_animals} {acted} {manners} near {places}."),
-    (2, "The {jobs} and {names} {acted} {counts} times."),
-    (3, "{names} ate {counts} {foods} and {counts} {foods} with {names}."),
-    (2, "{names} felt {feelings}, {names} {feelings} and {names} {feelings}."),
-    (2, "{names} the {jobs} was {counts}, {moods} and {feelings}."),
-    (2, "{names} wore a {colours} {clothes} and {counts} {materials} {many_objects}."),
-    (2, "{names} drew {names}, {counts} {colours} {many_animals} and a {traits} {clothes}."),
-    (2, "{names} and {names} feared {counts} {topics} and {prices} {topics}."),
-    (2, "{counts} {moods} {many_jobs} told {names} of {topics}."),
-    (2, "{names} could {skills}, {skills} and {skills} for {counts} days."),
-    (1, "The {@pet} saw {names}, {counts} {many_animals} and {counts} {many_objects}."),
-    (3, "In {places} stood {counts} {traits} {many_objects}."),
-    (1, "After {counts} days of {weather} {names} was {feelings}."),
-    (1, "{names} left a {colours} {clothes} under {counts} {many_trees}."),
-    (4, "{names}, {names} and {names} met {names} and {counts} {many_jobs} at {places}."),
-    (1, "{names} offered {prices} coins for the {@colour} {@treasure}."),
-)
-
-# Every ending repeats the names and the treasure of the opening, and adds little.
-_TREASURE = "{@colour} {@treasure}"
-_ENDINGS = (
-    (2, "At last {@hero} gave the " + _TREASURE + " to {@friend}."),
-    (1, "In the end {@hero} took {@friend} and the " + _TREASURE + " home to {@home}."),
-    (1, "That night {@friend} sold the " + _TREASURE + " to {@hero} for {prices} coins."),
-)
+_TEXTS = yaml.safe_load(Path(__file__).with_name("stories.yaml").read_text(encoding="utf-8"))
+WORD_LISTS = _word_lists(_TEXTS["compounds"], _TEXTS["words"])
 
 # Weights of the number of events: most stories have about five; a thin tail, falling with the fourth power, is several
 # times as long. The largest count keeps the longest possible story under 4,000 bytes.
@@ -169,10 +69,12 @@ class Story(NamedTuple):
 @functools.cache
 def story_grammar() -> Chain:
     scope = Scope(WORD_LISTS)
-    beginning = Choice((weight, Text(words)) for weight, words in _BEGINNINGS)
-    opening = scope.parse(_OPENING)
-    event = Choice((weight, scope.child().parse(" " + template)) for weight, template in _EVENTS)
-    ending = Choice((weight, scope.child().parse(" " + template)) for weight, template in _ENDINGS)
+    beginning = Choice((weight, Text(words)) for weight, words in _TEXTS["beginnings"])
+    opening = scope.parse(" " + _TEXTS["opening"])
+    event, ending = (
+        Choice((weight, scope.child().parse(" " + template)) for weight, template in _TEXTS[name])
+        for name in ("events", "endings")
+    )
     return Chain([beginning, opening, Repeat(event, _BULK_OF_EVENTS | _TAIL_OF_EVENTS), ending])
 
 

@@ -183,8 +183,8 @@ class Scope:
     """Parse templates and track which draws are visible.
 
     `{list}` draws from a word list, `{name=list}` draws and remembers, `{@name}` recalls. Parse templates in the order
-    of the text, and each branch of a choice and each body of a repetition in its own `child()`: its draws then go out
-    of scope, and the number of held words never depends on chance.
+    of the text. Parse each branch of a choice and each body of a repetition in a separate `child()`: its draws then go
+    out of scope, and the number of held words never depends on chance.
     """
 
     def __init__(self, word_lists: Mapping[str, WordList], visible: Mapping[str, WordList] | None = None) -> None:
