@@ -1,4 +1,4 @@
-"""Models that apply a small net to their own state again and again, and the puzzles that they solve."""
+"""Recursive models, which apply a small net to its own state repeatedly, and puzzles for them to solve."""
 
 from nash_mhc.config.kits import Figure, Kit
 
@@ -8,11 +8,11 @@ KIT = Kit(
     model_kinds={"recursive": "settings:RecursiveConfig"},
     architectures={"recursive": "model:ARCHITECTURE"},
     presets={"recursive": "settings:PRESETS"},
-    axes={"cells": ()},  # of a grid, in a layer across them: few
+    axes={"cells": ()},  # cells of a grid, too few to shard
     objectives={"puzzle": "objective:PUZZLE"},
-    optimizers={"adam_atan2": "optimizer:adam_atan2"},
-    sources={"sudoku4, sudoku9, maze": "puzzles.source:MADE", "CSV files of puzzles": "puzzles.source:FILES"},
-    tokenizers={"puzzles": "puzzles.source:tokenizer"},
+    optimizers={"adam_atan2": "objective:adam_atan2"},
+    sources={"sudoku4, sudoku9, maze": "puzzles.rows:GENERATED", "CSV files of puzzles": "puzzles.csv_file:FILES"},
+    tokenizers={"puzzles": "puzzles.rows:tokenizer"},
     figures={
         "exact": Figure("held-out puzzles solved", "{:.1%}", "puzzles solved", line=_LINE, of_text=False),
         "exact_stopping": Figure("solved when it stops early", "{:.1%}"),

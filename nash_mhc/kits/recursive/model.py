@@ -1,15 +1,12 @@
-"""A small net applied to its own state again and again: depth without more weights.
+"""A small net applied repeatedly to its own state: depth without more weights (TRM, arXiv 2510.04871).
 
-Two states belong to every place, an upper one (the answer so far) and a lower one (the thinking). In one pass
+Each position has an upper state (the answer so far) and a lower state (scratch). One pass is
 
     outer_cycles times:  inner_cycles times:  lower <- net(lower + upper + x);     then upper <- net(upper + lower)
 
-and the gradient goes through the last cycles alone. The net is a few layers with a norm after each addition (TRM,
-arXiv 2510.04871); with two nets, each state has its own (HRM, arXiv 2506.21734).
-
-Of a language model, places see those before them, both states begin anew in every row, and one pass makes the
-prediction. Of a puzzle, all places see each other, and the states are carried from pass to pass
-(`objective.py`).
+and only the last outer cycles have a gradient. With `nets 2`, each state has its own net (HRM, arXiv 2506.21734).
+A causal model predicts tokens in one pass. A puzzle model has no mask, and `objective.py` carries its states from pass
+to pass.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.params import TABLE, VECTOR, param, stacked
 from nash_mhc.parallel.sharding import constrain, for_compute
 
-_TILE = 16  # cells
+_TILE = 16  # cells of a matrix tile
 
 
 class States(NamedTuple):
@@ -48,7 +45,7 @@ class States(NamedTuple):
 
 
 class CellMixer(eqx.Module):
-    """A feed-forward layer across the cells of a grid, the same for every channel."""
+    """An MLP over the cells of a grid, shared by all channels."""
 
     gate_CF: Float[Array, "C F"] = param("cells", "cells")
     up_CF: Float[Array, "C F"] = param("cells", "cells")
@@ -63,18 +60,18 @@ class CellMixer(eqx.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         C = x_BTD.shape[1]
-        # Cells that are always 0, up to a whole tile: a matrix unit takes several times as long for an odd number.
-        more = -C % _TILE if C > _TILE else 0
-        x_BTD = jnp.pad(constrain(x_BTD, "batch", "time", "width"), ((0, 0), (0, more), (0, 0)))
-        gate_CF, up_CF = (jnp.pad(w_CF, ((0, more), (0, 0))) for w_CF in (self.gate_CF, self.up_CF))
+        # Pad with zero cells to a whole tile: matrix units are several times slower for odd sizes.
+        padding = -C % _TILE if C > _TILE else 0
+        x_BTD = jnp.pad(constrain(x_BTD, "batch", "time", "width"), ((0, 0), (0, padding), (0, 0)))
+        gate_CF, up_CF = (jnp.pad(w_CF, ((0, padding), (0, 0))) for w_CF in (self.gate_CF, self.up_CF))
         gate_BFD, up_BFD = (project(x_BTD, w_CF, "btd,tf->bfd") for w_CF in (gate_CF, up_CF))
-        down_FC = jnp.pad(self.down_FC, ((0, 0), (0, more)))
+        down_FC = jnp.pad(self.down_FC, ((0, 0), (0, padding)))
         mixed_BTD = project(jax.nn.silu(gate_BFD) * up_BFD, down_FC, "bfd,ft->btd")[:, :C]
         return constrain(mixed_BTD, "batch", "time_split", "width")
 
 
 class Block(eqx.Module):
-    """What tells places of each other, and feed-forward; what each adds is normalised with what it is added to."""
+    """A mixer and an MLP, with a norm after each residual addition."""
 
     mixer: Attention | CellMixer
     ffn: SwiGLU
@@ -85,26 +82,26 @@ class Block(eqx.Module):
         mixer, ffn = jax.random.split(key)
         kind = Attention if cfg.mixer == "attention" else CellMixer
         block = Block(kind.init(cfg, key=mixer), SwiGLU.init(cfg, key=ffn), cfg.norm_eps)
-        # What a layer adds is scaled for the depth of a net that is run through once. Applied again and again, it would
-        # throw the states about: nothing of the input would be left in them, and gradients would grow without end.
+        # Output projections are initialized for the depth of one net. Applied repeatedly, they would drown the input
+        # and make gradients explode.
         small = cfg.applications**-0.5
         last = lambda block: (block.mixer.out_NHD if cfg.mixer == "attention" else block.mixer.down_FC, block.ffn.down_FD)
         return eqx.tree_at(last, block, tuple(small * w for w in last(block)))
 
-    def normed(self, x_BTD: Array) -> Array:
+    def _normalize(self, x_BTD: Array) -> Array:
         return rms_norm(x_BTD, jnp.ones(x_BTD.shape[-1], jnp.float32), self.eps)
 
-    def after(self, x_BTD: Array, mixed_BTD: Array) -> Array:
-        x_BTD = self.normed(x_BTD + mixed_BTD)
-        return self.normed(x_BTD + self.ffn(x_BTD))
+    def residual(self, x_BTD: Array, mixed_BTD: Array) -> Array:
+        x_BTD = self._normalize(x_BTD + mixed_BTD)
+        return self._normalize(x_BTD + self.ffn(x_BTD))
 
 
 class Net(eqx.Module):
     layers: Block = stacked("layers")
 
 
-def _see_all(attention: Attention, x_BTD: Array, layout: AttentionLayout) -> Array:
-    """Attention without a mask: of a grid, which is one document."""
+def _full_attention(attention: Attention, x_BTD: Array, layout: AttentionLayout) -> Array:
+    """Attention without a mask, for a grid."""
     q_BTNH, k_BTNH, v_BTNH = attention.project(constrain(x_BTD, "batch", "time", "width"))
     q_BTNH, k_BTNH = attention.rotate(q_BTNH, k_BTNH, layout.positions_BT)
     heads = [constrain(a, *PER_HEAD) for a in (q_BTNH, k_BTNH, v_BTNH)]
@@ -118,7 +115,8 @@ class Recursive(eqx.Module):
     net: Net
     upper_net: Net | None
     norm: RMSNorm
-    stop_D: Float[Array, "D"] | None = param("vector", role=VECTOR)  # whether a puzzle is solved, from its upper state ...
+    # Predict from the upper state whether a puzzle is solved.
+    stop_D: Float[Array, "D"] | None = param("vector", role=VECTOR)
     stop_bias: Float[Array, "1"] | None = param("vector", role=VECTOR)
     cfg: RecursiveConfig = eqx.field(static=True)
 
@@ -126,14 +124,14 @@ class Recursive(eqx.Module):
     def init(cfg: RecursiveConfig, *, key: PRNGKeyArray) -> Recursive:
         table, *nets = jax.random.split(key, 1 + cfg.nets)
         make = lambda key: Net(jax.vmap(lambda k: Block.init(cfg, key=k))(jax.random.split(key, cfg.layers)))
-        # As in `LM`: with half of the channels turned round, the table that tokens enter by says nothing at the end.
+        # As in `LM`: with half of the signs flipped, tied embeddings do not predict the input token.
         signs_D = jnp.where(jnp.arange(cfg.width) % 2 == 0, 1.0, -1.0)
         return Recursive(
             embed_VD=init_matrix(table, (cfg.padded_vocab, cfg.width), cfg.width, TABLE_SCALE),
             net=make(nets[0]),
             upper_net=make(nets[1]) if cfg.nets == 2 else None,
             norm=RMSNorm(signs_D, cfg.norm_eps),
-            # At the start, nothing is solved: the net stops nowhere until it has learned to.
+            # Initially no puzzle counts as solved.
             stop_D=None if cfg.causal else jnp.zeros(cfg.width),
             stop_bias=None if cfg.causal else jnp.full(1, -5.0),
             cfg=cfg,
@@ -143,22 +141,23 @@ class Recursive(eqx.Module):
     def unembed_VD(self) -> Float[Array, "V D"]:
         return self.embed_VD
 
-    def entered(self, tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-        """As large as the states: beside them, less would hardly be seen."""
+    def embed_tokens(self, tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+        """Return embeddings at the scale of the states, to which they are added."""
         return embed(self.embed_VD, tokens_BT, dtype) * (self.cfg.width**0.5 / TABLE_SCALE)
 
-    def fresh(self, x_BTD: Float[Array, "B T D"]) -> States:
-        """Before the first pass: of a text, what it says; of a puzzle, the same two vectors everywhere."""
+    def initial_states(self, x_BTD: Float[Array, "B T D"]) -> States:
+        """Return the states before the first pass: embeddings of a text, or fixed vectors for a puzzle."""
         if self.cfg.causal:
             return States(x_BTD, jnp.zeros_like(x_BTD))
-        return States(*(jnp.broadcast_to(v[None, None].astype(x_BTD.dtype), x_BTD.shape) for v in first_thoughts(self.cfg)))
+        vectors = initial_vectors(self.cfg)
+        return States(*(jnp.broadcast_to(v[None, None].astype(x_BTD.dtype), x_BTD.shape) for v in vectors))
 
-    def think(
+    def run_pass(
         self, x_BTD: Float[Array, "B T D"], states: States, layout: AttentionLayout, execution: Execution = Execution()
     ) -> tuple[States, Float[Array, ""]]:
-        """(the states after one pass, how far its last cycle moved the upper one, in units of its length)."""
+        """Return (the states after one pass, the RMS change of the upper state in the last cycle)."""
         cfg = self.cfg
-        # Once a pass: inside of the cycles, the same weights would be put together for every application.
+        # Gather the weights once per pass, not once per application.
         lower_net = for_compute(self.net, x_BTD.dtype)
         upper_net = lower_net if self.upper_net is None else for_compute(self.upper_net, x_BTD.dtype)
         kernel = kernel_for(execution, x_BTD.shape[1], cfg.head_dim)
@@ -170,17 +169,17 @@ class Recursive(eqx.Module):
             elif cfg.causal:
                 mixed_BTD = block.mixer(x_BTD, layout, window=None, kernel=kernel)
             else:
-                mixed_BTD = _see_all(block.mixer, x_BTD, layout)
-            return block.after(x_BTD, mixed_BTD), None
+                mixed_BTD = _full_attention(block.mixer, x_BTD, layout)
+            return block.residual(x_BTD, mixed_BTD), None
 
-        def applied(net: Net, x_BTD: Array) -> Array:
+        def apply(net: Net, x_BTD: Array) -> Array:
             return lax.scan(layer, x_BTD, net.layers, unroll=execution.unroll)[0]
 
         def cycle(nets: tuple[Net, Net], x_BTD: Array, states: States) -> States:
             upper_BTD = states.upper_BTD
-            think = lambda lower_BTD, _: (applied(nets[0], lower_BTD + upper_BTD + x_BTD), None)
-            lower_BTD, _ = lax.scan(think, states.lower_BTD, length=cfg.inner_cycles, unroll=execution.unroll)
-            return States(applied(nets[1], upper_BTD + lower_BTD), lower_BTD)
+            update = lambda lower_BTD, _: (apply(nets[0], lower_BTD + upper_BTD + x_BTD), None)
+            lower_BTD, _ = lax.scan(update, states.lower_BTD, length=cfg.inner_cycles, unroll=execution.unroll)
+            return States(apply(nets[1], upper_BTD + lower_BTD), lower_BTD)
 
         def cycles(nets: tuple[Net, Net], x_BTD: Array, states: States, count: int) -> States:
             if count == 0:
@@ -189,7 +188,7 @@ class Recursive(eqx.Module):
             return lax.scan(turn, states, length=count, unroll=execution.unroll)[0]
 
         nets = (lower_net, upper_net)
-        # Nothing of these cycles has a gradient: they are run, and nothing of them is kept.
+        # These cycles have no gradient, so nothing of them is saved.
         states = cycles(*lax.stop_gradient((nets, x_BTD, states)), cfg.outer_cycles - cfg.gradient_cycles)
         before = cycles(nets, x_BTD, lax.stop_gradient(states), cfg.gradient_cycles - 1)
         states = cycle(nets, x_BTD, before)
@@ -206,27 +205,27 @@ class Recursive(eqx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
-        x_BTD = self.entered(tokens_BT, jnp.dtype(execution.dtype))
+        x_BTD = self.embed_tokens(tokens_BT, jnp.dtype(execution.dtype))
         layout = self.layout(tokens_BT, segments_BT, execution)
-        states, moved = self.think(x_BTD, self.fresh(x_BTD), layout, execution)
+        states, moved = self.run_pass(x_BTD, self.initial_states(x_BTD), layout, execution)
         return self.norm(states.upper_BTD), moved
 
-    def solved(self, upper_BTD: Float[Array, "B T D"]) -> Float[Array, "B"]:
-        """Above 0: the net holds its answer for right."""
+    def solved_logit(self, upper_BTD: Float[Array, "B T D"]) -> Float[Array, "B"]:
+        """Return a logit that is above 0 if the model considers its answer correct."""
         assert self.stop_D is not None and self.stop_bias is not None
-        seen_BD = jnp.mean(upper_BTD.astype(jnp.float32), axis=1)
-        return jnp.einsum("bd,d->b", seen_BD, self.stop_D) + self.stop_bias
+        mean_BD = jnp.mean(upper_BTD.astype(jnp.float32), axis=1)
+        return jnp.einsum("bd,d->b", mean_BD, self.stop_D) + self.stop_bias
 
     def health(self, report: Float[Array, ""]) -> dict[str, Array]:
-        """How far the last cycle moved the answer: near 0, more cycles would change nothing."""
+        """Return the change by the last cycle. Near 0, more cycles would change nothing."""
         return {"last_move": report}
 
     def penalties(self, report: Float[Array, ""]) -> dict[str, Array]:
         return {}
 
 
-def first_thoughts(cfg: RecursiveConfig) -> tuple[Float[Array, "D"], Float[Array, "D"]]:
-    """The vectors that a puzzle's states begin with: from a seed, the same on every mesh, and never trained."""
+def initial_vectors(cfg: RecursiveConfig) -> tuple[Float[Array, "D"], Float[Array, "D"]]:
+    """Return the initial states of a puzzle's cells: random from a seed, the same on every mesh, never trained."""
     upper, lower = jax.random.split(jax.random.key(cfg.state_seed))
     return tuple(jax.random.truncated_normal(key, -2.0, 2.0, (cfg.width,), jnp.float32) for key in (upper, lower))  # type: ignore[return-value]
 
@@ -234,12 +233,12 @@ def first_thoughts(cfg: RecursiveConfig) -> tuple[Float[Array, "D"], Float[Array
 def drawn(cfg: RecursiveConfig) -> Drawn | None:
     if cfg.causal:
         return None
-    content = np.stack([np.asarray(thought_D) for thought_D in first_thoughts(cfg)]).tobytes()
+    content = np.stack([np.asarray(vector_D) for vector_D in initial_vectors(cfg)]).tobytes()
     return Drawn(2 * cfg.width, cfg.state_seed, hashlib.sha256(content).hexdigest())
 
 
 class Cache(eqx.Module):
-    """Keys and values of every application of every layer: each sees what the same one made of earlier tokens."""
+    """Keys and values of every application of every layer. Each attends to those of the same application."""
 
     position: Int[Array, ""]
     rows: KeyValues  # applications x layers
@@ -248,15 +247,15 @@ class Cache(eqx.Module):
 
 def empty_cache(cfg: RecursiveConfig, batch: int, seq_len: int, dtype: Any) -> Cache:
     if not cfg.causal:
-        raise ConfigError("a model of puzzles (--no-model-causal) writes no text; `generate --puzzle CELLS` solves a grid")
+        raise ConfigError("a puzzle model (--no-model-causal) writes no text; use `generate --puzzle CELLS`")
     shape = (cfg.applications * cfg.layers, batch, cfg.heads, seq_len, cfg.head_dim)
     return Cache(jnp.zeros((), jnp.int32), KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), seq_len)
 
 
 def decode(model: Recursive, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:
-    """(logits of the next tokens, the cache with these in it). A cache that is full answers NaN, not nonsense."""
+    """Return (logits of the next tokens, the cache with these tokens). A full cache gives NaN."""
     cfg, dtype = model.cfg, cache.rows.k_LBKSH.dtype
-    x_B1D = model.entered(tokens_B[:, None], dtype)
+    x_B1D = model.embed_tokens(tokens_B[:, None], dtype)
     lower_net = for_compute(model.net, dtype)
     upper_net = lower_net if model.upper_net is None else for_compute(model.upper_net, dtype)
     t = cache.position
@@ -265,36 +264,36 @@ def decode(model: Recursive, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[F
         (x_B1D, rows), (block, index) = carry, at
         assert isinstance(block.mixer, Attention)
         mixed_B1D, rows = block.mixer.step(x_B1D, rows, TokenAt(index, t))
-        return (block.after(x_B1D, mixed_B1D), rows), None
+        return (block.residual(x_B1D, mixed_B1D), rows), None
 
-    def applied(net: Net, x_B1D: Array, rows: KeyValues, number: Array) -> tuple[Array, KeyValues]:
+    def apply(net: Net, x_B1D: Array, rows: KeyValues, number: Array) -> tuple[Array, KeyValues]:
         return lax.scan(layer, (x_B1D, rows), (net.layers, number * cfg.layers + jnp.arange(cfg.layers)))[0]
 
     def cycle(carry: tuple[States, KeyValues], number: Array) -> tuple[tuple[States, KeyValues], None]:
         (upper_B1D, lower_B1D), rows = carry
         first = number * (cfg.inner_cycles + 1)
 
-        def think(carry: tuple[Array, KeyValues], i: Array) -> tuple[tuple[Array, KeyValues], None]:
-            return applied(lower_net, carry[0] + upper_B1D + x_B1D, carry[1], first + i), None
+        def update(carry: tuple[Array, KeyValues], i: Array) -> tuple[tuple[Array, KeyValues], None]:
+            return apply(lower_net, carry[0] + upper_B1D + x_B1D, carry[1], first + i), None
 
-        (lower_B1D, rows), _ = lax.scan(think, (lower_B1D, rows), jnp.arange(cfg.inner_cycles))
-        upper_B1D, rows = applied(upper_net, upper_B1D + lower_B1D, rows, first + cfg.inner_cycles)
+        (lower_B1D, rows), _ = lax.scan(update, (lower_B1D, rows), jnp.arange(cfg.inner_cycles))
+        upper_B1D, rows = apply(upper_net, upper_B1D + lower_B1D, rows, first + cfg.inner_cycles)
         return (States(upper_B1D, lower_B1D), rows), None
 
-    (states, rows), _ = lax.scan(cycle, (model.fresh(x_B1D), cache.rows), jnp.arange(cfg.outer_cycles))
+    (states, rows), _ = lax.scan(cycle, (model.initial_states(x_B1D), cache.rows), jnp.arange(cfg.outer_cycles))
     x_BD = model.norm(states.upper_BTD)[:, 0]
     logits_BV = logits_of(x_BD, model.unembed_VD, cfg.vocab_size)
     return jnp.where(t < cache.seq_len, logits_BV, jnp.nan), Cache(t + 1, rows, cache.seq_len)
 
 
 def flops_per_token(cfg: RecursiveConfig, seq_len: int) -> float:
-    """Of one training token: 2 a weight and application, and 4 more where the gradient goes through it."""
+    """Return FLOPs of a training token: 2 per weight and application, 4 more for applications with a gradient."""
     mixing = 4 * cfg.width * cfg.heads * cfg.head_dim + (1 if cfg.causal else 2) * cfg.heads * cfg.head_dim * seq_len
     if cfg.mixer == "cells":
         mixing = 3 * cfg.cells_ffn * cfg.width
-    one = cfg.layers * (mixing + 3 * cfg.width * cfg.ffn)
+    forward = cfg.layers * (mixing + 3 * cfg.width * cfg.ffn)
     backward = cfg.gradient_cycles * (cfg.inner_cycles + 1)
-    return 2.0 * one * cfg.applications + 4.0 * one * backward + 6.0 * cfg.vocab_size * cfg.width
+    return 2.0 * forward * cfg.applications + 4.0 * forward * backward + 6.0 * cfg.vocab_size * cfg.width
 
 
 ARCHITECTURE = Architecture(

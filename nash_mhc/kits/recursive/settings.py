@@ -1,4 +1,4 @@
-"""Keys and presets of recursive models: a small net that is applied to its own state again and again."""
+"""Configuration keys and presets of recursive models."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class RecursiveConfig(AttendingConfig):
     nets: int = key(1, "nets: one for both states (TRM) or one each (HRM)", low=1, high=2)
     inner_cycles: int = key(3, "updates of the lower state per update of the upper state", low=1)
     outer_cycles: int = key(2, "updates of the upper state per pass", low=1)
-    gradient_cycles: int = key(1, "last outer cycles that the gradient goes through", low=1)
+    gradient_cycles: int = key(1, "last outer cycles with a gradient", low=1)
     mixer: str = key(
-        "attention", "sequence mixer: attention, or cells (a layer across all positions)", choices=("attention", "cells")
+        "attention", "sequence mixer: attention, or cells (an MLP over all positions)", choices=("attention", "cells")
     )
     causal: bool = key(True, "positions see only earlier ones; false for puzzles, whose cells see each other")
     cells: int | None = key(None, "positions per sequence, for `mixer cells`", low=2)
     most_passes: int = key(16, "largest number of passes over a puzzle", low=1)
-    explore: float = key(0.1, "share of the puzzles that stay for a random number of passes", low=0, high=1)
+    explore: float = key(0.1, "share of puzzles that take a random minimum number of passes", low=0, high=1)
     rope_theta: float = key(10_000.0, "base of the RoPE frequencies", above=0)
     norm_eps: float = key(1e-6, "epsilon of RMSNorm", above=0)
     state_seed: int = key(0, "seed of the initial states of a puzzle", low=0)
@@ -48,15 +48,15 @@ class RecursiveConfig(AttendingConfig):
             )
         if self.mixer == "cells" and self.causal:
             raise ConfigError(
-                "model.mixer cells sees all places, and model.causal allows those before one alone; set --no-model-causal for "
-                "puzzles, or --model-mixer attention"
+                "model.mixer cells sees all positions, so it cannot be causal; set --no-model-causal for puzzles, or "
+                "--model-mixer attention"
             )
         if self.mixer == "cells" and self.cells is None:
-            raise ConfigError("model.mixer cells has weights for every place; say how many with --model-cells")
+            raise ConfigError("model.mixer cells has weights for every position; set --model-cells")
 
     @property
     def applications(self) -> int:
-        """Of the net in one pass."""
+        """Applications of the net in one pass."""
         return self.outer_cycles * (self.inner_cycles + 1)
 
     @property
@@ -69,12 +69,12 @@ class RecursiveConfig(AttendingConfig):
 
     @property
     def cells_ffn(self) -> int:
-        """Width between the two layers across cells: as much wider as the other is, in whole multiples of 16."""
+        """Hidden width of the MLP over cells: the ratio of the other MLP, rounded up to a multiple of 16."""
         return -(-(self.cells or 1) * self.ffn // self.width // 16) * 16
 
     @classmethod
     def infers(cls, values: Mapping[str, Any], found: Settings) -> Settings:
-        """A layer across cells has weights for as many cells as the dataset's grids have."""
+        """Take the number of cells from the dataset."""
         cells = found.get("data.seq_len")
         return {"model.cells": cells} if values.get("model.mixer") == "cells" and cells is not None else {}
 
@@ -96,7 +96,7 @@ class RecursiveConfig(AttendingConfig):
     def check_rows(self, seq_len: int) -> None:
         if self.cells is not None and seq_len != self.cells:
             raise ConfigError(
-                f"data.seq_len {seq_len}: the model has weights for model.cells {self.cells} places; make them equal"
+                f"data.seq_len {seq_len}: the model has weights for model.cells {self.cells}; set both to the same number"
             )
 
 
@@ -114,7 +114,7 @@ PRESETS: dict[str, RunConfig] = {
         ),
         data=DataConfig(batch_size=8, seq_len=2048), optim=OPTIM, train=TRAIN, telemetry=TELEMETRY,
     ),
-    # Learns small Sudoku on two cores in a few minutes.
+    # Learns 4x4 sudoku on two CPU cores in a few minutes.
     "sudoku4": RunConfig(
         model_size="sudoku4",
         model=RecursiveConfig(
@@ -126,7 +126,7 @@ PRESETS: dict[str, RunConfig] = {
         train=TrainConfig(total_steps=800, log_interval=50, eval_interval=200, checkpoint_interval=200),
         telemetry=_NO_SAMPLES,
     ),
-    # As large as TRM (arXiv 2510.04871), which needs an accelerator.
+    # As large as TRM (arXiv 2510.04871); needs an accelerator.
     "sudoku9": RunConfig(
         model_size="sudoku9",
         model=RecursiveConfig(
@@ -134,16 +134,16 @@ PRESETS: dict[str, RunConfig] = {
             cells=81, causal=False,
         ),
         data=DataConfig(dataset="sudoku9", tokenizer="sudoku9", batch_size=768, seq_len=81), objective=_OBJECTIVE,
-        # So much decay keeps every map small: what is applied twenty times must not stretch what it gets.
+        # Strong weight decay keeps a net that is applied 20 times from amplifying its input.
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=500, weight_decay=10.0, ema_decay=0.999, optimizer="muon"),
         train=TrainConfig(
             total_steps=12_000, log_interval=50, eval_interval=1000, checkpoint_interval=1000, eval_batches=2,
-            unroll="yes",  # on an H200 94 ms a step instead of 185, and 9 s of compiling
+            unroll="yes",  # 94 ms/step instead of 185 on an H200, for 9 s of compilation
         ),
         telemetry=_NO_SAMPLES,
     ),
 }  # fmt: skip
 
 PUZZLE = Generator(
-    "CELLS", "grid to solve with a run on puzzles, such as ..2.4......1.3..", "nash_mhc.kits.recursive.solve:answer"
+    "CELLS", "puzzle to solve, for a run on puzzles; such as ..2.4......1.3..", "nash_mhc.kits.recursive.solve:answer"
 )

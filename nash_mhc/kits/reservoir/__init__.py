@@ -1,4 +1,4 @@
-"""Models whose recurrences are frozen random weights, with trained gates, readouts and feed-forward layers."""
+"""Reservoir models: recurrences with frozen random weights, and trained gates, readouts and MLPs."""
 
 from nash_mhc.config.kits import Kit
 
@@ -7,5 +7,5 @@ KIT = Kit(
     architectures={"reservoir": "architecture:ARCHITECTURE"},
     presets={"reservoir": "settings:PRESETS"},
     nicknames={"spectral_radius": "radius", "reservoir_size": "units"},
-    axes={"reservoir": ("tp",)},  # units of a recurrence, each by itself
+    axes={"reservoir": ("tp",)},  # independent units of a recurrence
 )

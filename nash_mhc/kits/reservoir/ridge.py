@@ -1,12 +1,11 @@
-"""The last readout of a reservoir model solved for, instead of learned: what made reservoirs quick to train.
+"""Solve for the last readout of a reservoir model by ridge regression instead of training it.
 
-A readout is linear in its weights, and what it reads depends on nothing that is trained after it. So one pass over some
-batches gives the weights whose output is nearest to the next tokens' rows of the output table: two sums over tokens,
+The readout is linear in its weights, so a few batches give those that best predict the embedding of the next token:
 
     gram = sum f f',    cross = sum f y',    weights = (gram + strength * mean(diag gram) * I)^-1 cross,
 
-with f what the layer's gates let through, and y the next token's row, as the final norm will turn it. How large what is
-read shall be beside the rest of the residual stream, least squares do not say: the loss of one more batch does.
+with the layer's gated states f and the next token's embedding y, times the final norm's scale. The scale of the readout
+in the residual stream is then chosen by the loss on one more batch.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from nash_mhc.model.parts import embed
 from nash_mhc.model.protocol import Execution, WarmStart
 from nash_mhc.parallel.sharding import for_compute
 
-_STRENGTH = 1e-3  # of the ridge, in units of a feature's mean square
-_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)  # of what is read, beside embeddings as tokens enter by
+_STRENGTH = 1e-3  # of the ridge, relative to a feature's mean square
+_SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)  # of the readout, relative to the input embeddings
 
 
 class Normal(NamedTuple):
-    """The two sums that a least-squares problem comes down to; F = 2N: both parts of every unit."""
+    """The sums of the normal equations. F = 2N: real and imaginary parts."""
 
     gram_FF: Float[Array, "F F"]
     cross_FD: Float[Array, "F D"]
@@ -42,17 +41,17 @@ class Normal(NamedTuple):
 def features(
     model: Reservoir, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"], execution: Execution
 ) -> Float[Array, "B T F"]:
-    """What the last layer reads."""
+    """Return the gated states that the last layer reads."""
     cfg = model.cfg
     x_BTD = embed(model.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * cfg.width**0.5
     kernel = kernel_for(execution, tokens_BT.shape[1], cfg.head_dim, cfg.window)
     layout = attention_layout(tokens_BT.shape, segments_BT, (1,), kernel, execution.most_documents)
-    at = lambda stack, index: for_compute(jax.tree.map(lambda a: a[index], stack), x_BTD.dtype)
+    layer = lambda stack, index: for_compute(jax.tree.map(lambda a: a[index], stack), x_BTD.dtype)
     for number in range(cfg.layers - 1):
-        x_BTD = at(model.layers, number)(x_BTD, segments_BT, cfg, number)
+        x_BTD = layer(model.layers, number)(x_BTD, segments_BT, cfg, number)
         if cfg.attention_every and (number + 1) % cfg.attention_every == 0:
-            x_BTD = at(model.attention, number // cfg.attention_every)(x_BTD, layout, cfg, kernel)
-    last = at(model.layers, cfg.layers - 1)
+            x_BTD = layer(model.attention, number // cfg.attention_every)(x_BTD, layout, cfg, kernel)
+    last = layer(model.layers, cfg.layers - 1)
     return jnp.concatenate(last.gated(*last.states(x_BTD, segments_BT, cfg, cfg.layers - 1)), axis=-1)
 
 
@@ -65,20 +64,20 @@ def sums(
     execution: Execution,
 ) -> Normal:
     f_BTF = features(model, tokens_BT, segments_BT, execution).astype(jnp.float32)
-    wanted_BTD = embed(model.unembed_VD, targets_BT, jnp.float32) * model.cfg.width**0.5
-    wanted_BTD = wanted_BTD * model.norm.scale_D[None, None]
-    weighed_BTF = f_BTF * (weights_BT > 0)[..., None]
-    # Exactly: these are squares of what is nearly parallel.
-    summed = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    return Normal(summed("btf,btg->fg", weighed_BTF, f_BTF), summed("btf,btd->fd", weighed_BTF, wanted_BTD))
+    target_BTD = embed(model.unembed_VD, targets_BT, jnp.float32) * model.cfg.width**0.5
+    target_BTD = target_BTD * model.norm.scale_D[None, None]
+    weighted_BTF = f_BTF * (weights_BT > 0)[..., None]
+    # At full precision: the features are nearly parallel.
+    einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    return Normal(einsum("btf,btg->fg", weighted_BTF, f_BTF), einsum("btf,btd->fd", weighted_BTF, target_BTD))
 
 
 def solutions(normal: Normal) -> list[np.ndarray]:
-    """The readout, [F, D], in several sizes."""
+    """Return the readout [F, D] at several scales."""
     gram_FF, cross_FD = (np.asarray(a, np.float64) for a in normal)
     ridge = _STRENGTH * np.trace(gram_FF) / len(gram_FF)
     readout_FD = np.linalg.solve(gram_FF + ridge * np.eye(len(gram_FF)), cross_FD)
-    return [(size * readout_FD).astype(np.float32) for size in _SIZES]
+    return [(scale * readout_FD).astype(np.float32) for scale in _SCALES]
 
 
 def put(model: Reservoir, readout_FD: Float[Array, "F D"]) -> Reservoir:

@@ -1,4 +1,4 @@
-"""Keys and presets of reservoir models: recurrences that are never trained, and the layers that read them."""
+"""Configuration keys and presets of reservoir models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReservoirConfig(AttendingConfig):
     ffn: int = key(384, "width of the MLP (F)", low=1)
     unit: str = key(
         "linear",
-        "linear: complex units, all tokens at once; tanh: pairs of real units in rings, token by token",
+        "linear: complex units, parallel over tokens; tanh: pairs of real units in rings, token by token",
         choices=("linear", "tanh"),
     )
     ring: int = key(32, "tanh units per ring", low=2)
@@ -47,20 +47,20 @@ class ReservoirConfig(AttendingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.slowest_leak > self.leak:
-            raise ConfigError(f"model.slowest_leak {self.slowest_leak:g} is quicker than model.leak {self.leak:g}; swap them")
+            raise ConfigError(f"model.slowest_leak {self.slowest_leak:g} is larger than model.leak {self.leak:g}; swap them")
         if self.unit == "tanh" and self.units % self.ring:
             raise ConfigError(
-                f"model.ring {self.ring} does not divide model.units {self.units}; the nearest that it divides is "
+                f"model.ring {self.ring} does not divide model.units {self.units}; the nearest multiple is "
                 f"{nearest_multiple(self.units, self.ring)}"
             )
         if self.attention_every and self.layers % self.attention_every:
             raise ConfigError(
-                f"model.attention_every {self.attention_every} does not divide model.layers {self.layers}; the nearest that it "
-                f"divides is {nearest_multiple(self.layers, self.attention_every)}"
+                f"model.attention_every {self.attention_every} does not divide model.layers {self.layers}; the nearest "
+                f"multiple is {nearest_multiple(self.layers, self.attention_every)}"
             )
         if self.radius >= 1:
             warnings.warn(
-                f"model.radius {self.radius:g}: a reservoir forgets where it began only below 1; states may grow without end",
+                f"model.radius {self.radius:g}: a reservoir forgets its initial state only below 1; its states may diverge",
                 stacklevel=2,
             )
 
@@ -78,7 +78,7 @@ class ReservoirConfig(AttendingConfig):
         ]
 
 
-# As wide and as deep as the sizes of the same names in config/presets.py.
+# Width and depth as in config/presets.py.
 PRESETS: dict[str, RunConfig] = {
     "tiny": RunConfig(
         model_size="tiny",

@@ -119,7 +119,7 @@ def test_a_grid_of_the_users_is_solved_and_checked(solving, monkeypatch, capsys)
     assert command("--puzzle", "\n".join(grid[i : i + 4] for i in range(0, 16, 4)))[1] == out  # in lines, too
     for text, says in (
         ("..2.4", "has 5 cells, and this model solves grids of 16"),
-        ("x" * 16, "'x' is no symbol"),
+        ("x" * 16, "'x' is not a symbol"),
         ("11" + "." * 14, "no solution"),
         ("." * 16, "more than one solution"),
     ):
@@ -133,13 +133,13 @@ def test_answers_are_judged_by_the_rules(tmp_path):
     cells = four.tokenizer().encode("..2.4......1.3..")
     judge = lambda answer: mistake(four, cells, four.tokenizer().encode(answer))
     assert judge("3124421324311342") is None
-    assert "1 of the cells that were given is changed" in judge("3134421324311342")
+    assert "1 of the given cells is changed" in judge("3134421324311342")
     assert "lacks a digit" in judge("3124421324311344")
     rows = PuzzleRows("maze9x9", seed=0, split="validation", cache_dir=tmp_path, validation_puzzles=3, train_puzzles=3)
     given, right = rows.take([0])[:2]
     assert mistake(maze, given[0], right[0]) is None
     way = np.flatnonzero(right[0] == PATH)
-    assert "do not lead" in mistake(maze, given[0], np.where(np.arange(81) == way[0], given[0], right[0]))
+    assert "do not connect" in mistake(maze, given[0], np.where(np.arange(81) == way[0], given[0], right[0]))
     opened = np.flatnonzero(right[0] == OPEN)
     assert "not the shortest" in mistake(maze, given[0], np.where(np.arange(81) == opened[-1], PATH, right[0]))
     assert "changed" in mistake(maze, given[0], np.zeros(81, np.int32))
@@ -163,7 +163,7 @@ def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(solving, tmp_
 
 
 def test_puzzles_and_text_are_not_taken_for_each_other(tmp_path):
-    with pytest.raises(ConfigError, match=r"--dataset sudoku9: is a puzzle, which is solved and not continued"):
+    with pytest.raises(ConfigError, match=r"--dataset sudoku9: .*--objective puzzle"):
         parse(["--dataset", "sudoku9"], found=infer_settings)
     text = dataclasses.replace(PUZZLE, data=dataclasses.replace(PUZZLE.data, dataset="stories", tokenizer="bytes"))
     text = dataclasses.replace(text, model=dataclasses.replace(text.model, vocab_size=257))

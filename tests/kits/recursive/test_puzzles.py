@@ -1,4 +1,4 @@
-"""Puzzles: each has one answer, symmetries keep it, no class is on both sides, a row is a function of its number."""
+"""Puzzles have one answer, symmetries preserve it, no class is in both splits, a row is a function of its number."""
 
 import gzip
 import itertools
@@ -18,13 +18,12 @@ from nash_mhc.data.pack import NothingHeldOut, RowSource
 from nash_mhc.data.sources import Mixture
 from nash_mhc.data.stories.corpus import StoryRows
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
-from nash_mhc.kits.recursive.puzzles import csv_file, maze, pool, sudoku
-from nash_mhc.kits.recursive.puzzles.cells import CellTokenizer
+from nash_mhc.kits.recursive.puzzles import csv_file, maze, sudoku
+from nash_mhc.kits.recursive.puzzles import rows as puzzle_rows
 from nash_mhc.kits.recursive.puzzles.csv_file import CsvRows
-from nash_mhc.kits.recursive.puzzles.kinds import find_kind, is_held_out
+from nash_mhc.kits.recursive.puzzles.kinds import CellTokenizer, find_kind, is_held_out
 from nash_mhc.kits.recursive.puzzles.rows import PuzzleRows
-from nash_mhc.kits.recursive.puzzles.sudoku_search import solve
-from nash_mhc.kits.recursive.puzzles.sudoku_symmetry import symmetries, symmetry_class, transformed
+from nash_mhc.kits.recursive.puzzles.sudoku import random_symmetries, solve, symmetry_class, transform
 
 KINDS = ("sudoku4", "sudoku9", "maze9x9", "maze9x13")
 
@@ -33,7 +32,7 @@ def numbers(count: int, key: int = 0) -> np.ndarray:
     return mix(np.arange(count), key)
 
 
-# --- independent of the code that is tested: plain, one puzzle at a time ---------------------------------------------
+# --- independent of the tested code: simple, one puzzle at a time ----------------------------------------------------
 
 
 def peers(n: int) -> list[set[int]]:
@@ -46,7 +45,7 @@ PEERS = {16: peers(4), 81: peers(9)}
 
 
 def solutions(puzzle: list[int], most: int = 2) -> list[list[int]]:
-    """By trying, where there is the least to try."""
+    """Solve by backtracking at the cell with the fewest options."""
     grid, found, near = list(puzzle), [], PEERS[len(puzzle)]
     digits = set(range(1, int(len(grid) ** 0.5) + 1))
     if any(d and any(grid[j] == d for j in near[i]) for i, d in enumerate(grid)):
@@ -70,7 +69,7 @@ def solutions(puzzle: list[int], most: int = 2) -> list[list[int]]:
 
 
 def singles_solve(puzzle: list[int]) -> bool:
-    """Whether it takes no guess: a cell with one digit left, a digit with one cell left in a unit, again and again."""
+    """Return whether naked and hidden singles alone solve the puzzle."""
     grid, near, n = list(puzzle), PEERS[len(puzzle)], int(len(puzzle) ** 0.5)
     box = int(n**0.5)
     units = [[r * n + c for c in range(n)] for r in range(n)] + [[r * n + c for r in range(n)] for c in range(n)]
@@ -88,7 +87,7 @@ def singles_solve(puzzle: list[int]) -> bool:
 
 
 def shortest_ways(cells: np.ndarray, width: int) -> tuple[int, int, set[int], set[int]]:
-    """(how many there are, their length, cells of one of them between start and goal, cells that can be reached)"""
+    """Return (number, length, cells of one between start and goal, all reachable cells)."""
     start, goal = (int(np.flatnonzero(cells == symbol)[0]) for symbol in (maze.START, maze.GOAL))
     steps, ways, before, queue = {start: 0}, Counter({start: 1}), {}, deque([start])
     while queue:
@@ -112,13 +111,13 @@ def shortest_ways(cells: np.ndarray, width: int) -> tuple[int, int, set[int], se
 
 @pytest.fixture(scope="module")
 def nine() -> tuple[np.ndarray, np.ndarray]:
-    """Made puzzles of 9x9 cells, and their answers."""
-    return sudoku.make(numbers(300), 3, 1)
+    """Generated 9x9 puzzles and their answers."""
+    return sudoku.generate(numbers(300), 3, 1)
 
 
 def test_a_made_sudoku_has_one_solution_and_no_clue_too_many(nine: tuple[np.ndarray, np.ndarray]) -> None:
     assert len(np.unique(nine[1], axis=0)) == 300
-    for made, tried in ((sudoku.make(numbers(40), 2, 1), 40), (nine, 10)):
+    for made, tried in ((sudoku.generate(numbers(40), 2, 1), 40), (nine, 10)):
         for puzzle, answer in zip(*(a[:10].tolist() for a in made), strict=True):
             assert solutions(puzzle) == [answer]
         cells = made[0][:30]
@@ -128,32 +127,29 @@ def test_a_made_sudoku_has_one_solution_and_no_clue_too_many(nine: tuple[np.ndar
         assert all(len(solutions(each)) == 2 for each in less[:tried].tolist())
 
 
-def test_so_many_clues_stay_as_were_asked_for() -> None:
+def test_the_requested_number_of_clues_stays() -> None:
     for clues in (81, 40, 30):
-        cells, answers = sudoku.make(numbers(5), 3, 1, clues=clues)
+        cells, answers = sudoku.generate(numbers(5), 3, 1, clues=clues)
         assert ((cells != 0).sum(axis=1) == clues).all()
         assert (solve(cells).solutions == 1).all()
         assert ((cells == 0) | (cells == answers)).all()
 
 
-def test_a_puzzle_does_not_depend_on_those_it_is_made_with(
-    nine: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = sudoku.make(numbers(60), 2, 1)
+def test_a_puzzle_does_not_depend_on_its_batch(nine: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    small = sudoku.generate(numbers(60), 2, 1)
     wide = solve(nine[0][:40])
-    for module in ("sudoku", "sudoku_search"):  # with fewer lanes than puzzles, each lane is used again
-        monkeypatch.setattr(f"nash_mhc.kits.recursive.puzzles.{module}.LANES", 7)
+    monkeypatch.setattr(sudoku, "LANES", 7)  # fewer lanes than puzzles: each lane is reused
     for box, made in ((2, small), (3, nine)):
-        for got, want in zip(sudoku.make(numbers(60)[25:37], box, 1), made, strict=True):
+        for got, want in zip(sudoku.generate(numbers(60)[25:37], box, 1), made, strict=True):
             assert got.tolist() == want[25:37].tolist()
     for a, b in zip(solve(nine[0][:40]), wide, strict=True):
         assert a.tolist() == b.tolist()
 
 
 @pytest.mark.parametrize("size", [16, 81])
-def test_solutions_are_counted_as_by_trying(size: int, nine: tuple[np.ndarray, np.ndarray]) -> None:
+def test_solutions_are_counted_as_by_backtracking(size: int, nine: tuple[np.ndarray, np.ndarray]) -> None:
     """Minimal puzzles, some with a clue less, some with a wrong one: one solution, several or none."""
-    cells, answers = (a[:15].copy() for a in (nine if size == 81 else sudoku.make(numbers(15), 2, 3)))
+    cells, answers = (a[:15].copy() for a in (nine if size == 81 else sudoku.generate(numbers(15), 2, 3)))
     for row, puzzle in enumerate(cells):
         clues = np.flatnonzero(puzzle)
         if row % 3 == 1:
@@ -176,7 +172,7 @@ def test_every_grid_of_four_by_four_is_counted() -> None:
     assert solve(np.zeros((2, 81), np.uint8)).solutions.tolist() == [2, 2]
 
 
-def test_the_rating_is_zero_where_singles_are_enough(nine: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_rating_is_zero_if_singles_are_enough(nine: tuple[np.ndarray, np.ndarray]) -> None:
     cells = nine[0][:60]
     guesses = solve(cells).guesses
     assert (guesses == 0).tolist() == [singles_solve(puzzle) for puzzle in cells.tolist()]
@@ -187,12 +183,12 @@ def test_the_rating_is_zero_where_singles_are_enough(nine: tuple[np.ndarray, np.
 
 
 @pytest.mark.parametrize("box", [2, 3])
-def test_symmetries_keep_the_solution_and_the_class(box: int, nine: tuple[np.ndarray, np.ndarray]) -> None:
-    cells, answers = (a[:50] for a in (nine if box == 3 else sudoku.make(numbers(50), 2, 1)))
+def test_symmetries_preserve_the_solution_and_the_class(box: int, nine: tuple[np.ndarray, np.ndarray]) -> None:
+    cells, answers = (a[:50] for a in (nine if box == 3 else sudoku.generate(numbers(50), 2, 1)))
     classes = symmetry_class(cells)
     for key in range(20):
-        how = symmetries(numbers(50, key), box)
-        moved, solved = transformed(cells, how), transformed(answers, how)
+        chosen = random_symmetries(numbers(50, key), box)
+        moved, solved = transform(cells, chosen), transform(answers, chosen)
         assert sudoku.is_solution(solved).all()
         assert ((moved == 0) | (moved == solved)).all()
         assert ((moved != 0).sum(axis=1) == (cells != 0).sum(axis=1)).all()
@@ -202,9 +198,9 @@ def test_symmetries_keep_the_solution_and_the_class(box: int, nine: tuple[np.nda
 
 
 def test_every_symmetry_of_a_small_grid_comes_equally_often() -> None:
-    """128 ways to exchange places, 24 to name the digits: as many forms of a puzzle that has no symmetry itself."""
+    """A puzzle without a symmetry has 128 (cells) x 24 (digits) forms."""
     puzzle = np.array([[1, 2, 0, 0, 0, 0, 1, 0, 0, 3, 0, 0, 0, 0, 0, 4]], np.uint8)
-    forms = transformed(np.repeat(puzzle, 60_000, axis=0), symmetries(numbers(60_000), 2))
+    forms = transform(np.repeat(puzzle, 60_000, axis=0), random_symmetries(numbers(60_000), 2))
     counts = np.unique(forms, axis=0, return_counts=True)[1]
     assert len(counts) == 128 * 24
     assert ((counts - counts.mean()) ** 2 / counts.mean()).mean() == pytest.approx(1, abs=0.15)
@@ -225,9 +221,9 @@ def test_different_puzzles_have_different_classes(nine: tuple[np.ndarray, np.nda
     assert (symmetry_class(swapped) != symmetry_class(cells))[differs].mean() > 0.95
 
 
-def test_the_classes_of_four_by_four_are_as_many_as_others_have_counted() -> None:
-    """13 puzzles of four clues, the fewest that there can be; minimal ones: 13, 22 and 1 of 4, 5 and 6 clues."""
-    small = pool.make_pool(find_kind("sudoku4"), pool.SIZES["sudoku4"])
+def test_the_number_of_4x4_classes_is_the_published_one() -> None:
+    """13 puzzles have four clues, the minimum; 13, 22 and 1 minimal puzzles have 4, 5 and 6 clues."""
+    small = puzzle_rows.make_pool(find_kind("sudoku4"), puzzle_rows.SIZES["sudoku4"])
     cells = np.concatenate([part.cells for part in small])
     assert Counter((cells != 0).sum(axis=1).tolist()) == {4: 13, 5: 96, 6: 376, 7: 711, 8: 1040}
     less = np.where(np.eye(16, dtype=bool)[None], 0, cells[:, None]).astype(np.uint8)  # each without one of its cells
@@ -240,8 +236,8 @@ def test_the_classes_of_four_by_four_are_as_many_as_others_have_counted() -> Non
 
 
 @pytest.mark.parametrize(("height", "width", "count"), [(9, 9, 60), (15, 15, 30), (9, 21, 20), (29, 29, 3)])
-def test_a_maze_has_one_shortest_way_and_the_answer_marks_it(height: int, width: int, count: int) -> None:
-    made = maze.make(numbers(count), height, width, 1)
+def test_a_maze_has_one_shortest_path_and_the_answer_marks_it(height: int, width: int, count: int) -> None:
+    made = maze.generate(numbers(count), height, width, 1)
     circles = 0
     for cells, answer, length in zip(made.cells, made.answers, made.lengths, strict=True):
         grid = cells.reshape(height, width)
@@ -257,19 +253,19 @@ def test_a_maze_has_one_shortest_way_and_the_answer_marks_it(height: int, width:
         circles += len(reached) - rooms - (rooms - 1)  # openings that a tree does not need
     assert circles >= count
     assert made.lengths.mean() > (height + width) / 2
-    alone = maze.make(numbers(count)[2:3], height, width, 1)
+    alone = maze.generate(numbers(count)[2:3], height, width, 1)
     assert [a.tolist() for a in alone] == [a[2:3].tolist() for a in made]
 
 
 @pytest.mark.parametrize(("height", "width", "forms"), [(9, 9, 8), (9, 13, 4)])
 def test_a_maze_and_its_images_are_one_class(height: int, width: int, forms: int) -> None:
     kind = find_kind(f"maze{height}x{width}")
-    made = maze.make(numbers(200), height, width, 1)
+    made = maze.generate(numbers(200), height, width, 1)
     classes = kind.classes(made.cells)
     assert len(np.unique(classes)) == 200
     seen = set()
     for key in range(60):
-        cells, answers = kind.moved(made.cells, made.answers, numbers(200, key))
+        cells, answers = kind.transform(made.cells, made.answers, numbers(200, key))
         assert (kind.classes(cells) == classes).all()
         seen.add(cells[0].tobytes())
     assert len(seen) == forms
@@ -302,15 +298,15 @@ def test_no_class_is_in_both_splits(name: str, cache: Path) -> None:
     evaluated = kind.classes(held_out.take(np.arange(5)).inputs.astype(np.uint8))
     assert (len(trained_on), len(set(evaluated.tolist()))) == (60, 5)
     assert not trained_on & set(evaluated.tolist())
-    assert is_held_out(evaluated, pool.SHARE).all()
-    assert not is_held_out(np.array(list(trained_on), np.uint64), pool.SHARE).any()
+    assert is_held_out(evaluated, puzzle_rows.SHARE).all()
+    assert not is_held_out(np.array(list(trained_on), np.uint64), puzzle_rows.SHARE).any()
 
 
 @pytest.mark.parametrize("name", ["sudoku9", "maze9x9"])
 def test_a_smaller_pool_is_the_beginning_of_a_larger_one(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = pool.open_pool(find_kind(name), (60, 5), cache)
-    monkeypatch.setattr(pool, "_LARGEST_BATCH", 50)
-    small = pool.make_pool(find_kind(name), (20, 2))
+    large = puzzle_rows.open_pool(find_kind(name), (60, 5), cache)
+    monkeypatch.setattr(puzzle_rows, "_LARGEST_BATCH", 50)
+    small = puzzle_rows.make_pool(find_kind(name), (20, 2))
     for few, many in zip(small, large, strict=True):
         for a, b in zip(few, many, strict=True):
             assert a.tolist() == b[: len(a)].tolist()
@@ -326,8 +322,8 @@ def test_held_out_puzzles_are_sound_and_hard(cache: Path) -> None:
 
 
 def test_the_puzzles_are_the_same_on_every_machine(cache: Path) -> None:
-    """Runs are continued, and compared, on others: these never change, or VERSION does."""
-    found = {name: pool.open_pool(find_kind(name), (60, 5), cache).digest[:16] for name in KINDS}
+    """Runs resume, and are compared, on other machines: if these change, `_VERSION` must."""
+    found = {name: puzzle_rows.open_pool(find_kind(name), (60, 5), cache).digest[:16] for name in KINDS}
     assert found == GOLDEN_POOLS
 
 
@@ -347,7 +343,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "empty"])
-def test_a_damaged_file_is_made_anew(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_made_again(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = opened("maze9x9", tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -361,9 +357,9 @@ def test_a_damaged_file_is_made_anew(how: str, tmp_path: Path, capfd: pytest.Cap
     assert after.take(np.arange(9)).inputs.tolist() == before.take(np.arange(9)).inputs.tolist()
 
 
-def test_a_whole_file_is_read_and_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_intact_file_is_read_and_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = opened("maze9x9", tmp_path)
-    monkeypatch.setattr(pool, "make_pool", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(puzzle_rows, "make_pool", lambda *_: pytest.fail("made again"))
     assert pickle.dumps(opened("maze9x9", tmp_path)) == pickle.dumps(before)
 
 
@@ -412,7 +408,7 @@ def test_the_seed_changes_what_is_trained_on_and_not_what_is_held_out(cache: Pat
         assert one.identity == two.identity
 
 
-def test_rows_look_like_those_of_every_other_source(cache: Path) -> None:
+def test_rows_have_the_form_of_every_other_source(cache: Path) -> None:
     stories = StoryRows(ByteTokenizer(), seed=0, split="train", seq_len=64).take([0, 1])
     for name, size in zip(KINDS, (16, 81, 81, 117), strict=True):
         source = opened(name, cache)
@@ -452,16 +448,16 @@ def test_rows_are_made_faster_than_a_device_reads_them(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "split", "says"),
     [
-        ("sudoku5", "train", "--dataset sudoku5: there is no such puzzle"),
-        ("maze10x9", "train", "choose such as maze11x9"),
-        ("maze7x99", "train", "choose such as maze9x39"),
-        ("maze", "test", "split 'test': there are train and validation"),
+        ("sudoku5", "train", "--dataset sudoku5: unknown puzzle"),
+        ("maze10x9", "train", "use maze11x9"),
+        ("maze7x99", "train", "use maze9x39"),
+        ("maze", "test", "split 'test': use train or validation"),
     ],
 )
 def test_a_mistake_is_one_line(kind: str, split: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)) as told:
+    with pytest.raises(ConfigError, match=re.escape(says)) as error:
         opened(kind, tmp_path, split)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -497,7 +493,7 @@ def both(path: Path, fraction: float = 0.3) -> tuple[CsvRows, CsvRows]:
 def test_every_form_of_a_puzzle_in_a_file_is_on_one_side(
     file: str, header: str, empty: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nash_mhc.kits.recursive.puzzles.csv_file._BLOCK", 7)
+    monkeypatch.setattr(csv_file, "_BLOCK", 7)
     given = lines_of(opened("sudoku4", cache), 180, empty)  # each of 60 in three forms
     train, held = both(write(tmp_path / file, given, header))
     assert train.puzzles + held.puzzles == 180
@@ -559,16 +555,16 @@ def test_the_rows_of_a_file_are_known_by_its_content(cache: Path, tmp_path: Path
     [
         (["{q},{a}", "{q}.,{a}"], "question,answer", ":3: its question has 17 cells, the first line has 16"),
         (["{q},{a}", "{q},{a}1"], "question,answer", ":3: its answer has 17 cells, the question has 16"),
-        (["{q},{a}", "", "{x}{q1},{a}"], "question,answer", ":4: its question has 'x' in cell 1, there may be . or 0 (empty)"),
+        (["{q},{a}", "", "{x}{q1},{a}"], "question,answer", ":4: its question has 'x' in cell 1; valid are . or 0 (empty)"),
         (["{q},{a}", "{q},15{a2}"], "question,answer", ":3: its answer has '5' in cell 2"),
         (["{q},{a}", "{q},1\u00e9{a2}"], "question,answer", ":3: its answer has '\u00e9' in cell 2"),
         (["{q},{a}", "{q},1\u4e00{a2}"], "question,answer", ":3: its answer has '\u4e00' in cell 2"),
         (["{q},{a}", "{q},{b}"], "question,answer", ":3: its answer has '2' in cell 1, where the question has '1'"),
-        (["{q},{a}", "................,{c}"], "question,answer", ":3: its answer is no solution"),
+        (["{q},{a}", "................,{c}"], "question,answer", ":3: its answer is not a solution"),
         (["{q},{a}", "{q}"], "question,answer", ":3: has 1 fields, the header 2"),
-        (["{q},{a},1", "{q},{a},hard"], "question,answer,rating", ":3: its rating 'hard' is no number"),
-        (["{q},{a}"], "question,text", ":1: no column is called answer or solution or solutions (there are question, text)"),
-        (["{q},{a},{a}"], "question,answer,solution", ":1: more than one column is called answer"),
+        (["{q},{a},1", "{q},{a},hard"], "question,answer,rating", ":3: its rating 'hard' is not a number"),
+        (["{q},{a}"], "question,text", ":1: no column is named answer or solution or solutions (found question, text)"),
+        (["{q},{a},{a}"], "question,answer,solution", ":1: more than one column is named answer"),
         ([], "question,answer", ": has no puzzles"),
         (["{one},{a}", "{q},{a}", "{q},{a}"], "question,answer", ":3: the puzzle has more than one solution; so do 1 more"),
     ],
@@ -579,14 +575,12 @@ def test_a_mistake_in_a_file_is_one_line(lines: list[str], header: str, says: st
     words |= {"b": "2143341212344321", "c": answer[:-1] + "2"}
     path = tmp_path / "bad.csv"
     path.write_text("\n".join([header, *(line.format(**words) for line in lines), ""]), encoding="utf-8")
-    with pytest.raises(ConfigError, match=re.escape(f"{path}{says}")) as told:
+    with pytest.raises(ConfigError, match=re.escape(f"{path}{says}")) as error:
         CsvRows(path, seed=0, split="train", validation_fraction=0.1)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_file_is_looked_through_for_second_solutions_once(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_checked_for_second_solutions_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, noted = write(tmp_path / "a.csv", lines_of(opened("sudoku4", cache), 5)), tmp_path / "noted"
     opened_ = lambda: CsvRows(path, seed=0, split="train", validation_fraction=0.0, cache_dir=noted)
     opened_()
@@ -599,7 +593,7 @@ def test_a_file_is_looked_through_for_second_solutions_once(
         opened_()
 
 
-def test_a_maze_with_a_second_shortest_way_is_refused(tmp_path: Path) -> None:
+def test_a_maze_with_a_second_shortest_path_is_refused(tmp_path: Path) -> None:
     """In a square both ways around are equally short; one wall makes one of them the shortest."""
     one = ("######S  ##   ##  G######", "######Soo##  o##  G######")
     blocked = tuple(text[:11] + "##" + text[13:16] + "##" + text[18:] for text in one)
@@ -607,7 +601,7 @@ def test_a_maze_with_a_second_shortest_way_is_refused(tmp_path: Path) -> None:
     for lines, says in (
         (
             [blocked, one, far, one],
-            ":3: the maze has more than one shortest way from S to G; so do 1 more of 4; correct the line",
+            ":3: the maze has more than one shortest path from S to G; so do 1 more of 4; correct the line",
         ),
         ([blocked, far, tuple(text.replace("S", "#") for text in blocked)], None),
     ):
@@ -630,10 +624,10 @@ def test_a_file_that_is_cut_or_not_there_is_one_line(cache: Path, tmp_path: Path
         (tmp_path / "bytes.csv", ":2: its question has '\ufffd' in cell 9"),
         (tmp_path / "none.csv", "cannot be read (No such file"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(says)) as told:
+        with pytest.raises(ConfigError, match=re.escape(says)) as error:
             CsvRows(file, seed=0, split="train", validation_fraction=0.1)
-        assert "\n" not in str(told.value)
-        assert str(file) in str(told.value)
+        assert "\n" not in str(error.value)
+        assert str(file) in str(error.value)
 
 
 def test_a_split_that_nothing_falls_into_is_one_line(tmp_path: Path) -> None:
@@ -676,6 +670,6 @@ def test_tokens_are_the_numbers_of_cells() -> None:
         *(lambda symbols=symbols: CellTokenizer(symbols) for symbols in ("", "aa", "a\n", "a\u00e9")),
     )
     for mistake in mistakes:
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as error:
             mistake()
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)

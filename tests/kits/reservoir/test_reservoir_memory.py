@@ -1,4 +1,4 @@
-"""What is said of a reservoir's memory: known cases, bounds, and the recurrence that is really run."""
+"""The memory of a reservoir: known cases, bounds, and agreement with the model's recurrence."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ TANH = dataclasses.replace(SPREAD, unit="tanh", ring=6)
 
 
 @pytest.mark.parametrize("radius", [0.9, 0.99])
-def test_a_ring_remembers_as_many_inputs_as_it_has_places(radius):
+def test_a_ring_remembers_as_many_inputs_as_it_has_units(radius):
     """Twelve complex units of one ring are a ring of twelve real places, twice: what went in comes round, weaker, and
     is mixed with what came 12 tokens later. Of delay k it keeps (1 - r^24) r^(24 floor(k / 12)); 0 is no memory."""
     cfg = dataclasses.replace(RING, radius=radius)
@@ -46,10 +46,10 @@ def test_a_shorter_memory_is_a_smaller_one_and_none_is_above_the_units():
     assert [each.capacity for each in few] == sorted(each.capacity for each in few)
 
 
-def test_what_is_told_by_formula_is_what_a_readout_tells_of_time_steps_that_it_has_not_seen():
+def test_the_closed_form_agrees_with_a_measured_readout():
     for cfg in (dataclasses.replace(RING, radius=0.5), SPREAD):
-        by_formula = reservoir_memory.told_by_linear_units(cfg)
-        measured_K = reservoir_memory.recalled(cfg)
+        by_formula = reservoir_memory.linear_recall(cfg)
+        measured_K = reservoir_memory.measured_recall(cfg)
         assert measured_K.sum() == pytest.approx(by_formula[0], rel=0.05)
         near = by_formula[1][by_formula[1] < 20]
         np.testing.assert_allclose(measured_K[near - 1], by_formula[2][: len(near)], atol=0.05)
@@ -65,14 +65,14 @@ def test_the_states_are_those_of_the_model(cfg):
     for t, b_2N in enumerate(driven_T2N):
         h_2N = after(h_2N, b_2N)
         np.testing.assert_allclose(h_2N, want[:, t], atol=1e-5)
-    # One channel alone, as a layer of the model hears it.
+    # The input of one channel alone, as in the model.
     u_11D = jnp.zeros((1, 1, cfg.width)).at[0, 0, 0].set(cfg.width**0.5)
     heard = reservoir.ReservoirLayer.driven(None, u_11D, cfg, reservoir.input_matrix(cfg, 0))
-    np.testing.assert_allclose(reservoir_memory.one_channel(cfg), heard[:, 0, 0], rtol=1e-5)
+    np.testing.assert_allclose(reservoir_memory.channel_input(cfg), heard[:, 0, 0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("cfg", [RING, SPREAD, dataclasses.replace(SPREAD, leak=0.3)], ids=["ring", "spread", "slow"])
-def test_two_starts_come_together_at_the_effective_radius_and_when_it_is_said(cfg):
+def test_two_states_approach_at_the_effective_radius(cfg):
     found = memory(cfg)
     drawn = np.random.default_rng(1)
     h = np.exp(2j * np.pi * drawn.uniform(size=cfg.units)) * np.array([[1], [-1]])  # as far apart in every unit
@@ -86,7 +86,7 @@ def test_two_starts_come_together_at_the_effective_radius_and_when_it_is_said(cf
     assert (apart[late] / apart[late // 2]) ** (1 / (late - late // 2)) == pytest.approx(found.radius, rel=2e-3)
 
 
-def test_tanh_units_forget_as_fast_as_they_are_seen_to():
+def test_forgetting_of_tanh_units():
     # Neighbours hardly hear each other: what is left of a state is 1 - leak, whatever comes in.
     alone = memory(dataclasses.replace(TANH, radius=1e-6, leak=0.2, slowest_leak=0.2))
     assert alone.radius == pytest.approx(0.8, abs=1e-4)
@@ -96,8 +96,8 @@ def test_tanh_units_forget_as_fast_as_they_are_seen_to():
     assert 1 < coupled.capacity < memory(SPREAD).capacity
 
 
-def test_what_grows_without_end_has_no_capacity():
-    with pytest.warns(UserWarning, match="forgets where it began only below 1"):
+def test_a_diverging_reservoir_has_no_capacity():
+    with pytest.warns(UserWarning, match="radius 1.01: .* only below 1"):
         cfg = dataclasses.replace(RING, radius=1.01)
     found = memory(cfg)
     assert (found.capacity, found.forgets, found.curve) == (None, None, [])

@@ -1,30 +1,80 @@
-"""The kinds of puzzles: how large their grids are, what their cells hold, and what leaves a puzzle the same."""
+"""The kinds of puzzles: the size of their grids, the symbols of their cells, their tokens and symmetries."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.order import mix
 from nash_mhc.kits.recursive.puzzles import maze
-from nash_mhc.kits.recursive.puzzles.cells import CellTokenizer
-from nash_mhc.kits.recursive.puzzles.sudoku_symmetry import symmetries, symmetry_class, transformed
+from nash_mhc.kits.recursive.puzzles.sudoku import random_symmetries, symmetry_class, transform
 
 NAMES = ("sudoku4", "sudoku9", "maze")
-_SMALLEST_MAZE, _LARGEST_MAZE = 9, 39  # larger ones take minutes to make
-_SPLIT = 20_479  # any number, but for ever the same: which classes are held out follows from it
+_SMALLEST_MAZE, _LARGEST_MAZE = 9, 39  # larger ones take minutes to generate
+_SPLIT = 20_479  # arbitrary but fixed: it decides which classes are held out
+_ALIASES = {"0": "."}  # other notations of a symbol, where they are not symbols themselves
+
+
+class CellTokenizer:
+    """Tokens 0, 1, ... are the symbols of the cells in their order. One more token ends a document.
+
+    Line breaks are ignored, so that a grid may be written in lines.
+    """
+
+    adds_begin = False
+    begin: int | None
+    bos: int | None = None
+
+    def __init__(self, symbols: str) -> None:
+        if not symbols or len(set(symbols)) < len(symbols) or not symbols.isascii() or not symbols.isprintable():
+            raise ConfigError(f"symbols {symbols!r}: must be different printable ASCII characters, one per kind of cell")
+        self.symbols, self.vocab_size = symbols, len(symbols) + 1
+        self.begin = self.end = len(symbols)
+        self.fingerprint = f"cells {symbols}"
+        self.byte_lengths = np.append(np.ones(len(symbols), np.int32), np.int32(0))
+        self._numbers = {symbol: number for number, symbol in enumerate(symbols)}
+        for alias, symbol in _ALIASES.items():
+            if symbol in self._numbers:
+                self._numbers.setdefault(alias, self._numbers[symbol])
+
+    def encode(self, text: str) -> np.ndarray:
+        cells = "".join(text.split("\n"))
+        if unknown := next((symbol for symbol in cells if symbol not in self._numbers), None):
+            raise ConfigError(f"{unknown!r} is not a symbol of this puzzle; use {' '.join(map(repr, self.symbols))}")
+        return np.array([self._numbers[symbol] for symbol in cells], np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return "".join(self.symbols[int(t)] for t in np.asarray(tokens).ravel() if 0 <= t < len(self.symbols))
+
+    def grid_text(self, cells: np.ndarray, width: int) -> str:
+        """Return a grid in lines, which `encode` reads back."""
+        text = self.decode(cells)
+        return "\n".join(text[start : start + width] for start in range(0, len(text), width))
+
+    def split_special(self, template: str) -> list[str | int]:
+        return [template]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        raise ConfigError("the tokenizer of puzzles has no chat template; give the cells of a puzzle")
+
+    def chat_form(self) -> dict[str, Any]:
+        raise ConfigError("--template tokenizer: the tokenizer of puzzles has no chat template, and they need none")
 
 
 class Grids(NamedTuple):
-    """Puzzles, one a row."""
+    """Puzzles, one per row."""
 
-    cells: np.ndarray  # [P, N] uint8: as given
+    cells: np.ndarray  # [P, N] uint8: the questions
     answers: np.ndarray  # [P, N] uint8
-    ratings: np.ndarray  # [P]: how hard each is; what that means is up to the kind
+    ratings: np.ndarray  # [P]: difficulty, on a scale of the kind
 
     def at(self, which: np.ndarray | slice) -> Grids:
         return Grids(*(a[which] for a in self))
@@ -36,7 +86,7 @@ class Kind:
     height: int
     width: int
     symbols: str  # of cells 0, 1, ...
-    symmetry: str  # that of a "sudoku", of a "maze", or "none"
+    symmetry: str  # "sudoku", "maze" or "none"
 
     @property
     def size(self) -> int:
@@ -47,22 +97,27 @@ class Kind:
 
     @property
     def tokens(self) -> str:
-        """What `--tokenizer` calls these symbols."""
+        """The value of --tokenizer for these symbols."""
         return "maze" if self.symbols == maze.SYMBOLS else f"sudoku{len(self.symbols) - 1}"
 
+    @property
+    def empty(self) -> int:
+        """The value of a cell that the solver fills."""
+        return self.symbols.index(" ") if " " in self.symbols else 0
+
     def classes(self, cells_PN: np.ndarray) -> np.ndarray:
-        """A 64-bit number of each puzzle, equal for those that are the same but for a symmetry."""
+        """Return a 64-bit number per puzzle that is equal for all of its symmetric forms."""
         if self.symmetry == "sudoku":
             return symmetry_class(cells_PN)
         return maze.hash_class(cells_PN, maze.images(self.height, self.width) if self.symmetry == "maze" else None)
 
-    def moved(self, cells: np.ndarray, answers: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Puzzles and answers alike, each by a symmetry that its number chooses."""
+    def transform(self, cells: np.ndarray, answers: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Transform each puzzle and its answer by a random symmetry, chosen by its number."""
         if self.symmetry == "sudoku":
-            how = symmetries(numbers, int(self.height**0.5))
-            return transformed(cells, how), transformed(answers, how)
+            symmetries = random_symmetries(numbers, int(self.height**0.5))
+            return transform(cells, symmetries), transform(answers, symmetries)
         if self.symmetry == "maze":
-            sources = maze.turns(numbers, self.height, self.width)
+            sources = maze.random_images(numbers, self.height, self.width)
             return np.take_along_axis(cells, sources, axis=1), np.take_along_axis(answers, sources, axis=1)
         return cells, answers
 
@@ -73,30 +128,27 @@ def sudoku(box: int) -> Kind:
 
 
 def is_puzzle(name: str) -> bool:
-    """Whether puzzles are called so: sudoku4, sudoku9, maze or such as maze21x21."""
+    """Return whether the name is sudoku4, sudoku9, maze or one such as maze21x21."""
     return name in NAMES or re.fullmatch(r"maze\d+x\d+", name) is not None
 
 
 def find_kind(name: str) -> Kind:
-    """By its name: sudoku4, sudoku9, maze (of 15x15 cells) or such as maze21x21; ConfigError where there is none."""
+    """Return the kind of this name: sudoku4, sudoku9, maze (15x15 cells) or a size such as maze21x21."""
     if name in ("sudoku4", "sudoku9"):
         return sudoku({"sudoku4": 2, "sudoku9": 3}[name])
-    found = re.fullmatch(r"maze(?:(\d+)x(\d+))?", name)
-    if found is None:
-        raise ConfigError(f"--dataset {name}: there is no such puzzle; there are {', '.join(NAMES)} and such as maze21x21")
-    height, width = (int(side or 15) for side in found.groups())
-    if not all(side % 2 and _SMALLEST_MAZE <= side <= _LARGEST_MAZE for side in (height, width)):
+    match = re.fullmatch(r"maze(?:(\d+)x(\d+))?", name)
+    if match is None:
+        raise ConfigError(f"--dataset {name}: unknown puzzle; use {', '.join(NAMES)} or a size such as maze21x21")
+    height, width = (int(side or 15) for side in match.groups())
+    nearest = [min(max(side | 1, _SMALLEST_MAZE), _LARGEST_MAZE) for side in (height, width)]
+    if nearest != [height, width]:
         raise ConfigError(
-            f"--dataset {name}: a maze has an odd number of cells each way, from {_SMALLEST_MAZE} to {_LARGEST_MAZE}; "
-            f"choose such as maze{_nearest_side(height)}x{_nearest_side(width)}"
+            f"--dataset {name}: the sides of a maze must be odd, from {_SMALLEST_MAZE} to {_LARGEST_MAZE}; "
+            f"use maze{nearest[0]}x{nearest[1]}"
         )
     return Kind(f"maze{height}x{width}", height, width, maze.SYMBOLS, "maze")
 
 
-def _nearest_side(side: int) -> int:
-    return min(max(side | 1, _SMALLEST_MAZE), _LARGEST_MAZE)
-
-
 def is_held_out(classes: np.ndarray, share: float) -> np.ndarray:
-    """Whether a class is for validation: by its number alone, and so for all puzzles of it, whoever asks."""
+    """Return whether each class is for validation. This depends on its number alone, so it is the same in every run."""
     return mix(classes, _SPLIT) < np.uint64(min(int(share * 2**64), 2**64 - 1))
