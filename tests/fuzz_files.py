@@ -23,10 +23,9 @@ from nash_mhc.checkpoint.run_lock import acquire
 from nash_mhc.config.schema import DataConfig, ModelConfig, RunConfig
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
-from nash_mhc.hub import byte_tokenizer
-from nash_mhc.hub.config_json import read_config, written_config
-from nash_mhc.hub.importing import write_model
+from nash_mhc.hub.config_json import family_config, read_config
 from nash_mhc.hub.tensors import shapes
+from nash_mhc.hub.writing import write_byte_tokenizer, write_run
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": f"line {i} of the text", "id": i, "score": 0.5} for i in range(6)],
@@ -147,7 +146,7 @@ def run(folder: Path) -> None:
     cfg = small.config()
     cfg = RunConfig.from_dict(cfg.to_dict() | {"model": vars(_LLAMA), "model_kind": "nash-mhc"})
     values = {"step": 3, "config": cfg.to_dict(), "data": {"rows": "none"}, "evaluation": {"eval/loss": 1.5}, "tokens_seen": 9}
-    write_model(folder / "run", jax.device_put(small.generic_model(cfg.model)), cfg.to_dict(), parameters=9)
+    write_run(folder / "run", jax.device_put(small.generic_model(cfg.model)), cfg.to_dict(), parameters=9)
     shutil.copytree(folder / "run" / "checkpoints" / "0", folder / "run" / "checkpoints" / "3")
     (folder / "run" / "checkpoints" / "3" / "values" / "metadata").write_text(json.dumps(values))
     manifest.write(folder / "run" / "checkpoints" / "3")
@@ -184,11 +183,11 @@ def lock(folder: Path) -> None:
 def hub_model(folder: Path) -> None:
     """In two files, with an index."""
     (folder / "hf").mkdir()
-    (folder / "hf" / "config.json").write_text(json.dumps(written_config(_LLAMA, "llama", 64)))
+    (folder / "hf" / "config.json").write_text(json.dumps(family_config(_LLAMA, "llama", 64)))
     (folder / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
-    byte_tokenizer.write(folder / "hf")
+    write_byte_tokenizer(folder / "hf")
     rng = np.random.default_rng(0)
-    wanted = shapes(read_config(written_config(_LLAMA, "llama", 64), "here").model)
+    wanted = shapes(read_config(family_config(_LLAMA, "llama", 64), "here").model)
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in wanted.items()}
     names, where = sorted(tensors), {}
     for number, part in enumerate((names[::2], names[1::2]), 1):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from nash_mhc.hub import byte_tokenizer
+from nash_mhc.hub.writing import write_byte_tokenizer
 
 FAR = {"factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = FAR | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -55,7 +55,7 @@ def save(folder: Path, kind: Kind, **changes) -> Path:
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.to(getattr(torch, kind.dtype)).save_pretrained(folder, max_shard_size=kind.shards)
-    byte_tokenizer.write(folder)
+    write_byte_tokenizer(folder)
     return folder
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
-from nash_mhc.hub.config_json import family_of, written_config
+from nash_mhc.hub.config_json import family_config, family_of
 
 _PROJECTIONS = {
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -76,7 +76,7 @@ def _model(cfg: RunConfig, device: Any) -> Any:
     import transformers
 
     assert isinstance(cfg.model, ModelConfig)
-    values = written_config(cfg.model, str(family_of(cfg.model)), cfg.data.seq_len)
+    values = family_config(cfg.model, str(family_of(cfg.model)), cfg.data.seq_len)
     # A tied table is one there, too: that ours enters times a factor is nothing to its speed.
     config = transformers.AutoConfig.for_model(**values | {"tie_word_embeddings": cfg.model.tied_embeddings})
     with device:

@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.hub import | export | merge | check`: models from and for Hugging Face's libraries."""
+"""`python -m nash_mhc.hub import | export | merge | check`: convert models from and to Hugging Face formats."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, 
 from nash_mhc.config.kits import HubCommand, Registry
 from nash_mhc.config.kits import load as load_reference
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.folders import check_model_folder
+from nash_mhc.storage.folders import check_is_new, check_model_folder
 
 ABOUT = {
-    "import": "a Hugging Face folder becomes a folder of ours; `train --init-from` takes the former as it is, too",
-    "export": "a run becomes a folder that transformers loads; one with adapters, a folder that PEFT loads",
-    "merge": "a run's adapters and their base become one model, in a folder that transformers loads",
-    "check": "what two folders predict for the same text, compared",
+    "import": "Convert a Hugging Face folder or PEFT adapters to a run directory. train --init-from also reads them directly.",
+    "export": "Write a run as a folder that transformers loads, or its adapters as a folder that PEFT loads.",
+    "merge": "Merge a run's adapters into their base and write a folder that transformers loads.",
+    "check": "Compare the logits of two models on the same text.",
 }
 _TEXT = "The old lighthouse keeper counted the ships as they came in, and wrote the number of each into a small green book. "
 
@@ -31,6 +31,10 @@ def _say(text: str) -> None:
 
 def _parser(command: str) -> OneLineParser:
     return OneLineParser(prog=f"python -m nash_mhc.hub {command}", allow_abbrev=False, description=ABOUT[command])
+
+
+def _generate_command(folder: str) -> str:
+    return module_command("nash_mhc.generate", folder, "--prompt", "Once upon a time")
 
 
 def _import(argv: Sequence[str]) -> int:
@@ -53,38 +57,34 @@ def _import(argv: Sequence[str]) -> int:
     if (folder / "adapter_config.json").is_file():
         return _import_adapters(folder, args)
     if args.base is not None:
-        raise ConfigError(f"--base {args.base}: there is no adapter_config.json in {folder}, so it holds no adapters")
+        raise ConfigError(f"--base {args.base}: {folder} holds no adapters (adapter_config.json)")
     check_model_folder("", args.folder)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: has no config.json, so it is no Hugging Face model")
-    from nash_mhc.hub.importing import import_folder
+        raise ConfigError(f"{folder}: has no config.json, so it is not a Hugging Face model")
+    from nash_mhc.hub.writing import import_folder
     from nash_mhc.model.architectures import count_parameters
 
     loaded = import_folder(folder, Path(args.out), _say)
     count = count_parameters(loaded.config.model)
-    print(f"{args.out}: {count / 1e6:,.1f} million parameters; train them with --init-from {args.out}, or ask them:")
-    print(f"  {_ask(args.out)}")
+    print(f"{args.out}: {count / 1e6:,.1f} million parameters; train it with --init-from {args.out}, or generate text with")
+    print(f"  {_generate_command(args.out)}")
     return 0
-
-
-def _ask(folder: str) -> str:
-    return module_command("nash_mhc.generate", folder, "--prompt", "Once upon a time")
 
 
 def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
     if args.base is None:
-        raise ConfigError(f"{folder}: holds adapters; name the model that they belong to with --base FOLDER")
+        raise ConfigError(f"{folder}: holds adapters; give their base model with --base FOLDER")
     from nash_mhc.hub.adapters import import_adapters
 
     count = import_adapters(folder, args.base, Path(args.out), _say)
-    print(f"{args.out}: adapters of {count:,} parameters on {args.base}; ask the two, or make one of them:")
-    print(f"  {_ask(args.out)}")
+    print(f"{args.out}: adapters of {count:,} parameters on {args.base}; generate text with them, or merge them:")
+    print(f"  {_generate_command(args.out)}")
     print(f"  {module_command('nash_mhc.hub', 'merge', args.out, '--out', f'{args.out}-merged')}")
     return 0
 
 
-def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    """What is asked for, and the run that it is asked of."""
+def _parse_and_load(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    """Parse the flags of `export` or `merge` and load the model."""
     parser = _parser(command)
     parser.add_argument("folder", type=run_path, metavar="DIR", help="run directory or imported model")
     parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to create")
@@ -96,14 +96,13 @@ def _written_by(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, 
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
     from nash_mhc.hub.load import load
-    from nash_mhc.storage.folders import check_is_new
 
     check_is_new(Path(args.out))
     return args, load(args.folder, args.step, say=_say)
 
 
 def _export(argv: Sequence[str]) -> int:
-    args, loaded = _written_by("export", argv)
+    args, loaded = _parse_and_load("export", argv)
     if not loaded.config.lora.rank:
         return _write(args, loaded)
     from nash_mhc.checkpoint.run_folder import RunFolder
@@ -112,62 +111,60 @@ def _export(argv: Sequence[str]) -> int:
 
     if args.dtype not in ("auto", "float32"):
         raise ConfigError(
-            f"--dtype {args.dtype}: adapters are exported as they were imported (auto), or as float32; hub merge writes the "
-            "merged model in any dtype"
+            f"--dtype {args.dtype}: adapters are exported as imported (auto) or as float32; hub merge writes the merged model "
+            "in any dtype"
         )
     run = RunFolder(args.folder)
     dtypes = run.info().get(DTYPES, {}) if args.dtype == "auto" else {}
-    _list(export_adapters(loaded, Path(args.out), base_record(run, loaded.step)["folder"], dtypes))
-    print(f"{args.out}: adapters, as PEFT loads them on top of their base; for one whole model, use hub merge")
+    _list_files(export_adapters(loaded, Path(args.out), base_record(run, loaded.step)["folder"], dtypes))
+    print(f"{args.out}: adapters for PEFT; hub merge writes one model with its base")
     return 0
 
 
 def _merge(argv: Sequence[str]) -> int:
-    args, loaded = _written_by("merge", argv)
+    args, loaded = _parse_and_load("merge", argv)
     if not loaded.config.lora.rank:
-        raise ConfigError(f"{args.folder}: has no adapters; hub export writes it as it is")
+        raise ConfigError(f"{args.folder}: has no adapters; use hub export")
     from nash_mhc.config.schema import LoraConfig
     from nash_mhc.model.lora import merged
 
-    one = dataclasses.replace(loaded, model=merged(loaded.model), config=dataclasses.replace(loaded.config, lora=LoraConfig()))
-    return _write(args, one)
+    config = dataclasses.replace(loaded.config, lora=LoraConfig())
+    return _write(args, dataclasses.replace(loaded, model=merged(loaded.model), config=config))
 
 
 def _write(args: argparse.Namespace, loaded: Any) -> int:
-    """A whole model."""
+    """Write a whole model as a Hugging Face folder."""
     from nash_mhc.hub.writing import export, model_card
 
     dtype = None if args.dtype == "auto" else args.dtype
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
-    written = export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say)
-    _list(written)
-    command = module_command("nash_mhc.hub", "check", args.folder, args.out)
-    print(f"{args.out}: compare the two with {command}")
+    _list_files(export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say))
+    print(f"{args.out}: compare the two with {module_command('nash_mhc.hub', 'check', args.folder, args.out)}")
     return 0
 
 
-def _list(written: Sequence[Path]) -> None:
-    for file in written:
-        print(f"  {file.stat().st_size:>15,}  {file.name}")
+def _list_files(paths: Sequence[Path]) -> None:
+    for path in paths:
+        print(f"  {path.stat().st_size:>15,}  {path.name}")
 
 
 def _figures(folder: str, step: int) -> dict[str, Any]:
-    """What the model card says of the run."""
+    """Return the rows of the model card's table."""
     from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
     from nash_mhc.hub.folder import is_hub_folder
 
     if is_hub_folder(folder):
         return {}
     run = RunFolder(folder)
-    info = run.info()
     rows = [row for row in run.rows() if row["step"] <= step]
-    scored = [row for row in run.rows(EVALUATIONS) if row["step"] <= step and "eval/loss" in row]
-    found: dict[str, Any] = {"parameters": f"{info['parameters']:,}", "steps": step}
+    evaluations = [row for row in run.rows(EVALUATIONS) if row["step"] <= step and "eval/loss" in row]
+    figures: dict[str, Any] = {"parameters": f"{run.info()['parameters']:,}", "steps": step}
     if rows and "tokens_seen" in rows[-1]:
-        found["tokens"] = f"{int(rows[-1]['tokens_seen']):,}"
-    if scored:
-        found[f"held-out loss at step {int(scored[-1]['step'])}, nats a token"] = f"{scored[-1]['eval/loss']:.4f}"
-    return found
+        figures["tokens"] = f"{int(rows[-1]['tokens_seen']):,}"
+    if evaluations:
+        last = evaluations[-1]
+        figures[f"held-out loss at step {int(last['step'])}, nats/token"] = f"{last['eval/loss']:.4f}"
+    return figures
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -177,12 +174,12 @@ def _check(argv: Sequence[str]) -> int:
     parser.add_argument("--text", type=local_path, metavar="FILE", help="text to compare on (default: a repeated sentence)")
     parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="tokens to compare [256]")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code in a Hugging Face folder")
-    args = parser.parse_strictly(argv, "two folders are compared")
+    args = parser.parse_strictly(argv, "give two folders to compare")
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
-    from nash_mhc.hub.check import figures
+    from nash_mhc.hub.check import compare
 
-    found = figures(args.one, args.other, _text(args), args.tokens, trusted=args.trust_remote_code, say=_say)
+    found = compare(args.one, args.other, _text(args), args.tokens, trusted=args.trust_remote_code, say=_say)
     print(f"{args.one} (by {found['by'][0]}) and {args.other} (by {found['by'][1]}), {found['tokens']} tokens:")
     for name in ("largest difference", "mean KL, nats", "same choice"):
         print(f"  {name:<20} {found[name]:.3g}")

@@ -1,29 +1,28 @@
-"""Adapters as PEFT writes them (adapter_config.json, adapter_model.safetensors), from ours and into ours."""
+"""Import and export adapters in PEFT's format (adapter_config.json, adapter_model.safetensors)."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
-from nash_mhc.hub import nash_tensors, stored
+from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig
+from nash_mhc.hub import stored
 from nash_mhc.hub.adapter_config import FILE, REMEDY, AdapterConfig, read_adapter_config
-from nash_mhc.hub.config_json import family_of
-from nash_mhc.hub.importing import contents_beside, write_model
-from nash_mhc.hub.load import Loaded, config_of
-from nash_mhc.hub.tensors import tensors
+from nash_mhc.hub.load import Loaded, config_of, on_devices
+from nash_mhc.hub.tensors import projections
+from nash_mhc.hub.writing import write_run
 from nash_mhc.model.architectures import abstract_model, count_parameters
 from nash_mhc.model.lora import adapters_of, alpha_of, factor_of
 from nash_mhc.model.weights import PROJECTIONS
@@ -32,58 +31,48 @@ from nash_mhc.storage.errors import reason
 from nash_mhc.storage.folders import check_is_new, new_folder
 
 WEIGHTS = "adapter_model.safetensors"
-DTYPES = "adapter_dtypes"  # of run.json: tensor -> dtype, of those that did not come as float32
-_PREFIX = "base_model.model."
-_ADAPTED = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?[AB](?:\.weight)?")  # groups: the module
+DTYPES = "adapter_dtypes"  # key of run.json: tensor -> dtype it was imported from, if not float32
+_ADAPTED = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?[AB](?:\.weight)?")  # group: the module
 _DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 class _Pair(NamedTuple):
-    """The adapter of one matrix, as PEFT has it: it adds scale B A."""
+    """The adapter of one matrix in PEFT's layout: it adds scale B A."""
 
     a_RI: np.ndarray
     b_OR: np.ndarray
     scale: float
 
 
-def _modules(cfg: ModelConfig) -> dict[str, str]:
-    """Matrices that can have an adapter: parameter -> PEFT's name of the module, with {i} for the layer's number."""
-    if family_of(cfg) is None:
-        has = named_leaves(abstract_model(cfg))
-        return {parameter: module for parameter, module in nash_tensors.projections().items() if parameter in has}
-    found = [tensor for tensor in tensors(cfg) if "{i}" in tensor.name and tensor.inputs]
-    return {tensor.parameter: tensor.name.removesuffix(".weight") for tensor in found}
-
-
-def _name(module: str, which: str) -> str:
-    return f"{_PREFIX}{module}.lora_{which.upper()}.weight"
+def _tensor_name(module: str, which: str) -> str:
+    return f"base_model.model.{module}.lora_{which.upper()}.weight"
 
 
 def export_adapters(loaded: Loaded, out: Path, base: str, dtypes: Mapping[str, str]) -> list[Path]:
-    """The files of the new folder. ConfigError.
+    """Write a folder that PEFT loads and return its files.
 
-    `base`: the model that they belong to, for PEFT. `dtypes`: what tensors came in that were not float32.
+    `base`: the model the adapters belong to. `dtypes`: tensor -> dtype it was imported from, if not float32.
     """
     from safetensors.numpy import save_file
 
     cfg, lora = loaded.config.model, loaded.config.lora
     assert isinstance(cfg, ModelConfig)
-    modules = _modules(cfg)
+    modules = projections(cfg)
     leaves = named_leaves(adapters_of(loaded.model))
     parameters = sorted({name.rpartition(".")[0] for name in leaves})
-    if other := [name for name in parameters if name not in modules]:
-        raise ConfigError(f"{other[0]} has an adapter that PEFT has no place for; make one model of both with hub merge")
-    written: dict[str, np.ndarray] = {}
-    named: list[str] = []
+    if unknown := [name for name in parameters if name not in modules]:
+        raise ConfigError(f"the adapter of {unknown[0]} cannot be written for PEFT; merge it into the model with hub merge")
+    tensors: dict[str, np.ndarray] = {}
+    adapted: list[str] = []
     for parameter in parameters:
         a, b = (np.asarray(leaves[f"{parameter}.lora_{which}"], np.float32) for which in "ab")
         for i in range(cfg.layers):
-            if not (a[i].any() or b[i].any()):  # imported, and of other layers only
+            if not (a[i].any() or b[i].any()):  # imported adapters may leave out layers
                 continue
             module = modules[parameter].format(i=i)
-            named.append(module)
-            written[_name(module, "a")] = a[i].reshape(-1, lora.rank).T
-            written[_name(module, "b")] = b[i].reshape(lora.rank, -1).T
+            adapted.append(module)
+            tensors[_tensor_name(module, "a")] = a[i].reshape(-1, lora.rank).T
+            tensors[_tensor_name(module, "b")] = b[i].reshape(lora.rank, -1).T
     alpha = alpha_of(lora)
     config = {
         "peft_type": "LORA",
@@ -93,58 +82,56 @@ def export_adapters(loaded: Loaded, out: Path, base: str, dtypes: Mapping[str, s
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": sorted(_ends(named) if len(named) == len(parameters) * cfg.layers else named),
+        "target_modules": sorted(_ends(adapted) if len(adapted) == len(parameters) * cfg.layers else adapted),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
     }
     with new_folder(out) as part:
-        as_they_came = {name: _in_dtype(array, dtypes.get(name)) for name, array in written.items()}
-        save_file(as_they_came, part / WEIGHTS, metadata={"format": "pt"})
-        (part / WEIGHTS).chmod(0o644)  # the library lets nobody else read it
+        cast = {name: _in_dtype(array, dtypes.get(name)) for name, array in tensors.items()}
+        save_file(cast, part / WEIGHTS, metadata={"format": "pt"})
+        (part / WEIGHTS).chmod(0o644)  # safetensors creates it readable by the owner only
         (part / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sorted(out.iterdir())
 
 
 def _ends(modules: Iterable[str]) -> set[str]:
-    """q_proj of model.layers.0.self_attn.q_proj."""
+    """Return the last part of each name, such as q_proj of model.layers.0.self_attn.q_proj."""
     return {module.rpartition(".")[2] for module in modules}
 
 
 def _in_dtype(array: np.ndarray, dtype: str | None) -> np.ndarray:
-    """In the dtype that it came in, unless import had to scale or extend it to other values."""
+    """Cast to the dtype it was imported from, unless import changed the values (scale or rank)."""
     narrow = np.ascontiguousarray(array if dtype is None else array.astype(dtype))
     return narrow if np.array_equal(narrow.astype(np.float32), array) else np.ascontiguousarray(array)
 
 
 def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], None]) -> int:
-    """Makes `out`, a folder of ours with adapters on top of `base`; how many parameters they have. ConfigError."""
+    """Convert PEFT adapters to a run directory on top of `base`; return their number of parameters."""
     check_is_new(out)
     run = config_of(base, "--base")
     if not isinstance(run.model, ModelConfig):
-        raise ConfigError(f"--base {base}: a model of the kind {run.model.architecture!r} takes no adapters of PEFT's")
-    theirs, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)
-    pairs = _pairs(theirs, tensors, run, folder / WEIGHTS, base)
+        raise ConfigError(f"--base {base}: PEFT adapters do not fit a model of the kind {run.model.architecture!r}")
+    peft, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)
+    pairs = _pairs(peft, tensors, run.model, folder / WEIGHTS, base)
     say(f"hashing {base} ...")
     record = stored.find("--base", base, None, hashed=True, say=say)
-    if theirs.init is not None:
-        say(f"reading {base}, whose weights {theirs.init} changed at the start ...")
-        weights = named_leaves(stored.read(record, abstract_model(run.model), _on_first_device, say, verified=True))
+    if peft.init is not None:
+        say(f"reading {base}, whose weights {peft.init} changed at the start ...")
+        place = functools.partial(on_devices, mesh=None)
+        weights = named_leaves(stored.read(record, abstract_model(run.model), place, say, verified=True))
         for (parameter, i), pair in pairs.items():
-            pairs[parameter, i] = _on_unchanged_base(pair, np.asarray(weights[parameter][i], np.float32), theirs.init)
-    lora = _lora_config(theirs, pairs)
+            pairs[parameter, i] = _on_unchanged_base(pair, np.asarray(weights[parameter][i], np.float32), peft.init)
+    lora = _lora_config(peft, pairs)
     config = dataclasses.replace(run, lora=lora)
-    shapes = adapters_of(stored.adapted_shape(config))
+    shapes = adapters_of(stored.adapted_shape(config.model, lora))
     leaves = [_stack(name, leaf.shape, pairs, lora) for name, leaf in named_leaves(shapes).items()]
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     with new_folder(out) as part:
-        for name, content in contents_beside(Path(base)).items():
-            (part / name).parent.mkdir(parents=True, exist_ok=True)
-            (part / name).write_bytes(content)
         dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
-        known = {"imported": folder.name, "parameters": count_parameters(run.model), DTYPES: dtypes}
-        write_model(part, model, config.to_dict(), base=record, **known)
+        metadata = {"imported": folder.name, "parameters": count_parameters(run.model), DTYPES: dtypes}
+        write_run(part, model, config.to_dict(), copy_from=Path(base), base=record, **metadata)
     return sum(pair.a_RI.size + pair.b_OR.size for pair in pairs.values())
 
 
@@ -156,8 +143,8 @@ def _read(file: Path) -> dict[str, np.ndarray]:
     try:
         found: dict[str, np.ndarray] = load_file(file)
     except Exception as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{file}: cannot be read ({why})") from None
+        cause = reason(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{file}: cannot be read ({cause})") from None
     for name, array in found.items():
         if array.dtype not in _DTYPES:
             raise ConfigError(f"{file}: {name} is {array.dtype}; save it as float32, float16 or bfloat16")
@@ -165,64 +152,59 @@ def _read(file: Path) -> dict[str, np.ndarray]:
 
 
 def _pairs(
-    theirs: AdapterConfig, tensors: Mapping[str, np.ndarray], run: RunConfig, file: Path, base: str
+    peft: AdapterConfig, tensors: Mapping[str, np.ndarray], cfg: ModelConfig, file: Path, base: str
 ) -> dict[tuple[str, int], _Pair]:
-    """(parameter, layer) -> its adapter. ConfigError where file, its configuration and the model disagree."""
-    one = dataclasses.replace(run, lora=LoraConfig(rank=1))  # every adapter that there can be, for the sizes
-    sizes = {name: leaf.shape for name, leaf in named_leaves(adapters_of(stored.adapted_shape(one))).items()}
-    modules, rest = _modules(run.model), dict(tensors)  # type: ignore[arg-type]
+    """Return (parameter, layer) -> its adapter. ConfigError if tensors, adapter_config.json and model disagree."""
+    # Rank 1 on every matrix, for the sizes.
+    everywhere = stored.adapted_shape(cfg, LoraConfig(rank=1))
+    sizes = {name: leaf.shape for name, leaf in named_leaves(adapters_of(everywhere)).items()}
+    modules, rest = projections(cfg), dict(tensors)
     found: dict[tuple[str, int], _Pair] = {}
-    for parameter, i in itertools.product(modules, range(run.model.layers)):  # type: ignore[attr-defined]
+    for parameter, i in itertools.product(modules, range(cfg.layers)):
         module = modules[parameter].format(i=i)
-        names, excluded = [_name(module, which) for which in "ab"], theirs.excluded_by(module)
-        if not any(name in rest for name in names) and (excluded or theirs.target_modules is None):
+        names, excluded = [_tensor_name(module, which) for which in "ab"], peft.excluded_by(module)
+        if not any(name in rest for name in names) and (excluded or peft.target_modules is None):
             continue
         if excluded:
-            raise ConfigError(f"{file}: {module} has an adapter, but {excluded} in {FILE} does not choose it")
-        if lost := [name for name in names if name not in rest]:
-            raise ConfigError(f"{file}: the tensor {lost[0]} is missing")
+            raise ConfigError(f"{file}: {module} has an adapter, but {excluded} in {FILE} excludes it")
+        if missing := [name for name in names if name not in rest]:
+            raise ConfigError(f"{file}: the tensor {missing[0]} is missing")
         inputs = math.prod(sizes[f"{parameter}.lora_a"][1:-1])
-        outputs, rank = math.prod(sizes[f"{parameter}.lora_b"][2:]), theirs.rank_of(module)
-        pair = _Pair(rest.pop(names[0]), rest.pop(names[1]), theirs.scale_of(module))
-        for name, array, wanted in zip(names, pair[:2], ((rank, inputs), (outputs, rank)), strict=True):
-            if array.shape != wanted:
+        outputs, rank = math.prod(sizes[f"{parameter}.lora_b"][2:]), peft.rank_of(module)
+        pair = _Pair(rest.pop(names[0]), rest.pop(names[1]), peft.scale_of(module))
+        for name, array, expected in zip(names, pair[:2], ((rank, inputs), (outputs, rank)), strict=True):
+            if array.shape != expected:
                 raise ConfigError(
-                    f"{file}: {name} is {list(array.shape)}, but r {rank} in {FILE} and {base} need {list(wanted)}"
+                    f"{file}: {name} has shape {list(array.shape)}, but r {rank} in {FILE} and {base} need {list(expected)}"
                 )
         found[parameter, i] = pair
     if rest:
-        raise ConfigError(f"{file}: {_left_over(rest, modules.values(), run.model, base)}")
+        raise ConfigError(f"{file}: {_why_unsupported(rest, modules.values(), cfg.layers, base)}")
     if not found:
         raise ConfigError(f"{file}: holds no adapters")
     return found
 
 
-def _left_over(names: Iterable[str], modules: Iterable[str], cfg: Any, base: str) -> str:
-    """Why such a tensor cannot be imported."""
+def _why_unsupported(names: Iterable[str], modules: Iterable[str], layers: int, base: str) -> str:
     adapted = [match[1] for name in names if (match := _ADAPTED.fullmatch(name))]
     if not adapted:
         return f"{next(iter(names))} is not a tensor of plain LoRA{REMEDY}"
     ends, layer = _ends(modules), re.search(r"\.layers\.(\d+)\.", adapted[0])
     if adapted[0].rpartition(".")[2] not in ends:
         return f"has an adapter on {adapted[0]}; only adapters on {', '.join(sorted(ends))} can be imported{REMEDY}"
-    if layer and int(layer[1]) >= cfg.layers:
-        return f"has an adapter on {adapted[0]}, but {base} has {cfg.layers} layers; choose the adapters' own base"
-    return f"has an adapter on {adapted[0]}, which {base} does not have; choose the adapters' own base"
-
-
-def _on_first_device(model: Any) -> Any:
-    at = SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), model)
+    if layer and int(layer[1]) >= layers:
+        return f"has an adapter on {adapted[0]}, but {base} has {layers} layers; use the base the adapters were trained on"
+    return f"has an adapter on {adapted[0]}, which {base} does not have; use the base the adapters were trained on"
 
 
 def _on_unchanged_base(pair: _Pair, weight: np.ndarray, init: str) -> _Pair:
-    """The same model on the base that the run began with, from which the initialization subtracted `scale` B0 A0.
+    """Return the equivalent adapter for the original base, from which the initialization subtracted scale B0 A0.
 
-    W - scale B0 A0 + scale B A is plain LoRA of twice the rank. PEFT computes B0 and A0 of W at every loading, too.
+    W - scale B0 A0 + scale B A is plain LoRA of twice the rank. PEFT, too, computes B0 and A0 from W when it loads.
     """
     rank, inputs = pair.a_RI.shape
     weight_OI = weight.reshape(inputs, -1).T
-    if init == "pissa":  # the largest singular values, with the root on each side
+    if init == "pissa":  # the largest singular values, with their square roots on both sides
         left, values, right = np.linalg.svd(weight_OI, full_matrices=False)
         roots = np.sqrt(values[:rank] / pair.scale).astype(np.float32)
         first_a, first_b = roots[:, None] * right[:rank], left[:, :rank] * roots
@@ -232,19 +214,19 @@ def _on_unchanged_base(pair: _Pair, weight: np.ndarray, init: str) -> _Pair:
     return _Pair(np.concatenate([pair.a_RI, first_a]), np.concatenate([pair.b_OR, -first_b], axis=1), pair.scale)
 
 
-def _lora_config(theirs: AdapterConfig, pairs: Mapping[tuple[str, int], _Pair]) -> LoraConfig:
-    """Ours has one rank and one scale: the largest rank, and theirs of modules that no pattern names."""
-    named = {parameter.rpartition(".")[2] for parameter, _ in pairs}
-    targets = ",".join(name for name, ours in PROJECTIONS.items() if ours in named)
-    common = LoraConfig(theirs.rank, theirs.alpha, theirs.dropout, targets, theirs.rslora)
-    if theirs.is_uniform:
+def _lora_config(peft: AdapterConfig, pairs: Mapping[tuple[str, int], _Pair]) -> LoraConfig:
+    """Return our settings, with one rank and scale: the largest rank, and the scale of modules without a pattern."""
+    names = {parameter.rpartition(".")[2] for parameter, _ in pairs}
+    targets = ",".join(name for name, ours in PROJECTIONS.items() if ours in names)
+    common = LoraConfig(peft.rank, peft.alpha, peft.dropout, targets, peft.rslora)
+    if peft.is_uniform:
         return common
     rank = max(len(pair.a_RI) for pair in pairs.values())
     return dataclasses.replace(common, rank=rank, alpha=factor_of(common) * rank, rslora=False)
 
 
 def _stack(name: str, shape: tuple[int, ...], pairs: Mapping[tuple[str, int], _Pair], lora: LoraConfig) -> jax.Array:
-    """`lora_a` or `lora_b` of all layers; zeros where a layer has no adapter, or one of a smaller rank."""
+    """Return `lora_a` or `lora_b` of all layers, zero-padded where a layer has no adapter or a smaller rank."""
     parameter, _, which = name.rpartition(".lora_")
     stack = np.zeros((shape[0], lora.rank, math.prod(shape) // shape[0] // lora.rank), np.float32)
     for i, pair in ((i, pair) for (other, i), pair in pairs.items() if other == parameter):

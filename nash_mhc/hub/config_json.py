@@ -1,19 +1,43 @@
-"""config.json of Llama, Qwen2 and Qwen3 models <-> our plain decoder; what we do not have is refused by name."""
+"""Convert between config.json and ModelConfig, for Llama, Qwen2, Qwen3 and exported Nash-MHC models."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nash_mhc.config.rope_scaling import RopeScaling
 from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig
-from nash_mhc.hub import nash_tensors
 
+CODE = Path(__file__).with_name("modeling_nash_mhc.py")  # copied into every exported Nash-MHC model
+_NASH = "nash_mhc"  # model_type
+_AUTO_MAP = {
+    "AutoConfig": f"{CODE.stem}.NashMhcConfig",
+    "AutoModel": f"{CODE.stem}.NashMhcModel",
+    "AutoModelForCausalLM": f"{CODE.stem}.NashMhcForCausalLM",
+}
+_SCALING = "rope_scaling_text"  # key of our config.json: the rope scaling that its multipliers and amplitude come from
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_ROPE = ("linear", "llama3", "yarn")
 
-# What a config.json means that leaves a key out: the defaults of transformers' classes, field by field.
+# Field of ModelConfig -> key of a config.json of Llama or Qwen.
+_KEYS = {
+    "vocab_size": "vocab_size", "width": "hidden_size", "ffn": "intermediate_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+# Kind of rope scaling -> field of RopeScaling -> key of config.json.
+_ROPE_KEYS = {"linear": {"factor": "factor"}}
+_ROPE_KEYS["llama3"] = _ROPE_KEYS["linear"] | {
+    "original": "original_max_position_embeddings", "low": "low_freq_factor", "high": "high_freq_factor",
+}  # fmt: skip
+_ROPE_KEYS["yarn"] = _ROPE_KEYS["linear"] | {
+    "original": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow", "amplitude": "attention_factor",
+    "whole": "truncate",
+}  # fmt: skip
+
+# The defaults of transformers' config classes, for keys that a config.json omits.
 _SHARED: dict[str, Any] = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "rope_parameters": None, "is_encoder_decoder": False,
@@ -29,261 +53,295 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
-    nash_tensors.TYPE: {},
+    _NASH: {},
 }  # fmt: skip
-# Fields that change neither a weight nor a logit: of training, of the output's form, of other tasks, of other files.
-MEANINGLESS = {
+# Keys that change neither a weight nor a logit.
+IGNORED = {
     "attention_dropout", "initializer_range", "pretraining_tp", "chunk_size_feed_forward", "use_cache", "return_dict",
     "output_hidden_states", "dtype", "transformers_version", "architectures", "id2label", "label2id", "problem_type",
     "bos_token_id", "pad_token_id",
 }  # fmt: skip
-_TURNS = {"fast": 32.0, "slow": 1.0}  # yarn's beta_fast and beta_slow
 _MAY_BE_NULL = {"num_key_value_heads", "sliding_window"}
 
 
 class Imported(NamedTuple):
-    """What a config.json says."""
+    """A parsed config.json."""
 
     family: str
     model: ModelConfig
-    positions: int  # that it was trained for, as it says itself
+    positions: int  # sequence length that the model was trained for
+
+
+def shown(value: Any) -> str:
+    """Return a value from a file for an error: printable, on one line, at most 80 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:70]} ..."
 
 
 def family_of(cfg: ModelConfig) -> str | None:
-    """Whose architecture this is; None: nobody's but ours."""
+    """Return the Hugging Face family with this architecture; None if only Nash-MHC has it."""
     if cfg.scales > 1 or cfg.residual != "plain" or cfg.conv_taps or set(cfg.windows) != {cfg.window}:
         return None
     if cfg.qk_norm and cfg.qkv_bias:
         return None
     if cfg.window is not None and not (cfg.qk_norm or cfg.qkv_bias):
-        return None  # Llama has no windows
+        return None  # Llama has no sliding window
     return "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"
 
 
+def is_tied(cfg: ModelConfig) -> bool:
+    """Return whether the exported model can share one table: Hugging Face models do not scale embeddings on input."""
+    return cfg.tied_embeddings and cfg.embed_scale == "table"
+
+
 def read_config(values: dict[str, Any], where: str) -> Imported:
-    """ConfigError names the first thing that our decoder does not have."""
+    """Parse a config.json; ConfigError names the first unsupported setting."""
     family = values.get("model_type")
-    if family == nash_tensors.TYPE:
-        return _of_ours(values, where)
-    if not isinstance(family, str) or family not in _CLASSES:
+    if not isinstance(family, str) or family not in DEFAULTS:
         raise ConfigError(
-            f"{where}: a model of type {_shown(family)} (model_type) cannot be imported; these can: {', '.join(DEFAULTS)}"
+            f"{where}: models of type {shown(family)} (model_type) cannot be imported; supported are {', '.join(DEFAULTS)}"
         )
-    whole = DEFAULTS[family] | values
     try:
-        _check_kinds(whole, DEFAULTS[family])
-        _refuse(whole)
-        return Imported(family, _model(whole, family), whole["max_position_embeddings"])
+        if family == _NASH:
+            return _read_nash(values)
+        values = DEFAULTS[family] | values
+        _check_types(values, DEFAULTS[family])
+        _refuse_unsupported(values)
+        return Imported(family, _model(values, family), values["max_position_embeddings"])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _of_ours(values: dict[str, Any], where: str) -> Imported:
-    """What `hub export` wrote. The code that goes with it is not needed here, and not run."""
-    positions = values.get("max_position_embeddings") or DataConfig().seq_len
-    try:
-        cfg = nash_tensors.read_config(values)
-        if family_of(cfg) is not None or type(positions) is not int:
-            raise ConfigError(f"is no Nash-MHC model as hub export writes it (max_position_embeddings {_shown(positions)})")
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return Imported(nash_tensors.TYPE, cfg, positions)
-
-
-def _check_kinds(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Every value is of its default's kind."""
+def _check_types(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Check that every value has the type of its default."""
     for name, default in defaults.items():
         value = values[name]
         if value is None and (default is None or name in _MAY_BE_NULL):
             continue
         if isinstance(default, bool):
-            right, kind = isinstance(value, bool), "true or false"
+            is_valid, expected = isinstance(value, bool), "true or false"
         elif isinstance(default, float):
-            right, kind = isinstance(value, float) and 0 < value < math.inf, "a fraction above 0"
+            is_valid, expected = isinstance(value, float) and 0 < value < math.inf, "a fraction above 0"
         elif (isinstance(default, int) and name != "eos_token_id") or name in ("num_key_value_heads", "head_dim"):
             low = 0 if name == "max_window_layers" else 1
-            right, kind = type(value) is int and value >= low, "a whole number" + " above 0" * low
+            is_valid, expected = type(value) is int and value >= low, f"an integer of at least {low}"
         else:
             continue
-        if not right:
-            raise ConfigError(f"{name} is {_shown(value)}, and must be {kind}")
+        if not is_valid:
+            raise ConfigError(f"{name} is {shown(value)}; it must be {expected}")
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:70] + " ..."
+def _refuse_unsupported(values: dict[str, Any]) -> None:
+    if values.get("auto_map"):
+        raise ConfigError(
+            f"auto_map names code in the folder ({shown(values['auto_map'])}), which is never run; if the model is a "
+            f"plain {values['model_type']}, remove auto_map from the file"
+        )
+    unsupported = {
+        "quantized weights (quantization_config)": values.get("quantization_config"),
+        f"the activation {shown(values['hidden_act'])} (hidden_act)": values["hidden_act"] not in ("silu", "swish"),
+        "MLP biases (mlp_bias)": values.get("mlp_bias"),
+        # Qwen2 does not have the key: it has biases on queries, keys and values only.
+        "an attention output bias (attention_bias)": values["model_type"] != "qwen2" and values.get("attention_bias"),
+        "layers with their own settings (per_layer_config)": values.get("per_layer_config"),
+        "an encoder (is_encoder_decoder)": values["is_encoder_decoder"],
+    }
+    for name, is_used in unsupported.items():
+        if is_used:
+            raise ConfigError(f"{name}: not supported, so the model cannot be imported")
 
 
 def _model(values: dict[str, Any], family: str) -> ModelConfig:
+    fields = {field: values.get(key) for field, key in _KEYS.items()}
     heads, width = values["num_attention_heads"], values["hidden_size"]
     if family == "llama" and width % heads:
-        raise ConfigError(f"hidden_size {width} is no multiple of num_attention_heads {heads}, as transformers asks for")
+        raise ConfigError(f"hidden_size {width} is not divisible by num_attention_heads {heads}")
+    fields["kv_heads"] = fields["kv_heads"] or heads
+    fields["head_dim"] = fields["head_dim"] or width // heads
     theta, scaling = _rope(values)
     return ModelConfig(
-        vocab_size=values["vocab_size"],
-        width=width,
-        layers=values["num_hidden_layers"],
-        heads=heads,
-        kv_heads=values["num_key_value_heads"] or heads,
-        head_dim=values.get("head_dim") or width // heads,
-        ffn=values["intermediate_size"],
+        **fields,  # type: ignore[arg-type]
         scales=1,
         conv_taps=0,
         residual="plain",
         window=_window(values, family),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=values["rms_norm_eps"],
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
-        tied_embeddings=values["tie_word_embeddings"],
         embed_scale="table",
     )
 
 
-def _refuse(values: dict[str, Any]) -> None:
-    if values.get("auto_map"):
-        raise ConfigError(
-            f"auto_map names code of the folder's own ({_shown(values['auto_map'])}), which is never run; if the model is a "
-            f"plain {values['model_type']}, take auto_map out of the file"
-        )
-    wrong = {
-        "quantized weights (quantization_config)": values.get("quantization_config"),
-        f"the activation {_shown(values['hidden_act'])} (hidden_act)": values["hidden_act"] not in ("silu", "swish"),
-        "biases in the feed-forward layer (mlp_bias)": values.get("mlp_bias"),
-        # Qwen2's classes do not know the key: their biases are on queries, keys and values alone.
-        "a bias on the attention's output (attention_bias)": values["model_type"] != "qwen2" and values.get("attention_bias"),
-        "layers that differ (per_layer_config)": values.get("per_layer_config"),
-        "an encoder (is_encoder_decoder)": values["is_encoder_decoder"],
-    }
-    for what, is_there in wrong.items():
-        if is_there:
-            raise ConfigError(f"{what}, which our decoder does not have; such a model cannot be imported")
-
-
 def _window(values: dict[str, Any], family: str) -> int | None:
     layers, kinds = values["num_hidden_layers"], values.get("layer_types")
-    limit = values["sliding_window"] if values.get("use_sliding_window") and family != "llama" else None
+    window = values["sliding_window"] if values.get("use_sliding_window") and family != "llama" else None
     if kinds is None:
-        first = values.get("max_window_layers", 0)  # the layers before it see everything
-        if limit is None or first >= layers:
+        full = values.get("max_window_layers", 0)  # the first layers, without a window
+        if window is None or full >= layers:
             return None
-        if first > 0:
-            raise ConfigError(f"layers of several kinds (max_window_layers {first} of {layers}); ours are all of one kind")
-        return limit
+        if full > 0:
+            raise ConfigError(f"max_window_layers {full} of {layers}: layers of several kinds are not supported")
+        return window
     if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
-        raise ConfigError(f"layer_types is {_shown(kinds)}, and must name the kind of each of {layers} layers")
+        raise ConfigError(f"layer_types is {shown(kinds)}; it must name the kind of each of {layers} layers")
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"}:
-        raise ConfigError(f"layers of several kinds (layer_types {_shown(sorted(set(kinds)))}); ours are all of one kind")
-    if limit is None:
-        raise ConfigError("layer_types says sliding_attention, without use_sliding_window and a sliding_window")
-    return limit
+        raise ConfigError(f"layer_types {shown(sorted(set(kinds)))}: layers of several kinds are not supported")
+    if window is None:
+        raise ConfigError("layer_types is sliding_attention, but use_sliding_window or sliding_window is not set")
+    return window
 
 
 def _rope(values: dict[str, Any]) -> tuple[float, str | None]:
-    """Of all the forms that there were: rope_parameters, or rope_scaling before it, beside rope_theta."""
-    named = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    said = values.get(named) or {}
-    if not isinstance(said, dict):
-        raise ConfigError(f"{named} is {_shown(said)}, and must be settings of rotary positions")
-    said = {"rope_theta": values.get("rope_theta", 10_000.0)} | said
-    if any(isinstance(value, dict) for value in said.values()):
-        raise ConfigError(f"rotary positions that differ between layers ({named}); ours are the same in all of them")
-    if said.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1:
-        raise ConfigError("a part of each head that does not rotate (partial_rotary_factor); ours rotates whole heads")
-    kind = said.get("rope_type", said.get("type", "default"))
+    """Return theta and the rope scaling, from rope_parameters or the older rope_theta and rope_scaling."""
+    section = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    rope = values.get(section) or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{section} is {shown(rope)}; it must be an object")
+    rope = {"rope_theta": values.get("rope_theta", 10_000.0)} | rope
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(f"{section}: rotary positions that differ between layers are not supported")
+    if rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1:
+        raise ConfigError("partial_rotary_factor: only full rotary embeddings are supported; it must be 1")
+    kind = rope.get("rope_type", rope.get("type", "default"))
 
     def number(name: str, default: float | None = None) -> float:
-        found = said.get(name, default)
-        if name not in said and default is None:
-            raise ConfigError(f"{named} of the kind {kind} has no {name}, without which it says nothing; add it")
-        if not isinstance(found, (int, float)) or isinstance(found, bool) or not math.isfinite(found):
-            raise ConfigError(f"{named}: {name} is {_shown(found)}, and must be a number")
-        return float(found)
+        value = rope.get(name, default)
+        if name not in rope and default is None:
+            raise ConfigError(f"{section} of type {kind} has no {name}; add it")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigError(f"{section}: {name} is {shown(value)}; it must be a number")
+        return float(value)
 
     theta = number("rope_theta")
     if kind == "default":
         return theta, None
-    if kind not in _ROPE or (said.get("mscale") and said.get("mscale_all_dim")):
-        what = _shown(kind) if kind not in _ROPE else "yarn with mscale"
-        raise ConfigError(f"rotary positions of the kind {what} ({named}); ours are default, {', '.join(_ROPE)}")
-    if kind == "linear":
-        return theta, str(RopeScaling(kind, number("factor")))
-    positions = values["max_position_embeddings"]
-    if values.get("original_max_position_embeddings") is not None:  # beside them, it goes before the one among them
-        said["original_max_position_embeddings"] = values["original_max_position_embeddings"]
-    original = number("original_max_position_embeddings", positions)
-    if kind == "llama3":
-        return theta, str(RopeScaling(kind, number("factor"), original, number("low_freq_factor"), number("high_freq_factor")))
-    if "factor" not in said:
-        raise ConfigError(
-            f"{named} of the kind yarn has no factor, without which transformers does not read it; add how many times "
-            f"further its positions reach, such as max_position_embeddings over the original = {positions / original:g}"
-        )
-    factor = positions / original if said["factor"] is None else number("factor")
-    bounds = {side: number(f"beta_{side}", turns) if said.get(f"beta_{side}") else turns for side, turns in _TURNS.items()}
-    amplitude = None if said.get("attention_factor") is None else number("attention_factor")
-    return theta, str(
-        RopeScaling(kind, factor, original, **bounds, amplitude=amplitude, whole=bool(said.get("truncate", True)))
-    )
+    is_known = isinstance(kind, str) and kind in _ROPE_KEYS
+    if not is_known or (rope.get("mscale") and rope.get("mscale_all_dim")):
+        unsupported = "yarn with mscale" if is_known else shown(kind)
+        raise ConfigError(f"{section} of type {unsupported} is not supported; use default, {', '.join(_ROPE_KEYS)}")
+    positions, original = values["max_position_embeddings"], "original_max_position_embeddings"
+    if values.get(original) is not None:  # takes precedence over the one in the section, as in transformers
+        rope[original] = values[original]
+    omitted: set[str] = set()
+    if kind == "yarn":
+        if "factor" not in rope:
+            raise ConfigError(
+                f"{section} of type yarn has no factor, which transformers requires; add it, for instance "
+                f"max_position_embeddings / original = {positions / number(original, positions):g}"
+            )
+        if rope["factor"] is None:
+            rope["factor"] = positions / number(original, positions)
+        rope["truncate"] = float(bool(rope.get("truncate", True)))
+        omitted = {name for name in ("beta_fast", "beta_slow") if not rope.get(name)}
+        omitted |= {"attention_factor"} if rope.get("attention_factor") is None else set()
+    fields = {
+        field: number(key, positions if field == "original" else None)
+        for field, key in _ROPE_KEYS[kind].items()
+        if key not in omitted
+    }
+    return theta, str(RopeScaling(kind, **fields))
 
 
 def _rope_values(cfg: ModelConfig) -> dict[str, Any]:
-    whole = lambda x: int(x) if float(x).is_integer() else x
     if cfg.rope_scaling is None:
         return {"rope_type": "default"}
-    found = RopeScaling.parse(cfg.rope_scaling)
-    said: dict[str, Any] = {"rope_type": found.kind, "factor": found.factor}
-    if found.kind != "linear":
-        said["original_max_position_embeddings"] = whole(found.original)
-    if found.kind == "llama3":
-        said |= {"low_freq_factor": found.low, "high_freq_factor": found.high}
-    if found.kind == "yarn":
-        said |= {"beta_fast": found.fast, "beta_slow": found.slow, "truncate": bool(found.whole)}
-        said |= {} if found.amplitude is None else {"attention_factor": found.amplitude}
-    return said
+    scaling = RopeScaling.parse(cfg.rope_scaling)
+    values = {key: getattr(scaling, field) for field, key in _ROPE_KEYS[scaling.kind].items()}
+    if (original := values.get("original_max_position_embeddings")) is not None and original.is_integer():
+        values["original_max_position_embeddings"] = int(original)
+    if "truncate" in values:
+        values["truncate"] = bool(values["truncate"])
+    return {"rope_type": scaling.kind} | {key: value for key, value in values.items() if value is not None}
 
 
-def written_config(cfg: ModelConfig, family: str, positions: int) -> dict[str, Any]:
-    """config.json of such a model, for the libraries of before and after rope_parameters.
-
-    Our own tables enter times sqrt(width), which theirs do not: a tied table then becomes two.
-    """
-    rope = _rope_values(cfg)
-    values: dict[str, Any] = {
-        "architectures": [_CLASSES[family]],
-        "model_type": family,
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.width,
-        "intermediate_size": cfg.ffn,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
-        "num_key_value_heads": cfg.kv_heads,
-        "head_dim": cfg.head_dim,
+def family_config(cfg: ModelConfig, family: str, positions: int) -> dict[str, Any]:
+    """Return the config.json of a Llama or Qwen model, for transformers before and after rope_parameters."""
+    rope, has_window = _rope_values(cfg), cfg.window is not None
+    values: dict[str, Any] = {"architectures": [_CLASSES[family]], "model_type": family}
+    values |= {key: getattr(cfg, field) for field, key in _KEYS.items()}
+    values |= {
+        "tie_word_embeddings": is_tied(cfg),
         "hidden_act": "silu",
         "max_position_embeddings": positions,
-        "rms_norm_eps": cfg.norm_eps,
-        "tie_word_embeddings": is_tied(cfg),
         "rope_theta": cfg.rope_theta,
         "rope_scaling": None if cfg.rope_scaling is None else rope,
         "rope_parameters": {"rope_theta": cfg.rope_theta, **rope},
         "attention_dropout": 0.0,
         "use_cache": True,
     }
-    if family == "llama":
-        values |= {"attention_bias": False, "mlp_bias": False}
-    if family == "qwen3":
+    if family != "qwen2":
         values |= {"attention_bias": False}
-    if family != "llama":
-        values |= {"use_sliding_window": cfg.window is not None, "sliding_window": cfg.window}
-        values |= {"max_window_layers": 0 if cfg.window is not None else cfg.layers}
-        kind = "full_attention" if cfg.window is None else "sliding_attention"
-        values |= {"layer_types": [kind] * cfg.layers}
-    return values
+    if family == "llama":
+        return values | {"mlp_bias": False}
+    kind = "sliding_attention" if has_window else "full_attention"
+    values |= {"use_sliding_window": has_window, "sliding_window": cfg.window, "layer_types": [kind] * cfg.layers}
+    return values | {"max_window_layers": 0 if has_window else cfg.layers}
 
 
-def is_tied(cfg: ModelConfig) -> bool:
-    """Whether one table can serve both ends in their terms."""
-    return cfg.tied_embeddings and cfg.embed_scale == "table"
+_NOT_EXPORTED = {"mixer": None, "ffn_kind": "swiglu", "pattern": None}  # keys that the exported code does not have
+
+
+def portable(cfg: ModelConfig) -> ModelConfig:
+    """Return the same model described by the keys that the exported code has; ConfigError if it cannot be."""
+    blocks = {(kind.mixer, kind.ffn, cfg.residual) for kind in cfg.group}
+    mixer, windows = "attention" if cfg.scales == 1 else "multiscale", cfg.windows
+    exported = {(mixer, "swiglu", residual) for residual in ("mhc", "mhc-layer", "plain")}
+    one_full = (*(cfg.window,) * (len(windows) - 1), None)
+    if unknown := sorted({name for block in blocks for name in block} - {name for block in exported for name in block}):
+        raise ConfigError(f"{', '.join(unknown)}: the exported model code has no such block, so this model cannot be exported")
+    if blocks - exported or (set(windows) != {cfg.window} and windows != one_full):
+        raise ConfigError(f"model.pattern {cfg.pattern}: the exported model code has no such pattern of layers")
+    full_every = len(windows) if windows == one_full and cfg.window is not None else 0
+    return dataclasses.replace(cfg, full_every=full_every, **_NOT_EXPORTED)  # type: ignore[arg-type]
+
+
+def nash_config(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
+    """Return the config.json of a Nash-MHC model, which needs `CODE` in the same folder.
+
+    `extra` holds other fields of `NashMhcConfig`: special tokens, sequence length, dtype.
+    """
+    values = {name: value for name, value in dataclasses.asdict(portable(cfg)).items() if name not in _NOT_EXPORTED}
+    text = values.pop("rope_scaling")  # transformers has another format for this key
+    if text is not None:
+        scaling = RopeScaling.parse(text)
+        multipliers = list(scaling.multipliers(cfg.rope_theta, cfg.head_dim))
+        values |= {"rope_multipliers": multipliers, "rope_amplitude": scaling.cos_and_sin, _SCALING: text}
+    return {"architectures": ["NashMhcForCausalLM"], "auto_map": _AUTO_MAP, "model_type": _NASH, **values, **extra}
+
+
+def has_only_our_code(folder: Path, values: dict[str, Any]) -> bool:
+    """Return whether a config.json names no code but the packaged file, of which the folder holds an exact copy."""
+    copy = folder / CODE.name
+    return values.get("auto_map") == _AUTO_MAP and copy.is_file() and copy.read_bytes() == CODE.read_bytes()
+
+
+def _read_nash(values: dict[str, Any]) -> Imported:
+    """Parse the config.json of an exported Nash-MHC model, as we or transformers wrote it. Its code is not run."""
+    positions = values.get("max_position_embeddings") or DataConfig().seq_len
+    fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope_scaling"]
+    # transformers saves this key under its own name.
+    renamed = {"tied_embeddings": values.get("tie_word_embeddings", True)}
+    cfg = ModelConfig(**renamed | {name: values[name] for name in fields if name in values}, rope_scaling=values.get(_SCALING))
+    _check_scaling(cfg, values.get("rope_multipliers"), values.get("rope_amplitude", 1.0))
+    if family_of(cfg) is not None or type(positions) is not int:
+        raise ConfigError(f"not a Nash-MHC model written by hub export (max_position_embeddings {shown(positions)})")
+    return Imported(_NASH, cfg, positions)
+
+
+def _check_scaling(cfg: ModelConfig, multipliers: Any, amplitude: Any) -> None:
+    """Check that the file's multipliers and amplitude, which the torch code uses, match its rope scaling."""
+    if cfg.rope_scaling is None:
+        if (multipliers, amplitude) != (None, 1.0):
+            raise ConfigError(f"rope_multipliers without {_SCALING}: written by an older version; export the run again")
+        return
+    scaling = RopeScaling.parse(cfg.rope_scaling)
+    expected = [scaling.cos_and_sin, *scaling.multipliers(cfg.rope_theta, cfg.head_dim)]
+    try:
+        matches = all(math.isclose(a, b) for a, b in zip([amplitude, *(multipliers or ())], expected, strict=True))
+    except (TypeError, ValueError):
+        matches = False
+    if not matches:
+        raise ConfigError(f"rope_multipliers or rope_amplitude do not match {_SCALING} {cfg.rope_scaling!r}")

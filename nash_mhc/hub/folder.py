@@ -1,59 +1,93 @@
-"""A folder as Hugging Face's libraries write it: config.json, safetensors in one file or several, tokenizer."""
+"""Read a Hugging Face model folder: config.json, safetensors in one file or several, tokenizer."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
 
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ConfigError
-from nash_mhc.hub.config_json import DEFAULTS, Imported, read_config
-from nash_mhc.hub.tensors import Reader, shapes
+from nash_mhc.config.schema import ConfigError, ModelConfig
+from nash_mhc.data.tokenizer import FILES
+from nash_mhc.hub.config_json import DEFAULTS, Imported, read_config, shown
+from nash_mhc.hub.tensors import EMBEDDING, OUTPUT, Reader, Tensor, shapes, tensors
+from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
+from nash_mhc.storage.json_files import read_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# What belongs to a model beside its weights, and goes with it wherever it goes.
-_BESIDE = (
-    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+GENERATION = "generation_config.json"
+# Small files that accompany the weights and are copied with the model.
+_COMPANIONS = (
+    CONFIG, GENERATION, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "*.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-TENSOR_DTYPES = "tensor_dtypes.json"  # in a folder of ours, beside these: the dtype that each tensor came in
+RUN_COPY = "hub"  # subfolder of a run directory with copies of these files
+_TENSOR_DTYPES = "tensor_dtypes.json"  # in that subfolder: the dtype that each tensor was imported from
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16),
 }  # fmt: skip
-_FILE = re.compile(r"[\w .+-]{1,240}\.safetensors", re.ASCII)  # a plain name, as long as file systems take
-_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # in files of years ago: computed, not learned
-_CHUNK = 1 << 24  # bytes of two tensors that are compared at a time
+_FILE = re.compile(r"[\w .+-]{1,240}\.safetensors", re.ASCII)  # no path
+_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # computed, but saved by old versions of transformers
+_CHUNK = 1 << 24  # bytes of two tensors compared at a time
+_REPORT_INTERVAL = 2.0  # seconds
+# Settings that do not change a weight's shape, so a run may change them when it starts from a model.
+_MAY_DIFFER = ("window", "full_every", "rope_theta", "rope_scaling", "norm_eps")
 
 
 def is_hub_folder(path: str | Path) -> bool:
-    """Of Hugging Face's kind, and no run of ours."""
+    """Return whether the folder is a Hugging Face model and not a run directory."""
     return (Path(path) / CONFIG).is_file() and not (Path(path) / "run.json").exists()
 
 
-def files_beside(folder: Path) -> list[str]:
-    """The files that belong to a model, weights excepted: their names in its folder."""
-    found = {path for pattern in _BESIDE for path in folder.glob(pattern) if path.is_file()}
+def companions(folder: Path) -> list[str]:
+    """Return the names of a model's files other than its weights."""
+    found = {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
+def companions_for_run(folder: Path) -> dict[str, bytes]:
+    """Return the files to copy into a run that starts from this folder: name -> content.
+
+    `folder` is a Hugging Face folder, or a run that started from one. Empty for other runs.
+    """
+    folder = folder if is_hub_folder(folder) else folder / RUN_COPY
+    if not is_hub_folder(folder):
+        return {}
+    found = {f"{RUN_COPY}/{name}": (folder / name).read_bytes() for name in companions(folder)}
+    if dtypes := tensor_dtypes(folder):
+        found[f"{RUN_COPY}/{_TENSOR_DTYPES}"] = (json.dumps(dtypes, indent=0) + "\n").encode()
+    return found
+
+
 def tensor_dtypes(folder: Path) -> dict[str, str]:
-    """The dtype that each tensor of a model came in, by name: from the weights' headers, or as was noted beside a copy
-    without weights. Empty: nobody knows. ConfigError."""
+    """Return the dtype each tensor was imported from, by name; empty if unknown."""
     if (folder / INDEX).is_file() or (folder / WEIGHTS).is_file():
         return {name: entry.dtype for name, entry in HubFolder(folder).entries().items()}
-    return _json(folder / TENSOR_DTYPES) if (folder / TENSOR_DTYPES).is_file() else {}
+    return read_json(folder / _TENSOR_DTYPES) if (folder / _TENSOR_DTYPES).is_file() else {}
+
+
+def hub_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings that a run takes from the folder it starts from: model and tokenizer."""
+    model = {f"model.{name}": value for name, value in vars(HubFolder(folder).imported.model).items()}
+    has_tokenizer = any((folder / name).is_file() for name in FILES)
+    return model | ({"data.tokenizer": str(folder)} if has_tokenizer else {})
 
 
 class Entry(NamedTuple):
-    """Of a tensor in a file."""
+    """Where a tensor is stored."""
 
     file: Path
     dtype: str
@@ -61,127 +95,104 @@ class Entry(NamedTuple):
     offset: int
 
     def reader(self) -> Reader:
-        """Reads parts of the tensor, straight from the file: not even a copy of a part comes into memory by this."""
+        """Return a function that reads slices of the tensor from a memory map, without a copy."""
         mapped = np.memmap(self.file, DTYPES[self.dtype], "r", self.offset, self.shape)
-        return lambda part: mapped[part]
+        return lambda index: mapped[index]
 
 
 class HubFolder:
-    """Opened, its configuration is understood; `check` compares what is in its files with that. ConfigError."""
+    """A Hugging Face folder. The constructor parses config.json, `check` compares the weight files with it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self.values = _json(self.path / CONFIG)
+        self.values = read_json(self.path / CONFIG)
         self.imported: Imported = read_config(self.values, str(self.path / CONFIG))
 
-    def stops(self) -> list[int]:
-        """Tokens that end a text, where the model names any."""
-        own = _json(self.path / "generation_config.json") if self._has("generation_config.json") else {}
-        said = DEFAULTS[self.imported.family] | self.values | own
-        found = said.get("eos_token_id")
-        ends = [] if found is None else found if isinstance(found, list) else [found]
+    def stop_tokens(self) -> list[int]:
+        """Return the end-of-text tokens that the files name."""
+        generation = read_json(self.path / GENERATION) if self._has(GENERATION) else {}
+        ends = (DEFAULTS[self.imported.family] | self.values | generation).get("eos_token_id")
+        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         if not all(type(end) is int for end in ends):
-            raise ConfigError(f"{self.path}: eos_token_id {_short(json.dumps(found))} is no token id and no list of them")
+            raise ConfigError(f"{self.path}: eos_token_id {shown(ends)} must be a token id or a list of token ids")
         return ends
 
     def _has(self, name: str) -> bool:
         return (self.path / name).is_file()
 
     def entries(self) -> dict[str, Entry]:
-        """Every tensor by name, from the files' headers alone."""
-        if self._has(INDEX):
-            found: dict[str, Entry] = {}
-            for file in self._indexed():
-                header = _header(file)
-                if twice := header.keys() & found.keys():
-                    name = min(twice)
-                    raise ConfigError(f"{file}: holds {_short(name)}, which {found[name].file.name} holds too; save it again")
-                found |= header
-            return found
-        if not self._has(WEIGHTS):
-            raise ConfigError(f"{self.path}: has neither {WEIGHTS} nor {INDEX}; save the model with safe_serialization")
-        return _header(self.path / WEIGHTS)
+        """Return every tensor by name, from the headers of the weight files."""
+        if not self._has(INDEX):
+            if not self._has(WEIGHTS):
+                raise ConfigError(f"{self.path}: has neither {WEIGHTS} nor {INDEX}; save the model with safe_serialization")
+            return _read_header(self.path / WEIGHTS)
+        found: dict[str, Entry] = {}
+        for file in self._indexed_files():
+            header = _read_header(file)
+            if duplicates := header.keys() & found.keys():
+                name = min(duplicates)
+                raise ConfigError(f"{file}: tensor {shown(name)} is also in {found[name].file.name}; save the model again")
+            found |= header
+        return found
 
-    def _indexed(self) -> list[Path]:
-        """The files that the index names, all of them in this folder; ConfigError."""
-        where, index = self.path / INDEX, _json(self.path / INDEX).get("weight_map")
+    def _indexed_files(self) -> list[Path]:
+        path = self.path / INDEX
+        index = read_json(path).get("weight_map")
         if not isinstance(index, dict) or not index:
-            raise ConfigError(f"{where}: weight_map must map tensors to files; copy the index again")
-        files: dict[str, Path] = {}
+            raise ConfigError(f"{path}: weight_map must map tensors to files; copy the index again")
         for tensor, name in index.items():
-            # A path would lead anywhere. Links are followed: the cache of Hugging Face's libraries consists of them.
+            # No paths: nothing outside the folder is read. Links are followed, since Hugging Face's cache uses them.
             if not isinstance(name, str) or not _FILE.fullmatch(name):
-                raise ConfigError(
-                    f"{where}: {_short(tensor)} is in {_short(str(name))}, which is not the name of a .safetensors file here"
-                )
-            if name not in files and not (self.path / name).is_file():
-                raise ConfigError(f"{where}: {name} is not there, which holds {_short(tensor)}; copy it as well")
-            files[name] = self.path / name
-        return [files[name] for name in sorted(files)]
+                raise ConfigError(f"{path}: {shown(tensor)} is in {shown(name)}, which must name a .safetensors file, no path")
+        names = sorted(set(index.values()))
+        if missing := [name for name in names if not self._has(name)]:
+            tensor = next(tensor for tensor, name in index.items() if name == missing[0])
+            raise ConfigError(f"{path}: {missing[0]}, which holds {shown(tensor)}, is missing; copy it as well")
+        return [self.path / name for name in names]
 
     def check(self) -> dict[str, Entry]:
-        """The entries, which are those that the configuration asks for; ConfigError names the first that is not."""
+        """Return the entries; ConfigError names the first tensor that does not match the configuration."""
         found, cfg = self.entries(), self.imported.model
-        if cfg.layers > len(found):  # asked first: a number without bounds would be a list without bounds
-            raise ConfigError(f"{self.path}: {CONFIG} asks for {cfg.layers} layers, and its files hold {len(found)} tensors")
-        wanted = shapes(cfg)
-        for name, shape in wanted.items():
+        if cfg.layers > len(found):  # before `shapes`, which would fill the memory for a huge number
+            raise ConfigError(f"{self.path}: {CONFIG} asks for {cfg.layers} layers, but its files hold {len(found)} tensors")
+        expected = shapes(cfg)
+        for name, shape in expected.items():
             if name not in found:
-                hint = did_you_mean(name, [_short(other) for other in found if other not in wanted])
-                raise ConfigError(f"{self.path}: the tensor {name} is missing{hint}")
-            if found[name].shape != shape:
-                raise ConfigError(
-                    f"{found[name].file}: {name} is {_short(str(list(found[name].shape)))}, and {CONFIG} asks for {list(shape)}"
-                )
-            if found[name].dtype not in DTYPES:
-                raise ConfigError(
-                    f"{found[name].file}: {name} is {found[name].dtype}; what can be read are {', '.join(DTYPES)}"
-                )
-        extra = [name for name in found if name not in wanted and not _BUFFER.fullmatch(name)]
-        if extra == ["lm_head.weight"] and self.imported.model.tied_embeddings:
+                others = [other for other in found if other not in expected and other.isprintable() and len(other) < 120]
+                raise ConfigError(f"{self.path}: the tensor {name} is missing{did_you_mean(name, others)}")
+            entry = found[name]
+            if entry.shape != shape:
+                raise ConfigError(f"{entry.file}: {name} has shape {shown(entry.shape)}, but {CONFIG} asks for {list(shape)}")
+            if entry.dtype not in DTYPES:
+                raise ConfigError(f"{entry.file}: {name} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
+        extra = [name for name in found if name not in expected and not _BUFFER.fullmatch(name)]
+        if extra == [OUTPUT] and cfg.tied_embeddings:
             self._check_tied(found)
         elif extra:
-            raise ConfigError(f"{found[extra[0]].file}: holds {_short(extra[0])}, for which {CONFIG} has no place")
+            raise ConfigError(f"{found[extra[0]].file}: {CONFIG} describes a model without the tensor {shown(extra[0])}")
         return found
 
     def _check_tied(self, found: Mapping[str, Entry]) -> None:
-        """Some write the table twice. As long as both are the same, that is no harm."""
-        one, other = "model.embed_tokens.weight", "lm_head.weight"
-        rows = max(1, _CHUNK // (2 * found[one].shape[1]))
-        for at in range(0, found[one].shape[0], rows):
-            part = (slice(at, at + rows), slice(None))
-            if found[one].shape != found[other].shape or not np.array_equal(
-                found[one].reader()(part), found[other].reader()(part)
-            ):
-                raise ConfigError(f"{found[other].file}: holds {other} beside {one}, and {CONFIG} says that they are one")
+        """Accept a tied table that was saved twice if both copies are equal."""
+        one, other = found[EMBEDDING], found[OUTPUT]
+        rows = max(1, _CHUNK // (2 * one.shape[1]))
+        slices = [(slice(start, start + rows), slice(None)) for start in range(0, one.shape[0], rows)]
+        if one.shape != other.shape or not all(np.array_equal(one.reader()(at), other.reader()(at)) for at in slices):
+            raise ConfigError(f"{other.file}: {OUTPUT} differs from {EMBEDDING}, but {CONFIG} ties them")
+
+    def check_fits(self, cfg: ModelConfig) -> None:
+        """Check that a run with this model configuration can load the weights."""
+        for name, value in vars(cfg).items():
+            expected = getattr(self.imported.model, name)
+            if name not in _MAY_DIFFER and value != expected:
+                raise ConfigError(f"model.{name} {value}: {self.path} has {expected}; omit it to use the value of config.json")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({reason(error)})") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error})") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: is nested too deeply for JSON of a model; copy it again") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds no settings")
-    return values
-
-
-def _short(text: str) -> str:
-    """For one line: names in files may be of any length and hold any character."""
-    shown = text if text.isprintable() else ascii(text)
-    return shown if len(shown) <= 120 else f"{shown[:100]}... ({len(text):,} characters)"
-
-
-def _header(file: Path) -> dict[str, Entry]:
-    """The tensors of a file. Whether it is one, and whole, the library decides; ConfigError."""
+def _read_header(file: Path) -> dict[str, Entry]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):
+        with safe_open(file, framework="numpy"):  # validates the file
             pass
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -189,9 +200,68 @@ def _header(file: Path) -> dict[str, Entry]:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({reason(error)})") from None
     except (SafetensorError, ValueError) as error:
-        raise ConfigError(f"{file}: is damaged, or no safetensors file; copy it again ({_short(str(error))})") from None
+        raise ConfigError(f"{file}: is damaged, or not a safetensors file ({shown(str(error))}); copy it again") from None
     return {
         name: Entry(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
         if name != "__metadata__"
     }
+
+
+class _Programs(NamedTuple):
+    """Compiled functions for parameters of one shape and sharding."""
+
+    empty: Callable[[], Array]  # allocates a stack of layers
+    put: Callable[[Array, Array, int], Array]  # writes one layer into the stack
+    cast: Callable[[Array], Array]
+
+
+@functools.cache
+def _programs(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> _Programs:
+    put = lambda stack, layer, i: jax.lax.dynamic_update_index_in_dim(stack, layer.astype(dtype), i, 0)
+    return _Programs(
+        jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding),
+        jax.jit(put, donate_argnums=0, out_shardings=sharding),
+        jax.jit(lambda x: x.astype(dtype), donate_argnums=0, out_shardings=sharding),
+    )
+
+
+def read_weights(folder: HubFolder, like: Any, say: Callable[[str], None] = lambda text: None) -> Any:
+    """Load the weights as `like` (ShapeDtypeStructs with shardings) describes them, one layer of a tensor at a time.
+
+    Every process of a mesh calls this and reads what its own devices hold. The folder is checked first.
+    """
+    entries, layers, leaves = folder.check(), folder.imported.model.layers, named_leaves(like)
+    by_parameter = {tensor.parameter: tensor for tensor in tensors(folder.imported.model)}
+    total = sum(leaf.size for leaf in leaves.values())
+    loaded: dict[str, Array] = {}
+    done, reported = 0, time.monotonic()
+    for parameter, leaf in leaves.items():
+        tensor, programs = by_parameter[parameter], _programs(leaf.sharding, leaf.shape, leaf.dtype)
+        if "{i}" in tensor.name:
+            stack, sharding = programs.empty(), _layer_sharding(leaf.sharding)
+            for i in range(layers):
+                # No name for the layer, and no next one before this is in place: that bounds the host's memory.
+                entry = entries[tensor.name.format(i=i)]
+                stack = programs.put(stack, _read_tensor(entry, tensor, leaf.shape[1:], sharding), i)
+                jax.block_until_ready(stack)
+            loaded[parameter] = stack
+        else:
+            array = _read_tensor(entries[tensor.name], tensor, leaf.shape, leaf.sharding)
+            loaded[parameter] = array if array.dtype == leaf.dtype else jax.block_until_ready(programs.cast(array))
+        done += leaf.size
+        if time.monotonic() - reported > _REPORT_INTERVAL:
+            reported = time.monotonic()
+            say(f"reading {folder.path}: {done / 1e6:,.0f} of {total / 1e6:,.0f} million parameters ...")
+    return jax.tree.unflatten(jax.tree.structure(like), [loaded[name] for name in leaves])
+
+
+def _read_tensor(entry: Entry, tensor: Tensor, shape: tuple[int, ...], sharding: Sharding) -> Array:
+    read = entry.reader()
+    # Always a copy: the memory map must not become an array that a step donates.
+    return jax.make_array_from_callback(shape, sharding, lambda index: np.array(tensor.read(read, index, shape), order="C"))
+
+
+def _layer_sharding(sharding: Sharding) -> Sharding:
+    """Return the sharding of one layer of a stack."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding

@@ -1,7 +1,7 @@
-"""Which tensor of a Hugging Face folder is which parameter of ours, and how the one is cut out of the other.
+"""Map each tensor of a Hugging Face folder to one of our parameters, for reading and writing.
 
-Their matrices are [outputs, inputs], one tensor a layer; ours have the inputs first, heads apart, all layers in one
-array. A device that holds a part of a parameter reads no more than that part of the file.
+Their matrices are [outputs, inputs], one tensor per layer. Ours have the inputs first, separate head axes, and all
+layers stacked. A device that holds a slice of a parameter reads only that slice of the file.
 """
 
 from __future__ import annotations
@@ -10,145 +10,178 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.hub import nash_tensors
-from nash_mhc.hub.config_json import family_of, is_tied
+from nash_mhc.hub.config_json import family_of, is_tied, portable
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.parallel.params import named_leaves
 
 Slices = tuple[slice, ...]
-Reader = Callable[[Slices], np.ndarray]  # a part of a tensor, as it stands in the file
+Reader = Callable[[Slices], np.ndarray]  # reads a slice of a tensor from its file
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+# Which axes of a layer's parameter are the inputs of a torch matrix [outputs, inputs].
+_FIRST_IS_INPUT, _LAST_IS_OUTPUT, _FLAT, _UNCHANGED = "first is input", "last is output", "flat", "unchanged"
+_RESIDUAL = {
+    "phi_RDM": ("weight", _LAST_IS_OUTPUT),  # reads all streams of a token as one vector
+    "bias_M": ("bias", _UNCHANGED),
+    "alpha_3": ("gain", _UNCHANGED),
+}
+_NORM = {"scale_D": ("weight", _UNCHANGED)}
+# Module of a layer -> parameter -> (name in modeling_nash_mhc.py, axes).
+# `_PLAIN` has the modules' names in Llama and Qwen.
+_LAYER = {
+    "attention_residual": _RESIDUAL,
+    "attention_norm": _NORM,
+    "attention_conv": {"taps_JD": ("taps", _UNCHANGED)},
+    "attention": {
+        "q_DNH": ("q_proj.weight", _FIRST_IS_INPUT),
+        "k_DKH": ("k_proj.weight", _FIRST_IS_INPUT),
+        "v_DKH": ("v_proj.weight", _FIRST_IS_INPUT),
+        "out_NHD": ("o_proj.weight", _LAST_IS_OUTPUT),
+        "q_bias_NH": ("q_proj.bias", _FLAT),
+        "k_bias_KH": ("k_proj.bias", _FLAT),
+        "v_bias_KH": ("v_proj.bias", _FLAT),
+        "q_norm.scale_D": ("q_norm.weight", _UNCHANGED),
+        "k_norm.scale_D": ("k_norm.weight", _UNCHANGED),
+        "pool_k_CJKH": ("pool_k", _UNCHANGED),
+        "pool_v_CJKH": ("pool_v", _UNCHANGED),
+        "offset_CN": ("offset", _UNCHANGED),
+        "tau_N": ("tau", _UNCHANGED),
+    },
+    "ffn_residual": _RESIDUAL,
+    "ffn_norm": _NORM,
+    "ffn": {
+        "gate_DF": ("gate_proj.weight", _LAST_IS_OUTPUT),
+        "up_DF": ("up_proj.weight", _LAST_IS_OUTPUT),
+        "down_FD": ("down_proj.weight", _LAST_IS_OUTPUT),
+    },
+}
+_PLAIN = {
+    "attention_norm": "input_layernorm", "attention": "self_attn", "ffn_norm": "post_attention_layernorm", "ffn": "mlp",
+}  # fmt: skip
 
 
 class Tensor(NamedTuple):
-    """A tensor, and the parameter (of one layer) that it is."""
+    """A tensor of a folder, and the parameter (of one layer) that it holds."""
 
-    name: str  # with {i} in place of the layer's number
+    name: str  # with {i} for the layer
     parameter: str  # as in parameters.txt
-    inputs: tuple[int, ...]  # ours
+    inputs: tuple[int, ...]  # axes of our parameter
     outputs: tuple[int, ...]
-    is_table: bool = False  # a row a token: not turned round, and of ours the last rows may be padding
-    times: float = 1.0  # ours times this is theirs
-    is_apart: bool = False  # its axes are not made one, but stay as they are
+    is_table: bool = False  # one row per token, not transposed; ours may have padding rows at the end
+    multiplier: float = 1.0  # theirs / ours
+    is_unchanged: bool = False  # has our shape
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the file."""
-        if self.is_apart:
-            return self.outputs
-        sizes = (self.outputs, self.inputs) if self.inputs and not self.is_table else (self.inputs + self.outputs,)
-        return (*self.inputs, *self.outputs) if self.is_table else tuple(math.prod(group) for group in sizes)
+        """The shape in the file."""
+        if self.is_unchanged or self.is_table:
+            return (*self.inputs, *self.outputs)
+        groups = (self.outputs, self.inputs) if self.inputs else (self.outputs,)
+        return tuple(math.prod(group) for group in groups)
 
     def read(self, reader: Reader, index: Slices, shape: Sequence[int]) -> np.ndarray:
-        """The part `index` of our parameter, which has this shape."""
-        parts = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-        wanted = tuple(part.stop - part.start for part in parts)
+        """Return the slice `index` of our parameter of that shape."""
+        index = tuple(slice(*part.indices(size)) for part, size in zip(index, shape, strict=True))
+        sizes = tuple(part.stop - part.start for part in index)
         if self.is_table:
-            rows = min(parts[0].stop, self.shape[0])
-            found = reader((slice(min(parts[0].start, rows), rows), parts[1]))
-            return np.concatenate([found, np.zeros((wanted[0] - len(found), wanted[1]), found.dtype)])
-        if self.is_apart:
-            return reader(tuple(parts))
+            rows = min(index[0].stop, self.shape[0])
+            table = reader((slice(min(index[0].start, rows), rows), index[1]))
+            return np.concatenate([table, np.zeros((sizes[0] - len(table), sizes[1]), table.dtype)])
+        if self.is_unchanged:
+            return reader(index)
         count = len(self.inputs)
-        inputs, outputs = _flat(parts[:count], self.inputs), _flat(parts[count:], self.outputs)
-        if inputs is None or outputs is None:  # not in one piece: that part of a view of the whole
+        inputs, outputs = _flat(index[:count], self.inputs), _flat(index[count:], self.outputs)
+        if inputs is None or outputs is None:  # not contiguous: slice a view of the whole tensor
             whole = reader((slice(None), slice(None))).T
-            return whole.reshape(*self.inputs, *self.outputs)[tuple(parts)]
-        found = reader((outputs, inputs)).T if self.inputs else reader((outputs,))
-        return found.reshape(wanted)
+            return whole.reshape(*self.inputs, *self.outputs)[index]
+        return (reader((outputs, inputs)).T if self.inputs else reader((outputs,))).reshape(sizes)
 
     def write(self, ours: np.ndarray) -> np.ndarray:
-        """The whole tensor, from our whole parameter."""
-        theirs = ours * np.float32(self.times) if self.times != 1 else ours
-        if self.is_apart:
+        """Return the whole tensor, from our whole parameter."""
+        theirs = ours * np.float32(self.multiplier) if self.multiplier != 1 else ours
+        if self.is_unchanged:
             return theirs
         if self.is_table:
             return theirs[: self.shape[0]]
-        flat = theirs.reshape(*([math.prod(self.inputs)] if self.inputs else []), math.prod(self.outputs))
-        return flat.T if self.inputs else flat
+        return theirs.reshape(-1, math.prod(self.outputs)).T if self.inputs else theirs.reshape(-1)
 
 
-def _flat(parts: Sequence[slice], sizes: Sequence[int]) -> slice | None:
-    """The same part of these axes made one, where only the first of them is split; None: another is."""
+def _flat(index: Sequence[slice], sizes: Sequence[int]) -> slice | None:
+    """Return the same slice after these axes are flattened; None if any axis but the first is split."""
     inner = math.prod(sizes[1:])
-    if any(part != slice(0, size, 1) for part, size in zip(parts[1:], sizes[1:], strict=True)):
+    if any(part != slice(0, size, 1) for part, size in zip(index[1:], sizes[1:], strict=True)):
         return None
-    return slice(parts[0].start * inner, parts[0].stop * inner) if parts else slice(0, 1)
+    return slice(index[0].start * inner, index[0].stop * inner) if index else slice(0, 1)
 
 
 def tensors(cfg: ModelConfig) -> list[Tensor]:
     """Return the tensors of a folder with such a model, those of a layer once. ConfigError if it cannot be exported."""
-    cfg = nash_tensors.portable(cfg)
-    return of_nash(cfg) if family_of(cfg) is None else _of_plain(cfg)
+    cfg = portable(cfg)
+    return tensors_of(cfg, is_plain=family_of(cfg) is not None)
 
 
-def of_nash(cfg: ModelConfig) -> list[Tensor]:
-    """As `modeling_nash_mhc.py` names them, whatever the model."""
-    table = lambda name, parameter: Tensor(name, parameter, (cfg.vocab_size,), (cfg.width,), is_table=True)
-    found = [table("model.embed_tokens.weight", "embed_VD"), Tensor("model.norm.weight", "norm.scale_D", (), (cfg.width,))]
-    found += [] if cfg.tied_embeddings else [table("lm_head.weight", "output_VD")]
+def tensors_of(cfg: ModelConfig, *, is_plain: bool) -> list[Tensor]:
+    """Return the tensors under the names of Llama and Qwen (`is_plain`), or of `modeling_nash_mhc.py`."""
+    table, multiplier = ((cfg.vocab_size,), (cfg.width,), True), cfg.embed_multiplier if is_plain else 1.0
+    found = [Tensor(EMBEDDING, "embed_VD", *table, multiplier), Tensor("model.norm.weight", "norm.scale_D", (), (cfg.width,))]
+    if not cfg.tied_embeddings:
+        found.append(Tensor(OUTPUT, "output_VD", *table))
+    elif is_plain and not is_tied(cfg):
+        found.append(Tensor(OUTPUT, "embed_VD", *table))
     for parameter, leaf in named_leaves(abstract_model(cfg)).items():
-        shape = leaf.shape[1:]
-        if parameter.startswith("layers.") and (place := nash_tensors.place_of(parameter, len(shape))) is not None:
-            name, inputs, is_apart = place
-            found.append(Tensor(name, parameter, shape[:inputs], shape[inputs:], is_apart=is_apart))
+        # With several scales, the projections are in a module of their own.
+        module, _, rest = parameter.removeprefix("layers.").replace("attention.base.", "attention.").partition(".")
+        if parameter.startswith("layers.") and rest in _LAYER.get(module, {}):
+            (name, axes), shape = _LAYER[module][rest], leaf.shape[1:]
+            count = {_FIRST_IS_INPUT: 1, _LAST_IS_OUTPUT: len(shape) - 1}.get(axes, 0)
+            name = f"model.layers.{{i}}.{_PLAIN[module] if is_plain else module}.{name}"
+            found.append(Tensor(name, parameter, shape[:count], shape[count:], is_unchanged=axes == _UNCHANGED))
     return found
 
 
-def _of_plain(cfg: ModelConfig) -> list[Tensor]:
-    D, N, K, H, F, V = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.vocab_size
-    layer, attention = "model.layers.{i}.", "model.layers.{i}.self_attn."
-    ours = "layers.attention."
-    found = [
-        Tensor("model.embed_tokens.weight", "embed_VD", (V,), (D,), is_table=True, times=cfg.embed_multiplier),
-        Tensor(attention + "q_proj.weight", ours + "q_DNH", (D,), (N, H)),
-        Tensor(attention + "k_proj.weight", ours + "k_DKH", (D,), (K, H)),
-        Tensor(attention + "v_proj.weight", ours + "v_DKH", (D,), (K, H)),
-        Tensor(attention + "o_proj.weight", ours + "out_NHD", (N, H), (D,)),
-        Tensor(layer + "input_layernorm.weight", "layers.attention_norm.scale_D", (), (D,)),
-        Tensor(layer + "post_attention_layernorm.weight", "layers.ffn_norm.scale_D", (), (D,)),
-        Tensor(layer + "mlp.gate_proj.weight", "layers.ffn.gate_DF", (D,), (F,)),
-        Tensor(layer + "mlp.up_proj.weight", "layers.ffn.up_DF", (D,), (F,)),
-        Tensor(layer + "mlp.down_proj.weight", "layers.ffn.down_FD", (F,), (D,)),
-        Tensor("model.norm.weight", "norm.scale_D", (), (D,)),
-    ]
-    if cfg.qkv_bias:
-        found += [
-            Tensor(attention + "q_proj.bias", ours + "q_bias_NH", (), (N, H)),
-            Tensor(attention + "k_proj.bias", ours + "k_bias_KH", (), (K, H)),
-            Tensor(attention + "v_proj.bias", ours + "v_bias_KH", (), (K, H)),
-        ]
-    if cfg.qk_norm:
-        found += [
-            Tensor(attention + "q_norm.weight", ours + "q_norm.scale_D", (), (H,)),
-            Tensor(attention + "k_norm.weight", ours + "k_norm.scale_D", (), (H,)),
-        ]
-    if not is_tied(cfg):
-        source = "embed_VD" if cfg.tied_embeddings else "output_VD"  # our one table becomes two of theirs
-        found.append(Tensor("lm_head.weight", source, (V,), (D,), is_table=True))
-    return found
+def projections(cfg: ModelConfig) -> dict[str, str]:
+    """Return the matrices that can have an adapter: parameter -> name of the torch module, with {i} for the layer."""
+    found = {tensor.parameter: tensor.name.removesuffix(".weight") for tensor in tensors(cfg)}
+    return {parameter: module for parameter, module in found.items() if module.endswith("_proj")}
 
 
-def written(leaves: Mapping[str, Any], layers: int, known: Sequence[Tensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of the folder, made when it is asked for. `leaves`: by `named_leaves`' names."""
-    if strange := sorted(set(leaves) - {tensor.parameter for tensor in known}):
-        raise ConfigError(f"{', '.join(strange)} has no place in an exported model; merge adapters into their weights first")
-    of_layers = [tensor for tensor in known if "{i}" in tensor.name]
+def export_tensors(leaves: Mapping[str, Any], layers: int, known: Sequence[Tensor]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, array) of every tensor of the folder, one at a time. `leaves`: our parameters by name."""
+    if unknown := sorted(set(leaves) - {tensor.parameter for tensor in known}):
+        raise ConfigError(f"{', '.join(unknown)} cannot be exported; merge adapters into their weights first")
+    per_layer = [tensor for tensor in known if "{i}" in tensor.name]
     for tensor in known:
-        if "{i}" not in tensor.name:
+        if tensor not in per_layer:
             yield tensor.name, np.ascontiguousarray(tensor.write(np.asarray(leaves[tensor.parameter])))
     for i in range(layers):
-        for tensor in of_layers:
+        for tensor in per_layer:
             layer = np.asarray(leaves[tensor.parameter][i])
             yield tensor.name.format(i=i), np.ascontiguousarray(tensor.write(layer))
 
 
 def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of such a folder, by name."""
+    """Return the shape of every tensor of such a folder, by name."""
     return {
         tensor.name.format(i=i): tensor.shape
         for tensor in tensors(cfg)
         for i in (range(cfg.layers) if "{i}" in tensor.name else [0])
     }
+
+
+def cast(name: str, array: np.ndarray, dtype: Any, alternatives: str) -> np.ndarray:
+    """Return the array in `dtype`; ConfigError if a finite value would overflow. `alternatives`: dtypes to suggest."""
+    with np.errstate(over="ignore"):  # the error says more than numpy's warning
+        narrow = array.astype(dtype)
+    overflowed = np.isfinite(array) & ~np.isfinite(narrow)
+    if not overflowed.any():
+        return narrow
+    largest, limit = np.abs(array[overflowed].astype(np.float64)).max(), float(ml_dtypes.finfo(narrow.dtype).max)
+    raise ConfigError(
+        f"--dtype {narrow.dtype}: {name} has a value of {largest:.6g}, above the maximum of {limit:.6g}; "
+        f"use --dtype {alternatives}"
+    )

@@ -1,4 +1,4 @@
-"""A model of ours -> a folder that Hugging Face's libraries load: weights, configuration, tokenizer, model card."""
+"""Write a model as a Hugging Face folder (weights, configuration, tokenizer, model card) or as a run directory."""
 
 from __future__ import annotations
 
@@ -8,94 +8,94 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import ml_dtypes
 import numpy as np
 
 from nash_mhc import __version__
+from nash_mhc.checkpoint.run_folder import RUN
+from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.data.tokenizer import HuggingFaceTokenizer, prefix_of
-from nash_mhc.hub import byte_tokenizer, nash_tensors
-from nash_mhc.hub.config_json import family_of, is_tied, read_config, written_config
-from nash_mhc.hub.folder import CONFIG, INDEX, WEIGHTS, files_beside, tensor_dtypes
-from nash_mhc.hub.folder import DTYPES as HUB_DTYPES
-from nash_mhc.hub.load import Loaded
-from nash_mhc.hub.narrowed import narrowed
-from nash_mhc.hub.tensors import tensors, written
+from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, prefix_of, prepend_token, write_tokenizer_config
+from nash_mhc.hub.config_json import CODE, family_config, family_of, is_tied, nash_config, read_config
+from nash_mhc.hub.folder import CONFIG, GENERATION, INDEX, RUN_COPY, WEIGHTS, companions, companions_for_run, tensor_dtypes
+from nash_mhc.hub.folder import DTYPES as FILE_DTYPES
+from nash_mhc.hub.load import Loaded, load
+from nash_mhc.hub.tensors import EMBEDDING, OUTPUT, cast, export_tensors, tensors
+from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.weights import has_derived, materialized
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.folders import new_folder
+from nash_mhc.storage.folders import check_is_new, new_folder
 
-_TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # some write both for a tied model, too
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_END = "<|endoftext|>"
+Say = Callable[[str], None]
 
 
 def export(
-    loaded: Loaded, out: Path, *, dtype: str | None, shard_bytes: int, card: str, say: Callable[[str], None] = lambda text: None
+    loaded: Loaded, out: Path, *, dtype: str | None, shard_bytes: int, card: str, say: Say = lambda text: None
 ) -> list[Path]:
-    """The files of the new folder, which appears when it is whole, or not at all. ConfigError.
+    """Write a Hugging Face folder, all of it or nothing, and return its files.
 
-    `dtype`: of all tensors; None: each leaves in the one that it came in, and those of ours are float32.
+    Tensors are cast to `dtype`. None: each has the dtype it was imported from, else float32.
     """
-    if not isinstance(loaded.config.model, ModelConfig):
-        raise ConfigError(f"a model of the kind {loaded.config.model.architecture!r} cannot be exported")
-    came = tensor_dtypes(loaded.beside) if loaded.beside is not None else {}
-    rest = DTYPES[dtype or imported_dtype(loaded)]
-    own = {name: HUB_DTYPES[kind] for name, kind in came.items() if kind in HUB_DTYPES} if dtype is None else {}
+    cfg = loaded.config.model
+    if not isinstance(cfg, ModelConfig):
+        raise ConfigError(f"a model of the kind {cfg.architecture!r} cannot be exported")
+    imported = tensor_dtypes(loaded.beside) if loaded.beside is not None else {}
+    default = DTYPES[dtype or imported_dtype(loaded)]
+    own = {name: FILE_DTYPES[kind] for name, kind in imported.items() if kind in FILE_DTYPES} if dtype is None else {}
     with new_folder(out) as part:
-        found = named_tensors(loaded, twice=_OUTPUT in came)
-        _write_weights(found, part, lambda name: own.get(name, rest), shard_bytes, say)
-        _write_beside(loaded, part, dtype)
+        found = named_tensors(loaded, write_tied_twice=OUTPUT in imported)
+        cast_tensors = ((name, cast(name, x, own.get(name, default), "bfloat16 or float32")) for name, x in found)
+        _write_weights(cast_tensors, part, shard_bytes, say)
+        _write_companions(loaded, cfg, part, dtype)
         (part / "README.md").write_text(card, encoding="utf-8")
     return sorted(out.iterdir())
 
 
 def imported_dtype(loaded: Loaded) -> str:
-    """What config.json says of all tensors, for those of which nobody knows more; ours are float32."""
+    """Return the dtype that config.json gives for all tensors; float32 for our own models."""
     if loaded.beside is None:
         return "float32"
     values = json.loads((loaded.beside / CONFIG).read_text())
-    found = str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch.")
-    return found if found in DTYPES else "float32"
+    dtype = str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch.")
+    return dtype if dtype in DTYPES else "float32"
 
 
-def named_tensors(loaded: Loaded, *, twice: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under the name that it has there, float32, one at a time; of a tied model `twice` the one table."""
-    plain = jax.jit(materialized)(loaded.model) if has_derived(loaded.model) else loaded.model
-    cfg, leaves = loaded.config.model, named_leaves(plain)
+def named_tensors(loaded: Loaded, *, write_tied_twice: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, float32 array) of every tensor of the exported folder, one at a time."""
+    model = jax.jit(materialized)(loaded.model) if has_derived(loaded.model) else loaded.model
+    cfg = loaded.config.model
     assert isinstance(cfg, ModelConfig)
-    for name, array in written(leaves, cfg.layers, tensors(cfg)):
+    for name, array in export_tensors(named_leaves(model), cfg.layers, tensors(cfg)):
         yield name, array
-        if twice and is_tied(cfg) and name == _TABLE:
-            yield _OUTPUT, array
+        if write_tied_twice and is_tied(cfg) and name == EMBEDDING:
+            yield OUTPUT, array
 
 
-def _write_weights(
-    found: Iterator[tuple[str, np.ndarray]],
-    folder: Path,
-    dtype_of: Callable[[str], Any],
-    shard_bytes: int,
-    say: Callable[[str], None],
-) -> None:
-    """Files of at most so many bytes (a tensor is never cut), and an index where there are several."""
+def _write_weights(arrays: Iterator[tuple[str, np.ndarray]], folder: Path, shard_bytes: int, say: Say) -> None:
+    """Write files of at most `shard_bytes` (tensors are not split), and an index if there are several."""
     from safetensors.numpy import save_file
 
     shards: list[list[str]] = []
-    held: dict[str, np.ndarray] = {}
-    total = 0
+    pending: dict[str, np.ndarray] = {}
+    total = size = 0
 
     def write() -> None:
-        say(f"writing {sum(a.nbytes for a in held.values()) / 1e6:,.0f} MB ...")
-        save_file(held, folder / f"{len(shards)}.part", metadata={"format": "pt"})
-        (folder / f"{len(shards)}.part").chmod(0o644)  # the library lets nobody else read it
-        shards.append(list(held))
-        held.clear()
+        say(f"writing {size / 1e6:,.0f} MB ...")
+        save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        (folder / f"{len(shards)}.part").chmod(0o644)  # safetensors creates it readable by the owner only
+        shards.append(list(pending))
+        pending.clear()
 
-    for name, wide in found:
-        array = narrowed(name, wide, dtype_of(name), "bfloat16 or float32")
-        if held and sum(a.nbytes for a in held.values()) + array.nbytes > shard_bytes:
+    for name, array in arrays:
+        if pending and size + array.nbytes > shard_bytes:
             write()
-        held[name] = array
+            size = 0
+        pending[name] = array
+        size += array.nbytes
         total += array.nbytes
     write()
     if len(shards) == 1:
@@ -104,25 +104,22 @@ def _write_weights(
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for i, name in enumerate(names):
         (folder / f"{i}.part").rename(folder / name)
-    where = {tensor: names[i] for i, shard in enumerate(shards) for tensor in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    weight_map = {tensor: names[i] for i, shard in enumerate(shards) for tensor in shard}
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _write_beside(loaded: Loaded, folder: Path, dtype: str | None) -> None:
-    """Configuration and tokenizer: those that the model came with, where it is still that model; byte for byte, unless
-    all tensors were given another `dtype`."""
-    cfg, tokenizer = loaded.config.model, loaded.tokenizer
-    assert isinstance(cfg, ModelConfig)
-    positions, family = loaded.config.data.seq_len, family_of(cfg)
+def _write_companions(loaded: Loaded, cfg: ModelConfig, folder: Path, dtype: str | None) -> None:
+    """Write configuration and tokenizer. Files of an imported model are copied if they still describe this model."""
+    tokenizer, positions, family = loaded.tokenizer, loaded.config.data.seq_len, family_of(cfg)
+    ends = {"bos_token_id": prefix_of(tokenizer), "eos_token_id": tokenizer.end}
     if family is None:
-        shutil.copy(nash_tensors.CODE, folder)
+        shutil.copy(CODE, folder)
     if loaded.beside is not None:
-        for name in files_beside(loaded.beside):
+        for name in companions(loaded.beside):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(loaded.beside / name, folder / name)
         if tokenizer.begin is not None and isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.adds_begin:
-            tokenizer.save_backend(folder, begins=True)  # it was trained on documents that begin with the end token
+            tokenizer.save_backend(folder, begins=True)  # trained on documents that begin with the end token
         original = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if read_config(original, CONFIG).model == cfg:
             key = "torch_dtype" if "torch_dtype" in original and "dtype" not in original else "dtype"
@@ -133,35 +130,51 @@ def _write_beside(loaded: Loaded, folder: Path, dtype: str | None) -> None:
         if isinstance(tokenizer, HuggingFaceTokenizer):
             tokenizer.save(folder, begins=tokenizer.begin is not None)
         else:
-            byte_tokenizer.write(folder)
-        _write_json(folder / "generation_config.json", {"bos_token_id": prefix_of(tokenizer), "eos_token_id": tokenizer.end})
-    if family is None:
-        values = nash_tensors.config_json(cfg, max_position_embeddings=positions)
-    else:
-        values = written_config(cfg, family, positions)
-    said = dtype or imported_dtype(loaded)
-    ends = {"bos_token_id": prefix_of(tokenizer), "eos_token_id": tokenizer.end, "pad_token_id": None}
-    _write_json(folder / CONFIG, values | ends | {"dtype": said, "torch_dtype": said})
+            write_byte_tokenizer(folder)
+        _write_json(folder / GENERATION, ends)
+    values = family_config(cfg, family, positions) if family else nash_config(cfg, max_position_embeddings=positions)
+    dtype = dtype or imported_dtype(loaded)
+    _write_json(folder / CONFIG, values | ends | {"pad_token_id": None, "dtype": dtype, "torch_dtype": dtype})
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json of the byte tokenizer: the id of a byte's token is its value."""
+    # The byte-level format spells each byte as a letter: itself if it is printable, else the next free code point.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"id": ByteTokenizer.end, "content": _END, "single_word": False, "lstrip": False, "rstrip": False}
+    values: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [end | {"normalized": False, "special": True}], "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": prepend_token(_END, ByteTokenizer.end), "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": {letter: byte for byte, letter in sorted(letters.items())}, "merges": []},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_tokenizer_config(folder, _END)
+
+
 def model_card(loaded: Loaded, origin: str, figures: dict[str, Any]) -> str:
-    """What someone who is handed the folder wants to know first."""
+    """Return the README.md of an exported model."""
     cfg = loaded.config
     assert isinstance(cfg.model, ModelConfig)
     family = family_of(cfg.model)
     flag = "" if family else ", trust_remote_code=True"
-    what = f"a {family} model" if family else "a Nash-MHC model, with its code in `modeling_nash_mhc.py`"
+    kind = f"a {family} model" if family else "a Nash-MHC model, with its code in `modeling_nash_mhc.py`"
     rows = "".join(f"| {name} | {value} |\n" for name, value in figures.items())
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 ---
 # {origin}
-Exported by nash_mhc {__version__} from `{origin}`: {what}.
+Exported by nash_mhc {__version__} from `{origin}`: {kind}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -175,3 +188,40 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 | what | value |
 |---|---|
 {rows}"""
+
+
+class _Weights(eqx.Module):
+    """A training state with nothing but the model."""
+
+    model: Any
+
+
+def import_folder(folder: Path, out: Path, say: Say = lambda text: None) -> Loaded:
+    """Convert a Hugging Face folder to a run directory, all of it or nothing."""
+    check_is_new(out)
+    loaded = load(folder, say=say)
+    with new_folder(out) as part:
+        config = loaded.config.to_dict()
+        config["data"]["tokenizer"] = str(out / RUN_COPY)
+        say(f"writing {out} ...")
+        parameters = count_parameters(loaded.config.model)
+        write_run(part, loaded.model, config, copy_from=folder, imported=folder.name, parameters=parameters)
+    return loaded
+
+
+def write_run(
+    folder: Path, model: Any, config: dict[str, Any], *, copy_from: Path | None = None, base: Any = None, **metadata: Any
+) -> None:
+    """Write a run directory that holds a configuration and one checkpoint with nothing but weights.
+
+    `copy_from`: model whose tokenizer and other files are copied. `base`: the record of the weights that adapters
+    belong to. `metadata`: other keys of run.json.
+    """
+    for name, content in companions_for_run(copy_from).items() if copy_from is not None else ():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    values = {"step": 0, "config": config, "data": {"rows": "none"}} | ({} if base is None else {"base": base})
+    with Store(folder) as store:
+        store.save(0, _Weights(model), values)
+    run = {"config": config, "rows": "none", "init_from": base, "versions": {"nash_mhc": __version__}} | metadata
+    (folder / RUN).write_text(json.dumps(run, indent=2) + "\n")

@@ -19,8 +19,7 @@ from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weight
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.sources import source_of
 from nash_mhc.data.tokenizer import is_of_model, load_tokenizer
-from nash_mhc.hub.folder import is_hub_folder
-from nash_mhc.hub.importing import settings_of
+from nash_mhc.hub.folder import hub_settings, is_hub_folder
 from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import is_remote
 from nash_mhc.storage.folders import check_model_folder
@@ -90,7 +89,7 @@ def _of_prepared(dataset: str) -> Settings:
 def _of_model(flag: str, folder: str, model_kind: str, *, with_data: bool) -> Settings:
     """Return the model and tokenizer of a run or Hugging Face model to start from; `with_data`, also a run's data."""
     if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
-        return {path: (value, f"{flag} {folder}") for path, value in settings_of(Path(folder)).items()}
+        return {path: (value, f"{flag} {folder}") for path, value in hub_settings(Path(folder)).items()}
     with as_config_error(f"{flag} {folder}"):
         described = RunFolder(folder).description()
     if flag == "--init-from" and described is None:

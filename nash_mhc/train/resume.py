@@ -30,7 +30,6 @@ from nash_mhc.config.schema import (
 from nash_mhc.data.sources import RowSource
 from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
-from nash_mhc.hub.importing import check_fits
 from nash_mhc.model.architectures import abstract_model, architecture_of, check_drawn
 from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.model.protocol import Execution, WarmStart
@@ -183,7 +182,7 @@ def _check_weights(model: ArchitectureConfig, name: str, step: int | None) -> No
         raise ConfigError(f"--init-from {name}: a Hugging Face model cannot become a {model.architecture}")
     weights = HubFolder(name)
     weights.check()
-    check_fits(weights, model)
+    weights.check_fits(model)
 
 
 def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:

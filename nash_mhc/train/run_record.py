@@ -18,7 +18,7 @@ from nash_mhc import __version__
 from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN, flatten_config
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
 from nash_mhc.estimate.roofline import flops_per_token
-from nash_mhc.hub.importing import contents_beside
+from nash_mhc.hub.folder import companions_for_run
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
@@ -71,7 +71,7 @@ def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, A
     texts: dict[str, str | bytes] = {RUN: run, PARAMETERS: _parameter_table(start.state.model)}
     # The tokenizer and other small files of the Hugging Face model that the run began with, for a later export.
     began = (start.init_from or {}).get("folder")
-    beside = contents_beside(Path(began)) if began is not None and not is_remote(began) else {}
+    beside = companions_for_run(Path(began)) if began is not None and not is_remote(began) else {}
     return Record({**texts, **beside}, changed, wandb)
 
 

@@ -19,10 +19,10 @@ from runs import at, rows
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.evaluate import __main__ as command
-from nash_mhc.evaluate import harness
 from nash_mhc.evaluate.held_out import stories, text_file
-from nash_mhc.evaluate.progress import Progress
+from nash_mhc.evaluate.output import Progress
 from nash_mhc.evaluate.scoring import Request, Scorer, windows
+from nash_mhc.evaluate.tasks import _by_name, load_tasks, run_task
 from nash_mhc.hub.load import load
 from nash_mhc.hub.writing import export
 from nash_mhc.objectives.vocabulary import sharded_log_probs
@@ -73,7 +73,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tasks(made):
-    return lambda: harness.load_tasks([str(made.tasks)])[0]
+    return lambda: load_tasks([str(made.tasks)])[0]
 
 
 def scorer_of(folder, batch_size=8, mesh=None, **changes):
@@ -120,12 +120,12 @@ def figures(found):
 @pytest.fixture(scope="session")
 def ours_alone(made, tasks):
     """On one device, eight at a time."""
-    return harness.run_task(tasks(), ours(made.run), with_samples=True)
+    return run_task(tasks(), ours(made.run), with_samples=True)
 
 
 def test_our_backend_gives_what_lm_evals_own_gives(ours_alone, tasks, theirs):
-    theirs.task = theirs.is_at_work = None
-    expected = harness.run_task(tasks(), theirs, with_samples=True)
+    theirs.task = theirs.is_running = None
+    expected = run_task(tasks(), theirs, with_samples=True)
     got, wanted = answers(ours_alone), answers(expected)
     assert set(got) == {"our_choice", "our_writing"}
     assert got["our_writing"] == wanted["our_writing"]
@@ -139,7 +139,7 @@ def test_our_backend_gives_what_lm_evals_own_gives(ours_alone, tasks, theirs):
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"mesh": MeshConfig(data=2, fsdp=2, tp=2)}], ids=["alone", "eight"])
 def test_neither_company_nor_devices_change_an_answer(options, made, tasks, ours_alone):
-    got, wanted = answers(harness.run_task(tasks(), ours(made.run, **options), with_samples=True)), answers(ours_alone)
+    got, wanted = answers(run_task(tasks(), ours(made.run, **options), with_samples=True)), answers(ours_alone)
     assert got["our_writing"] == wanted["our_writing"]
     for (a, greedy), (b, also) in zip(got["our_choice"], wanted["our_choice"], strict=True):
         assert (a, greedy) == (pytest.approx(b, abs=1e-4), also)
@@ -281,10 +281,10 @@ def test_a_task_of_a_group_is_asked_once(made, tmp_path):
     (tmp_path / "group.yaml").write_text(yaml.dump({"group": "ours", "task": ["our_choice", "our_writing"]}))
     (tmp_path / "base.yaml").write_text("test_split: test\n")  # for others to include, and no task
     for name in (tmp_path, tmp_path / "group.yaml"):
-        (task,) = harness.load_tasks([str(name)])
+        (task,) = load_tasks([str(name)])
         assert [part.name for part in task.parts] == ["ours"]
         assert sorted(part.task_name for part in task.parts[0].get_all_tasks()) == ["our_choice", "our_writing"]
-    _, (file,) = harness._by_name("arc_easy", lambda text: None)
+    _, (file,) = _by_name("arc_easy", lambda text: None)
     assert file.endswith("arc_easy.yaml")  # found without reading all of them
 
 
@@ -308,7 +308,7 @@ def test_the_command_shows_a_table_and_writes_json(made, tmp_path, monkeypatch, 
     assert found["lm_eval"][str(made.tasks / "choice.yaml")]["n-samples"]["our_choice"]["effective"] == 2
     assert found["lm_eval"][str(made.tasks / "choice.yaml")]["n-shot"]["our_choice"] == 1
     assert found["tasks"]["bytes:text.txt"]["tokens"]["value"] == 64 + 33
-    assert "compiling for rows of 64 tokens" in said
+    assert "64 tokens" in said
     assert "it/s" not in said  # bars of lm-eval's own
     assert "git" not in said  # which it asks for its version
     # A model from elsewhere, the same one: by the same command, the same figures.
@@ -331,7 +331,7 @@ def test_too_little_memory_is_one_line_after_what_was_found(made, tmp_path, monk
         return score(self, requests, *rest)
 
     monkeypatch.setattr(Scorer, "score", scarce)
-    with pytest.raises(ConfigError, match="too little memory; try --batch-size 4, or more of them along --mesh-fsdp"):
+    with pytest.raises(ConfigError, match=r"memory; try --batch-size 4, or .* --mesh-fsdp"):
         call(monkeypatch, made.run, "--tasks", "bytes:a,bytes:b")
     assert "bytes:a  bits_per_byte" in capsys.readouterr().out
 
@@ -341,15 +341,15 @@ def test_too_little_memory_is_one_line_after_what_was_found(made, tmp_path, monk
     ("storys", "did you mean stories?"),
     ("nowhere/task.yaml", "no such file or folder"),
     ("bytes:nothing.txt", "cannot be read"),
-    ("bytes:broken.txt", "is no UTF-8 text"),
-    ("broken.yaml", "broken.yaml: is no task that lm-eval can read"),
+    ("bytes:broken.txt", "is not UTF-8 text"),
+    ("broken.yaml", "broken.yaml: not a readable lm-eval task"),
     ("nameless.yaml", "it has no `task:` with a name"),
     ("without_data.yaml", "cannot be loaded"),
     ("with_a_typo.yaml", "cannot be loaded .*q_estion"),
     ("sometimes_wrong.yaml", "lm-eval could not run it .*no element 2"),
     ("empty", "the folder has no .yaml file"),
-    ("both", "both/broken.yaml: is no task"),
-    ("", "which tasks?"),
+    ("both", "both/broken.yaml: not a readable lm-eval task"),
+    ("", "--tasks stories"),
 ])  # fmt: skip
 def test_a_wrong_name_is_one_line(tasks_, said, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

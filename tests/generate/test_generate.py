@@ -323,10 +323,10 @@ def test_each_unusable_folder_is_one_line(
     (tmp_path / "run.json").write_text('{"config": {"model": {"colour": 3}}}')
     assert error(*at).startswith("DIR/run.json: unknown key model.colour; there are ")
     shutil.copy(folder / "run.json", tmp_path)
-    assert error(*at).startswith("DIR holds no checkpoint; the run saves its first one at --checkpoint-interval")
+    assert error(*at).startswith("DIR has no checkpoint; the run saves one every --checkpoint-interval")
     assert not (tmp_path / "checkpoints").exists()
     (tmp_path / "checkpoints").mkdir()
-    assert error(*at).startswith("DIR/checkpoints holds no finished checkpoint")
+    assert error(*at).startswith("DIR/checkpoints has no complete checkpoint")
 
 
 def test_the_model_is_the_one_described(loaded: Loaded, folder: Path) -> None:

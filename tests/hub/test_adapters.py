@@ -228,7 +228,7 @@ def test_each_tensor_comes_back_in_its_own_dtype(base, theirs, tmp_path):
 
 
 WRONG = {
-    "rank": (lambda folder: change(folder, r=8), r"lora_A.weight is \[4, 32\], .*need \[8, 32\]"),
+    "rank": (lambda folder: change(folder, r=8), r"lora_A.weight has shape \[4, 32\], .*need \[8, 32\]"),
     "no file": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
     "cut": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"cut"), "cannot be read"),
     "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json"),
@@ -246,7 +246,7 @@ def test_what_cannot_be_taken_is_refused_and_leaves_nothing(base, theirs, tmp_pa
 
 
 def test_what_is_asked_of_the_wrong_folder_is_refused(base, theirs, tmp_path):
-    with pytest.raises(ConfigError, match="name the model that they belong to with --base"):
+    with pytest.raises(ConfigError, match="--base"):
         call("import", theirs, "--out", tmp_path / "ours")
     with pytest.raises(ConfigError, match="holds no adapters"):
         call("import", base, "--base", base, "--out", tmp_path / "ours")
@@ -260,5 +260,5 @@ def test_what_is_asked_of_the_wrong_folder_is_refused(base, theirs, tmp_path):
         call("export", tmp_path / "ours", "--out", tmp_path / "back", "--dtype", "bfloat16")
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
-    with pytest.raises(ConfigError, match="its files have another hash"):
+    with pytest.raises(ConfigError, match="sha256"):
         load(tmp_path / "ours")

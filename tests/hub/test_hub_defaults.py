@@ -9,7 +9,7 @@ import pytest
 
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.hub.config_json import DEFAULTS, MEANINGLESS, read_config
+from nash_mhc.hub.config_json import DEFAULTS, IGNORED, read_config
 
 CLASSES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 300}
@@ -26,9 +26,9 @@ def their_class(family):
 def test_every_field_of_their_classes_is_read_refused_or_meaningless(family):
     """A field that a new version of transformers adds fails this test: read it, refuse it by name, or list it."""
     theirs = {field.name: field.default for field in dataclasses.fields(their_class(family))}
-    assert set(theirs) - set(DEFAULTS[family]) - MEANINGLESS == set(), "new fields: what do they mean to a model?"
+    assert set(theirs) - set(DEFAULTS[family]) - IGNORED == set(), "new fields: what do they mean to a model?"
     assert set(DEFAULTS[family]) - set(theirs) == set(), "fields that are gone"
-    assert not set(DEFAULTS[family]) & MEANINGLESS
+    assert not set(DEFAULTS[family]) & IGNORED
     for name, default in DEFAULTS[family].items():
         assert theirs[name] == default and type(theirs[name]) is type(default), name
 
@@ -53,7 +53,7 @@ def test_every_field_that_is_read_has_an_effect(family):
             assert read_config(values | {name: OTHER[name]}, "") != before, name
         except ConfigError as error:
             assert name in str(error) or name in ("num_hidden_layers", "num_attention_heads")
-    for name in MEANINGLESS:
+    for name in IGNORED:
         assert read_config(values | {name: 7}, "") == before
 
 

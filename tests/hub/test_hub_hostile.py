@@ -13,10 +13,10 @@ from safetensors.numpy import load_file
 from nash_mhc.config import ConfigError
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub import byte_tokenizer
 from nash_mhc.hub.config_json import read_config
 from nash_mhc.hub.folder import HubFolder
 from nash_mhc.hub.tensors import shapes
+from nash_mhc.hub.writing import write_byte_tokenizer
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
@@ -31,7 +31,7 @@ def folder(tmp_path):
     made = tmp_path / "model"
     made.mkdir()
     (made / "config.json").write_text(json.dumps(CONFIG))
-    byte_tokenizer.write(made)
+    write_byte_tokenizer(made)
     held = {name: np.zeros(shape, np.float32) for name, shape in shapes(read_config(CONFIG, "").model).items()}
     hub_models.save_pieces(made, held)
     HubFolder(made).check()
@@ -122,7 +122,7 @@ def test_a_tensor_in_two_files_is_refused(folder, monkeypatch):
     piece = folder / hub_models.piece_of(folder, NORM)
     other = next(file for file in folder.glob("*.safetensors") if file != piece)
     hub_models.save_file(load_file(piece) | load_file(other), piece)
-    refused(folder, "holds too", monkeypatch=monkeypatch)
+    refused(folder, "is also in", monkeypatch=monkeypatch)
 
 
 def test_the_links_of_a_cache_are_followed(folder):

@@ -21,10 +21,9 @@ from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.rope_scaling import RopeScaling
 from nash_mhc.config.schema import MeshConfig, RunConfig
 from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub.config_json import family_of, read_config, written_config
-from nash_mhc.hub.folder import Entry, HubFolder
+from nash_mhc.hub.config_json import family_config, family_of, read_config
+from nash_mhc.hub.folder import Entry, HubFolder, read_weights
 from nash_mhc.hub.load import load
-from nash_mhc.hub.reading import read_weights
 from nash_mhc.hub.tensors import shapes
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.parallel.mesh import make_mesh
@@ -214,7 +213,7 @@ def test_check_runs_no_code_but_ours_without_being_asked(changed, tmp_path, monk
         values["auto_map"]["AutoModelForCausalLM"] = names[changed]
         (out / "more.py").write_text(f"from pathlib import Path\n{code}class Other: pass\n")
         (out / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="allow it with --trust-remote-code"):
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
         call("check", run, out, monkeypatch=monkeypatch)
     assert not (out / "was_run").exists()
 
@@ -252,12 +251,12 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 WRONG = {
     "missing": (lambda held, _: held.pop(DOWN), f"the tensor {DOWN} is missing"),
     "renamed": (lambda held, _: held.update({DOWN + "s": held.pop(DOWN)}), f"did you mean {DOWN}s?"),
-    "extra": (lambda held, torch: held.update(odd=torch.zeros(3)), "holds odd, for which config.json has no place"),
+    "extra": (lambda held, torch: held.update(odd=torch.zeros(3)), 'without the tensor "odd"'),
     "misshapen": (
         lambda held, torch: held.update({DOWN: torch.zeros(48, 32)}),
-        f"{DOWN} is [48, 32], and config.json asks for",
+        f"{DOWN} has shape [48, 32], but config.json asks for [32, 48]",
     ),
-    "of whole numbers": (lambda held, torch: held.update({DOWN: held[DOWN].to(torch.int8)}), f"{DOWN} is I8"),
+    "of whole numbers": (lambda held, torch: held.update({DOWN: held[DOWN].to(torch.int8)}), f"{DOWN} has dtype I8"),
 }
 
 
@@ -280,10 +279,10 @@ def test_a_damaged_folder_is_refused_by_name_and_leaves_nothing(name, folders, t
             if v == gone.name
         )
         gone.unlink()
-        said = f"{gone.name} is not there, which holds {lost}"
+        said = f'{gone.name}, which holds "{lost}", is missing'
     elif name == "no JSON":
         (folder / "config.json").write_text("{")
-        said = "config.json: is no JSON"
+        said = "config.json: cannot be read"
     else:
         header = int.from_bytes(weights.read_bytes()[:8], "little")
         entries = json.loads(weights.read_bytes()[8 : 8 + header])
@@ -344,7 +343,7 @@ def test_positions_are_understood_in_the_old_and_the_new_form(rope):
     kind = (rope.get("rope_scaling") or rope.get("rope_parameters") or {}).get("rope_type", "linear")
     expected = {"linear": "linear,factor=4", "yarn": "yarn,factor=4,original=64"}[kind]
     assert found.rope_scaling == (expected if len(rope) > 1 or "rope_parameters" in rope else None)
-    again = read_config(written_config(found, family_of(found), 128), "config.json").model
+    again = read_config(family_config(found, family_of(found), 128), "config.json").model
     assert again == found
     assert family_of(dataclasses.replace(found, scales=2)) is None
 
@@ -374,7 +373,7 @@ def test_a_run_starts_from_an_imported_model_in_a_folder_of_its_own(folders, tmp
     with pytest.raises(ConfigError, match=r"--out .*ours: already exists"):
         call("import", folders("qwen2, tied"), "--out", tmp_path / "ours", monkeypatch=monkeypatch)
     cfg = parsing.parse(["--init-from", str(folders("qwen2, tied")), "--model-width", "64"], found=infer_settings).config
-    with pytest.raises(ConfigError, match=r"model.width 64: .* has 32; leave it out"):
+    with pytest.raises(ConfigError, match=r"model.width 64: .* has 32"):
         check_resume(cfg, rows="stories")
 
 
@@ -434,13 +433,13 @@ def test_a_tokenizer_with_a_begin_token_begins_every_document_with_it(folders, t
 MEMORY = """
 import sys, threading
 import jax
-from nash_mhc.hub.load import _placed
+from nash_mhc.hub.load import on_devices
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.hub.folder import HubFolder
-from nash_mhc.hub.reading import read_weights
+from nash_mhc.hub.folder import read_weights
 from nash_mhc.config.schema import RunConfig, DataConfig
 folder = HubFolder(sys.argv[1])
-like = _placed(abstract_model(folder.imported.model), None)
+like = on_devices(abstract_model(folder.imported.model), None)
 read_weights(folder, like)  # what the compiler needs it has then
 folder = HubFolder(sys.argv[1])
 anonymous = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024

@@ -16,13 +16,12 @@ from safetensors.numpy import save_file
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import MeshConfig, ModelConfig, RunConfig
 from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub import byte_tokenizer, nash_tensors
-from nash_mhc.hub.config_json import read_config
-from nash_mhc.hub.folder import HubFolder
+from nash_mhc.hub.config_json import nash_config, read_config
+from nash_mhc.hub.folder import HubFolder, read_weights
 from nash_mhc.hub.load import load
-from nash_mhc.hub.reading import read_weights
 from nash_mhc.hub.tensors import shapes
 from nash_mhc.hub.tensors import tensors as tensors_of
+from nash_mhc.hub.writing import write_byte_tokenizer
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.inferred_settings import infer_settings
 from nash_mhc.train.resume import check_resume
@@ -38,7 +37,7 @@ NASH = ModelConfig(
 )  # fmt: skip
 CONFIGS = {
     "llama": SIZES | {"model_type": "llama"},
-    "nash_mhc": nash_tensors.config_json(NASH, max_position_embeddings=64, eos_token_id=256),
+    "nash_mhc": nash_config(NASH, max_position_embeddings=64, eos_token_id=256),
     "qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": SIZES | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
 }
@@ -74,7 +73,7 @@ def drawn_folder(folder, family, rng):
         save_pieces(folder, held)
     else:
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-    byte_tokenizer.write(folder)
+    write_byte_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 3], "top_k": int(rng.integers(9))}))
     for name in OPTIONAL:
         if rng.random() < 0.5:
@@ -185,13 +184,13 @@ def test_a_run_starts_from_our_own_export(exported):
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"rope_scaling_text": None}, "export the run once more"),
+    ({"rope_scaling_text": None}, "export the run again"),
     ({"rope_amplitude": 2.0}, "rope_amplitude"),
     ({"rope_multipliers": 3}, "rope_multipliers"),
     ({"width": "64"}, "model.width"),
     ({"residual": ["mhc"]}, "model.residual"),
     ({"streams": 3}, "config.json asks for"),
-    ({"scales": 1, "residual": "plain", "conv_taps": 0}, "no Nash-MHC model"),
+    ({"scales": 1, "residual": "plain", "conv_taps": 0}, "not a Nash-MHC model"),
 ])  # fmt: skip
 def test_a_changed_configuration_of_ours_is_refused(change, said, exported, tmp_path):
     for file in exported[1].iterdir():

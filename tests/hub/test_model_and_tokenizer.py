@@ -21,8 +21,8 @@ from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.generate.prompts import Prompt, asked
 from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub.importing import import_folder
 from nash_mhc.hub.load import load, tokenizer_of
+from nash_mhc.hub.writing import import_folder
 from nash_mhc.train.inferred_settings import infer_settings
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"

@@ -65,7 +65,7 @@ def test_every_command_says_how_to_get_a_model_and_makes_no_folder(here, monkeyp
 def test_a_teacher_without_a_checkpoint_gets_none(here, monkeypatch):
     (here / MODEL).mkdir(parents=True)
     (here / MODEL / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=f"--teacher {MODEL}: holds no checkpoint"):
+    with pytest.raises(ConfigError, match=f"--teacher {MODEL}: has no checkpoint"):
         call("distill cache", monkeypatch)
     assert [path.name for path in (here / MODEL).iterdir()] == ["run.json"]
 

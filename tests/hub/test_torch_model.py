@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 from sampled import long
 
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.hub.nash_tensors import config_json
-from nash_mhc.hub.tensors import of_nash, written
+from nash_mhc.hub.config_json import nash_config
+from nash_mhc.hub.tensors import export_tensors, tensors_of
 from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.params import named_leaves
@@ -72,12 +72,12 @@ def ours(name: str) -> LM:
 
 @functools.cache
 def exported(name: str) -> dict[str, np.ndarray]:
-    return dict(written(named_leaves(ours(name)), config(name).layers, of_nash(config(name))))
+    return dict(export_tensors(named_leaves(ours(name)), config(name).layers, tensors_of(config(name), is_plain=False)))
 
 
 def torch_model(name: str, change: dict[str, Any] | None = None, **fields: Any) -> Any:
     """With some tensors and fields of the configuration changed."""
-    settings = modeling_nash_mhc.NashMhcConfig(**config_json(config(name)) | fields)
+    settings = modeling_nash_mhc.NashMhcConfig(**nash_config(config(name)) | fields)
     model = modeling_nash_mhc.NashMhcForCausalLM(settings).eval()
     state = {key: torch.tensor(value) for key, value in (exported(name) | (change or {})).items()}
     missing = model.load_state_dict(state, strict=False)
@@ -172,7 +172,7 @@ def test_generation_reads_one_token_at_a_time_and_beams_take_their_caches_along(
 
 
 def test_few_queries_at_a_time_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_nash_mhc, "QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr(modeling_nash_mhc, "QUERY_CHUNK", 7)
     ids, mask = padded("whole", (T, 30), (0, 4))
     with torch.no_grad():
         logits = torch_model("whole")(ids, attention_mask=mask).logits
@@ -230,7 +230,7 @@ def test_hidden_states_and_tuples_come_when_they_are_asked_for() -> None:
     assert isinstance(by_config, tuple) and torch.equal(by_config[2][1], shown.hidden_states[1])
     alone = torch_model("whole")(ids[1:, 5:], output_hidden_states=True).hidden_states
     close(shown.hidden_states[1][1:, 5:], alone[1].detach())
-    with pytest.raises(ValueError, match="attention weights"):
+    with pytest.raises(ValueError, match="output_attentions"):
         model(ids, output_attentions=True)
 
 
@@ -255,14 +255,14 @@ def test_an_empty_cache_of_transformers_becomes_ours() -> None:
 
 def test_positions_that_the_model_would_not_heed_are_refused() -> None:
     ids = torch.tensor(tokens("dense"))
-    with pytest.raises(ValueError, match="positions by itself"):
+    with pytest.raises(ValueError, match="position_ids"):
         torch_model("dense")(ids, position_ids=ids)
 
 
 def test_a_leaf_without_a_place_is_named() -> None:
     named = named_leaves(ours("dense")) | {"layers.ffn.up_DF.down": np.zeros(3)}
-    with pytest.raises(ConfigError, match=r"layers\.ffn\.up_DF\.down has no place"):
-        next(written(named, 2, of_nash(config("dense"))))
+    with pytest.raises(ConfigError, match=r"layers\.ffn\.up_DF\.down cannot be exported"):
+        next(export_tensors(named, 2, tensors_of(config("dense"), is_plain=False)))
 
 
 def test_the_torch_file_needs_torch_and_transformers_only() -> None:
@@ -298,7 +298,7 @@ def test_a_folder_is_read_where_nothing_of_ours_is_installed(tmp_path: Path) -> 
     name, folder = "whole", tmp_path / "model"
     folder.mkdir()
     save_file(exported(name), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config_json(config(name), dtype="float32")))
+    (folder / "config.json").write_text(json.dumps(nash_config(config(name), dtype="float32")))
     shutil.copy(modeling_nash_mhc.__file__, folder)
     np.save(tmp_path / "tokens.npy", tokens(name))
     env = {n: v for n, v in os.environ.items() if not n.startswith(("HF_", "PYTHON"))}

@@ -175,7 +175,7 @@ def test_the_base_may_move_and_must_be_the_same(base, unbroken, tmp_path):
     info = json.loads((run / "run.json").read_text())
     info["init_from"]["folder"] = str(tmp_path / "gone")
     (run / "run.json").write_text(json.dumps(info))
-    with pytest.raises(ConfigError, match="the base of a run's adapters, is not there"):
+    with pytest.raises(ConfigError, match="the base of a run's adapters, is missing"):
         load(run)
     done = tuned(moved, total_steps=50, checkpoint_interval=25, eval_interval=25)
     assert_equal_states(at(run, done).state, unbroken.state)
@@ -184,7 +184,7 @@ def test_the_base_may_move_and_must_be_the_same(base, unbroken, tmp_path):
     other = drawn_run(tmp_path / "other", longer)
     values = other / "checkpoints" / "0" / "manifest.json"
     values.write_text(values.read_text().replace("\n", "\n "))
-    with pytest.raises(ConfigError, match="it has another hash"):
+    with pytest.raises(ConfigError, match="hash differs"):
         at(run, tuned(other, total_steps=51))
 
 

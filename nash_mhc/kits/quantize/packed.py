@@ -25,8 +25,8 @@ from nash_mhc.config.commands import OneLineParser, local_path, module_command, 
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
 from nash_mhc.hub.load import Loaded, ModelFormat, format_of, load, on_devices
-from nash_mhc.hub.narrowed import narrowed
 from nash_mhc.hub.stored import base_record, model_shape, read
+from nash_mhc.hub.tensors import cast
 from nash_mhc.kits.quantize import ops
 from nash_mhc.kits.quantize.settings import QuantizeConfig
 from nash_mhc.kits.quantize.weights import Exported, Quantized, is_quantized
@@ -78,7 +78,8 @@ def load_quantized(folder: str, step: int | None = None) -> Loaded:
     loaded = load(folder, step, say=say)
     if loaded.config.lora.rank and format_of(folder) is None:  # `load` reads the base as plain arrays
         record = base_record(RunFolder(folder), loaded.step)
-        shape = None if record.get("hub") else model_shape(RunFolder(record["folder"]).config())
+        cfg = None if record.get("hub") else RunFolder(record["folder"]).config()
+        shape = cfg and model_shape(cfg.model, cfg.of_kits)
         if has_derived(shape):
             base = read(record, shape, functools.partial(on_devices, mesh=None), say)
             return dataclasses.replace(loaded, model=on_base(adapters_of(loaded.model), base))
@@ -108,7 +109,7 @@ def write_packed(loaded: Loaded, out: Path, dtype: str = "float32") -> list[Size
             continue
         array = np.asarray(leaf)
         if array.ndim > 1 and dtype != "float32":
-            array = narrowed(name, array, dtype, "float32")
+            array = cast(name, array, dtype, "float32")
         is_adapter = name.rpartition(".")[2] in ("lora_a", "lora_b")
         add("adapters" if is_adapter else "others", array.size, {name: array})
     config = dataclasses.replace(loaded.config, train=dataclasses.replace(loaded.config.train, init_from=None))

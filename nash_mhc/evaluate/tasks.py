@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: found by name or file, loaded, and put to a model of ours, without its own noise."""
+"""What --tasks may name: built-in evaluations, and tasks of lm-evaluation-harness by name or file."""
 
 from __future__ import annotations
 
@@ -13,30 +13,47 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.fields import ConfigError, check_scheme
 from nash_mhc.runtime.compat.lm_eval import quietly
+from nash_mhc.storage.errors import reason
 
 if TYPE_CHECKING:
     from nash_mhc.evaluate.harness_model import HarnessModel
 
-_RESAMPLES = 1000  # for the errors of metrics that are no means; lm-eval's 100,000 take minutes
+STORIES, HELD_OUT, BYTES = "stories", "held_out", "bytes:"
+_RESAMPLES = 1000  # bootstrap samples for standard errors; lm-eval's default of 100,000 takes minutes
 _NAMED = re.compile(r"^(?:task|group|tag): *[\"']?([\w.+-]+)[\"']? *$", re.MULTILINE)
 
 
+def read_text(name: str) -> str:
+    """Read the file of `bytes:FILE`."""
+    check_scheme(BYTES, name.removeprefix(BYTES))
+    path = Path(name.removeprefix(BYTES)).expanduser()
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({reason(error)})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: is not UTF-8 text (byte {error.start:,})") from None
+    if not text:
+        raise ConfigError(f"{name}: the file is empty")
+    return text
+
+
 class Task(NamedTuple):
-    """What one name of --tasks stands for."""
+    """The lm-eval tasks behind one name of --tasks."""
 
-    name: str  # as it was given
-    manager: Any  # lm-eval's, which knows it
-    parts: list[Any]  # lm-eval's tasks and groups
+    name: str  # as given
+    manager: Any  # the lm-eval TaskManager that loaded them
+    parts: list[Any]  # lm-eval tasks and groups
 
 
-class Found(NamedTuple):
-    """Of one name of --tasks."""
+class Results(NamedTuple):
+    """The results of one name of --tasks."""
 
     figures: dict[str, dict[str, Any]]  # task -> `metric,filter` -> value
-    details: dict[str, Any]  # what else lm-eval tells, for --json
-    samples: dict[str, list[dict[str, Any]]]  # task -> every document with its answer, where they were asked for
+    details: dict[str, Any]  # versions, shots and sample counts, for --json
+    samples: dict[str, list[dict[str, Any]]]  # task -> documents and answers, if requested
 
 
 def check_installed() -> None:
@@ -49,7 +66,7 @@ def is_path(name: str) -> bool:
 
 
 def check_path(name: str) -> None:
-    """Before anything slow is imported. ConfigError."""
+    """Check a file or folder of tasks without importing lm-eval."""
     path = Path(name).expanduser()
     if not path.exists():
         raise ConfigError(f"--tasks {name}: no such file or folder")
@@ -58,7 +75,7 @@ def check_path(name: str) -> None:
 
 
 def load_tasks(names: list[str], say: Callable[[str], None] = lambda text: None) -> list[Task]:
-    """ConfigError for a name that there is not and a file that is broken."""
+    """Load tasks by name, file or folder; ConfigError for an unknown name or a broken file."""
     with quietly():
         return [_load(name, say) for name in names]
 
@@ -69,35 +86,35 @@ def _load(name: str, say: Callable[[str], None]) -> Task:
     path = Path(name).expanduser()
     say(f"loading {name} ...")
     if not is_path(name):
-        manager, wanted = _by_name(name, say)
+        manager, selected = _by_name(name, say)
     elif path.is_dir():
         for file in sorted(path.glob("**/*.yaml")):
-            _read_yaml(file)  # lm-eval passes over what it cannot read
+            _read_yaml(file)  # lm-eval skips files that it cannot read
         manager = TaskManager(include_path=str(path), include_defaults=False)
-        wanted = _outermost(manager)
-        if not wanted:
+        selected = _outermost(manager)
+        if not selected:
             raise ConfigError(f"--tasks {name}: none of its .yaml files has a `task:` with a name")
     else:
         values = _read_yaml(path)
         if not {"task", "group", "class"} & set(values):
-            raise ConfigError(f"--tasks {name}: is no task of lm-eval; it has no `task:` with a name")
-        # The tasks of a group are beside it; by its file, lm-eval does not know one.
-        beside, wanted = ([str(path.parent)], [str(values["group"])]) if "group" in values else ([], [str(path)])
-        manager = TaskManager(include_path=beside, include_defaults=False)
+            raise ConfigError(f"--tasks {name}: not an lm-eval task; it has no `task:` with a name")
+        # A group's tasks are in its folder, and lm-eval loads a group by name only.
+        include, selected = ([str(path.parent)], [str(values["group"])]) if "group" in values else ([], [str(path)])
+        manager = TaskManager(include_path=include, include_defaults=False)
     try:
-        loaded = manager.load(wanted)
-    except Exception as error:  # whatever a task's own code, its template or its data raise
-        raise ConfigError(f"--tasks {name}: cannot be loaded ({_in_a_line(error)})") from error
-    groups, below = loaded.get("groups", {}), loaded.get("group_map", {})
-    inner = {child for children in below.values() for child in children}
-    of_groups = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
-    parts = [group for known, group in groups.items() if known not in inner]
-    parts += [task for known, task in loaded["tasks"].items() if known not in of_groups]
+        loaded = manager.load(selected)
+    except Exception as error:  # from the task's code, template or data
+        raise ConfigError(f"--tasks {name}: cannot be loaded ({_in_one_line(error)})") from error
+    groups, children = loaded.get("groups", {}), loaded.get("group_map", {})
+    inner = {child for names in children.values() for child in names}
+    in_groups = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    parts = [group for key, group in groups.items() if key not in inner]
+    parts += [task for key, task in loaded["tasks"].items() if key not in in_groups]
     return Task(name, manager, parts)
 
 
 class _TaskLoader(yaml.SafeLoader):
-    """YAML as lm-eval writes it; the code that `!function` names stays a name."""
+    """YAML of lm-eval tasks; `!function` values stay names, so no code is loaded."""
 
 
 _TaskLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))  # type: ignore[arg-type]
@@ -111,9 +128,9 @@ def _read_yaml(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise ValueError("it includes itself")
         values = yaml.load(path.read_bytes(), _TaskLoader)
     except Exception as error:
-        raise ConfigError(f"{path}: is no task that lm-eval can read ({_in_a_line(error)})") from error
+        raise ConfigError(f"{path}: not a readable lm-eval task ({_in_one_line(error)})") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: is no task that lm-eval can read (it holds no keys)")
+        raise ConfigError(f"{path}: not a readable lm-eval task (it holds no keys)")
     includes = values.pop("include", [])
     merged: dict[str, Any] = {}
     for name in includes if isinstance(includes, list) else [includes]:
@@ -123,7 +140,7 @@ def _read_yaml(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _outermost(manager: Any) -> list[str]:
-    """Groups and tasks that are in no other group: each task is asked once."""
+    """Return the groups and tasks that are in no other group, so that each task runs once."""
     inner: set[str] = set()
     for group in manager.all_groups:
         for child in (manager.task_index[group].cfg or {}).get("task", []):
@@ -132,20 +149,21 @@ def _outermost(manager: Any) -> list[str]:
 
 
 def _by_name(name: str, say: Callable[[str], None]) -> tuple[Any, list[str]]:
-    """(a manager that knows it, what to ask it for). lm-eval reads 14,000 files to know all names; this finds the one
-    file of most tasks at once."""
+    """Return a task manager and what to load from it.
+
+    lm-eval parses 14,000 files to list its tasks; a text search finds the file of most tasks at once.
+    """
     from lm_eval.tasks import TaskManager
 
-    texts = _files()
-    at = [file for file, text in texts.items() if re.search(rf"^task: *[\"']?{re.escape(name)}[\"']? *$", text, re.MULTILINE)]
-    if len(at) == 1:
-        return TaskManager(include_path=[], include_defaults=False), [str(at[0])]
+    texts = _task_files()
+    pattern = re.compile(rf"^task: *[\"']?{re.escape(name)}[\"']? *$", re.MULTILINE)
+    matching = [file for file, text in texts.items() if pattern.search(text)]
+    if len(matching) == 1:
+        return TaskManager(include_path=[], include_defaults=False), [str(matching[0])]
     if not any(name in text for text in texts.values()):
-        known = {found for text in texts.values() for found in _NAMED.findall(text)}
-        raise ConfigError(
-            f"--tasks {name}: lm-eval has no task of this name, and here is no such file"
-            f"{did_you_mean(name, ['stories', *sorted(known)]) or '; its names are what `lm-eval ls tasks` lists'}"
-        )
+        known = {match for text in texts.values() for match in _NAMED.findall(text)}
+        hint = did_you_mean(name, [STORIES, HELD_OUT, *sorted(known)]) or "; `lm-eval ls tasks` lists the names"
+        raise ConfigError(f"--tasks {name}: lm-eval has no task of this name, and no such file exists{hint}")
     say("reading lm-eval's list of tasks ...")
     manager = _all_tasks()
     if name not in manager.all_tasks:
@@ -154,8 +172,7 @@ def _by_name(name: str, say: Callable[[str], None]) -> tuple[Any, list[str]]:
 
 
 @functools.cache
-def _files() -> dict[Path, str]:
-    """Every task file of lm-eval, as text."""
+def _task_files() -> dict[Path, str]:
     import lm_eval.tasks
 
     folder = Path(lm_eval.tasks.__file__).parent
@@ -171,27 +188,27 @@ def _all_tasks() -> Any:
 
 def run_task(
     task: Task, model: HarnessModel, *, limit: int | None = None, num_fewshot: int | None = None, with_samples: bool = False
-) -> Found:
-    """ConfigError for a task that cannot be put to a model: a template that fails, a metric that is not there."""
+) -> Results:
+    """Run a task; ConfigError for errors of the task, such as a template that fails or an unknown metric."""
     from lm_eval import simple_evaluate
 
-    model.task, model.is_at_work = Path(task.name).stem if is_path(task.name) else task.name, False
+    model.task, model.is_running = Path(task.name).stem if is_path(task.name) else task.name, False
     try:
         with quietly():
-            found: Any = simple_evaluate(
+            results: Any = simple_evaluate(
                 model=model, tasks=list(task.parts), limit=limit, num_fewshot=num_fewshot, log_samples=with_samples,
                 bootstrap_iters=_RESAMPLES, task_manager=task.manager,
             )  # fmt: skip
     except ConfigError as error:
         raise ConfigError(f"--tasks {task.name}: {error}") from None
     except Exception as error:
-        if model.is_at_work:
+        if model.is_running:  # not the task's fault
             raise
-        raise ConfigError(f"--tasks {task.name}: lm-eval could not run it ({_in_a_line(error)})") from error
-    details = {name: found.get(name) for name in ("versions", "n-shot", "n-samples", "higher_is_better")}
-    return Found({**found["results"], **(found.get("groups") or {})}, details, found.get("samples") or {})
+        raise ConfigError(f"--tasks {task.name}: lm-eval could not run it ({_in_one_line(error)})") from error
+    details = {name: results.get(name) for name in ("versions", "n-shot", "n-samples", "higher_is_better")}
+    return Results({**results["results"], **(results.get("groups") or {})}, details, results.get("samples") or {})
 
 
-def _in_a_line(error: BaseException) -> str:
+def _in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
