@@ -289,7 +289,7 @@ def test_a_data_source_of_numpy_arrays_is_registered_from_python(tmp_path, monke
 class Arrays:
     """Rows of a table of tokens, read again and again."""
 
-    endless, most_documents, room = True, 1, None
+    endless, most_documents, padded_length = True, 1, None
     name, identity, held_out = "counting", "counting-1", ""
 
     def __init__(self, table, seed):

@@ -24,7 +24,7 @@ class RecallRows:
     """Endless rows to learn from, or some thousand others to be asked."""
 
     most_documents: int | None = 1
-    room: int | None = None
+    padded_length: int | None = None
     name, held_out = "recall", ""
 
     def __init__(self, seq_len: int, vocab_size: int, *, seed: int, is_held_out: bool = False) -> None:

@@ -51,7 +51,7 @@ class RowSource(Protocol):
 
     endless: bool  # generates new rows forever: no epochs, no shuffling
     most_documents: int | None  # maximum per row, padding counted as one; None: unknown
-    room: int | None  # row length once all documents are moved to multiples of the alignment; None: they start there
+    padded_length: int | None  # row length once all documents are moved to multiples of `align`; None: they start there
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class RowsByTake:
     """Base of row sources that implement `take`; the defaults are those of endless text."""
 
     most_documents: int | None = None
-    room: int | None = None
+    padded_length: int | None = None
     held_out = ""
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:

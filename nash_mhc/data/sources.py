@@ -52,7 +52,7 @@ class Mixture(RowsByTake):
         self.held_out = "; ".join(f"{source.name}: {source.held_out}" for source in sources if source.held_out)
         most = [source.most_documents for source in sources]
         self.most_documents = None if None in most else max(n for n in most if n is not None)
-        self.room = max((source.room for source in sources if source.room is not None), default=None)
+        self.padded_length = max((s.padded_length for s in sources if s.padded_length is not None), default=None)
 
     @property
     def identity(self) -> str:

@@ -164,9 +164,9 @@ def objective_for(
 
 def padded_attention_length(alignment: int, source: RowSource | None) -> int | None:
     """Return the length that attention pads sequences to so that documents are aligned; None if they already are."""
-    if source is None or source.room is None:
+    if source is None or source.padded_length is None:
         return None
     # Whole blocks of attention, and whole strides of the coarsest scale.
     divides = _ATTENTION_BLOCK % alignment == 0 or alignment % _ATTENTION_BLOCK == 0
     unit = math.lcm(_ATTENTION_BLOCK, alignment) if divides else alignment
-    return -(-source.room // unit) * unit
+    return -(-source.padded_length // unit) * unit

@@ -116,7 +116,7 @@ def test_loss_and_gradients_of_such_rows_are_the_same_on_every_mesh(monkeypatch)
     batch = small.Rows(*(np.concatenate(a)[None] for a in zip(*rows, strict=True)))
     monkeypatch.setattr(programs, "_PLACES", STRIDE)
     source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
-    source.room = ROOM
+    source.padded_length = ROOM
     results = []
     for shape in ((1, 1, 1), (2, 2, 2)):
         run = small.mesh_config(cfg, *shape)
@@ -149,9 +149,9 @@ def test_short_chats_leave_little_of_a_row_empty(tmp_path, seq_len, kind):
     manifest = prepared(tmp_path / "out", tmp_path / "qa.jsonl", tokenizer, align=16, seq_len=seq_len)
     assert manifest.padding("train") < 0.05
     rows = PreparedRows(tmp_path / "out", "train")
-    assert seq_len < rows.room < 2 * seq_len
+    assert seq_len < rows.padded_length < 2 * seq_len
     taken = rows.take(np.arange(len(rows)))
-    _, segments = planned(jnp.asarray(taken.segments), 16, -(-rows.room // 16) * 16)
+    _, segments = planned(jnp.asarray(taken.segments), 16, -(-rows.padded_length // 16) * 16)
     blocks = np.asarray(segments).reshape(len(rows), -1, 16)
     assert (blocks == blocks[:, :, :1]).all()
 
@@ -168,7 +168,7 @@ def test_rows_of_attention_are_whole_blocks_whatever_the_strides(ratio, scales):
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, ratio=ratio, scales=scales, window=None))
     source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
     for needed in (1, 100, 129, 600):
-        source.room = needed
+        source.padded_length = needed
         room = padded_attention_length(cfg.model.alignment, source)
         assert room >= needed
         assert room % cfg.model.coarsest_stride == 0
@@ -179,6 +179,6 @@ def test_a_mixture_has_room_for_those_that_need_it(tmp_path):
     (tmp_path / "qa.jsonl").write_text("".join(json.dumps({"text": f"{i}, short"}) + "\n" for i in range(3000)))
     cfg = DataConfig(dataset=f"{tmp_path}/qa.jsonl:0.5,stories:0.5", seq_len=256, cache_dir=str(tmp_path / "cache"))
     source = open_source(cfg, BYTES, split="train", seed=0, align=16)
-    assert source.room == source._sources[0].room > 256
+    assert source.padded_length == source._sources[0].padded_length > 256
     objective = make_objective(small.config(), source)
-    assert objective.keywords["execution"].room == -(-source.room // 128) * 128
+    assert objective.keywords["execution"].room == -(-source.padded_length // 128) * 128

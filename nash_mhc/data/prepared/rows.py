@@ -91,7 +91,7 @@ class PreparedRows(RowsByTake):
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
         self.most_documents = splits[split].most_documents + 1  # padding counts as one
-        self.room = splits[split].room
+        self.padded_length = splits[split].room
         self.held_out = "; ".join(self.manifest.notes)
         self._vocab_size = self.form.vocab_size if vocab_size is None else vocab_size
         self._paths = [folder / f"{shard.name}.rows" for shard in self.shards]

@@ -149,7 +149,7 @@ class GridRows:
 
     examples = "puzzles"
     most_documents: int | None = 1
-    room: int | None = None
+    padded_length: int | None = None
 
     def __init__(self, kind: Kind, grids: Grids, *, name: str, seed: int, endless: bool, identity: str, held_out: str) -> None:
         self.kind, self.name, self.endless, self.identity, self.held_out = kind, name, endless, identity, held_out
