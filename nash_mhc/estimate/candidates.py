@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nash_mhc.config.schema import PrecisionConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import LoraConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import Speed, speed
 from nash_mhc.estimate.teachers import all_misfits, teachers_of
@@ -62,11 +62,9 @@ def precision_settings(precision: PrecisionConfig) -> dict[str, str]:
     return {f"precision.{name}": value for name, value in dataclasses.asdict(precision).items()}
 
 
-def smaller_precisions(cfg: RunConfig) -> list[RunConfig]:
-    """Return the same run with bfloat16 moments, and with bfloat16 weights too; none if it cannot have them."""
-    if cfg.optim.optimizer != "adamw" or cfg.lora.rank or cfg.precision != PrecisionConfig():
-        return []
-    return [dataclasses.replace(cfg, precision=precision) for precision in _SMALLER]
+def smaller_precisions(optim: OptimConfig, lora: LoraConfig, precision: PrecisionConfig) -> Sequence[PrecisionConfig]:
+    """Return the lower precisions that a run can have."""
+    return _SMALLER if optim.optimizer == "adamw" and not lora.rank and precision == PrecisionConfig() else ()
 
 
 def smaller_remats(train: TrainConfig) -> list[Remat]:
@@ -122,8 +120,8 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
     teachers_of(cfg)  # raises for a directory without a model, which `all_misfits` would take for a mesh that misfits
     found = _evaluated(cfg, machine, given)
     if also_smaller and not any(key.startswith("precision.") for key in given) and all(c.fits != "yes" for c in found):
-        for smaller in smaller_precisions(cfg):
-            found += _evaluated(smaller, machine, given)
+        for precision in smaller_precisions(cfg.optim, cfg.lora, cfg.precision):
+            found += _evaluated(dataclasses.replace(cfg, precision=precision), machine, given)
     order = {"yes": 0, "tight": 1, "no": 2}
     # Float32 layouts that fit, even tightly, come before bfloat16 ones.
     rank = lambda c: (c.fits == "no", not c.is_float32 and c.fits != "no", order[c.fits])

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc.config.parsing import as_flags
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from nash_mhc.estimate.candidates import (
     SAFE,
     candidates,
@@ -118,9 +118,10 @@ def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Re
     if set(mesh) != {"data", "fsdp", "tp"}:
         return []  # `layouts` knows no other axes
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
-    now = _settings(cfg, mesh)
+    now = _settings(mesh, cfg.data, cfg.train, cfg.precision)
     for other, its_mesh in _alternatives(cfg, mesh):
-        changed = {key: value for key, value in _settings(other, its_mesh).items() if now[key] != value}
+        its_settings = _settings(its_mesh, other.data, other.train, other.precision)
+        changed = {key: value for key, value in its_settings.items() if now[key] != value}
         size = estimate(other, its_mesh).total
         if changed and size <= SAFE * capacity:
             kinds = tuple(sorted({_KINDS.get(key, "mesh") for key in changed}))
@@ -136,7 +137,8 @@ def _alternatives(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[Run
     """Yield other layouts on as many devices; then, on the same mesh, lower precision and shorter sequences."""
     devices, remats = math.prod(mesh.values()), smaller_remats(cfg.train)
     yield from layouts(cfg, devices, remats=remats)
-    changed = smaller_precisions(cfg)
+    lower = smaller_precisions(cfg.optim, cfg.lora, cfg.precision)
+    changed = [dataclasses.replace(cfg, precision=precision) for precision in lower]
     length = cfg.data.seq_len // 2
     while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
         changed.append(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length)))
@@ -145,26 +147,29 @@ def _alternatives(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[Run
         yield from (layout for layout in layouts(other, devices, remats=remats) if layout[1] == dict(mesh))
 
 
-def _settings(cfg: RunConfig, mesh: Mapping[str, int]) -> dict[str, Any]:
+def _settings(mesh: Mapping[str, int], data: DataConfig, train: TrainConfig, precision: PrecisionConfig) -> dict[str, Any]:
     return {f"mesh.{axis}": size for axis, size in mesh.items()} | {
-        "data.batch_size": cfg.data.batch_size,
-        "data.seq_len": cfg.data.seq_len,
-        "train.grad_accum": cfg.train.grad_accum,
-        "train.remat": cfg.train.remat,
-        "train.remat_keep": cfg.train.remat_keep,
-        **precision_settings(cfg.precision),
+        "data.batch_size": data.batch_size,
+        "data.seq_len": data.seq_len,
+        "train.grad_accum": train.grad_accum,
+        "train.remat": train.remat,
+        "train.remat_keep": train.remat_keep,
+        **precision_settings(precision),
     }
 
 
 def out_of_memory_error(cfg: RunConfig, mesh: Mapping[str, int], capacity: float, cause: str, resume: str) -> ConfigError:
     """Return the error of a run that ran out of memory: its largest parts, and settings that need much less."""
-    memory = estimate(cfg, mesh)
-    # The estimate was too low, or known to exceed the capacity: the remedies must be well below both.
-    remedies = ", or ".join(map(str, smaller(cfg, mesh, _TRUSTED * min(memory.total, capacity))))
+    estimated, advice = "", "a smaller --batch-size with more --grad-accum, --remat full, or more devices along --mesh-fsdp"
+    if architecture_of(cfg.model).activations is not None:
+        memory = estimate(cfg, mesh)
+        estimated = f"; the estimate was {_size(memory.total)} per device ({largest(memory)})"
+        # The estimate was too low, or known to exceed the capacity: the remedies must be well below both.
+        remedies = smaller(cfg, mesh, _TRUSTED * min(memory.total, capacity))
+        advice = ", or ".join(map(str, remedies)) or "a smaller --model-size, or more devices along --mesh-fsdp"
     return ConfigError(
-        f"the devices ran out of memory ({cause}); the estimate was {_size(memory.total)} per device ({largest(memory)}); "
-        f"try {remedies or 'a smaller --model-size, or more devices along --mesh-fsdp'}; with those flags, resume from the "
-        f"last checkpoint: {resume}"
+        f"the devices ran out of memory ({cause}){estimated}; try {advice}; with those flags, resume from the last checkpoint: "
+        f"{resume}"
     )
 
 

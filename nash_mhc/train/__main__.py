@@ -19,7 +19,6 @@ from nash_mhc.config.commands import module_command, one_line_errors, resume_com
 from nash_mhc.config.parsing import Parsed, as_flags, parse, render, with_origins
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.estimate.preflight import device_capacity, fastest_here, out_of_memory_error
-from nash_mhc.model.architectures import architecture_of
 from nash_mhc.parallel.board import LostProcess
 from nash_mhc.runtime.compiled import is_compiling
 from nash_mhc.runtime.compiler_options import as_comments
@@ -67,14 +66,8 @@ def _unrecorded_flags(parsed: Parsed) -> list[str]:
 def out_of_memory(cfg: RunConfig, error: Exception, resume: str = "the same command") -> ConfigError:
     """Return an error with the largest consumers of memory and flags that need less; `resume` continues the run."""
     message = re.split(r" with allocator| \[|\n", str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": "))
-    cause = message[0].rstrip(".") or "out of memory"
     cfg, mesh = resolve(cfg)
-    if architecture_of(cfg.model).activations is not None:
-        return out_of_memory_error(cfg, mesh.shape, device_capacity(mesh), cause, resume)
-    return ConfigError(
-        f"the devices ran out of memory ({cause}); try a smaller --batch-size with more --grad-accum, --remat full, or more "
-        f"devices along --mesh-fsdp; with those flags, resume from the last checkpoint: {resume}"
-    )
+    return out_of_memory_error(cfg, mesh.shape, device_capacity(mesh), message[0].rstrip(".") or "out of memory", resume)
 
 
 def _own_flags(group: argparse._ArgumentGroup) -> None:
@@ -108,7 +101,14 @@ def _start(parsed: Parsed) -> int:
     if parsed.own.verify_resume:
         return verify_resume(cfg)
     if parsed.print_config:
-        _print_config(parsed, resolve(cfg)[0])
+        resolved, _ = resolve(cfg)
+        before, origins = parsed.config.to_dict(), dict(parsed.origins)
+        for section, values in resolved.to_dict().items():
+            if isinstance(values, dict):
+                changed = {f"{section}.{k}" for k, v in values.items() if before[section][k] != v}
+                origins |= {k: f"{origins[k]}, resolved here" for k in changed}
+        print(render(resolved, origins), end="")
+        print(as_comments(resolved.mesh.platform, deterministic=resolved.train.deterministic), end="")
         return 0
     folders: list[str] = []
     command = module_command("nash_mhc.train", *sys.argv[1:])
@@ -132,17 +132,6 @@ def _start(parsed: Parsed) -> int:
             _show_sample(result.sample)
         print(next_commands(result, flags + ["--patience", "0"] * bool(cfg.train.patience)))
     return 0
-
-
-def _print_config(parsed: Parsed, resolved: RunConfig) -> None:
-    """Print the resolved settings with their origins, and the compiler options."""
-    before, origins = parsed.config.to_dict(), dict(parsed.origins)
-    for section, values in resolved.to_dict().items():
-        if isinstance(values, dict):
-            changed = {f"{section}.{k}" for k, v in values.items() if before[section][k] != v}
-            origins |= {k: f"{origins[k]}, resolved here" for k in changed}
-    print(render(resolved, origins), end="")
-    print(as_comments(resolved.mesh.platform, deterministic=resolved.train.deterministic), end="")
 
 
 def command() -> int:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config.schema import RunConfig
+from nash_mhc.config.schema import RunConfig, TelemetryConfig, TrainConfig
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.profile import Profile
 from nash_mhc.storage.files import is_remote
@@ -94,7 +94,8 @@ class ProfileSteps(Callback):
 
 
 def profile_callback(
-    cfg: RunConfig,
+    telemetry: TelemetryConfig,
+    train: TrainConfig,
     run_folder: RunFolder,
     step: int,
     step_fn: CompiledStep,
@@ -105,13 +106,13 @@ def profile_callback(
 
     The traces of a run in an object store are written to the local directory `runs/profile`.
     """
-    if (steps := cfg.telemetry.profiled) is None or jax.process_index() > 0:
+    if (steps := telemetry.profiled) is None or jax.process_index() > 0:
         return []
-    first, last, total = *steps, cfg.train.total_steps
+    first, last, total = *steps, train.total_steps
     if not step < first <= total:
         say(f"--profile {first}:{last}: nothing to profile, because this start takes steps {step + 1} to {total}")
         return []
-    if (every := cfg.train.eval_interval) and (first - 1) // every != (last - 1) // every:
+    if (every := train.eval_interval) and (first - 1) // every != (last - 1) // every:
         say(f"--profile {first}:{last}: the profile will include an evaluation")
     folder = run_folder.path / "profile" if not is_remote(run_folder.path) else Path("runs") / "profile"
     return [ProfileSteps(Profile(first, min(last, total), folder, step_fn.text, say), exclude)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -32,7 +33,7 @@ from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.model.architectures import abstract_model, architecture_of, check_drawn
 from nash_mhc.model.lora import base_of, on_base
-from nash_mhc.model.protocol import Execution, WarmStart
+from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.registry import carries
 from nash_mhc.parallel.board import from_leader
@@ -269,10 +270,6 @@ class Start(NamedTuple):
     before: Description | None = None  # run.json of the run that it continues
     init_from: dict[str, Any] | None = None  # the pretrained weights that the run began with
 
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        return self.before.history if self.before is not None else []
-
     def evaluation_missing(self, train: TrainConfig) -> bool:
         """Return whether the run stopped during the evaluation of this step, which must then be repeated."""
         interval = 1 if self.step >= train.total_steps else train.eval_interval
@@ -287,14 +284,28 @@ def starting_state(
 
     Fresh weights of an architecture with a warm start are solved for with batches of `source`.
     """
+    on_mesh = lambda shape: with_shardings(shape, mesh)
 
     def latest_complete(store: Store, **options: bool) -> int | None:
         step: int | None = from_leader(lambda: store.latest_complete(say, **options))  # one process verifies for all
         store.mark_verified(step)
         return step
 
+    def restored(source: Store, step: int, name: str) -> Start:
+        run = RunFolder(source.folder.parent)
+        state, values = source.restore(step, saved_part(sharded_abstract_state(cfg, mesh), cfg.lora))
+        before = run.description()
+        init_from = before.init_from if before else None
+        if cfg.lora.rank:  # the checkpoint holds only adapters
+            init_from = stored.base_record(run, step)
+            if cfg.train.init_from is not None:  # the base may have moved; `stored.read` compares its hash
+                init_from |= {"folder": stored.absolute(cfg.train.init_from)}
+            base = stored.read(init_from, base_of(abstract_state(cfg).model), on_mesh, say)
+            state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
+        return Start(state, step, values, f"step {step} of {name}", source is store, before, init_from)
+
     if (latest := latest_complete(store, set_aside=True)) is not None:
-        return _restored(cfg, mesh, store, latest, "this run", say, own=True)
+        return restored(store, latest, "this run")
     if (name := cfg.train.resume_from) is not None:
         with Store(name) as other:
             if (latest := latest_complete(other)) is None:
@@ -304,41 +315,18 @@ def starting_state(
                     f"--resume-from {name} is at step {latest} already, and --total-steps is {cfg.train.total_steps}; raise "
                     "--total-steps, or start a new schedule from its weights with --init-from"
                 )
-            return _restored(cfg, mesh, other, latest, f"{name}, with its optimizer, schedule and step count", say)
+            return restored(other, latest, f"{name}, with its optimizer, schedule and step count")
     if cfg.train.resume == "must":
         raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no complete checkpoint; use --resume auto")
-    if cfg.train.init_from is not None:
-        return _from_weights(cfg, mesh, cfg.train.init_from, say)
+    if (name := cfg.train.init_from) is not None:
+        record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0, say=say)
+        model = stored.read(record, base_of(abstract_state(cfg).model), on_mesh, say, verified=True)
+        step = f"step {record['step']} of " if "step" in record else ""
+        averaged = "averaged " * record.get("averaged", False)
+        origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"
+        return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=record)
     model = None if source is None else warm_model(cfg, source, mesh, say)
     return Start(create_state(cfg, mesh, model), 0, {}, "fresh weights" if model is None else "weights that were solved for")
-
-
-def _restored(
-    cfg: RunConfig, mesh: Mesh, store: Store, step: int, name: str, say: Callable[[str], None], *, own: bool = False
-) -> Start:
-    """Return the state of a checkpoint, with the base model if the checkpoint holds only adapters."""
-    run = RunFolder(store.folder.parent)
-    state, values = store.restore(step, saved_part(sharded_abstract_state(cfg, mesh), cfg.lora))
-    before = run.description()
-    init_from = before.init_from if before else None
-    if cfg.lora.rank:
-        init_from = stored.base_record(run, step)
-        if cfg.train.init_from is not None:  # the base may have moved; `stored.read` compares its hash
-            init_from |= {"folder": stored.absolute(cfg.train.init_from)}
-        base = stored.read(init_from, base_of(abstract_state(cfg).model), lambda shape: with_shardings(shape, mesh), say)
-        state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
-    return Start(state, step, values, f"step {step} of {name}", own, before, init_from)
-
-
-def _from_weights(cfg: RunConfig, mesh: Mesh, name: str, say: Callable[[str], None]) -> Start:
-    """Return the weights of another run (averaged ones if it has them) or a Hugging Face model; the rest is fresh."""
-    record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0, say=say)
-    base = base_of(abstract_state(cfg).model)
-    model = stored.read(record, base, lambda shape: with_shardings(shape, mesh), say, verified=True)
-    step = f"step {record['step']} of " if "step" in record else ""
-    averaged = "averaged " * record.get("averaged", False)
-    origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"
-    return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=record)
 
 
 # --- weights that are solved for (`Architecture.warm_start`) ---------------------------------------------------------
@@ -349,22 +337,14 @@ def warm_model(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str
 
     Of the solutions and the initial weights, return those with the lowest loss on the next batch.
     """
-    warm_start = architecture_of(cfg.model).warm_start(cfg.model)
-    if warm_start is None:
+    architecture = architecture_of(cfg.model)
+    if (warm_start := architecture.warm_start(cfg.model)) is None:
         return None
-    with jax.set_mesh(mesh):
-        return _solved(warm_start, cfg, source, mesh, say)
-
-
-def _solved(warm_start: WarmStart, cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Any:
     on_mesh = shardings(abstract_model(cfg.model), mesh)
-    init = jax.jit(lambda key: architecture_of(cfg.model).init(cfg.model, key=key), out_shardings=on_mesh)
-    model = init(jax.random.key(cfg.train.seed))
+    init = jax.jit(lambda key: architecture.init(cfg.model, key=key), out_shardings=on_mesh)
     execution = Execution(cfg.train.dtype, "none", cfg.train.attention, source.most_documents)
-    # The default objective: another one may need a teacher.
-    objective = make_objective(
-        dataclasses.replace(cfg, objective=ObjectiveConfig()), source, most_documents=source.most_documents
-    )
+    default = dataclasses.replace(cfg, objective=ObjectiveConfig())  # another objective may need a teacher
+    objective = make_objective(default, source, most_documents=source.most_documents)
 
     @functools.partial(jax.jit, out_shardings=named_sharding(mesh))
     def sums(model: Any, batch: Batch) -> Any:
@@ -378,19 +358,17 @@ def _solved(warm_start: WarmStart, cfg: RunConfig, source: RowSource, mesh: Mesh
 
     put = jax.jit(warm_start.put, out_shardings=on_mesh)
     rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed)
-    total: Any = None
-    try:
+    with jax.set_mesh(mesh), contextlib.closing(rows):
+        model, total = init(jax.random.key(cfg.train.seed)), None
         batches = prefetched(itertools.islice(rows, warm_start.batches + 1), mesh)
         for batch in itertools.islice(batches, warm_start.batches):
             added = jax.tree.map(lambda a: np.asarray(a, np.float64), sums(model, batch))
             total = added if total is None else jax.tree.map(np.add, total, added)
         last = next(batches)
-    finally:
-        rows.close()
-    best = before = float(loss(model, last))
-    for weights in warm_start.solutions(total):
-        candidate = put(model, weights)
-        if (candidate_loss := float(loss(candidate, last))) < best or math.isnan(best):
-            model, best = candidate, candidate_loss
+        best = before = float(loss(model, last))
+        for weights in warm_start.solutions(total):
+            candidate = put(model, weights)
+            if (candidate_loss := float(loss(candidate, last))) < best or math.isnan(best):
+                model, best = candidate, candidate_loss
     say(f"solved for weights with {warm_start.batches} batches: loss {before:.4f} -> {best:.4f} on the next batch")
     return model

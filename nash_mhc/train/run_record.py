@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from nash_mhc import __version__
 from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN, flatten_config
-from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.hub.folder import companions_for_run
 from nash_mhc.model.architectures import architecture_of, count_parameters
@@ -54,21 +54,38 @@ class Record:
 
 def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, Any]) -> Record:
     """Describe the run; `invocation` has its requested settings, the command, and the memory and speed estimate."""
-    config = inputs.cfg.to_dict()
-    changed = _changes(start.before.config, flatten_config(config)) if start.before is not None else {}
-    entry = {"step": start.step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": changed}
+    config, model, device, before = inputs.cfg.to_dict(), inputs.cfg.model, mesh.devices.flat[0], start.before
+    architecture = architecture_of(model)
+    changed = _changes(before.config, flatten_config(config)) if before is not None else {}
+    history = [*before.history] if before is not None else []
+    if changed:
+        history.append({"step": start.step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": changed})
+    commands = before.commands if start.own and before is not None else ()
     wandb = from_leader(lambda: _wandb_run(inputs))
-    before = start.before.commands if start.own and start.before is not None else ()
-    known = invocation | {
+    run = {
+        "config": config,
+        "rows": inputs.identity,
+        "parameters": count_parameters(model),
+        "drawn": None if (drawn := architecture.drawn(model)) is None else drawn._asdict(),
+        "remembers": architecture.remembers(model),
+        "flops_per_token": flops_per_token(inputs.cfg),
+        "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
+        "devices": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": mesh.size,
+            "there": jax.device_count(device.platform),
+        },
+        "versions": {"nash_mhc": __version__, "python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "floor": None if inputs.floor is None else {"nats_per_token": inputs.floor[0], "bits_per_byte": inputs.floor[1]},
+        **invocation,
         "init_from": start.init_from,
-        "history": [*start.history, *([entry] if changed else [])],
+        "history": history,
         "wandb": wandb,
-        "commands": [*before, *(text for text in invocation["commands"] if text not in before[-1:])],
+        "commands": [*commands, *(text for text in invocation["commands"] if text not in commands[-1:])],
     }
-    described = {"config": config, "rows": inputs.identity} | _describe_model(inputs.cfg.model, flops_per_token(inputs.cfg))
-    floor = None if inputs.floor is None else {"nats_per_token": inputs.floor[0], "bits_per_byte": inputs.floor[1]}
-    run = json.dumps(described | _describe_machine(mesh) | {"floor": floor} | known, indent=2) + "\n"
-    texts: dict[str, str | bytes] = {RUN: run, PARAMETERS: _parameter_table(start.state.model)}
+    texts: dict[str, str | bytes] = {RUN: json.dumps(run, indent=2) + "\n", PARAMETERS: _parameter_table(start.state.model)}
     # The tokenizer and other small files of the Hugging Face model that the run began with, for a later export.
     began = (start.init_from or {}).get("folder")
     beside = companions_for_run(Path(began)) if began is not None and not is_remote(began) else {}
@@ -97,31 +114,6 @@ def open_telemetry(
     except OSError as error:
         remedy = "free space there or choose another --checkpoint-dir"
         raise ConfigError(f"--checkpoint-dir {inputs.folder}: cannot be written ({reason(error)}); {remedy}") from error
-
-
-def _describe_model(cfg: ArchitectureConfig, flops: float) -> dict[str, Any]:
-    architecture = architecture_of(cfg)
-    return {
-        "parameters": count_parameters(cfg),
-        "drawn": None if (drawn := architecture.drawn(cfg)) is None else drawn._asdict(),
-        "remembers": architecture.remembers(cfg),
-        "flops_per_token": flops,
-    }
-
-
-def _describe_machine(mesh: Mesh) -> dict[str, Any]:
-    device = mesh.devices.flat[0]
-    return {
-        "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
-        "devices": {
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "count": mesh.size,
-            "there": jax.device_count(device.platform),
-        },
-        "versions": {"nash_mhc": __version__, "python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
-    }
 
 
 def _parameter_table(model: LanguageModel) -> str:

@@ -164,7 +164,7 @@ class Trainer:
             folder=self.folder, floor=inputs.floor, watch=watch, clock=clock, reporter=reporter, telemetry=self.telemetry,
         )  # fmt: skip
         log = StepLog(inputs, mesh, self.meter, reporter=reporter, telemetry=self.telemetry, clock=clock, saver=self.saver)
-        profile = profile_callback(cfg, self.folder, start.step, self.step_fn, self.meter.exclude, say)
+        profile = profile_callback(cfg.telemetry, cfg.train, self.folder, start.step, self.step_fn, self.meter.exclude, say)
         self.callbacks: list[Callback] = [log, *profile]
         self._pending: tuple[int, Any] | None = None  # the latest step, and its metrics on the device
         self._saved_step, self._save_requested, self._stop_reason = -1, False, ""
