@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that `train` needs besides the user's own."""
+        """Return the settings to add to the user's own."""
         train = self.cfg.train
         return (
             {f"mesh.{axis}": size for axis, size in self.mesh.items()}

@@ -43,7 +43,7 @@ class Memory:
     optimizer: float  # moments and averaged weights
     streams: float  # the residual state that enters each layer, and the objective's carry
     activations: float  # everything else that is saved for the backward pass
-    logits: float  # of the loss: a chunk of them, and the gradient of the output projection
+    logits: float  # a chunk of logits, and the gradient of the output projection
     collectives: float  # weights and activations gathered from several devices
     temporaries: float  # the compiler's: the working memory of a layer, and copies of the state
     teachers: float = 0.0  # frozen models that read every batch
@@ -54,7 +54,7 @@ class Memory:
 
 
 class Weights(NamedTuple):
-    """What a run holds throughout training, as trees of shapes."""
+    """The arrays that a run holds throughout training, as trees of shapes."""
 
     model: Any
     opt_state: Any

@@ -32,7 +32,7 @@ _GIB = 2**30
 # In tests, the compiler needs as little as this share of the estimate: a run is refused only if even that is too much.
 _TRUSTED = 0.85
 _SHOWN = 3  # remedies, and parts of the memory, in a message
-# What each part of the memory depends on.
+# The settings that each part of the memory depends on.
 _CAUSES = {
     "parameters": "the model and --weights-dtype, split by --mesh-fsdp and --mesh-tp",
     "gradients": "the model, split by --mesh-fsdp and --mesh-tp",

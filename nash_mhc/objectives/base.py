@@ -20,8 +20,8 @@ class Batch(NamedTuple):
     targets: Int[Array, "*A B T"]
     segments: Int[Array, "*A B T"]
     weights: Float[Array, "*A B T"]  # of each target in the loss
-    extras: dict[str, Any] = {}  # further fields of the examples, and what teachers add
-    carry: Any = None  # what the objective passed on from the previous step, if it does (see `registry.py`)
+    extras: dict[str, Any] = {}  # further fields of the examples, and outputs of teachers
+    carry: Any = None  # values from the previous step, for objectives that pass some on (see `registry.py`)
 
 
 class Sum(NamedTuple):

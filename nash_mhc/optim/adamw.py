@@ -1,8 +1,8 @@
 """AdamW in one pass: bit-equal to optax's transformations in `optimizers.py`, in less memory.
 
-In optax's form, a bad step keeps the old moments after the update is computed. Both versions of the moments are then
-alive, and the compiler copies the whole state. Here the old moments go into the update of a bad step, so nothing is
-read after its new value is written. Moments may be bfloat16.
+In optax's form, a bad step restores the old moments after the update. Both versions are then alive, and the compiler
+copies the whole state. Here a bad step computes its update from the old moments, so no array is read after its new
+value is written. Moments may be bfloat16.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gradients(NamedTuple):
 class _Shared(NamedTuple):
     """Numbers that all parameters share."""
 
-    scale: Float[Array, ""]  # of the gradients, after clipping
+    scale: Float[Array, ""]  # factor of the gradients, with clipping
     bias: tuple[Float[Array, ""], Float[Array, ""]]  # corrections of the moments, which began at 0
     rate: Float[Array, ""]
     good: Bool[Array, ""]

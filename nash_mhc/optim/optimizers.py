@@ -18,8 +18,8 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
 
-# Muon's update of a matrix at a learning rate of 1, in singular values: 0.8 in the root mean square for a square matrix
-# of the reference width, so that rates for Adam suit Muon. docs/experiments.md compares 0.2 to 1.6.
+# Singular values of Muon's update of a matrix at a learning rate of 1. For a square matrix of the reference width, the
+# root mean square of the update is 0.8, so that rates for Adam suit Muon. docs/experiments.md compares 0.2 to 1.6.
 _MUON_STEP = 0.8 * math.sqrt(REFERENCE_WIDTH)
 
 

@@ -43,7 +43,7 @@ class Training(NamedTuple):
     def split(self, model: PyTree) -> tuple[PyTree, PyTree]:
         """Return (trained, frozen): the same model twice, with None in place of the other part's parameters.
 
-        Raise ConfigError for a pattern that matches no parameter, or if nothing is left to train.
+        Raise ConfigError for a pattern that matches no parameter, or if no parameter is left to train.
         """
         names = list(named_leaves(map_declared(model, lambda declared, _: self._trains(declared) or None)))
         if self.freeze is None and self.train_only is None and len(names) == len(named_leaves(model)):

@@ -41,7 +41,7 @@ def infer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
             found |= _of_model(flag, values[path], values["model_kind"], with_data="data.dataset" not in given)
     values = {**values, **{path: value for path, (value, _) in found.items()}, **given}
     prepared = _of_prepared(values["data.dataset"])
-    # Prepared data determines the begin token, whatever data the model was trained on before.
+    # The prepared data determines the begin token, not the data that the model was trained on before.
     found = prepared | found | {path: setting for path, setting in prepared.items() if path == _BEGIN}
     dataset = values["data.dataset"]
     source = None if weighted_parts(dataset) else source_of(dataset, values["data.format"])

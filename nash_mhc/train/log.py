@@ -1,4 +1,4 @@
-"""What a run reports while it trains: its first lines, a row of metrics per log interval, spikes and bad steps."""
+"""The output of a run while it trains: first lines, a row of metrics per log interval, spikes and bad steps."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.files import Folder, sizes, to_path
 from nash_mhc.train.state import TrainState, abstract_state, saved_part
 
-_BLOCK = 1 << 24  # numbers that are checked together, to need little memory besides the checkpoint
+_BLOCK = 1 << 24  # numbers that are checked together; bounds the extra memory
 
 
 def _blocks(array: Any) -> Iterator[np.ndarray]:

@@ -46,7 +46,7 @@ from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
 from nash_mhc.train.step import make_objective
 
-# Settings that a resumed run must keep besides its model, because they determine the sequences of each step.
+# Settings that determine the sequences of each step, so a resumed run must keep them.
 _SAME_DATA = (
     "data.dataset", "data.dataset_name", "data.split", "data.tokenizer", "data.seq_len", "data.text_field", "data.format",
     "data.template", "data.prompt_template", "data.response_template", "data.loss_on", "data.max_documents",
@@ -100,7 +100,7 @@ def _check_nothing_is_lost(folder: RunFolder) -> None:
         saved = f", the latest of step {last['last_checkpoint']}" if last.get("last_checkpoint") is not None else ""
         raise ConfigError(
             f"{folder}: metrics.jsonl has rows up to step {last.get('step')}, but the checkpoints are missing{saved}; "
-            "restore them, or choose another --checkpoint-dir; nothing was changed"
+            "restore them, or choose another --checkpoint-dir; the directory was not changed"
         )
 
 
@@ -240,7 +240,7 @@ def checkpoint_values(
     evaluation: dict[str, float] | None,
     base: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the values that a checkpoint holds besides its arrays.
+    """Return the values of a checkpoint that are not arrays.
 
     `metrics` are those of the step itself, `counts` is what the meter resumes from, `rows` identifies the data, and
     `base` names the model that the arrays are adapters of.
@@ -335,7 +335,7 @@ def starting_state(
 def warm_model(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Any | None:
     """Return a fresh model with weights solved for from the run's first batches; None without a warm start.
 
-    Of the solutions and the initial weights, return those with the lowest loss on the next batch.
+    Choose among the solutions and the initial weights by the loss on the next batch.
     """
     architecture = architecture_of(cfg.model)
     if (warm_start := architecture.warm_start(cfg.model)) is None:

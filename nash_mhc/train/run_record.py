@@ -1,4 +1,4 @@
-"""What a run records about itself when it starts: run.json, parameters.txt, changed settings, Weights & Biases."""
+"""The records of a run at its start: run.json, parameters.txt, changed settings, Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a run: what it holds, how it is created, and how it is sharded over the mesh."""
+"""The state of a run: its arrays, their creation, and their sharding over the mesh."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TrainState(eqx.Module):
     opt_state: PyTree
     ema: Any  # moving average of the trained weights; None without --ema-decay
     recent: Recent  # recent losses and gradient norms, to detect spikes
-    carry: Any = None  # what the objective passes from step to step, sharded like the batch; usually None
+    carry: Any = None  # values that the objective passes to the next step, sharded like the batch; usually None
 
     @property
     def best_model(self) -> Any:
@@ -52,7 +52,7 @@ class ProgramKey:
     """
 
     cfg: RunConfig  # all other settings have their default values
-    registered: tuple[Any, ...]  # what the names in `cfg` refer to: a notebook may register another function later
+    registered: tuple[Any, ...]  # the objects named in `cfg`: a notebook may register others under the same names
 
     @staticmethod
     def of(cfg: RunConfig) -> ProgramKey:

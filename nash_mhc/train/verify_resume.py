@@ -1,7 +1,7 @@
 """`python -m nash_mhc.train --verify-resume`: compare a run that was killed and resumed with an uninterrupted one.
 
-Each run trains a few steps of the user's configuration in a process of its own, in a temporary directory. The process
-that starts and compares them uses no accelerator, so all devices are free for the runs.
+Each run trains a few steps of the user's configuration in a separate process and a temporary directory. The parent
+process uses no accelerator, so all devices are free for the runs.
 """
 
 from __future__ import annotations
