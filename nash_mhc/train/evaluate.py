@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -193,30 +193,23 @@ class Best:
         return asdict(self)
 
 
+@dataclass
 class Evaluations:
     """The evaluations of a run: held-out loss and a sample at intervals; at the end the test score and result.json."""
 
-    def __init__(
-        self,
-        evaluator: Evaluator | None,
-        test: Evaluator | None,
-        samples: Samples,
-        best: Best,
-        *,
-        folder: RunFolder,
-        floor: tuple[float, float] | None,
-        watch: Watch,
-        clock: WallClock,
-        reporter: Reporter,
-        telemetry: Telemetry,
-    ) -> None:
-        """Without an `evaluator`, only write samples; without `test`, there is no test score."""
-        self.evaluator, self.samples, self.best = evaluator, samples, best
-        self.values: dict[str, float] = {}  # of the latest evaluation
-        self.step: int | None = None  # of the latest evaluation
-        self.sample: str | None = None  # the latest one
-        self._test, self._folder, self._floor = test, folder, floor
-        self._watch, self._clock, self._reporter, self._telemetry = watch, clock, reporter, telemetry
+    evaluator: Evaluator | None  # None: only write samples
+    test: Evaluator | None  # None: no test score
+    samples: Samples
+    best: Best
+    folder: RunFolder
+    floor: tuple[float, float] | None
+    watch: Watch
+    clock: WallClock
+    reporter: Reporter
+    telemetry: Telemetry
+    values: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
+    step: int | None = None  # of the latest evaluation
+    sample: str | None = None  # the latest one
 
     def evaluate(self, state: TrainState, step: int, pictures: dict[str, Any], *, write_row: bool = True) -> bool:
         """Evaluate the state and write a row; return False if there is no evaluator, or a signal stops the run.
@@ -226,37 +219,37 @@ class Evaluations:
         if self.evaluator is None:
             return False
         try:
-            with self._clock.during("compile"):
+            with self.clock.during("compile"):
                 self._wait_for_program(self.evaluator.program)
             values = self._score(self.evaluator, state.model, step)
             if state.ema is not None:
                 values["eval/loss_ema"] = self._score(self.evaluator, state.best_model, step)["eval/loss"]
-            with self._clock.during("evaluation"):
+            with self.clock.during("evaluation"):
                 self.sample = self.samples.write(state.best_model)
         except Stopped:
-            self._reporter.say(f"the evaluation at step {step} was interrupted; the resumed run repeats it")
+            self.reporter.say(f"the evaluation at step {step} was interrupted; the resumed run repeats it")
             return False
         self.values.update(values)
         self.step = step
         self.best = self.best.after(step, values["eval/loss"])
         if write_row:
             sample = {} if self.sample is None else {"sample": self.sample}
-            self._telemetry.write(step, self.values | pictures | sample, file=EVALUATIONS)
-        self._reporter.evaluation(step, self.values, self._floor, self.sample)
+            self.telemetry.write(step, self.values | pictures | sample, file=EVALUATIONS)
+        self.reporter.evaluation(step, self.values, self.floor, self.sample)
         return True
 
     def _score(self, evaluator: Evaluator, model: LanguageModel, step: int) -> dict[str, float]:
         def should_stop() -> bool:
-            self._watch.set_phase(f"evaluation at step {step}", working=True)
-            return self._watch.should_stop()
+            self.watch.set_phase(f"evaluation at step {step}", working=True)
+            return self.watch.should_stop()
 
-        with self._clock.during("evaluation"):
+        with self.clock.during("evaluation"):
             return evaluator.evaluate(model, should_stop)
 
     def _wait_for_program(self, program: Program | None) -> None:
         while program is not None and not program.done():
-            self._watch.set_phase("compiling the evaluation")
-            if self._watch.should_stop():
+            self.watch.set_phase("compiling the evaluation")
+            if self.watch.should_stop():
                 raise Stopped
             futures.wait([program], timeout=0.1)
 
@@ -270,7 +263,7 @@ class Evaluations:
             {"prompt": decode(question.prompt), "response": decode(question.response), "before": answer}
             for question, answer in zip(questions, answers, strict=True)
         ]
-        self._folder.write({RESULT: json.dumps({"answers": rows}, indent=2) + "\n"})
+        self.folder.write({RESULT: json.dumps({"answers": rows}, indent=2) + "\n"})
 
     def _answers(self, state: TrainState) -> tuple[list[Question], list[str]]:
         questions = [] if self.evaluator is None else self.evaluator.questions(_QUESTIONS)
@@ -284,7 +277,7 @@ class Evaluations:
         if self.evaluator is None or best.step is None or best.step == step or best.step not in store.steps():
             return state, step
         loss = f"held-out loss {best.loss:.4f} instead of {self.values['eval/loss']:.4f}"
-        self._reporter.say(f"the run ends with its best checkpoint, step {best.step} ({loss})")
+        self.reporter.say(f"the run ends with its best checkpoint, step {best.step} ({loss})")
         if has_adapters:
             model = on_base(store.restore_part(best.step, adapters_of(like.model), "model"), base_of(state.model))
         else:
@@ -297,28 +290,28 @@ class Evaluations:
 
     def finish(self, state: TrainState, step: int) -> dict[str, float]:
         """Return the score on the test split, and write result.json; {} if it already holds the result of this step."""
-        written = from_leader(self._folder.result)
+        written = from_leader(self.folder.result)
         if written.get("step") == step:
             return {}
-        rows = [row for row in self._folder.rows(EVALUATIONS) if row["step"] == step][-1:]
+        rows = [row for row in self.folder.rows(EVALUATIONS) if row["step"] == step][-1:]
         evaluation = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
         result: dict[str, Any] = {"step": step, "evaluation": evaluation}
-        if self._test is not None:
+        if self.test is not None:
             try:
-                values = self._score(self._test, state.best_model, step)
+                values = self._score(self.test, state.best_model, step)
             except Stopped:
                 return {}
             result["test"] = {name.replace("eval/", "test/"): value for name, value in values.items()}
             scores = ", ".join(f"{name.removeprefix('test/')} {value:.4f}" for name, value in result["test"].items())
-            self._reporter.say(f"test split at step {step}: {scores}")
+            self.reporter.say(f"test split at step {step}: {scores}")
         if before := written.get("answers", []):
             _, answers = self._answers(state)
             result["answers"] = [row | {"after": answer} for row, answer in zip(before, answers, strict=False)]
             for row in result["answers"]:
-                self._reporter.say(f"prompt: {_shortened(row['prompt'])}\n  expected: {_shortened(row['response'])}")
-                self._reporter.say(f"  before: {_shortened(row['before'])}\n  after: {_shortened(row['after'])}")
+                self.reporter.say(f"prompt: {_shortened(row['prompt'])}\n  expected: {_shortened(row['response'])}")
+                self.reporter.say(f"  before: {_shortened(row['before'])}\n  after: {_shortened(row['after'])}")
         if jax.process_index() == 0 and len(result) > 2:
-            self._folder.write({RESULT: json.dumps(result, indent=2) + "\n"})
+            self.folder.write({RESULT: json.dumps(result, indent=2) + "\n"})
         return result.get("test", {})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -191,49 +192,44 @@ class Meter:
 # --- rows and warnings during training -------------------------------------------------------------------------------
 
 
+@dataclass
 class StepLog(Callback):
     """Writes a row of metrics per log interval; ends the run after --max-bad-steps consecutive skipped steps."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        mesh: Mesh,
-        meter: Meter,
-        *,
-        reporter: Reporter,
-        telemetry: Telemetry,
-        clock: WallClock,
-        saver: Saver,
-    ) -> None:
-        self._inputs, self._mesh, self._meter, self._saver = inputs, mesh, meter, saver
-        self._reporter, self._telemetry, self._clock = reporter, telemetry, clock
+    inputs: Inputs
+    mesh: Mesh
+    meter: Meter
+    reporter: Reporter
+    telemetry: Telemetry
+    clock: WallClock
+    saver: Saver
 
     def on_step(self, run: TrainingRun, step: int, metrics: dict[str, Any]) -> None:
-        train, skipped = self._inputs.cfg.train, self._meter.skipped_in_a_row
+        train, skipped = self.inputs.cfg.train, self.meter.skipped_in_a_row
         if message := spikes.message(step, metrics, skipped):
-            self._reporter.say(message)
+            self.reporter.say(message)
         if metrics["skipped"] and skipped >= train.max_bad_steps > 0:
-            self._saver.wait_quietly()
+            self.saver.wait_quietly()
             raise self._bad_steps_error(step - skipped + 1, step)
         if step % train.log_interval == 0 or step == train.total_steps:
             self.write_row(step)
 
     def write_row(self, step: int) -> None:
         """Write the means of the interval, and memory, time, epochs and the last checkpoint."""
-        row = self._meter.row() | self._clock.row()
-        if (peak := peak_memory(self._mesh)) is not None:
+        row = self.meter.row() | self.clock.row()
+        if (peak := peak_memory(self.mesh)) is not None:
             row["memory_gib"] = peak / 2**30
-        if self._saver.last is not None:
-            row["last_checkpoint"] = self._saver.last
-        epochs = self._inputs.source.epochs(step * self._inputs.sequences_per_step)
+        if self.saver.last is not None:
+            row["last_checkpoint"] = self.saver.last
+        epochs = self.inputs.source.epochs(step * self.inputs.sequences_per_step)
         row |= {f"epochs/{name}": count for name, count in epochs.items()}
-        self._telemetry.write(step, row)
-        self._reporter.row(step, row)
+        self.telemetry.write(step, row)
+        self.reporter.row(step, row)
 
     def _bad_steps_error(self, first: int, last: int) -> ConfigError:
-        inputs, train = self._inputs, self._inputs.cfg.train
+        inputs, train = self.inputs, self.inputs.cfg.train
         spiky = " or were spikes" if train.on_spike == "skip" else ""
-        earlier = [step for step in self._inputs.folder.steps() if step < first]
+        earlier = [step for step in self.inputs.folder.steps() if step < first]
         checkpoint = f"last checkpoint before them: step {earlier[-1]}" if earlier else "no checkpoint before them"
         return ConfigError(
             f"steps {first} to {last} had no finite loss and gradients{spiky} and were skipped (--max-bad-steps "

@@ -163,7 +163,7 @@ class Trainer:
             inputs.evaluator, inputs.test, samples, Best.of(start.values.get("best") if start.own else None),
             folder=self.folder, floor=inputs.floor, watch=watch, clock=clock, reporter=reporter, telemetry=self.telemetry,
         )  # fmt: skip
-        log = StepLog(inputs, mesh, self.meter, reporter=reporter, telemetry=self.telemetry, clock=clock, saver=self.saver)
+        log = StepLog(inputs, mesh, self.meter, reporter, self.telemetry, clock, self.saver)
         profile = profile_callback(cfg.telemetry, cfg.train, self.folder, start.step, self.step_fn, self.meter.exclude, say)
         self.callbacks: list[Callback] = [log, *profile]
         self._pending: tuple[int, Any] | None = None  # the latest step, and its metrics on the device
