@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors
@@ -33,23 +33,18 @@ _POLL_S, _REPEAT_MESSAGE_S = 0.2, 60.0
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # errors of file systems without locks
 
 
-@runtime_checkable
-class Owner(Protocol):
+class Owner:
+    """The owner of a run directory. This base class locks nothing and allows everything."""
+
     def check(self) -> None:
         """Raise if this run may not write: OSError if the directory is gone, ConfigError if another run owns it."""
 
     def reacquire(self) -> None:
         """Acquire a directory again that was removed and recreated. ConfigError if another run owns it."""
+        self.check()
 
-    def release(self) -> None: ...
-
-
-class NoOwner:
-    """An owner that checks nothing."""
-
-    def check(self) -> None: ...
-    def reacquire(self) -> None: ...
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Let other runs acquire the directory."""
 
 
 def _machine() -> list[str]:
@@ -124,7 +119,7 @@ def _try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
         os.close(handle)
 
 
-class _FileLock:
+class _FileLock(Owner):
     def __init__(self, folder: Path, wait: float, say: Callable[[str], None]) -> None:
         self._folder = folder
         self._handle = self._acquire(_Wait(folder, wait, say))
@@ -167,7 +162,7 @@ class _FileLock:
         os.close(self._handle)
 
 
-class _SharedLock(NoOwner):
+class _SharedLock(Owner):
     def __init__(self, folder: Path, handle: int) -> None:
         self._folder, self._handle = folder, handle
 
@@ -184,7 +179,7 @@ class _SharedLock(NoOwner):
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 
-class _Lease:
+class _Lease(Owner):
     """Ownership by a record that a thread keeps renewing."""
 
     def __init__(self, folder: Folder, wait: float, say: Callable[[str], None]) -> None:
@@ -259,9 +254,6 @@ class _Lease:
                 f"this run stops"
             )
 
-    def reacquire(self) -> None:
-        self.check()
-
     def release(self) -> None:
         self._stopped.set()
         self._thread.join()
@@ -300,7 +292,7 @@ def acquire_shared(folder: Folder) -> Owner:
         with contextlib.suppress(OSError):
             if (handle := _try_lock(Path(folder) / OTHERS, fcntl.LOCK_SH)) is not None:
                 return _SharedLock(Path(folder), handle)
-    return NoOwner()
+    return Owner()
 
 
 def check_visible(folder: Folder) -> None:

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
-from nash_mhc.checkpoint.run_lock import NoOwner, Owner
+from nash_mhc.checkpoint.run_lock import Owner
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.commands import resume_command
 from nash_mhc.config.humanize import duration
@@ -40,7 +40,7 @@ class Saver:
         texts: Mapping[str, str | bytes],
         *,
         say: Callable[[str], None],
-        owner: Owner = NoOwner(),
+        owner: Owner = Owner(),
         last: int | None = None,
         attempts: int = 8,  # with the default pauses about 15 minutes
         first_pause: float = 10.0,

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -65,10 +66,10 @@ class Board:
 
 def _call(request: Callable[[], T], seconds: float = ANSWER_S) -> T:
     """Send a request to process 0, in a thread, because JAX would wait forever for a frozen process."""
-    answer, done = _in_thread(request)
+    answer = _in_thread(request)
     # Counts polls instead of time: if this process was frozen itself, process 0 is not to blame.
     for _ in range(max(1, round(seconds / _POLL_S))):
-        if done.wait(_POLL_S):
+        if futures.wait([answer], _POLL_S).done:
             try:
                 return answer.result()
             except jax.errors.JaxRuntimeError as error:
@@ -79,20 +80,18 @@ def _call(request: Callable[[], T], seconds: float = ANSWER_S) -> T:
     raise LostProcess(text, 0, frozen=True)
 
 
-def _in_thread(work: Callable[[], T]) -> tuple[Future[T], threading.Event]:
+def _in_thread(work: Callable[[], T]) -> Future[T]:
     """Start `work` in a daemon thread. (An executor's threads would delay the exit.)"""
     result: Future[T] = Future()
-    done = threading.Event()
 
     def run() -> None:
         try:
             result.set_result(work())
         except BaseException as error:
             result.set_exception(error)
-        done.set()
 
     threading.Thread(target=run, name="collective", daemon=True).start()
-    return result, done
+    return result
 
 
 def coordinator_answers(seconds: float = 2.0) -> bool:
@@ -198,11 +197,11 @@ def run_collectively(work: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return work()
     board, call, me, count = Board("nash_mhc/together"), _next_call(), jax.process_index(), jax.process_count()
-    mine, done = _in_thread(work)
+    mine = _in_thread(work)
     reported, pause = False, 0.02
     with contextlib.ExitStack() as waiting:
         while True:
-            if not reported and done.is_set():
+            if not reported and mine.done():
                 board.write(f"{call}/{me}", _outcome(mine.exception()))
                 reported, pause = True, 0.02
                 waiting.enter_context(waiting_for_peer())
@@ -212,10 +211,10 @@ def run_collectively(work: Callable[[], T]) -> T:
             if len(outcomes) == count:
                 _delete_old_outcome(board, f"{call}/{me}")
                 return mine.result()
-            time.sleep(pause) if reported else done.wait(pause)
+            time.sleep(pause) if reported else futures.wait([mine], pause)
             pause = min(1.0, pause * 1.3)
-    done.wait(_GRACE_S)
-    if done.is_set() and (error := mine.exception()) is not None and not isinstance(error, OSError):
+    futures.wait([mine], _GRACE_S)
+    if mine.done() and (error := mine.exception()) is not None and not isinstance(error, OSError):
         raise error
     index, (kind, number, text) = min(failed.items())
     if kind == "refused":

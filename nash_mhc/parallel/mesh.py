@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -59,13 +60,10 @@ def _pick_devices(cfg: MeshConfig) -> list[jax.Device]:
 Fits = Callable[[Mapping[str, int]], bool]  # whether everything divides over a mesh of this shape
 
 
-def _shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Yield all tuples of `axes` sizes whose product is `count`."""
-    if axes == 1:
-        yield (count,)
-    else:
-        for first in (n for n in range(1, count + 1) if count % n == 0):
-            yield from ((first, *rest) for rest in _shapes(count // first, axes - 1))
+def _shapes(count: int, axes: int) -> list[tuple[int, ...]]:
+    """Return all tuples of `axes` sizes whose product is `count`."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    return [shape for shape in itertools.product(divisors, repeat=axes) if math.prod(shape) == count]
 
 
 def nearest_shape(wanted: Mapping[str, int], available: int, fits: Fits, *, all_devices: bool = False) -> dict[str, int] | None:

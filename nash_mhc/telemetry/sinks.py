@@ -23,7 +23,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, METRICS, ROW_FILES, Row, row_of
-from nash_mhc.checkpoint.run_lock import NoOwner, Owner
+from nash_mhc.checkpoint.run_lock import Owner
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.storage.errors import as_os_errors, reason
 from nash_mhc.storage.files import Folder, exists, is_remote, open_log, write_atomic
@@ -270,7 +270,7 @@ class Telemetry:
         start_step: int = 0,
         evaluated: int | None = None,
         say: Callable[[str], None] = lambda text: None,
-        owner: Owner = NoOwner(),
+        owner: Owner = Owner(),
         others: Sequence[Sink] = (),
         texts: Mapping[str, str] = {},
     ) -> None:
