@@ -1,4 +1,4 @@
-"""Checkpoints: every damage is found, named and passed over; what is kept; a save does not hold up the loop."""
+"""Checkpoints: damage is detected, the right ones are retained, and saving does not block the loop."""
 
 import json
 import os
@@ -26,7 +26,7 @@ LIKE = jax.eval_shape(lambda: tree(0))
 
 
 def save(folder, losses, **options):
-    """A checkpoint a step, of a state full of its number."""
+    """Save one checkpoint per step, whose arrays contain the step number."""
     with Store(folder, **options) as store:
         for step, loss in losses.items():
             store.save(step, tree(step), {"step": step, "evaluation": None if loss is None else {"eval/loss": loss}})
@@ -60,7 +60,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(run, name):
+def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(run, name):
     damage, message = DAMAGES[name]
     damage(run / "checkpoints" / "6")
     heard = []
@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(
     assert len(heard) == 1
 
 
-def test_a_flipped_bit_in_any_file_is_found(run):
+def test_a_flipped_bit_in_any_file_is_detected(run):
     checkpoint = run / "checkpoints" / "6"
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size]
     assert set(json.loads((checkpoint / manifest.FILE).read_text())["files"]) | {manifest.FILE} == {
@@ -93,7 +93,7 @@ def test_a_flipped_bit_in_any_file_is_found(run):
         assert manifest.problem(checkpoint) is None
 
 
-def test_a_reader_renames_nothing_and_a_damaged_step_asked_for_is_refused(run):
+def test_reading_renames_nothing_and_refuses_a_damaged_step(run):
     flip(data_file(run / "checkpoints" / "6"))
     heard = []
     with Store(run) as store:
@@ -104,15 +104,15 @@ def test_a_reader_renames_nothing_and_a_damaged_step_asked_for_is_refused(run):
             store.restore(6, LIKE)
 
 
-def test_when_no_checkpoint_is_whole_the_run_stops_each_time(run):
+def test_a_run_stops_if_all_checkpoints_are_damaged(run):
     for step in ("3", "6"):
         flip(data_file(run / "checkpoints" / step))
-    for set_aside in (False, True, True):  # set aside, they still are what the run has lost
+    for set_aside in (False, True, True):  # also if they were renamed before
         with Store(run) as store, pytest.raises(ConfigError, match=r"all checkpoints are damaged \(3\S*, 6\S*\)"):
             store.latest_complete(lambda text: None, set_aside=set_aside)
 
 
-def test_a_save_that_never_ended_is_no_loss(run):
+def test_an_interrupted_save_is_not_reported_as_damage(run):
     """Killed after Orbax's commit and before the manifest; or while an old checkpoint was being deleted."""
     for step in ("3", "6"):
         (run / "checkpoints" / step / manifest.FILE).unlink()
@@ -127,7 +127,7 @@ def test_a_save_that_never_ended_is_no_loss(run):
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["4"]
 
 
-def test_the_last_the_best_and_every_mth_are_kept(tmp_path):
+def test_the_last_the_best_and_every_mth_are_retained(tmp_path):
     losses = {1: 5.0, 2: 1.0, 3: float("nan"), 4: 3.0, 5: None, 6: 4.0, 7: 2.0, 8: 9.0}
     # The newest is the worst and stays: a run that is continued goes on from it.
     assert save(tmp_path / "a", losses, keep=2, keep_every=3) == [2, 3, 6, 7, 8]
@@ -135,8 +135,8 @@ def test_the_last_the_best_and_every_mth_are_kept(tmp_path):
     assert save(tmp_path / "c", dict.fromkeys(losses), keep=3) == [6, 7, 8]
 
 
-def test_devices_with_the_same_values_make_the_first_save_no_slower(tmp_path, caplog):
-    """Orbax would cut a part out of each, with programs that are compiled while the loop waits."""
+def test_replicated_arrays_compile_nothing_in_the_first_save(tmp_path, caplog):
+    """By default, Orbax slices each replica with programs that are compiled while the loop waits."""
     mesh = jax.make_mesh((8,), ("data",))
     same, divided = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
     state = {"a": jax.device_put(np.arange(16.0), same), "b": jax.device_put(np.arange(24.0).reshape(8, 3), divided)}
@@ -150,7 +150,7 @@ def test_devices_with_the_same_values_make_the_first_save_no_slower(tmp_path, ca
         np.testing.assert_array_equal(restored[name], value)
 
 
-def test_hashing_does_not_hold_up_the_loop_and_its_failure_is_told(tmp_path, monkeypatch):
+def test_hashing_runs_in_the_background_and_its_failure_is_raised(tmp_path, monkeypatch):
     go, write = threading.Event(), manifest.write
 
     def slow(checkpoint):
@@ -176,8 +176,8 @@ def test_hashing_does_not_hold_up_the_loop_and_its_failure_is_told(tmp_path, mon
         assert store.latest_complete(print) == 1
 
 
-def test_files_are_on_the_disk_before_the_manifest_and_the_manifest_before_an_older_one_goes(tmp_path, monkeypatch):
-    """What a loss of power would leave: the order in which things reach the disk."""
+def test_files_are_synced_before_the_manifest_and_it_before_an_old_checkpoint_is_deleted(tmp_path, monkeypatch):
+    """The order of writes decides what a power loss would leave."""
     events = []
     fsync, replace, rmtree = os.fsync, Path.replace, shutil.rmtree
     name = lambda path: Path(path).relative_to(tmp_path).as_posix()

@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.checkpoint`: readable without a mesh, without JAX where it can be, and it tells damage."""
+"""`python -m nash_mhc.checkpoint` works without a mesh, mostly without JAX, and reports damage."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def call(monkeypatch, capsys):
     return called
 
 
-def test_list_shows_every_checkpoint_and_what_was_set_aside(run, call):
+def test_list_shows_every_checkpoint_including_damaged_ones(run, call):
     shutil.copytree(run / "checkpoints" / "20", run / "checkpoints" / "40.damaged")
     (run / "checkpoints" / "30" / manifest.FILE).unlink()
     code, out, err = call("list", run)
@@ -71,7 +71,7 @@ def test_list_shows_every_checkpoint_and_what_was_set_aside(run, call):
     assert [line[-1] for line in lines[1:]] == ["complete", "complete", "no manifest", "damaged, renamed"]
 
 
-def test_verify_reads_every_file_and_fails_where_one_differs(run, call):
+def test_verify_fails_if_a_file_differs(run, call):
     code, out, _ = call("verify", run)
     assert code == 0
     assert [line.split()[:2] for line in out.splitlines()] == [[f"{n}:", "complete"] for n in (10, 20, 30)]
@@ -83,7 +83,7 @@ def test_verify_reads_every_file_and_fails_where_one_differs(run, call):
     assert manifest.saved_steps(run / "checkpoints") == [10, 20, 30]  # a look changes nothing
 
 
-def test_a_laptop_with_one_device_reads_what_eight_wrote(run):
+def test_one_device_inspects_a_checkpoint_of_eight(run):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"JAX_PLATFORMS": "cpu"}
     argv = [sys.executable, "-m", "nash_mhc.checkpoint", "inspect", str(run), "--step", "20"]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
@@ -126,7 +126,7 @@ def test_mistakes_are_one_line(run, call, words, message):
     assert err.count("\n") == 1
 
 
-def test_a_damaged_checkpoint_is_not_shown_as_if_it_were_whole(run, call):
+def test_inspect_refuses_a_damaged_checkpoint(run, call):
     flip(data_file(run / "checkpoints" / "30"))
     code, _, err = call("inspect", run)
     assert code == 2

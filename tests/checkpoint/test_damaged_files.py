@@ -1,4 +1,4 @@
-"""Damaged files of a run and of a dataset: the run goes on without what cannot be read, or refuses it in one line."""
+"""Damaged files of a run or dataset are skipped with a message or refused in one line."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_a_damaged_row_is_named_by_its_line(tmp_path, trained, name):
         RunFolder(tmp_path).rows()
 
 
-def test_a_run_goes_on_without_damaged_rows_and_keeps_the_file_as_it_was(tmp_path, trained):
+def test_a_run_resumes_without_damaged_rows_and_keeps_a_copy_of_the_file(tmp_path, trained):
     folder = shutil.copytree(trained, tmp_path / "run")
     first, second, *others = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     damaged = b"".join([first, *(damage(second.rstrip()) + b"\n" for damage in DAMAGE.values()), *others])
@@ -71,7 +71,7 @@ def test_a_run_goes_on_without_damaged_rows_and_keeps_the_file_as_it_was(tmp_pat
     assert (folder / "metrics.jsonl.damaged").read_bytes() == damaged
 
 
-def test_rows_of_a_lost_checkpoint_are_found_behind_damaged_lines(tmp_path, trained):
+def test_rows_of_a_lost_checkpoint_are_found_after_damaged_lines(tmp_path, trained):
     """Otherwise the run would begin anew and erase them."""
     folder = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints")
@@ -83,7 +83,7 @@ def test_rows_of_a_lost_checkpoint_are_found_behind_damaged_lines(tmp_path, trai
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
-def test_a_folder_that_is_not_named_after_a_step_is_no_checkpoint(tmp_path, trained, capsys, is_copy):
+def test_a_folder_with_another_name_is_not_a_checkpoint(tmp_path, trained, capsys, is_copy):
     folder = shutil.copytree(trained, tmp_path / "run")
     names = ["020", "٣٣", "1٣", "99999999999999999999"]
     for name in names:
@@ -99,7 +99,7 @@ def test_a_folder_that_is_not_named_after_a_step_is_no_checkpoint(tmp_path, trai
     assert not any(name in shown for name in names)
 
 
-def test_a_checkpoint_under_another_name_is_not_taken_for_a_later_step(tmp_path, trained):
+def test_a_renamed_checkpoint_is_not_a_later_step(tmp_path, trained):
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / "checkpoints" / "4").rename(folder / "checkpoints" / "400")
     assert "step 4" in str(manifest.problem(folder / "checkpoints" / "400"))
@@ -120,13 +120,13 @@ GOOD = [json.dumps({"text": f"a good line with the number {i}"}) for i in range(
 
 
 @pytest.mark.parametrize("lines", [["[" * 100_000], [*GOOD, '{"text": ' * 100_000]], ids=["the first line", "a later one"])
-def test_deeply_nested_json_is_one_line_and_leaves_nothing(tmp_path, lines):
+def test_deeply_nested_json_is_a_one_line_error(tmp_path, lines):
     with pytest.raises(ConfigError, match=rf"a\.jsonl:{len(lines)}: .*nested too deeply"):
         prepared(tmp_path, *lines)
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_records_whose_text_is_null_are_left_out_and_counted(tmp_path):
+def test_records_with_null_text_are_skipped_and_counted(tmp_path):
     assert prepared(tmp_path, *GOOD, '{"text": null}').empty == 1
 
 
@@ -138,7 +138,7 @@ NULLS = {
 
 
 @pytest.mark.parametrize("name", NULLS)
-def test_a_record_without_an_answer_is_left_out_and_counted(tmp_path, name):
+def test_a_record_without_an_answer_is_skipped_and_counted(tmp_path, name):
     """Only the template would be left to learn from."""
     record, form = NULLS[name]
     answers = [{"prompt": f"why {i}?", "response": f"because {i}"} for i in range(9)]
@@ -149,33 +149,33 @@ def test_a_record_without_an_answer_is_left_out_and_counted(tmp_path, name):
     assert sum(split.documents for split in found.splits.values()) == 9
 
 
-def test_half_a_character_in_a_prompt_is_one_line(tmp_path):
+def test_half_a_character_in_a_prompt_is_a_one_line_error(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800"}\n')
     with pytest.raises(ConfigError, match=r"p\.jsonl:1: prompt .*surrogate"):
         read_prompts(tmp_path / "p.jsonl", chat=False, system=None)
 
 
-def test_messages_that_are_null_leave_the_prompt(tmp_path):
+def test_null_messages_fall_back_to_the_prompt(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "why?", "messages": null}')
     assert [prompt.text for prompt in read_prompts(tmp_path / "p.jsonl", chat=False, system=None)] == ["why?"]
 
 
 @pytest.mark.parametrize("messages", [3, [], [3], {}, "x"])
-def test_messages_that_are_none_are_refused_beside_a_prompt(tmp_path, messages):
+def test_invalid_messages_are_refused_even_with_a_prompt(tmp_path, messages):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "why?", "messages": messages}))
     with pytest.raises(ConfigError, match=r"p\.jsonl:1: "):
         read_prompts(tmp_path / "p.jsonl", chat=False, system=None)
 
 
 @pytest.mark.parametrize("name", ["[" * 100_000, ":" * 100_000, "a:" * 50_000])
-def test_a_long_name_of_a_dataset_is_refused_at_once(name):
+def test_a_long_dataset_name_is_refused(name):
     began = time.process_time()
     with pytest.raises(ConfigError, match="too long"):
         DataConfig(dataset=name)
     assert time.process_time() - began < 1
 
 
-def test_weights_of_a_mixture_are_read_as_they_are_written():
+def test_mixture_weights_are_parsed():
     assert weighted_parts("a:0.7,b:.3") == [("a", "0.7"), ("b", ".3")]
     assert weighted_parts("C:1/a,b:0.7,c d:2") == [("C:1/a,b", "0.7"), ("c d", "2")]
     assert [weighted_parts(text) for text in ("", "a", "a:0.7,", "a:0.7,b", ":0.7", "a:x")] == [[]] * 6

@@ -1,4 +1,4 @@
-"""Runs on a storage that fails, really: training goes on meanwhile, a clean stop where it lasts, no row is lost."""
+"""Runs on failing storage: training continues, a permanent failure stops cleanly, and no row is lost."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ def during(step, fault):
     return Faulty
 
 
-def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_directory_vanishes_ends_like_an_undisturbed_one(unbroken, tmp_path, monkeypatch, capsys):
     folder, moments = tmp_path / "run", []
 
     def vanish():
@@ -84,7 +84,7 @@ def test_a_run_whose_folder_vanishes_ends_as_the_unbroken_one(unbroken, tmp_path
     assert_equal_states(again.state, unbroken.state, rtol=0, atol=0)
 
 
-def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, monkeypatch, capsys):
+def test_a_run_on_a_full_disk_stops_with_a_one_line_error(quick, tmp_path, monkeypatch, capsys):
     first = tmp_path / "run" / "checkpoints" / "2"
 
     def fill():
@@ -106,14 +106,14 @@ def test_a_run_on_a_disk_that_stays_full_stops_with_one_line(quick, tmp_path, mo
     assert manifest.saved_steps(first.parent) == [2]
 
 
-def test_a_folder_that_cannot_be_written_at_the_start_is_refused(tmp_path):
+def test_an_unwritable_directory_is_refused_at_the_start(tmp_path):
     (tmp_path / "run" / "run.json").mkdir(parents=True)  # no file can take its place
     with pytest.raises(ConfigError, match=r"--checkpoint-dir \S+run: cannot be written \(Is a directory\); "):
         at(tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part")) + list((tmp_path / "run").glob("metrics.jsonl"))
 
 
-def test_rows_wait_for_a_full_disk_and_none_is_lost_or_cut(tmp_path, heard):
+def test_rows_wait_while_the_disk_is_full(tmp_path, heard):
     telemetry = Telemetry(tmp_path, say=heard.append)
     telemetry.write(1, {"loss": 1.0})
     (tmp_path / "metrics.jsonl").rename(tmp_path / "kept")
@@ -132,7 +132,7 @@ def test_rows_wait_for_a_full_disk_and_none_is_lost_or_cut(tmp_path, heard):
     assert len(heard) == 2
 
 
-def test_a_row_that_found_half_its_room_is_not_left_cut(tmp_path, heard):
+def test_a_row_is_never_written_partly(tmp_path, heard):
     telemetry = Telemetry(tmp_path, say=heard.append)
     with full_disk():
         for step in range(1, 4):
@@ -143,7 +143,7 @@ def test_a_row_that_found_half_its_room_is_not_left_cut(tmp_path, heard):
     assert sum("could not be written (File too large" in line for line in heard) == 1
 
 
-def test_rows_that_are_lost_in_the_end_are_told(tmp_path, heard):
+def test_lost_rows_are_reported(tmp_path, heard):
     (tmp_path / "run").mkdir()
     telemetry = Telemetry(tmp_path / "run", say=heard.append)
     shutil.rmtree(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A training process that is killed again and again, at any moment, ends where the one that was left alone does."""
+"""A training process that is killed many times at random moments ends like an undisturbed one."""
 
 import contextlib
 import random
@@ -78,7 +78,7 @@ def storms(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-def test_a_run_that_is_killed_again_and_again_ends_where_the_unbroken_one_does(storms):
+def test_a_run_killed_many_times_ends_like_an_undisturbed_one(storms):
     unbroken, killed = storms
     assert sum(run.kills for run in killed) == KILLS * STORMS
     assert sum(run.while_saving for run in killed) >= 5, "no kill came during a save"
@@ -92,7 +92,7 @@ def test_a_run_that_is_killed_again_and_again_ends_where_the_unbroken_one_does(s
             np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
 
 
-def test_nothing_of_the_kills_is_left(storms):
+def test_kills_leave_no_files(storms):
     for run in storms[1]:
         left = {path.name for path in (run.folder / "checkpoints").iterdir()}
         assert left == {str(STEPS - 2), str(STEPS)} | {name for name in left if name.isdecimal()}, left

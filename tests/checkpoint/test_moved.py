@@ -13,7 +13,7 @@ MOVES, STEPS = times(50, 15), 100_000
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 1 --log-interval 1 --schedule constant --warmup-steps 0".split()
 
 
-def test_a_run_whose_folder_is_moved_at_any_moment_goes_on_and_is_the_unbroken_one(tmp_path):
+def test_a_run_whose_directory_is_moved_many_times_ends_like_an_undisturbed_one(tmp_path):
     folder, chance = tmp_path / "run", random.Random(0)
     life = TrainingProcess(folder, *FLAGS, IMPATIENT="1", NO_EVALUATION="1").until("step      1/")
     for number in range(MOVES):

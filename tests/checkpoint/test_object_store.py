@@ -1,4 +1,4 @@
-"""Runs in gs:// folders, through the same code, against an object store of our own (fake_gcs.py)."""
+"""Runs in gs:// folders, against our own object store (fake_gcs.py)."""
 
 import importlib.util
 import json
@@ -92,7 +92,7 @@ def test_a_run_in_a_bucket_recovers_from_damage_bit_for_bit(unbroken, gcs, monke
     np.testing.assert_array_equal(loaded.model.embed_VD, jax.device_get(unbroken.state.model.embed_VD))
 
 
-def test_what_goes_goes_whole_and_a_save_that_never_ended_is_no_loss(gcs):
+def test_deletions_are_complete_and_interrupted_saves_are_removed(gcs):
     heard = []
     with Store("gs://bucket/run", keep=1) as store:
         for step in (1, 2):
@@ -116,7 +116,7 @@ def test_what_goes_goes_whole_and_a_save_that_never_ended_is_no_loss(gcs):
 
 @pytest.mark.parametrize("status", [403, 418])  # an OSError of gcsfs, and an error of another kind
 @pytest.mark.parametrize("part", ["/state/", "/manifest.json"])
-def test_a_store_that_refuses_is_waited_out(gcs, part, status, caplog):
+def test_a_failing_object_store_is_retried(gcs, part, status, caplog):
     heard, gcs.status = [], status
     with Store("gs://bucket/run") as store:
         saver = saver_of(store, heard)
@@ -136,7 +136,7 @@ def test_a_store_that_refuses_is_waited_out(gcs, part, status, caplog):
 
 
 @pytest.mark.parametrize("unread", ["1/values/metadata", "1/manifest.json"])
-def test_nothing_is_deleted_for_want_of_an_answer(gcs, unread):
+def test_nothing_is_deleted_while_the_store_does_not_answer(gcs, unread):
     """The best checkpoint stays while the store does not say that it is the best, or that it is finished."""
     with Store("gs://bucket/run", keep=1) as store:
         store.save(1, tree(1), {"evaluation": {"eval/loss": 1.0}})
@@ -152,7 +152,7 @@ def test_nothing_is_deleted_for_want_of_an_answer(gcs, unread):
 
 
 @pytest.mark.parametrize("unread", ["2/values/metadata", "2/manifest.json", ""])
-def test_a_store_that_does_not_answer_makes_no_checkpoint_a_damaged_one(gcs, unread):
+def test_a_silent_store_marks_no_checkpoint_as_damaged(gcs, unread):
     with Store("gs://bucket/run") as store:
         for step in (1, 2):
             store.save(step, tree(step), {})
@@ -166,7 +166,7 @@ def test_a_store_that_does_not_answer_makes_no_checkpoint_a_damaged_one(gcs, unr
         assert store.latest_complete(pytest.fail, set_aside=True) == 2
 
 
-def test_a_growing_file_is_rewritten_now_and_then_and_at_the_end(gcs):
+def test_a_remote_log_is_uploaded_from_time_to_time_and_at_the_end(gcs):
     gcs.put("bucket", "run/rows", b"1\n")
     file = RemoteLog(to_path("gs://bucket/run/rows"), pause=0.0)
     gcs.refuse = lambda method, name: method != "GET"
@@ -197,14 +197,14 @@ def test_a_growing_file_is_rewritten_now_and_then_and_at_the_end(gcs):
 
 
 @pytest.mark.parametrize("status", [403, 418])
-def test_a_bucket_that_cannot_be_written_is_one_line(gcs, status):
+def test_an_unwritable_bucket_is_a_one_line_error(gcs, status):
     gcs.status = status
     gcs.refuse = lambda method, name: method != "GET"
     with pytest.raises(ConfigError, match=r"--checkpoint-dir gs://bucket/run: cannot be written \(.*; choose another folder"):
         at("gs://bucket/run")
 
 
-def test_a_bucket_that_cannot_be_looked_at_is_one_line(gcs, monkeypatch, capsys):
+def test_an_unreadable_bucket_is_a_one_line_error(gcs, monkeypatch, capsys):
     gcs.refuse = lambda method, name: True
     for act in (
         lambda: at("gs://bucket/run"),
@@ -220,7 +220,7 @@ def test_a_bucket_that_cannot_be_looked_at_is_one_line(gcs, monkeypatch, capsys)
     assert not Path("run").exists()
 
 
-def test_compiled_programs_of_a_run_in_a_bucket_stay_on_this_machine(tmp_path, monkeypatch):
+def test_compiled_programs_of_a_run_in_a_bucket_are_cached_locally(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     before = jax.config.values["jax_compilation_cache_dir"]
@@ -232,7 +232,7 @@ def test_compiled_programs_of_a_run_in_a_bucket_stay_on_this_machine(tmp_path, m
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_without_the_package_the_remedy_is_told(monkeypatch):
+def test_a_missing_gcsfs_is_reported_with_the_remedy(monkeypatch):
     known = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gcsfs" else known(name, *rest))
     with pytest.raises(ConfigError, match=r"gs://bucket/run: gs:// folders need .* pip install 'nash_mhc\[gcs\]'"):

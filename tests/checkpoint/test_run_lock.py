@@ -1,4 +1,4 @@
-"""A run's folder belongs to one run at a time: real processes that overlap, die, freeze and are waited for."""
+"""The lock of a run directory, with real processes that overlap, die, freeze and wait."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != LOCK}
 
 
-def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path):
+def test_a_second_run_names_the_owner_and_changes_nothing(tmp_path):
     first = TrainingProcess(tmp_path / "run", *FLAGS, "--total-steps", "100000", NO_EVALUATION="1").until("step      5/")
     first.send(signal.SIGSTOP)  # so that whatever changes now was not its doing
     before = content(tmp_path / "run")
@@ -52,8 +52,8 @@ def test_a_second_run_in_a_folder_says_who_holds_it_and_changes_nothing(tmp_path
 
 
 @pytest.mark.parametrize("end", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
-def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbroken, tmp_path, end):
-    """The case that every cluster knows: the new process starts before the old one has saved and left, or has died."""
+def test_a_requeued_job_resumes_where_the_dying_one_ends(unbroken, tmp_path, end):
+    """Common on clusters: the new process starts before the old one has saved and exited, or has died."""
     dying = (
         TrainingProcess(tmp_path / "run", *FLAGS, NO_EVALUATION="1").until("step  5/").send(signal.SIGSTOP)
     )  # it has not ended when the next one asks
@@ -73,7 +73,7 @@ def test_a_requeued_job_that_overlaps_the_dying_one_goes_on_where_that_ends(unbr
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-def test_a_wait_ends_with_one_line_and_can_be_stopped(tmp_path):
+def test_waiting_for_the_lock_times_out_and_can_be_interrupted(tmp_path):
     (tmp_path / "run").mkdir()
     owner = acquire(tmp_path / "run")
     life = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "1", NO_EVALUATION="1")
@@ -89,7 +89,7 @@ def test_a_wait_ends_with_one_line_and_can_be_stopped(tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_the_others_of_a_run_are_waited_for_when_its_first_process_has_died(tmp_path):
+def test_a_new_run_waits_for_all_processes_of_the_previous_one(tmp_path):
     """They may still be writing their parts of a checkpoint."""
     mesh = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()
     both = pair(tmp_path / "run", *FLAGS, *mesh, "--total-steps", "100000", NO_EVALUATION="1")
@@ -106,7 +106,7 @@ def test_the_others_of_a_run_are_waited_for_when_its_first_process_has_died(tmp_
     assert next_run.end() == TRY_AGAIN
 
 
-def test_one_process_can_hold_a_folder_once_and_threads_do_not_share_it(tmp_path):
+def test_a_process_cannot_acquire_a_directory_twice(tmp_path):
     owner = acquire(tmp_path)
     with pytest.raises(ConfigError, match=rf"another run holds it \(process {os.getpid()} on "):
         acquire(tmp_path)
@@ -114,7 +114,7 @@ def test_one_process_can_hold_a_folder_once_and_threads_do_not_share_it(tmp_path
     acquire(tmp_path).release()
 
 
-def test_of_many_that_want_a_folder_at_once_one_has_it(tmp_path):
+def test_only_one_of_many_threads_holds_the_lock(tmp_path):
     inside, most, done = [0], [0], []
 
     def work():
@@ -135,7 +135,7 @@ def test_of_many_that_want_a_folder_at_once_one_has_it(tmp_path):
     assert len(done) == 12
 
 
-def test_a_folder_that_is_made_again_is_taken_again_unless_another_run_has_it(tmp_path):
+def test_a_recreated_directory_is_reacquired_unless_another_run_owns_it(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     owner = acquire(folder)
@@ -159,7 +159,7 @@ def test_a_folder_that_is_made_again_is_taken_again_unless_another_run_has_it(tm
     other.release()
 
 
-def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_path):
+def test_a_save_removes_nothing_from_another_runs_directory(tmp_path):
     folder = tmp_path / "run"
     with Store(folder) as store:
         owner = acquire(folder)
@@ -177,7 +177,7 @@ def test_a_save_clears_nothing_away_in_a_folder_that_is_another_runs_by_now(tmp_
         owner.release()
 
 
-def test_a_lock_that_was_deleted_is_taken_again_although_the_others_of_the_run_hold_theirs(tmp_path):
+def test_a_deleted_lock_is_reacquired_while_other_processes_hold_theirs(tmp_path):
     owner, other = acquire(tmp_path), acquire_shared(tmp_path)
     (tmp_path / LOCK).unlink()
     owner.reacquire()

@@ -1,4 +1,4 @@
-"""A run's folder where there are no locks, in a bucket for instance: an owner object with a sign of life."""
+"""The lease of a run directory without locks, such as a bucket."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ def served():
 
 @pytest.fixture(params=["bucket", "disk without locks"])
 def beating(request, tmp_path, monkeypatch, served):
-    """A folder without locks, where life is quicker than elsewhere."""
+    """A folder without locks, with short timeouts."""
     monkeypatch.setattr(run_lock, "RENEW_S", 0.1)
     monkeypatch.setattr(run_lock, "_machine", lambda machine=iter(range(99)): [f"host-{next(machine)}"])
     if request.param == "bucket":
@@ -41,7 +41,7 @@ def owner_of(folder):
     return json.loads((folder / OBJECT).read_text())
 
 
-def test_a_living_owner_is_named_and_keeps_the_folder(beating):
+def test_a_live_owner_is_named_and_keeps_the_directory(beating):
     heard = []
     owner = acquire(beating)
     with pytest.raises(ConfigError, match=r"another run holds it \(process \d+ on host-0, since"):
@@ -56,7 +56,7 @@ def test_a_living_owner_is_named_and_keeps_the_folder(beating):
     acquire(beating).release()
 
 
-def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(beating, monkeypatch):
+def test_an_expired_lease_is_taken_over_and_the_old_owner_stops(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "EXPIRED_S", 1.0)
     heard = []
     frozen = acquire(beating)
@@ -73,8 +73,8 @@ def test_who_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(be
     owner.release()
 
 
-def test_what_another_owner_has_half_written_is_not_written_over(beating, monkeypatch):
-    """It has come while this one was asleep: the first sign of life must not take the folder away from it again."""
+def test_a_half_written_lease_is_not_overwritten(beating, monkeypatch):
+    """The other owner came while this one was suspended: the next renewal must not take the folder back."""
     frozen = acquire(beating)
     frozen._stopped.set()
     frozen._thread.join()
@@ -88,7 +88,7 @@ def test_what_another_owner_has_half_written_is_not_written_over(beating, monkey
 
 
 @pytest.mark.parametrize("beating", ["disk without locks"], indirect=True)  # a bucket's client asks for the size first
-def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
+def test_a_lease_is_renewed_atomically(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "RENEW_S", 0.0005)
     owner = acquire(beating)
     began, read = owner_of(beating)["beat"], 0
@@ -97,7 +97,7 @@ def test_a_sign_of_life_is_never_seen_in_part(beating, monkeypatch):
     owner.release()
 
 
-def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monkeypatch):
+def test_an_owner_checks_its_lease_after_a_storage_outage(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "EXPIRED_S", 0.3)
     owner = acquire(beating)
     owner._stopped.set()  # no beat arrives any more
@@ -110,7 +110,7 @@ def test_an_owner_whose_storage_fell_silent_asks_before_it_writes(beating, monke
         owner.check()
 
 
-def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):
+def test_the_lease_of_a_dead_local_process_is_removed_immediately(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "_machine", lambda: ["here"])
     monkeypatch.setattr(run_lock, "EXPIRED_S", 1e6)
     with pytest.raises(ConfigError, match="another run holds it"):
@@ -123,7 +123,7 @@ def test_a_dead_process_of_this_machine_is_not_waited_for(beating, monkeypatch):
     acquire(beating).release()
 
 
-def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
+def test_a_run_in_a_bucket_is_locked_and_released(served, monkeypatch, tmp_path):
     from runs import config
 
     from nash_mhc.train import run
@@ -152,7 +152,7 @@ def test_a_run_in_a_bucket_is_held_and_let_go(served, monkeypatch, tmp_path):
     assert manifest.saved_steps(to_path("gs://bucket/run") / "checkpoints") == [6]
 
 
-def test_accompanying_needs_no_lock_where_there_is_none(monkeypatch, tmp_path):
+def test_acquire_shared_works_without_locks(monkeypatch, tmp_path):
     acquire_shared(to_path("gs://bucket/x")).release()
     owner = acquire_shared(tmp_path)
     assert (tmp_path / OTHERS).exists()

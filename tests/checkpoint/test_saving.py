@@ -1,4 +1,4 @@
-"""Faults of the storage while a checkpoint is saved, real ones: told in a line, waited out, tried again."""
+"""Real storage failures during a save are reported, waited out and retried."""
 
 import shutil
 import sys
@@ -28,7 +28,7 @@ def store(tmp_path):
 
 
 class Clock:
-    """Shows what the test says; whoever waits, waits for nothing."""
+    """A clock whose `sleep` only advances the time."""
 
     def __init__(self):
         self.now, self.slept = 0.0, []
@@ -52,7 +52,7 @@ def names(store):
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def test_a_failed_save_is_told_and_the_state_of_then_is_saved_when_the_pause_is_over(store, heard, caplog, clock):
+def test_a_failed_save_is_reported_and_retried_with_the_current_state(store, heard, caplog, clock):
     saver = saver_of(store, heard, first_pause=30.0, longest_pause=50.0)
     with full_disk():
         saver.save(tree(2), 2, {})
@@ -89,7 +89,7 @@ def test_a_failed_save_is_told_and_the_state_of_then_is_saved_when_the_pause_is_
     assert not caplog.records  # no library has told it a second time, with a traceback
 
 
-def test_too_many_failures_in_a_row_stop_the_run_and_leave_the_last_whole_checkpoint(store, heard):
+def test_too_many_failures_stop_the_run_and_keep_the_latest_checkpoint(store, heard):
     saver = saver_of(store, heard, attempts=3)
     with full_disk():
         for step in (2, 3):
@@ -110,7 +110,7 @@ def test_too_many_failures_in_a_row_stop_the_run_and_leave_the_last_whole_checkp
         assert names(again) == ["1", "2"]
 
 
-def test_at_the_end_the_pauses_are_waited_for(store, heard, clock):
+def test_the_last_save_waits_for_its_retries(store, heard, clock):
     saver = saver_of(store, heard, attempts=3, first_pause=50.0, longest_pause=70.0)
     with full_disk(), pytest.raises(ConfigError, match="3 failed attempts in a row"):
         saver.save(tree(2), 2, {}, wait=True)
@@ -132,15 +132,15 @@ def test_at_the_end_the_pauses_are_waited_for(store, heard, clock):
         "UNAVAILABLE: Failed to send RPC to coordination service",
     ],
 )
-def test_a_peer_that_is_lost_during_a_restore_is_no_fault_of_the_storage(words):
-    """Orbax hands it on as an error of another kind; as a ConfigError, the command would not be started again."""
+def test_a_peer_lost_during_a_restore_is_not_a_storage_failure(words):
+    """Orbax raises another type; a ConfigError would keep a scheduler from requeueing."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"peer|process|RPC"), as_config_error("a/checkpoints/53"):
         raise ValueError(words)
     with pytest.raises(ConfigError, match=r"gloo/1: cannot be reached \(NOT_FOUND: Error opening"), as_config_error("gloo/1"):
         raise ValueError('NOT_FOUND: Error opening "zarr" driver: /runs/gloo failed/collective/coordination/1')
 
 
-def test_an_old_checkpoint_is_never_deleted_because_of_a_failure(tmp_path, heard):
+def test_a_failed_save_deletes_no_old_checkpoint(tmp_path, heard):
     with Store(tmp_path, keep=1) as store:
         store.save(1, tree(1), {})
         store.wait()
@@ -152,7 +152,7 @@ def test_an_old_checkpoint_is_never_deleted_because_of_a_failure(tmp_path, heard
 
 
 @pytest.mark.parametrize("fault", ["deleted", "moved during the save"])
-def test_a_vanished_folder_is_made_again(store, heard, fault):
+def test_a_vanished_directory_is_recreated(store, heard, fault):
     saver = saver_of(store, heard)
     if fault == "deleted":
         shutil.rmtree(store.folder.parent)
@@ -168,8 +168,8 @@ def test_a_vanished_folder_is_made_again(store, heard, fault):
     assert store.latest_complete(heard.append) == (2 if fault == "deleted" else 3)
 
 
-def test_once_asked_to_stop_a_run_does_not_wait_for_long(store, heard, clock):
-    """A scheduler kills half a minute after it has asked; a full disk used to be tried for a quarter of an hour."""
+def test_a_run_asked_to_stop_retries_only_briefly(store, heard, clock):
+    """Schedulers kill about 30 s after SIGTERM."""
     for failures_before in (0, 5):
         begun = clock.now
         stopping = lambda begun=begun, late=failures_before: clock.now - begun >= (200 if late else 0)
@@ -180,7 +180,7 @@ def test_once_asked_to_stop_a_run_does_not_wait_for_long(store, heard, clock):
     assert names(store) == ["1"]
 
 
-def test_a_full_disk_is_rid_of_what_can_be_made_again(store, heard, monkeypatch):
+def test_compiled_programs_are_deleted_from_a_full_disk(store, heard, monkeypatch):
     write, full = manifest.write, [True]
 
     def fails(checkpoint):
@@ -203,7 +203,7 @@ def test_a_full_disk_is_rid_of_what_can_be_made_again(store, heard, monkeypatch)
     assert sum("compiled programs" in line for line in heard) == 1
 
 
-def test_a_file_in_place_of_the_folder_is_waited_out(store, heard):
+def test_a_file_in_place_of_the_directory_is_waited_out(store, heard):
     """As after chmod, but for root as well: nothing can be made there."""
     saver = saver_of(store, heard)
     store.folder.rename(store.folder.with_name("elsewhere"))
@@ -218,7 +218,7 @@ def test_a_file_in_place_of_the_folder_is_waited_out(store, heard):
     assert names(store) == ["1", "3"]
 
 
-def test_a_checkpoint_that_orbax_finished_and_the_manifest_did_not_is_removed(store, heard, monkeypatch):
+def test_a_checkpoint_without_its_manifest_is_removed_before_the_retry(store, heard, monkeypatch):
     write = manifest.write
 
     def cut_off(checkpoint):

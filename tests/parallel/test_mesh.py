@@ -1,4 +1,4 @@
-"""Devices, meshes and what fits on them; and what a user is told when something does not."""
+"""Devices, meshes, and the errors for settings that do not fit."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_a_fixed_mesh_on_the_cpu_takes_as_many_devices_as_it_names() -> None:
     assert describe(mesh) == "3 x cpu, mesh 1x3x1 (data x fsdp x tp)"
 
 
-def test_two_rests_are_refused() -> None:
+def test_two_axes_of_minus_one_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"only one mesh axis may be -1 .*mesh\.data and mesh\.tp"):
         MeshConfig(data=-1, tp=-1)
 
@@ -73,7 +73,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("kind", MISFITS)
-def test_a_mesh_that_the_devices_cannot_form_is_refused(kind: str) -> None:
+def test_an_impossible_mesh_is_refused(kind: str) -> None:
     cfg, message = MISFITS[kind]
     with pytest.raises(ConfigError, match=message):
         make_mesh(cfg)
@@ -120,20 +120,20 @@ REFUSALS: dict[str, tuple[RunConfig, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
-def test_a_run_refuses_what_is_not_there(kind: str, tmp_path: Path) -> None:
+def test_a_run_refuses_missing_files_and_names(kind: str, tmp_path: Path) -> None:
     cfg, message = REFUSALS[kind]
     folder = tmp_path / "run"
     assert re.search(message, refusal(changed(cfg, train={"checkpoint_dir": str(folder)})))
     assert not folder.exists()
 
 
-def test_a_run_that_has_begun_keeps_its_vocabulary(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_vocabulary(tmp_path: Path) -> None:
     cfg = changed(SMALL, model={"vocab_size": 256}, train={"checkpoint_dir": str(tmp_path)})
     (tmp_path / "run.json").write_text(json.dumps({"config": cfg.to_dict(), "rows": "stories"}))
     assert f"use the tokenizer of the run in {tmp_path}" in refusal(cfg)
 
 
-def test_a_file_in_the_way_of_the_run_is_told(tmp_path: Path) -> None:
+def test_a_file_at_the_path_of_the_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a letter")
     for folder in (tmp_path / "taken", tmp_path / "taken" / "run"):
         message = refusal(changed(SMALL, train={"checkpoint_dir": str(folder)}))
@@ -141,7 +141,7 @@ def test_a_file_in_the_way_of_the_run_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "taken").read_text() == "a letter"
 
 
-def test_resuming_from_where_no_run_is_is_told(tmp_path: Path) -> None:
+def test_resuming_from_a_folder_without_a_run_is_reported(tmp_path: Path) -> None:
     cfg = changed(SMALL, train={"checkpoint_dir": str(tmp_path / "new"), "resume_from": str(tmp_path / "old")})
     assert re.search(r"--resume-from .*old: no run with checkpoints there", refusal(cfg))
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)

@@ -37,7 +37,7 @@ def test_a_run_on_a_mesh_of_four_axes_is_the_run_on_one_device(one_device):
     small.assert_same_run(small.train(cfg, BATCHES), one_device)
 
 
-def test_messages_and_checks_know_the_axis():
+def test_messages_and_checks_include_the_axis():
     mesh = WithPods(pod=4, fsdp=2)
     assert describe(make_mesh(mesh)) == "8 x cpu, mesh 1x2x1x4 (data x fsdp x tp x pod)"
     with pytest.raises(ConfigError, match=r"--batch-size 12 cannot be split over pod x data x fsdp = 8"):

@@ -52,7 +52,7 @@ def moved(tmp_path_factory):
     return Seen(tmp_path_factory.mktemp("moved") / "run", legs, 2)
 
 
-def test_the_state_on_each_mesh_is_the_one_that_was_saved_bit_for_bit(moved):
+def test_the_state_on_each_mesh_is_bit_equal_to_the_saved_one(moved):
     assert len(moved.found) == len(MESHES)
     for leg, found in enumerate(moved.found[1:], 1):
         saved = arrays(moved.folder, 2 * leg)
@@ -61,14 +61,14 @@ def test_the_state_on_each_mesh_is_the_one_that_was_saved_bit_for_bit(moved):
             np.testing.assert_array_equal(found[name], saved[name], err_msg=name)
 
 
-def test_every_step_reads_the_rows_that_it_would_have_read(moved, alone):
+def test_every_step_reads_the_same_sequences(moved, alone):
     assert len(moved.batches) == len(alone.batches) == 2 * len(MESHES)
     for ours, theirs in zip(moved.batches, alone.batches, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def test_the_losses_are_those_of_one_device(moved, alone):
+def test_losses_match_those_of_one_device(moved, alone):
     ours, theirs = rows(moved.folder), rows(alone.folder)
     assert [row["step"] for row in ours] == list(range(1, 2 * len(MESHES) + 1))
     for a, b in zip(ours, theirs, strict=True):

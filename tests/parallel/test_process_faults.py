@@ -121,11 +121,11 @@ def test_a_frozen_coordinator_is_named_and_the_resume_is_bit_equal(unbroken, tmp
     lost(signal.SIGSTOP, tmp_path, 0, start(tmp_path), unbroken)
 
 
-def test_a_disk_that_is_full_for_one_process_for_a_while_costs_nothing(unbroken, tmp_path):
+def test_a_temporarily_full_disk_of_one_process_loses_nothing(unbroken, tmp_path):
     without_disk_for_a_while("full", tmp_path, 1, unbroken)
 
 
-def test_another_batch_size_in_one_process_is_refused_by_name(tmp_path):
+def test_a_different_batch_size_is_named(tmp_path):
     started_with(["--batch-size", "4"], 1, tmp_path, "--batch-size 8 in process 0, 4 in process 1")
 
 
@@ -139,14 +139,14 @@ def test_a_lost_process_is_named_and_the_resume_is_bit_equal(kind, who, unbroken
 @pytest.mark.long
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("fault", ["gone", "full"])
-def test_a_disk_that_comes_back_costs_nothing(fault, who, unbroken, tmp_path):
+def test_a_temporarily_missing_disk_loses_nothing(fault, who, unbroken, tmp_path):
     without_disk_for_a_while(fault, tmp_path, who, unbroken)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("fault", ["gone", "full"])
-def test_a_disk_that_does_not_come_back_ends_the_run_by_name(fault, who, unbroken, tmp_path):
+def test_a_permanently_missing_disk_ends_the_run_and_names_the_process(fault, who, unbroken, tmp_path):
     both = start(tmp_path, ATTEMPTS="3")
     both[0].until(f"step  30/{STEPS}")
     began = time.monotonic()
@@ -161,7 +161,7 @@ def test_a_disk_that_does_not_come_back_ends_the_run_by_name(fault, who, unbroke
 
 @pytest.mark.long
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_disk_that_does_not_answer_one_process_is_named(who, unbroken, tmp_path):
+def test_a_process_with_a_hanging_disk_is_named(who, unbroken, tmp_path):
     """What a network disk does whose server is gone: whoever touches it waits."""
     both = start(tmp_path, STUCK_AT_SAVE=str(40 * (who == 0)), second={"STUCK_AT_SAVE": str(40 * (who == 1))})
     both[0].until(f"step  40/{STEPS}")
@@ -174,7 +174,7 @@ def test_a_disk_that_does_not_answer_one_process_is_named(who, unbroken, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("who", [0, 1])
-def test_data_that_one_process_cannot_read_is_no_reason_to_wait_forever(who, tmp_path):
+def test_a_process_with_hanging_data_is_named(who, tmp_path):
     both = start(tmp_path, STUCK_AT_DATA="1" * (who == 0), second={"STUCK_AT_DATA": "1" * (who == 1)})
     both[who].until("stuck")
     began = time.monotonic()
@@ -184,7 +184,7 @@ def test_data_that_one_process_cannot_read_is_no_reason_to_wait_forever(who, tmp
 
 
 @pytest.mark.long
-def test_a_folder_that_is_not_shared_is_refused(tmp_path):
+def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     both = start(tmp_path, disks={"second": "other"})
     assert [life.end() for life in both] == [2, 2], both[0].said + both[1].said
@@ -194,7 +194,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path):
 
 
 @pytest.mark.long
-def test_a_file_that_is_another_one_for_one_process_is_refused(tmp_path):
+def test_different_data_files_are_refused(tmp_path):
     for number, view in enumerate(VIEWS):
         (tmp_path / view).mkdir()
         (tmp_path / view / "text.txt").write_text(f"{number} is what it begins with.\n" * 1000)
@@ -219,5 +219,5 @@ OTHER_FLAGS = {
 @pytest.mark.long
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("flag", OTHER_FLAGS)
-def test_other_flags_are_refused_by_name(flag, who, tmp_path):
+def test_different_flags_are_named(flag, who, tmp_path):
     started_with(OTHER_FLAGS[flag], who, tmp_path, f"{flag} ")

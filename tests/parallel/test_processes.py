@@ -55,7 +55,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroken, tmp_path):
+def test_two_processes_match_one_and_one_resumes_from_two(unbroken, tmp_path):
     """Half of the run by two processes, the other half by one, on another mesh:
     the losses of both halves are those of two."""
     shutil.copytree(unbroken, tmp_path / "run")
@@ -74,7 +74,7 @@ def test_two_processes_train_as_one_does_and_one_restores_what_two_wrote(unbroke
             assert loss == pytest.approx(wanted, rel=1e-4)
 
 
-def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on_bit_for_bit(unbroken, tmp_path):
+def test_a_signal_to_one_process_stops_both_at_the_same_step_and_the_resume_is_bit_equal(unbroken, tmp_path):
     both = pair(tmp_path / "run", *FLAGS, model=DENSE, NO_EVALUATION="1")
     both[0].until(f"step  3/{STEPS}")
     both[1].send()
@@ -92,7 +92,7 @@ def test_one_signalled_process_brings_both_to_the_same_saved_step_and_they_go_on
 
 
 @pytest.mark.parametrize(("killed", "start"), [pytest.param(0, pair, marks=pytest.mark.long), (1, slurm_pair)])
-def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
+def test_a_killed_peer_is_named_and_the_other_exits(tmp_path, killed, start):
     both = start(tmp_path / "run", *FLAGS, "--total-steps", "100000", "--keep-last", "1000", NO_EVALUATION="1")
     both[0].until("step      5/")
     until_whole(tmp_path / "run" / "checkpoints" / "4", both)
@@ -104,7 +104,7 @@ def test_a_killed_peer_is_named_and_the_other_leaves(tmp_path, killed, start):
     assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
 
 
-def test_a_process_that_has_done_its_work_ends_well_even_if_process_0_is_gone_first(tmp_path):
+def test_a_finished_process_exits_normally_even_without_process_0(tmp_path):
     both = pair(tmp_path / "run", *FLAGS, "--total-steps", "4", second={"NEVER_LEAVES": "1"}, NO_EVALUATION="1")
     both[1].until("on its way out")
     both[0].send(signal.SIGKILL)
@@ -112,7 +112,7 @@ def test_a_process_that_has_done_its_work_ends_well_even_if_process_0_is_gone_fi
     assert "process 0 is gone" not in both[1].said
 
 
-def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_path):
+def test_a_stalled_peer_is_named_with_phase_and_stack_and_both_exit(tmp_path):
     flags = [*FLAGS, "--stall-timeout", "500"]
     env = {"SHORT_STALL_ONCE": str(tmp_path / "now"), "NO_EVALUATION": "1"}
     both = pair(tmp_path / "run", *flags, second={"STALL_AT_STEP": "9"}, **env)
@@ -129,7 +129,7 @@ def test_a_stalled_peer_is_named_with_its_phase_and_stack_and_both_leave(tmp_pat
     assert manifest.problem(tmp_path / "run" / "checkpoints" / "4") is None
 
 
-def test_one_process_that_stalls_says_where(tmp_path):
+def test_a_single_stalled_process_reports_its_phase(tmp_path):
     env = {"SHORT_STALL_ONCE": str(tmp_path / "now"), "NO_EVALUATION": "1"}
     life = TrainingProcess(tmp_path / "run", "--total-steps", "9", STALL_AT_STEP="5", **env)
     life.until("stalled")
@@ -219,7 +219,7 @@ def test_a_tpu_pod_is_recognised_by_its_metadata(workers, wanted):
         ({}, {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "1"}, r"pip install kubernetes, or set JAX_COORD"),
     ],
 )
-def test_what_cannot_be_started_is_said_in_a_line(flags, env, message):
+def test_inconsistent_variables_are_one_line_errors(flags, env, message):
     with pytest.raises(ConfigError, match=message):
         find_place(MeshConfig(**flags), env)
 
@@ -235,7 +235,7 @@ def test_what_cannot_be_started_is_said_in_a_line(flags, env, message):
         ({}, {}, []),
     ],
 )
-def test_a_variable_that_is_not_read_is_named_with_its_flag(env, cfg, flags):
+def test_an_ignored_variable_is_reported_with_its_flag(env, cfg, flags):
     lines = unread_variables(MeshConfig(**cfg), env)
     assert len(lines) == len(flags)
     for line, flag in zip(lines, flags, strict=True):
@@ -243,7 +243,7 @@ def test_a_variable_that_is_not_read_is_named_with_its_flag(env, cfg, flags):
         assert any(f"{name}={value}" in line for name, value in env.items())
 
 
-def test_what_processes_compare_follows_from_settings_and_files_and_not_from_what_each_has_for_itself(tmp_path):
+def test_processes_compare_settings_and_files_but_not_their_own_flags(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("one\n" * 1000)
 
@@ -263,14 +263,14 @@ def test_what_processes_compare_follows_from_settings_and_files_and_not_from_wha
     ("who", "said"),
     [(0, r"process 0 \(the coordinator\) did not answer at \S+"), (1, r"process 1 of 2 did not connect to process 0 at \S+")],
 )
-def test_a_process_that_refuses_its_own_flags_is_named_by_the_other(who, said, tmp_path):
+def test_a_process_with_invalid_flags_is_named_by_the_other(who, said, tmp_path):
     both = pair(tmp_path / "run", *FLAGS, "--connect-timeout", "6", flags_of={who: ["--total-steps", "none"]})
     assert [life.end() for life in both] == [2, 2], both[0].said + both[1].said
     assert re.search(rf"^error: {said} within 6 s; .*--connect-timeout$", both[1 - who].said, re.MULTILINE), both[1 - who].said
     assert "Traceback" not in both[1 - who].said and "stack trace" not in both[1 - who].said
 
 
-def test_a_roll_call_waits_for_the_port_and_takes_no_other_answer():
+def test_a_roll_call_waits_for_the_port_and_ignores_other_answers():
     """As where all processes start again and the process 0 of before, in which JAX listens, has not left yet."""
     with ThreadPoolExecutor(2) as threads:
         with socket.create_server(("localhost", 0)) as before:

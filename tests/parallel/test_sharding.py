@@ -1,4 +1,4 @@
-"""Logical axes -> mesh axes: every array says how it lies, and nothing is replicated by accident."""
+"""The sharding table: every array declares its axes, and nothing is replicated by accident."""
 
 import math
 from typing import Any
@@ -99,7 +99,7 @@ def test_two_logical_axes_on_one_mesh_axis_are_refused(axes: tuple[str, ...], me
         spec(axes)
 
 
-def test_the_axis_left_out_can_not_collide() -> None:
+def test_an_excluded_mesh_axis_cannot_collide() -> None:
     assert spec(("batch", "embed"), without="fsdp") == PartitionSpec("data", None)
 
 
@@ -173,7 +173,7 @@ def test_every_matrix_of_the_model_is_split_over_fsdp_and_tp(model: LM) -> None:
     assert sum(path.endswith("phi_RDM") for path in axes) == 2  # of attention and of ffn
 
 
-def test_nothing_with_a_rule_is_replicated(state: TrainState) -> None:
+def test_no_array_with_a_rule_is_replicated(state: TrainState) -> None:
     axes = by_path(logical_axes(state.model), is_leaf=is_axes)
     split = 0
     for tree in (state.model, state.ema, *(s for s in (state.opt_state[1].mu, state.opt_state[1].nu))):
@@ -190,7 +190,7 @@ def test_nothing_with_a_rule_is_replicated(state: TrainState) -> None:
     assert split > 4 * 8
 
 
-def test_moments_and_averages_lie_as_their_parameters_do(state: TrainState) -> None:
+def test_moments_and_averages_are_sharded_like_their_parameters(state: TrainState) -> None:
     tree = state_shardings(CFG, make_mesh(MESH))
     parameters = by_path(tree.model)
     adam = tree.opt_state[1]
@@ -221,7 +221,7 @@ def test_weights_do_not_depend_on_the_mesh() -> None:
 # --- inside jit ------------------------------------------------------------------------------------------------------
 
 
-def test_constrain_places_an_activation() -> None:
+def test_constrain_shards_an_activation() -> None:
     mesh = make_mesh(MESH)
     x = jnp.zeros((4, 8, 16))
     with jax.set_mesh(mesh):
@@ -230,7 +230,7 @@ def test_constrain_places_an_activation() -> None:
     assert constrain(x, "batch", "time_split", "width") is x  # no mesh, nothing to do
 
 
-def test_on_shards_runs_on_each_devices_own_part() -> None:
+def test_on_shards_runs_on_each_devices_shard() -> None:
     mesh = make_mesh(MESH)
     seen: list[tuple[int, ...]] = []
 
@@ -247,7 +247,7 @@ def test_on_shards_runs_on_each_devices_own_part() -> None:
     assert on_shards(local, [("batch", "width"), None], ()) is local
 
 
-def test_mesh_axis_names_only_what_really_splits() -> None:
+def test_mesh_axis_omits_axes_of_size_one() -> None:
     with jax.set_mesh(make_mesh(MeshConfig(data=4, fsdp=1, tp=2))):
         assert mesh_axis("batch") == ("data",)
         assert mesh_axis("heads") == ("tp",)

@@ -1,4 +1,4 @@
-"""Private names of libraries: in runtime/compat alone, and every one can go without taking the program with it."""
+"""Private names of libraries are used only in runtime/compat, and the program works without each of them."""
 
 import ast
 import importlib
@@ -65,14 +65,14 @@ def test_private_names_are_found():
     assert private_names(source) == {"jax._src.core", "a._b.d", "jax._x", "sys.hook", "setattr(c, 'x', 1)"}
 
 
-def test_private_names_of_libraries_are_used_in_compat_alone():
+def test_private_names_are_used_only_in_compat():
     for file in sorted(PACKAGE.rglob("*.py")):
         if file.parent != COMPAT:
             assert not private_names(file.read_text()), file
 
 
 @pytest.mark.parametrize("file", sorted(set(COMPAT.glob("*.py")) - {COMPAT / "__init__.py"}), ids=lambda f: f.stem)
-def test_each_file_names_its_versions_and_each_function_what_happens_without(file):
+def test_each_file_names_its_versions_and_fallbacks(file):
     assert importlib.import_module(f"nash_mhc.runtime.compat.{file.stem}").SEEN
     text = file.read_text()
     assert "ithout" in text or "otherwise" in text
@@ -90,7 +90,7 @@ def without(monkeypatch):
     return take
 
 
-def test_jax_writes_programs_as_it_does_without_its_cache_class(without, monkeypatch):
+def test_jax_is_unchanged_without_its_cache_class(without, monkeypatch):
     from jax._src import lru_cache
 
     monkeypatch.setattr(lru_cache, "LRUCache", type("LRUCache", (), {}))
@@ -100,7 +100,7 @@ def test_jax_writes_programs_as_it_does_without_its_cache_class(without, monkeyp
     compat_jax.write_programs_whole()
 
 
-def test_one_process_runs_without_jax_s_notes_and_several_are_refused(without):
+def test_without_jax_s_distributed_state_only_one_process_runs(without):
     without("jax._src.distributed")
     assert processes.start(MeshConfig()) == 1
     several = MeshConfig(coordinator_address="localhost:1", num_processes=2, process_id=0)
@@ -108,7 +108,7 @@ def test_one_process_runs_without_jax_s_notes_and_several_are_refused(without):
         processes.start(several)
 
 
-def test_a_lost_coordinator_is_named_only_where_jax_calls_back(without, monkeypatch):
+def test_heartbeat_callback_is_optional(without, monkeypatch):
     from jax._src.lib import _jax
 
     made = lambda **options: options
@@ -126,7 +126,7 @@ def test_a_lost_coordinator_is_named_only_where_jax_calls_back(without, monkeypa
         pass
 
 
-def test_attention_takes_public_kernels_without_cudnn_s_primitives(without, monkeypatch):
+def test_attention_uses_public_kernels_without_cudnn_s_primitives(without, monkeypatch):
     # JAX's public form of it needs cuDNN as soon as it is traced.
     monkeypatch.setattr(attend_cudnn, "_masked", lambda rows, window: rows.q_BTNH)
     without("jax._src.cudnn.fused_attention_stablehlo")
@@ -141,14 +141,14 @@ def test_attention_takes_public_kernels_without_cudnn_s_primitives(without, monk
     assert jax.eval_shape(found, x).shape == x.shape
 
 
-def test_programs_without_cudnn_calls_are_left_as_they_are():
+def test_programs_without_cudnn_calls_are_unchanged():
     module = jax.jit(lambda x: x + 1).lower(1.0).compiler_ir("stablehlo")
     before = str(module)
     cudnn.number_backward_passes(module)
     assert str(module) == before
 
 
-def test_evidence_is_found_without_the_passes_of_splash(monkeypatch):
+def test_log_sum_exp_is_computed_without_the_passes_of_splash(monkeypatch):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
     assert splash.is_available()
@@ -171,7 +171,7 @@ def test_checkpoints_are_written_without_orbax_s_handlers(tmp_path, monkeypatch)
     close_manager(manager)
 
 
-def test_what_is_raised_is_not_logged_as_well(monkeypatch):
+def test_raised_errors_are_not_logged_as_well(monkeypatch):
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     logger = logging.Logger("asyncio")
@@ -185,7 +185,7 @@ def test_what_is_raised_is_not_logged_as_well(monkeypatch):
     assert logger.filter(logging.LogRecord("x", logging.ERROR, "", 0, "text", (), None))
 
 
-def test_workers_of_grain_find_absl_s_flags_parsed(monkeypatch):
+def test_absl_s_flags_are_marked_as_parsed(monkeypatch):
     from absl import flags
 
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
@@ -193,7 +193,7 @@ def test_workers_of_grain_find_absl_s_flags_parsed(monkeypatch):
     assert flags.FLAGS.is_parsed()
 
 
-def test_a_corpus_needs_the_address_of_an_index(without, monkeypatch):
+def test_a_corpus_needs_a_package_index(without, monkeypatch):
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     monkeypatch.setattr(corpus, "_said", lambda argv: "")
     assert corpus._index() == pip.default_index()
@@ -202,7 +202,7 @@ def test_a_corpus_needs_the_address_of_an_index(without, monkeypatch):
         corpus._index()
 
 
-def test_lm_eval_is_quiet_where_it_no_longer_has_the_names_that_are_replaced(monkeypatch, capsys):
+def test_lm_eval_is_quiet_without_the_replaced_names(monkeypatch, capsys):
     evaluator = pytest.importorskip("lm_eval.evaluator")
     from tqdm.std import tqdm
 

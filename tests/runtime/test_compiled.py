@@ -1,4 +1,4 @@
-"""A step that compiles in the background: used once it is there, and whoever waits for it learns what went wrong."""
+"""Background compilation, the compilation cache and compiler options."""
 
 import shutil
 import threading
@@ -20,7 +20,7 @@ from nash_mhc.train.evaluate import compile_evaluation
 from nash_mhc.train.step import compile_train_step
 
 
-def test_what_was_compiled_in_the_background_is_what_runs():
+def test_a_program_compiled_in_the_background_is_used():
     seen = []
 
     def add(state, batch):
@@ -34,7 +34,7 @@ def test_what_was_compiled_in_the_background_is_what_runs():
     assert step.seconds > 0
 
 
-def test_what_goes_wrong_reaches_the_one_who_waits():
+def test_a_compilation_error_is_raised_in_result():
     def broken(state, batch):
         raise ValueError("no such shape")
 
@@ -42,7 +42,7 @@ def test_what_goes_wrong_reaches_the_one_who_waits():
         CompiledStep(broken, make_mesh(MeshConfig(1, 1, 1))).compile_in_background(jnp.ones(3), jnp.ones(3))
 
 
-def test_one_program_is_compiled_behind_another():
+def test_one_program_is_compiled_after_another():
     mesh, first, seen = make_mesh(MeshConfig(1, 1, 1)), Program(), []
     second = CompiledStep(jnp.add, mesh)
     program = second.compile_in_background(jnp.ones(3), jnp.ones(3), after=first)
@@ -56,7 +56,7 @@ def test_one_program_is_compiled_behind_another():
     assert list(second._programs.values()) == [program]
 
 
-def test_what_is_behind_a_program_that_fails_fails_with_it_and_may_be_tried_again(monkeypatch):
+def test_a_program_after_a_failed_one_fails_too_and_can_be_retried(monkeypatch):
     monkeypatch.setitem(OPTIONS, "cpu", (Option("xla_no_such_option", True, "because"),))
     mesh = make_mesh(MeshConfig(1, 1, 1))
     first = CompiledStep(jnp.add, mesh)
@@ -70,7 +70,7 @@ def test_what_is_behind_a_program_that_fails_fails_with_it_and_may_be_tried_agai
     assert second(jnp.ones(3), jnp.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_program_in_the_cache_is_whole_or_not_there(tmp_path):
+def test_cache_entries_are_written_atomically(tmp_path):
     """Processes that share the cache read at any moment, and may be killed at any moment."""
     write_programs_whole()
     cache, value = lru_cache.LRUCache(str(tmp_path), max_size=-1), b"x" * 20_000_000
@@ -92,7 +92,7 @@ def test_a_program_in_the_cache_is_whole_or_not_there(tmp_path):
     assert cache.get("3") == value
 
 
-def test_the_cache_leaves_room_for_checkpoints(tmp_path, monkeypatch):
+def test_the_cache_leaves_space_for_checkpoints(tmp_path, monkeypatch):
     write_programs_whole()
     cache, value = lru_cache.LRUCache(str(tmp_path), max_size=-1), b"x" * 1000
     disk = shutil.disk_usage(tmp_path)
@@ -104,7 +104,7 @@ def test_the_cache_leaves_room_for_checkpoints(tmp_path, monkeypatch):
     assert cache.get("a") == value
 
 
-def test_the_cache_of_a_full_disk_is_given_up(tmp_path, monkeypatch):
+def test_the_cache_on_a_full_disk_is_deleted(tmp_path, monkeypatch):
     before, runs = jax.config.values["jax_compilation_cache_dir"], tmp_path / "runs"
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_the_cache_of_a_full_disk_is_given_up(tmp_path, monkeypatch):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_make_train_and_the_commands_that_it_prints_share_a_cache():
+def test_make_train_and_its_printed_commands_share_a_cache():
     """Both beside the runs: nothing in the Makefile names another place."""
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     assert "JAX_COMPILATION_CACHE_DIR" not in makefile
@@ -137,7 +137,7 @@ def asked(platform, environment, deterministic=False):
     return compiler_options.compiler_options(platform, deterministic=deterministic, environment=environment)
 
 
-def test_what_the_user_has_set_is_left_alone(tmp_path):
+def test_the_users_cache_is_not_changed(tmp_path):
     assert asked("cpu", {}) == {EFFORT: "1"}
     assert asked("cpu", {"XLA_FLAGS": f"--xla_dump_to=/x --{EFFORT}=3"}) == {}
     assert asked("cpu", {"XLA_FLAGS": f"--{EFFORT}_of_another=3"}) == {EFFORT: "1"}  # not the same flag
@@ -148,14 +148,14 @@ def test_what_the_user_has_set_is_left_alone(tmp_path):
     assert asked("gpu", {"XLA_FLAGS": "--xla_gpu_deterministic_ops=false"}, deterministic=True) == {}
 
 
-def test_every_option_is_one_that_the_compiler_knows():
+def test_every_compiler_option_exists():
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     for options in OPTIONS.values():
         lowered.compile(compiler_options={option.name: option.value for option in options})
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_all_is_deterministic_but_a_step_that_need_not_be(monkeypatch, deterministic):
+def test_only_the_step_may_be_nondeterministic(monkeypatch, deterministic):
     """Evaluations and a teacher's words are kept with the run as its losses are."""
     monkeypatch.setitem(OPTIONS, "cpu", (Option("xla_same_bits", True, "because", deterministic=True),))  # as a GPU has one
     # Another width than any other test's: programs of the same shapes are shared.
@@ -166,7 +166,7 @@ def test_all_is_deterministic_but_a_step_that_need_not_be(monkeypatch, determini
         assert program._compiler_options == {"xla_same_bits": True}
 
 
-def test_a_row_of_the_table_reaches_the_compiler_and_is_shown(monkeypatch):
+def test_an_option_reaches_the_compiler_and_is_shown(monkeypatch):
     monkeypatch.setitem(OPTIONS, "cpu", (Option("xla_no_such_option", True, "because"),))
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         CompiledStep(jnp.add, make_mesh(MeshConfig(1, 1, 1))).compile(jnp.ones(3), jnp.ones(3))

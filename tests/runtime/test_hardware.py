@@ -1,4 +1,4 @@
-"""The denominator of MFU: what the devices could do, whatever else they are doing."""
+"""Peak FLOP/s, the denominator of MFU, on a busy machine."""
 
 import itertools
 import os
@@ -13,12 +13,12 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime import hardware
 
 
-def test_a_cpu_has_no_peak_to_compare_with():
+def test_a_cpu_has_no_peak():
     assert hardware.peak_flops(make_mesh(MeshConfig()), "float32") is None
     assert hardware.peak_flops(make_mesh(MeshConfig()), "bfloat16", measured_rate=1e12) is None
 
 
-def test_a_busy_cpu_is_not_taken_for_a_slow_one(monkeypatch):
+def test_a_busy_cpu_is_measured_by_cpu_time(monkeypatch):
     """Two products that took a second of two processors' time are as fast, however long they had to wait for it."""
     clock = itertools.count()
     monkeypatch.setattr(hardware, "cores", lambda: 2)
@@ -27,7 +27,7 @@ def test_a_busy_cpu_is_not_taken_for_a_slow_one(monkeypatch):
 
 
 @pytest.mark.parametrize(("granted", "wanted"), [("max 100000", 8), ("150000 100000", 1.5), ("9900000 100000", 8), (None, 8)])
-def test_a_container_may_grant_fewer_processors_than_there_are(monkeypatch, granted, wanted):
+def test_a_container_may_grant_fewer_cores(monkeypatch, granted, wanted):
     def read(path):
         if granted is None:
             raise FileNotFoundError(path)

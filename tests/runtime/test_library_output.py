@@ -1,4 +1,4 @@
-"""What a library prints by itself is one line, and nothing of ours is lost."""
+"""Output of libraries is reduced to one line, and ours is not lost."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from nash_mhc.bench.aot import hidden
 
 
-def test_lines_of_a_library_become_one_and_those_after_are_shown(capfd, monkeypatch):
+def test_library_output_becomes_one_line(capfd, monkeypatch):
     monkeypatch.delenv("LIB_LOG", raising=False)
     with hidden("lib", "LIB_LOG"):
         os.write(2, b"E0101 trouble\n    @ 0x7f  frame\n    @ 0x80  frame\n")  # as C++ does
@@ -19,7 +19,7 @@ def test_lines_of_a_library_become_one_and_those_after_are_shown(capfd, monkeypa
     assert capfd.readouterr().err == ""
 
 
-def test_all_of_it_is_shown_to_who_asks_and_an_error_leaves_the_terminal_as_it_was(capfd, monkeypatch):
+def test_library_output_can_be_shown_and_errors_restore_the_terminal(capfd, monkeypatch):
     monkeypatch.setenv("LIB_LOG", "0")
     with hidden("lib", "LIB_LOG"):
         os.write(2, b"trouble\n")

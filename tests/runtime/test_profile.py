@@ -1,4 +1,4 @@
-"""A profile of some steps: a trace that XProf reads, and the parts of the model that they were spent on."""
+"""`--profile`: a trace of some steps and the time per part of the model."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ def with_profile(folder, steps):
     return dataclasses.replace(RUN, train=train, telemetry=TelemetryConfig(sample_tokens=0, profile=steps))
 
 
-def test_the_most_costly_parts_are_named(tmp_path, capsys):
+def test_the_most_expensive_parts_are_printed(tmp_path, capsys):
     run(with_profile(tmp_path, "5:99"))  # there are six
     said = capsys.readouterr().out.splitlines()
     (at,) = [n for n, line in enumerate(said) if line.startswith("profile of steps 5 to 6: ")]
@@ -30,7 +30,7 @@ def test_the_most_costly_parts_are_named(tmp_path, capsys):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-def test_instructions_belong_to_the_names_that_the_code_gives():
+def test_instructions_are_assigned_to_named_scopes():
     program = """
   %fusion.1 = f32[8]{0} fusion(%p), metadata={op_name="jit(traced)/eval_jaxpr/while/body/checkpoint/attention/dot_general" x=1}
   ROOT %dot.2 = f32[8]{0} dot(%a), metadata={op_name="jit(traced)/transpose(jvp(mhc))/attention/mul"}
@@ -40,12 +40,12 @@ def test_instructions_belong_to_the_names_that_the_code_gives():
 
 
 @pytest.mark.parametrize("text", ["5", "5:", ":5", "6:5", "0:3", "a:b", "3-5"])
-def test_what_are_no_steps_is_refused(text):
+def test_invalid_step_ranges_are_refused(text):
     with pytest.raises(ConfigError, match=rf"telemetry.profile '{text}': must be the first and the last step"):
         TelemetryConfig(sample_tokens=0, profile=text)
 
 
-def test_steps_that_are_done_already_are_not_profiled(tmp_path, capsys):
+def test_finished_steps_are_not_profiled(tmp_path, capsys):
     run(with_profile(tmp_path, None), quiet=True)
     longer = with_profile(tmp_path, "3:4")
     run(dataclasses.replace(longer, train=dataclasses.replace(longer.train, total_steps=7)))
@@ -53,7 +53,7 @@ def test_steps_that_are_done_already_are_not_profiled(tmp_path, capsys):
     assert not (tmp_path / "profile").exists()
 
 
-def test_what_goes_wrong_with_a_profile_ends_no_run(tmp_path, capsys, monkeypatch):
+def test_a_failed_profile_does_not_stop_the_run(tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

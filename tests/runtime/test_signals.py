@@ -121,7 +121,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_during_a_step_of_several_accumulated_parts(unbroken, calls, tmp_path, number):
+def test_during_a_step_with_gradient_accumulation(unbroken, calls, tmp_path, number):
     calls(2, number)
     before = signal.getsignal(number)
     assert interrupted(tmp_path / "run") == 2  # the step that was under way is finished, and no other begun
@@ -138,7 +138,7 @@ def test_during_an_evaluation(unbroken, calls, tmp_path, capsys):
     assert_goes_on_as_unbroken(tmp_path / "run", unbroken)  # what was broken off is made up for
 
 
-def test_an_evaluation_that_two_runs_have_made_up_for_has_one_row(unbroken, calls, monkeypatch, tmp_path):
+def test_a_repeated_evaluation_has_one_row(unbroken, calls, monkeypatch, tmp_path):
     calls(4, signal.SIGTERM)  # in the evaluation at step 3
     assert interrupted(tmp_path / "run") == 3
     calls(0, 0)
@@ -193,7 +193,7 @@ def test_a_second_signal_in_a_notebook_is_an_ordinary_interrupt(tmp_path, monkey
     assert checkpoints(tmp_path / "run") == []
 
 
-def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
+def test_a_second_signal_ends_the_command_immediately(tmp_path):
     flags = ["--total-steps", "100000", "--checkpoint-interval", "0", "--log-interval", "1"]
     # Two at once are one, as timeout(1) sends them; of different kinds here: the system may make one of two alike.
     life = TrainingProcess(tmp_path / "run", *flags).until("step      3/").send(signal.SIGINT).send(signal.SIGTERM)
@@ -214,7 +214,7 @@ def test_the_command_is_stopped_and_a_second_signal_ends_it_at_once(tmp_path):
     assert checkpoints(tmp_path / "slow") == []
 
 
-def test_signals_that_are_ignored_stay_ignored(tmp_path):
+def test_ignored_signals_stay_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     try:
         with SIGNALS.at_work():

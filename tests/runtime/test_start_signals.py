@@ -74,7 +74,7 @@ def starts(tmp_path_factory):
     return folder, said
 
 
-def test_signals_at_any_moment_of_the_start_are_all_the_same_to_it(starts):
+def test_signals_at_any_moment_of_the_start_are_handled(starts):
     _, said = starts
     assert {name: len(lines) for name, lines in said.items()} == {"plain": PLAIN, "crowded": CROWDED}
     phases = {
@@ -87,7 +87,7 @@ def test_signals_at_any_moment_of_the_start_are_all_the_same_to_it(starts):
         assert sum(map(reached, everything)) >= 3, f"no signal came while {name}"
 
 
-def test_the_run_that_was_never_allowed_to_start_ends_as_any_other(starts):
+def test_an_interrupted_run_ends_like_an_undisturbed_one(starts):
     folder, _ = starts
     end = max(manifest.saved_steps(folder / "plain" / "checkpoints"), default=0) + 5
     last, unbroken = (TrainingProcess(folder / name, *FLAGS, "--total-steps", str(end)) for name in ("plain", "unbroken"))

@@ -1,4 +1,4 @@
-"""How a process that has lost another one finds out whose fault it is."""
+"""A process that has lost another one names it."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from nash_mhc.runtime.signals import TRY_AGAIN
 
 
 class Notes(Board):
-    """A board with one process at it."""
+    """A board for one process."""
 
     def __init__(self, _name):
         self.notes = {}
@@ -29,7 +29,7 @@ class Notes(Board):
 
 @pytest.fixture
 def left(monkeypatch):
-    """Set when the process leaves, with its exit code; nothing of it is left running."""
+    """An event that is set when the process exits, with its exit code."""
     gone = threading.Event()
 
     def leave(code=TRY_AGAIN):
@@ -46,7 +46,7 @@ def left(monkeypatch):
     return gone
 
 
-def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
+def test_a_process_without_heartbeat_is_named_when_a_collective_fails(left, capsys):
     watching = watchdog.Watch(stall_timeout=0.5)
     with pytest.raises(SystemExit), watching:
         raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED")
@@ -56,7 +56,7 @@ def test_who_never_came_is_named_when_a_collective_fails(left, capsys):
     assert "error: process 1 connected but never sent a heartbeat" in capsys.readouterr().err
 
 
-def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch):
+def test_a_process_without_heartbeat_times_out(left, capsys, monkeypatch):
     monkeypatch.setattr(watchdog, "BEGIN_S", 0.3)
     with watchdog.Watch(stall_timeout=0.5):
         assert left.wait(60)
@@ -64,7 +64,7 @@ def test_who_never_came_is_not_waited_for_without_end(left, capsys, monkeypatch)
     assert "process 1 connected but never sent a heartbeat" in capsys.readouterr().err
 
 
-def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch):
+def test_an_own_error_is_raised_if_no_process_is_missing(left, monkeypatch):
     monkeypatch.setattr(watchdog, "SILENCE_S", 60.0)
     monkeypatch.setattr(watchdog.Watch, "_wait_for_verdict", lambda _: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watchdog.Watch(stall_timeout=0.5) as watched:
@@ -75,7 +75,7 @@ def test_a_failure_of_its_own_is_passed_on_when_all_are_there(left, monkeypatch)
     assert not left.is_set()
 
 
-def test_a_process_that_is_aborted_for_the_loss_of_another_one_names_it_first(left, capsys, monkeypatch):
+def test_an_aborted_process_names_the_lost_one(left, capsys, monkeypatch):
     monkeypatch.setattr(watchdog, "coordinator_answers", lambda: True)
     with watchdog.Watch(stall_timeout=0.5) as watching:
         watching._board.write("life/1", {"name": "process 1", "phase": "step 7", "moves": 3, "at": 0.0, "ended": False})
@@ -86,8 +86,8 @@ def test_a_process_that_is_aborted_for_the_loss_of_another_one_names_it_first(le
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_coordinator_that_dies_while_it_is_asked_is_gone(dies, monkeypatch):
-    """The kernel takes a dead process's sockets away one by one: the one that listens may be the last."""
+def test_a_coordinator_that_dies_during_the_check_is_lost(dies, monkeypatch):
+    """The kernel closes a dead process's sockets one by one, and the listening one may be the last."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
         monkeypatch.setattr(board, "distributed_state", lambda: SimpleNamespace(coordinator_address=address))

@@ -1,4 +1,4 @@
-"""What a run writes down: rows that every reader can parse, and event files that TensorBoard reads back."""
+"""Metrics files, TensorBoard events and terminal output."""
 
 import io
 import json
@@ -54,14 +54,14 @@ def test_rows_are_lines_of_json_by_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_can_not_say_is_null(tmp_path: Path, value: float) -> None:
+def test_nan_and_infinity_are_null_in_json(tmp_path: Path, value: float) -> None:
     telemetry = Telemetry(tmp_path)
     telemetry.write(1, {"loss": value, "lr": 0.5})
     telemetry.close()
     assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "lr": 0.5}]
 
 
-def test_lists_are_kept_as_lists_and_given_to_tensorboard_one_by_one(tmp_path: Path) -> None:
+def test_lists_become_one_tensorboard_tag_per_entry(tmp_path: Path) -> None:
     """What is measured layer by layer; a NaN of one layer is null there and hides no other."""
     telemetry = Telemetry(tmp_path)
     telemetry.write(3, {"loss": 1.0, "health/gain": [1.0, math.nan], "health/weight": [[0.5, 0.25], [1.0, 2.0]]})
@@ -97,7 +97,7 @@ def test_a_resumed_run_drops_the_rows_it_will_write_again(tmp_path: Path) -> Non
     ]
 
 
-def test_a_fresh_start_in_the_same_folder_begins_with_empty_files(tmp_path: Path) -> None:
+def test_a_fresh_start_empties_the_files(tmp_path: Path) -> None:
     first = Telemetry(tmp_path)
     first.write(10, {"loss": 1.0})
     first.close()
@@ -105,7 +105,7 @@ def test_a_fresh_start_in_the_same_folder_begins_with_empty_files(tmp_path: Path
     assert rows_of(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_row_cut_short_by_a_crash_does_not_stop_a_resumed_run(tmp_path: Path) -> None:
+def test_a_partial_last_row_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n{"step": 20, "lo')
     Telemetry(tmp_path, start_step=20).close()
     assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 1.0}]
@@ -166,13 +166,13 @@ def test_off_a_terminal_a_row_is_one_plain_line(capsys: pytest.CaptureFixture[st
     assert err == ""
 
 
-def test_without_a_floor_and_a_known_peak_neither_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_floor_and_peak_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     Reporter(20, floor=None).row(20, ROW | {"mfu": 0.001})
     line = "step 20/20  loss 1.2500  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s  1.23M tokens  "
     assert re.fullmatch(re.escape(line) + r"\S+ s\n", capsys.readouterr().out)
 
 
-def test_a_log_file_on_a_full_disk_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_stop_the_reporter(monkeypatch: pytest.MonkeyPatch) -> None:
     told = 0
     with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("w") as full:  # raised when it is closed
         monkeypatch.setattr(sys, "stdout", full)
@@ -226,7 +226,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 120) -> Termin
     return terminal
 
 
-def test_on_a_terminal_there_is_a_panel_and_words_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_is_drawn_below_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch)
     assert is_terminal()
     panel = LivePanel(20, floor=0.5)
@@ -255,7 +255,7 @@ def test_on_a_terminal_there_is_a_panel_and_words_stand_above_it(monkeypatch: py
     assert "2 spikes, 1 skipped update" in text
 
 
-def test_a_narrow_terminal_and_losses_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_and_nan_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch, columns=40)
     panel = LivePanel(20, floor=None)
     panel.begin(0)

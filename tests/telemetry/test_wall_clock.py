@@ -1,4 +1,4 @@
-"""Where the time of a run went: every moment has one part, and all of them together are the time on the wall."""
+"""Wall time splits into parts that add up, across restarts."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ def at_row(*, step=40.0, down=0.0):
         (9999.0, at_row(step=9999.0), 0.0, 160.0, 0.0),  # a folder that was copied, and has later times
     ],
 )
-def test_a_run_that_goes_on_knows_what_was_lost_and_when_nothing_ran(calendar, written, row, lost, checkpoint, down):
+def test_a_resumed_run_counts_lost_and_down_time(calendar, written, row, lost, checkpoint, down):
     saved = {"at": 1040.0, "seconds": {"step": 40.0}}
     calendar.at = 1200.0
     clock = WallClock()
@@ -64,7 +64,7 @@ def test_a_run_that_goes_on_knows_what_was_lost_and_when_nothing_ran(calendar, w
     assert sum(found.values()) == 1200.0 - 1000.0  # since the first start, whatever became of it
 
 
-def test_a_calendar_that_is_behind_makes_no_time_negative(calendar):
+def test_a_clock_that_is_behind_gives_no_negative_time(calendar):
     clock = WallClock()
     clock.resume({"at": 2000.0, "seconds": {"step": 40.0}}, written=2010.0, row=at_row(step=60.0))
     calendar.at += 5.0
@@ -102,7 +102,7 @@ def test_the_parts_add_up_over_a_kill_and_a_resume(tmp_path):
     assert last["time/down"] == last["time/lost"] == 0.0
 
 
-def test_json_for_machines_holds_the_rows_of_the_files(tmp_path, capsys):
+def test_json_output_contains_the_rows_of_the_files(tmp_path, capsys):
     train = dataclasses.replace(RUN.train, checkpoint_dir=str(tmp_path / "run"))
     cfg = dataclasses.replace(RUN, train=train, telemetry=TelemetryConfig(sample_tokens=0, log_format="json"))
     run(cfg)

@@ -1,4 +1,4 @@
-"""Weights & Biases as a sink: the library itself, offline, without an account and without a network."""
+"""Weights & Biases as a sink, with the real library, offline."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def logged(folder):
     return found
 
 
-def test_it_gets_the_same_numbers_as_the_runs_own_files(tmp_path):
+def test_wandb_gets_the_same_numbers_as_the_files(tmp_path):
     sink = sinks.WeightsAndBiases(OFFLINE.telemetry, tmp_path, sinks.new_wandb_id(), {})
     telemetry = Telemetry(tmp_path, others=[sink])
     for step in range(1, 400):  # more than fits into one of its blocks
@@ -85,7 +85,7 @@ def test_it_gets_the_same_numbers_as_the_runs_own_files(tmp_path):
     assert logged(tmp_path) == expected
 
 
-def test_rows_of_metrics_and_of_evaluations_are_kept_for_it_and_a_resumed_run_has_the_same_id(tmp_path):
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path):
     folder = tmp_path / "run"
     at(folder, OFFLINE, total_steps=4)
     wandb = json.loads((folder / "run.json").read_text())["wandb"]
@@ -103,7 +103,7 @@ def test_rows_of_metrics_and_of_evaluations_are_kept_for_it_and_a_resumed_run_ha
     assert all(json.dumps(row["loss"]).encode() in b"".join(kept(folder)) for row in later)
 
 
-def test_another_project_is_another_run_there(tmp_path):
+def test_another_project_is_another_wandb_run(tmp_path):
     told = sinks.new_wandb_id(), sinks.new_wandb_id()
     assert told[0] != told[1]
     at(tmp_path / "run", OFFLINE, total_steps=2)
@@ -115,7 +115,7 @@ def test_another_project_is_another_run_there(tmp_path):
     assert after["id"] != before["id"]
 
 
-def test_without_an_account_or_the_library_nothing_begins(tmp_path, monkeypatch):
+def test_wandb_needs_an_account_and_the_library(tmp_path, monkeypatch):
     online = dataclasses.replace(RUN, telemetry=TelemetryConfig(sample_tokens=0, wandb="stories"))
     with pytest.raises(ConfigError, match=r"--wandb stories: .*--wandb-mode offline"):
         at(tmp_path / "run", online)
@@ -147,7 +147,7 @@ class Broken:
         return len(self.rows)
 
 
-def test_a_sink_that_fails_keeps_its_rows_and_stops_nothing(tmp_path):
+def test_a_failing_sink_keeps_its_rows_and_does_not_stop_the_run(tmp_path):
     heard, sink = [], Broken()
     telemetry = Telemetry(tmp_path, say=heard.append, others=[sink])
     for step in (1, 2, 3, 4):
