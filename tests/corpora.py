@@ -1,4 +1,4 @@
-"""Small texts, a small tokenizer, and what is prepared of them."""
+"""Small texts, a small tokenizer, and datasets prepared from them."""
 
 import gzip
 import itertools
@@ -36,7 +36,7 @@ def prepared(out: Path, dataset: Path | str, tokenizer: Tokenizer = BYTES, align
 
 
 def texts(folder: Path, split: str = "train", tokenizer: Tokenizer = BYTES) -> list[str]:
-    """What each segment of each row decodes to."""
+    """Decode the scored targets of each segment of each row."""
     rows = PreparedRows(folder, split)
     found = []
     for i in range(len(rows)):

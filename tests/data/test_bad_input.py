@@ -1,4 +1,4 @@
-"""Data that cannot be used: one line with file, line and remedy, exit code 2, and nothing left behind."""
+"""Unusable data is reported in one line with file, line and remedy; exit code 2, no files left."""
 
 import gzip
 import json
@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_data_is_told_by_file_and_line_and_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+def test_bad_data_is_reported_with_file_and_line_and_leaves_no_files(tmp_path: Path, name: str) -> None:
     file, write, settings, message = CASES[name]
     write(tmp_path / file)
     cfg = DataConfig(dataset=str(tmp_path / file), cache_dir=str(tmp_path / "cache"), **settings)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_bad_data_is_told_by_file_and_line_and_leaves_nothing_behind(tmp_path: P
 
 
 def command(folder: Path, module: str, *argv: str) -> str:
-    """Runs it in `folder`; returns the one line that it must leave on stderr, with exit code 2."""
+    """Run a command in `folder`; return its only line on stderr, with exit code 2."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", module, *argv], env=env, cwd=folder, capture_output=True, text=True, check=False
@@ -94,7 +94,7 @@ def command(folder: Path, module: str, *argv: str) -> str:
     return done.stderr
 
 
-def test_mistakes_with_the_commands_are_one_line(tmp_path: Path) -> None:
+def test_command_errors_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for i in range(9):
         (tmp_path / "notes" / f"{i}.txt").write_text(f"note {i} " * 99)
@@ -110,7 +110,7 @@ def test_mistakes_with_the_commands_are_one_line(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_prepared_rows_must_suit_the_run(tmp_path: Path) -> None:
+def test_prepared_rows_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
     """Another tokenizer, length or alignment, and a tokenizer that is larger than the model."""
     folder = save_tokenizer(tmp_path / "tok")
     (tmp_path / "a.txt").write_text("the cat sat on the mat " * 400)

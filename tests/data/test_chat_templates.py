@@ -1,4 +1,4 @@
-"""Questions and answers by a tokenizer's chat template: which tokens count, one by one."""
+"""Chat templates of tokenizers: tokens, and which of them are scored."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def number_of(tokenizer: Tokenizer, text: str) -> int:
 
 
 @pytest.mark.parametrize("end", ["<eos>", "<|im_end|>"])
-def test_a_chat_by_the_tokenizers_template_token_by_token(with_template: Any, end: str) -> None:
+def test_chat_template_gives_the_expected_tokens(with_template: Any, end: str) -> None:
     tokenizer = with_template(CHATML, end)
     starts, ends = number_of(tokenizer, "<|im_start|>"), number_of(tokenizer, "<|im_end|>")
     found = learned(messages(CHAT), tokenizer, form="chat", template="tokenizer")
@@ -79,7 +79,7 @@ def test_a_chat_by_the_tokenizers_template_token_by_token(with_template: Any, en
     # The terminator of the last answer; where it is not the one that ends a document, that one as well.
     wanted += [(ends, True)] if end == "<|im_end|>" else [(ends, True), ("\n", True), (tokenizer.end, True)]
     assert found == expected(*wanted, tokenizer=tokenizer)
-    # Nothing of it counts that a user says last, and no end.
+    # A final user message and its end token are not scored.
     found = learned(messages(CHAT[:3]), tokenizer, form="chat", template="tokenizer")
     assert [token for token, counts in found if counts] == [
         *tokenizer.encode("the <|im_end|> cat"),
@@ -96,7 +96,7 @@ def test_a_chat_by_the_tokenizers_template_token_by_token(with_template: Any, en
     assert all(counts for _, counts in learned(question, tokenizer, form="chat", template="tokenizer", loss_on="all"))
 
 
-def test_prompts_and_fields_by_the_tokenizers_template(with_template: Any) -> None:
+def test_prompts_and_fields_use_the_chat_template(with_template: Any) -> None:
     tokenizer = with_template(INST)
     assert tokenizer.begin == number_of(tokenizer, "<bos>")  # which stands before every document, and not twice
     wanted = expected(("[INST] the cat [/INST]", False), (" sat on", True), (tokenizer.end, True), tokenizer=tokenizer)
@@ -113,7 +113,7 @@ def test_prompts_and_fields_by_the_tokenizers_template(with_template: Any) -> No
     assert learned({"q": "<eos>", "a": "on"}, tokenizer, **plain) == wanted
 
 
-def test_what_a_chat_template_does_not_take(tmp_path: Path, with_template: Any) -> None:
+def test_messages_that_a_chat_template_rejects_are_reported(tmp_path: Path, with_template: Any) -> None:
     told = {"form": "chat", "template": "tokenizer"}
     with pytest.raises(ConfigError, match=r"^--template tokenizer: the byte tokenizer has no chat template; .*--template"):
         learned(messages(CHAT), BYTES, **told)
@@ -138,7 +138,7 @@ def test_what_a_chat_template_does_not_take(tmp_path: Path, with_template: Any) 
     ) == ("2024Sure?;Yes.;")
 
 
-def test_a_changed_chat_template_is_other_data(tmp_path: Path, with_template: Any) -> None:
+def test_another_chat_template_changes_the_recipe(tmp_path: Path, with_template: Any) -> None:
     file = write(tmp_path / "chat.jsonl", [messages(CHAT[2:])] * 3)
     one, other = (with_template(template) for template in (CHATML, CHATML.replace("trim", "upper")))
     assert one.fingerprint == other.fingerprint

@@ -156,7 +156,7 @@ def test_numbers_are_followed_by_plurals() -> None:
     assert not [word for words in plurals.values() for word in words if re.search(r"(?:ch|sh|x|s|[^aeiou]y)s$", word)]
 
 
-def test_words_are_easy_on_the_eye() -> None:
+def test_no_word_repeats_a_letter_three_times() -> None:
     assert not [word for lists in WORD_LISTS.values() for word in lists.words if re.search(r"([a-z])\1\1", word)]
 
 
@@ -178,7 +178,7 @@ def test_stories_are_reproducible_and_in_any_order() -> None:
     assert digest == "f8239b4d6f98213ebd5cc01b255d3992bd2d3e00d1724ad1ec99a4e40c98aaed"
 
 
-def test_streams_differ() -> None:
+def test_seeds_and_splits_give_different_stories() -> None:
     keys = [(seed, split, index) for seed in (0, 1, 11) for split in ("train", "validation") for index in (0, 1, 2, 11)]
     assert len({CORPUS.story(*key).text for key in keys}) == len(keys)
     with pytest.raises(ValueError, match="split"):

@@ -1,4 +1,4 @@
-"""Questions and answers from named fields: which tokens count, one by one."""
+"""Field templates: tokens, and which of them are scored."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ WHY, CITED = "\n### Reasoning:\nA duty\nof care.\n", "\n\n### Case Citation:\n[1
         ({"case_citation": float("nan")}, HEAD + WHY + "\n### Answer:\nNo."),
     ],
 )
-def test_the_public_recipe_token_by_token(changes: dict[str, Any], answer: str) -> None:
+def test_field_templates_give_the_expected_tokens(changes: dict[str, Any], answer: str) -> None:
     templates = {"prompt_template": PROMPT, "response_template": RESPONSE}
     wanted = expected((ASKED, False), (answer, True), (BYTES.end, True))
     assert learned(FULL | changes, **templates) == wanted
@@ -54,7 +54,7 @@ def test_the_public_recipe_token_by_token(changes: dict[str, Any], answer: str) 
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_packed_with_others_the_loss_covers_what_it_does_alone(tmp_path: Path, kind: str) -> None:
+def test_packing_does_not_change_which_targets_are_scored(tmp_path: Path, kind: str) -> None:
     records = [{"q": f"what is {i}?", "a": f"{i}!", "hint": "h" * (i % 3)} for i in range(60)]
     settings = {"prompt_template": r"{q}[ ({hint})]\n", "response_template": "{a}[ {never}]"}
     file = tmp_path / f"qa.{kind}"
@@ -72,7 +72,7 @@ def test_packed_with_others_the_loss_covers_what_it_does_alone(tmp_path: Path, k
         for segment in range(1, row.segments.max() + 1):
             at = row.segments == segment
             counts = row.weights[at] > 0
-            last = int(np.flatnonzero(counts)[-1]) + 1  # behind it there is only the gap up to the next document
+            last = int(np.flatnonzero(counts)[-1]) + 1  # only the gap to the next document follows
             found.append([(int(t), bool(c)) for t, c in zip(row.targets[at][:last], counts[:last], strict=True)])
     alone = [learned(record, **settings) for record in records]
     assert sorted(found) == sorted(alone)
@@ -82,7 +82,7 @@ def test_packed_with_others_the_loss_covers_what_it_does_alone(tmp_path: Path, k
         assert first in alone
 
 
-def test_brackets_and_braces_and_what_looks_like_an_escape() -> None:
+def test_escapes_in_field_templates() -> None:
     settings = {"prompt_template": r"\[INST\] {my field} \\n \{x\}\t\d", "response_template": "{a}"}
     text = "[INST] v{1}[2] \\n {x}\t\\d"
     assert learned({"my field": "v{1}[2]", "a": "b"}, **settings) == expected((text, False), ("b", True), (BYTES.end, True))
@@ -100,7 +100,7 @@ def test_brackets_and_braces_and_what_looks_like_an_escape() -> None:
         ("{}", r"the \{ at character 1 .*field name"),
     ],
 )
-def test_a_template_that_is_none(tmp_path: Path, template: str, message: str) -> None:
+def test_invalid_field_templates_are_refused(tmp_path: Path, template: str, message: str) -> None:
     file = write(tmp_path / "qa.jsonl", [{"q": "x", "a": "y"}])
     with pytest.raises(ConfigError, match=message) as refused:
         prepared(tmp_path / "out", file, format="fields", prompt_template=template, response_template="{a}")
@@ -122,7 +122,7 @@ def test_a_template_that_is_none(tmp_path: Path, template: str, message: str) ->
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "--validation-fraction 0.5 and --test-fraction 0.5 "),
     ],
 )
-def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataConfig(**settings)
 
@@ -142,14 +142,14 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], message: 
         ([1], r"qa\.jsonl:3: a value of type list instead of an object with fields"),
     ],
 )
-def test_what_a_record_lacks_is_told_with_file_and_line(tmp_path: Path, record: Any, message: str) -> None:
+def test_missing_fields_are_reported_with_file_and_line(tmp_path: Path, record: Any, message: str) -> None:
     file = write(tmp_path / "qa.jsonl", [{"q": "x", "a": "y"}, {"q": "x", "a": "y"}, record])
     with pytest.raises(ConfigError, match=message):
         prepared(tmp_path / "out", file, format="fields", prompt_template="{q}", response_template="{a}")
     assert [p.name for p in tmp_path.iterdir()] == ["qa.jsonl"]
 
 
-def test_other_mistakes_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_record_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"format": "fields", "prompt_template": "{q}", "response_template": "[{a}]"}
     with pytest.raises(ConfigError, match=r"qa:7: --response-template gives no text"):
         learned({"q": "x"}, **settings)

@@ -1,4 +1,4 @@
-"""Formats of the user's own: files of an ending that a function makes documents of."""
+"""Registered file formats."""
 
 import gzip
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _lines(file: BinaryIO) -> Iterator[str | dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_format_stays")
-def test_a_format_of_ones_own_is_read_packed_or_not_and_its_version_is_part_of_the_data(tmp_path: Path) -> None:
+def test_registered_format_is_read_also_compressed_and_its_version_changes_the_content(tmp_path: Path) -> None:
     files.register_format(".Lines", _lines)
     (tmp_path / "a.lines").write_text("one\n{two}\n")
     (tmp_path / "b.LINES.gz").write_bytes(gzip.compress(b"three\n"))
@@ -39,7 +39,7 @@ def test_a_format_of_ones_own_is_read_packed_or_not_and_its_version_is_part_of_t
 
 
 @pytest.mark.usefixtures("no_format_stays")
-def test_what_a_format_of_ones_own_cannot_read_is_named(tmp_path: Path) -> None:
+def test_registered_format_errors_name_the_document(tmp_path: Path) -> None:
     for ending in ("lines", ".a.b", ".jsonl", ".gz", ".py"):
         with pytest.raises(ConfigError, match=r"must be an extension such as \.fasta"):
             files.register_format(ending, _lines)

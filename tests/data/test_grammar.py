@@ -130,14 +130,14 @@ def test_sampled_frequencies_follow_the_probabilities() -> None:
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_draws_in_scope_never_coincide_and_scopes_end() -> None:
+def test_draws_in_scope_differ_and_scopes_end() -> None:
     scope = Scope(WORD_LISTS)
     outer = scope.parse("{first=names} ")
     inner = scope.child().parse("{names} {names} ")
     after = scope.parse("{names}")
     texts = [text.split() for text, _ in enumerate_derivations(Chain([outer, inner, after]))]
     assert all(len(set(words[:3])) == 3 and words[3] != words[0] for words in texts)
-    # What the child drew is free again: the last draw excludes one word, not three.
+    # The child's words are out of scope: the last draw excludes one word, not three.
     assert after.entropy == math.log(3)
     assert any(words[3] in words[1:3] for words in texts)
 

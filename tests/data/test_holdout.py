@@ -1,4 +1,4 @@
-"""What is held out: whole documents, all copies of a text on one side, and a fair sample of them evaluated."""
+"""Held-out documents: whole ones, all copies of a text in one split, and a representative sample for evaluation."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
-    """Of very different lengths, no two alike."""
+    """Distinct documents of very different lengths."""
     rng = random.Random(seed)
     return [f"{seed} {i} " + "word " * min(750, int(rng.lognormvariate(4, 0.8))) for i in range(count)]
 
@@ -41,7 +41,7 @@ def sides(folder: Path) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("small_chunks", [False, True])
-def test_no_copy_of_a_text_is_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: bool) -> None:
+def test_copies_of_a_text_are_in_one_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: bool) -> None:
     """A hundred copies of each of twenty texts, in files of every kind, in any order and in many chunks."""
     if small_chunks:
         monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 20_000)
@@ -65,7 +65,7 @@ def test_no_copy_of_a_text_is_on_both_sides(tmp_path: Path, monkeypatch: pytest.
     assert {count[text] for count in counts for text in repeated} == {0, 100}
 
 
-def test_one_text_a_hundred_times_over_is_one_document_and_its_rows_do_not_meet(tmp_path: Path) -> None:
+def test_a_repeated_text_counts_as_one_document(tmp_path: Path) -> None:
     text = " ".join(map(str, range(2000)))
     write_jsonl(tmp_path / "a.jsonl", [text] * 100)
     manifest = prepared(tmp_path / "out", tmp_path / "a.jsonl")
@@ -76,7 +76,7 @@ def test_one_text_a_hundred_times_over_is_one_document_and_its_rows_do_not_meet(
 
 
 @pytest.mark.parametrize("words", [70, 400, 40_000])
-def test_of_a_single_document_rows_are_held_out_and_it_is_said(tmp_path: Path, words: int) -> None:
+def test_a_single_document_is_held_out_by_rows_with_a_notice(tmp_path: Path, words: int) -> None:
     (tmp_path / "book.txt").write_text(" ".join(map(str, range(words))))
     manifest = prepared(tmp_path / "out", tmp_path / "book.txt", seq_len=64)
     train, held_out = sides(tmp_path / "out")
@@ -88,7 +88,7 @@ def test_of_a_single_document_rows_are_held_out_and_it_is_said(tmp_path: Path, w
     assert share < 0.5 if words < 1000 else share == pytest.approx(0.05, abs=0.02)
 
 
-def test_a_document_that_is_read_in_many_blocks_is_on_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_read_in_blocks_is_in_one_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nash_mhc.data.documents.files.BLOCK", 1000)
     monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 3000)
     (tmp_path / "books").mkdir()
@@ -120,7 +120,7 @@ def test_a_few_documents_give_about_their_share_and_never_most_of_the_text() -> 
     assert survey([(1, 10), (2, 10)], 0.0) == HeldOut()
 
 
-def test_what_is_looked_at_first_is_no_more_than_it_takes() -> None:
+def test_survey_reads_no_more_documents_than_needed() -> None:
     read = 0
 
     def endless() -> Any:
@@ -133,7 +133,7 @@ def test_what_is_looked_at_first_is_no_more_than_it_takes() -> None:
     assert read == 2000
 
 
-def test_streams_hold_out_what_preparing_does(tmp_path: Path) -> None:
+def test_streaming_and_preparing_hold_out_the_same_documents(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -154,7 +154,7 @@ LIKELY = 1.63  # what chance stays below in 99 of 100 cases
 
 
 def lengths(source: Any, rows: np.ndarray) -> np.ndarray:
-    """Of every document in these rows."""
+    """Return the length of every document in these rows."""
     segments = source.take(rows).segments
     return np.concatenate([np.unique(row[row > 0], return_counts=True)[1] for row in segments])
 
@@ -167,7 +167,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(shares[0] - shares[1]).max() / np.sqrt(1 / len(a) + 1 / len(b)))
 
 
-def test_documents_of_the_sample_are_as_long_as_those_of_the_split(tmp_path: Path) -> None:
+def test_the_fixed_sample_has_typical_document_lengths(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", documents(6_000))
     prepared(tmp_path / "out", tmp_path / "a.jsonl", validation_fraction=0.5, seq_len=1024)
     split = PreparedRows(tmp_path / "out", "validation")
@@ -180,7 +180,7 @@ def test_documents_of_the_sample_are_as_long_as_those_of_the_split(tmp_path: Pat
     assert apart(lengths(stories_, fixed_sample(stories_, 40)), lengths(stories_, np.arange(256))) < LIKELY
 
 
-def test_of_a_mixture_each_part_has_its_share_of_the_sample_or_all_that_it_has(tmp_path: Path) -> None:
+def test_the_fixed_sample_of_a_mixture_has_each_share(tmp_path: Path) -> None:
     for name, count in (("many", 400), ("few", 3)):
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i} " + "words " * 30 for i in range(count)])
     cfg = DataConfig(
@@ -199,13 +199,13 @@ def test_of_a_mixture_each_part_has_its_share_of_the_sample_or_all_that_it_has(t
     assert sample.tolist() == fixed_sample(held_out, 128)[: len(sample)].tolist()
 
 
-def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path) -> None:
+def test_equal_train_and_eval_splits_are_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["words " * 30] * 9)
     with pytest.raises(ConfigError, match="--eval-split train: is the training split"):
         prepared(tmp_path / "out", tmp_path / "a.jsonl", eval_split="train")
 
 
-def test_a_long_text_is_not_read_whole_to_see_how_long_documents_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_processed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nash_mhc.data.documents.files.BLOCK", 1000)
     monkeypatch.setattr("nash_mhc.data.recipe._SURVEYED_BYTES", 3000)
     monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 1000)
@@ -226,7 +226,7 @@ def test_a_long_text_is_not_read_whole_to_see_how_long_documents_are(tmp_path: P
 # --- nothing held out, older folders, damage -------------------------------------------------------------------------
 
 
-def test_nothing_is_held_out_where_none_is_wanted(tmp_path: Path) -> None:
+def test_nothing_is_held_out_with_validation_fraction_zero(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", stories(50))
     whole = DataConfig(dataset=str(tmp_path / "a.jsonl"), validation_fraction=0.0, cache_dir=str(tmp_path / "cache"))
     assert open_held_out(whole, BYTES) is None
@@ -241,7 +241,7 @@ def test_nothing_is_held_out_where_none_is_wanted(tmp_path: Path) -> None:
         open_held_out(short, BYTES)
 
 
-def test_a_folder_of_an_earlier_version_is_refused_with_the_command_that_makes_it_anew(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_version_is_refused_with_the_prepare_command(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "my notes.jsonl", stories(60), field="body text")
     settings = {"text_field": "body text", "seq_len": 512, "validation_fraction": 0.1}
     prepared(tmp_path / "out", tmp_path / "my notes.jsonl", align=16, **settings)
@@ -268,7 +268,7 @@ def test_a_folder_of_an_earlier_version_is_refused_with_the_command_that_makes_i
         Manifest.read(tmp_path / "out")
 
 
-def test_a_damaged_copy_in_the_cache_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_copy_in_the_cache_is_prepared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(tmp_path / "a.jsonl", stories(60))
     cfg = DataConfig(dataset=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
     wanted = open_source(cfg, BYTES, split="train", seed=0)

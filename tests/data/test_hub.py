@@ -51,7 +51,7 @@ def test_every_form_of_a_local_dataset_is_read_once(tmp_path: Path, form: str) -
     assert manifest.files == ("data",)
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_splits_columns_and_datasets_are_reported(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": table(["x"]), "test": table(["y"])}).save_to_disk(str(tmp_path / "d"))
     path = str(tmp_path / "d")
     cases: list[tuple[dict[str, Any], str]] = [
@@ -73,7 +73,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_an_own_test_split_can_be_the_one_to_evaluate_on(tmp_path: Path) -> None:
+def test_the_test_split_can_be_used_for_evaluation(tmp_path: Path) -> None:
     parts = {"train": table(DOCUMENTS), "test": table(["only this"]), "other": table(["never read"])}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
     prepared(tmp_path / "out", tmp_path / "d", eval_split="test")
@@ -81,8 +81,8 @@ def test_an_own_test_split_can_be_the_one_to_evaluate_on(tmp_path: Path) -> None
     assert Counter(texts(tmp_path / "out")) == Counter(DOCUMENTS)
 
 
-def test_an_own_test_split_is_kept_for_the_test(tmp_path: Path) -> None:
-    """As it is; what is evaluated on is a share of the rest, where there is no split for that."""
+def test_the_test_split_is_used_as_it_is(tmp_path: Path) -> None:
+    """Without a validation split, a share of the rest is held out for evaluation."""
     own = ["only this", *DOCUMENTS]
     parts = {"train": table(DOCUMENTS), "test": table(own)}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
@@ -90,7 +90,7 @@ def test_an_own_test_split_is_kept_for_the_test(tmp_path: Path) -> None:
     assert sorted(texts(tmp_path / "out", "test")) == sorted(own)
     assert Counter([*texts(tmp_path / "out"), *texts(tmp_path / "out", "validation")]) == Counter(DOCUMENTS)
     assert "for the test" not in manifest.summary()
-    assert manifest.summary().endswith(f", {len(DOCUMENTS)} documents of test")  # which someone has copied there
+    assert manifest.summary().endswith(f", {len(DOCUMENTS)} documents of test")  # the same documents are in train
     settings = {"dataset": str(tmp_path / "d"), "cache_dir": str(tmp_path), "seq_len": 256, "validation_fraction": 0.2}
     for cfg in (DataConfig(**settings, test_fraction=0.1), DataConfig(**settings, test_split="test", streaming=True)):
         source = open_test(cfg, BYTES, align=8)
@@ -100,7 +100,7 @@ def test_an_own_test_split_is_kept_for_the_test(tmp_path: Path) -> None:
         prepared(tmp_path / "other", tmp_path / "d", test_split="final")
 
 
-def test_a_dataset_with_several_variants_names_them_all(tmp_path):
+def test_a_missing_variant_lists_all_variants(tmp_path):
     names = [f"variant_{number}" for number in range(12)]
     files = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in names)
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{files}---\n")

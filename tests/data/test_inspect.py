@@ -1,4 +1,4 @@
-"""From the number of a step back to its documents."""
+"""Inspection of prepared folders and of the steps of a run."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def as_run(folder: Path, facts: Path, **data: object) -> tuple[Path, RunConfig]:
-    """The folder of a run, as far as inspect reads it."""
+    """Write a run directory with what inspect reads."""
     cfg = small.config(
         data__dataset=str(facts / "src"), data__seq_len=256, data__batch_size=4, train__grad_accum=2, train__seed=5
     )
@@ -44,16 +44,16 @@ def as_run(folder: Path, facts: Path, **data: object) -> tuple[Path, RunConfig]:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_step_of_a_run_leads_to_the_documents_that_its_batch_held(tmp_path: Path, facts: Path, mixed: bool) -> None:
+def test_a_step_shows_the_documents_of_its_batch(tmp_path: Path, facts: Path, mixed: bool) -> None:
     data = {"dataset": f"{facts}/src:0.6,stories:0.4"} if mixed else {}
     folder, cfg = as_run(tmp_path / "run", facts, **data)
     source = open_source(cfg.data, BYTES, split="train", seed=5, align=cfg.model.coarsest_stride)
-    reader = batches(source, batch_size=4, grad_accum=2, seed=5, start_step=6)  # what the loop hands to its seventh step
+    reader = batches(source, batch_size=4, grad_accum=2, seed=5, start_step=6)  # the batch of the seventh step
     batch = next(reader)
     reader.close()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="--step 7: this run has reached at most step 1,"):
         of_run(RunFolder(folder), 7, None)
-    (folder / "metrics.jsonl").write_text('{"step": 7}\n{"step": 9, "lo')  # cut, as a full disk leaves it
+    (folder / "metrics.jsonl").write_text('{"step": 7}\n{"step": 9, "lo')  # truncated, as by a full disk
     shown = of_run(RunFolder(folder), 7, None).split("== ")[1:]
     assert len(shown) == 8
     found = 0
@@ -82,7 +82,7 @@ def test_a_step_of_a_run_leads_to_the_documents_that_its_batch_held(tmp_path: Pa
         assert any("of stories" in text for text in shown)
 
 
-def test_a_prepared_folder_tells_what_it_holds(
+def test_statistics_of_a_prepared_folder(
     facts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["data", "inspect", str(facts / "out")])
@@ -120,7 +120,7 @@ def test_mistakes(facts: Path, argv: list[str], message: str) -> None:
         command.inspect_command([word.format(out=facts / "out", src=facts / "src") for word in argv])
 
 
-def test_damage_and_changes_are_found(tmp_path: Path, facts: Path) -> None:
+def test_damaged_and_changed_data_is_reported(tmp_path: Path, facts: Path) -> None:
     folder, cfg = as_run(tmp_path / "run", facts)
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(run | {"rows": "others"}))
@@ -135,7 +135,7 @@ def test_damage_and_changes_are_found(tmp_path: Path, facts: Path) -> None:
         of_prepared(prepared, "train", None, 0)
 
 
-def test_what_counts_is_green_on_a_terminal(
+def test_scored_text_is_green_on_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "qa.jsonl").write_text(json.dumps({"prompt": "Why?", "response": "So.\n\nOr so."}) + "\n")

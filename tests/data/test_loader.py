@@ -1,4 +1,4 @@
-"""Batches: step k holds the same rows however many processes, workers or restarts there were."""
+"""Batches: step k has the same rows for any number of processes, workers and restarts."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> RowSource:
 
 
 def keys(rows: Rows) -> list[bytes]:
-    """One key a row, in the order of the batch."""
+    """Return one key per row, in the order of the batch."""
     flat = [a.reshape(-1, T) for a in rows]
     return [b"".join(a[i].tobytes() for a in flat) for i in range(len(flat[0]))]
 
@@ -93,7 +93,7 @@ def test_processes_share_the_rows_of_a_step(source: RowSource, processes: int) -
 
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_every_restart_on_any_number_of_processes_goes_on_with_the_same_steps(source: RowSource, processes: int) -> None:
+def test_restarts_on_any_number_of_processes_read_the_same_steps(source: RowSource, processes: int) -> None:
     whole = take(source, 7, batch_size=4, grad_accum=2)
     assert len({k for rows in whole for k in keys(rows)}) > 20
     for start in range(1, 7):
@@ -160,8 +160,8 @@ def storm_of_signals() -> Iterator[list[int]]:
         thread.join()
 
 
-def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(mixture: RowSource) -> None:
-    """Of a mixture, which takes all the others along to its workers: each source would start processes of its own."""
+def test_workers_give_the_same_batches_and_ignore_signals(mixture: RowSource) -> None:
+    """A mixture sends all its sources to the workers."""
     with storm_of_signals() as sent:
         with_worker = take(mixture, 5, workers=2, start_step=2, buffer=1)
     assert len(set(sent)) >= 2
@@ -171,7 +171,7 @@ def test_worker_processes_change_nothing_and_a_signal_to_all_leaves_them_alone(m
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()  # of this process nothing is left blocked
 
 
-def test_workers_of_a_preparation_are_left_alone_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_prepare_ignore_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 20_000)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * 200}) + "\n" for i in range(200)))
     make = lambda name, workers: prepared(tmp_path / name, tmp_path / "a.jsonl", align=1, workers=workers, seq_len=T)
@@ -181,7 +181,7 @@ def test_workers_of_a_preparation_are_left_alone_as_well(tmp_path: Path, monkeyp
     assert made.identity == make("calm", 1).identity
 
 
-def test_a_mixture_has_its_shares_and_reads_every_row_of_a_source_before_any_again(mixture: RowSource) -> None:
+def test_a_mixture_has_exact_shares_and_reads_whole_epochs(mixture: RowSource) -> None:
     assert isinstance(mixture, Mixture)
     long, short, _ = mixture._sources
     owner = {key(s[i]): name for name, s in (("long", long), ("short", short)) for i in range(len(s))}
@@ -200,7 +200,7 @@ def test_a_mixture_has_its_shares_and_reads_every_row_of_a_source_before_any_aga
         assert len(epochs_of) == len({tuple(epoch) for epoch in epochs_of})
 
 
-def test_a_mixture_ends_for_evaluation_where_a_row_would_come_twice(mixture: RowSource) -> None:
+def test_the_length_of_a_mixture_excludes_repeated_rows(mixture: RowSource) -> None:
     assert isinstance(mixture, Mixture)
     long, short, _ = mixture._sources
     assert len(mixture) == min(int(len(long) / 0.5), int(len(short) / 0.3))
@@ -220,7 +220,7 @@ def test_impossible_mixtures_are_refused(stories: StoryRows, names: list[str], w
         Mixture(names, [stories] * len(names), weights, seed=0)
 
 
-def test_weights_below_zero_are_refused_with_their_row(text: RowSource) -> None:
+def test_negative_weights_are_refused_with_their_row(text: RowSource) -> None:
     class Unlearns:
         def __getattr__(self, name: str) -> object:
             return getattr(text, name)
@@ -238,7 +238,7 @@ def test_weights_below_zero_are_refused_with_their_row(text: RowSource) -> None:
             assert (rows.weights >= 0).all()
 
 
-def test_bytes_of_a_batch_are_those_of_its_targets(stories: StoryRows) -> None:
+def test_count_bytes_counts_targets(stories: StoryRows) -> None:
     (rows,) = take(stories, 1)
     real = rows.targets[rows.weights > 0]
     assert count_bytes(rows, BYTES.byte_lengths) == (real < 256).sum() > 0

@@ -26,8 +26,8 @@ def test_keys_give_unrelated_orders() -> None:
         assert np.abs(np.diff(order)).mean() / count == pytest.approx(1 / 3, abs=0.02)
 
 
-def test_every_part_of_an_epoch_draws_from_everywhere() -> None:
-    """Twentieths of the epoch against twentieths of the data: each pair as often as chance would have it."""
+def test_shuffling_is_uniform_over_the_epoch() -> None:
+    """Compare twentieths of the epoch with twentieths of the data by a chi-squared test."""
     count, parts = 40_000, 20
     order = permuted(np.arange(count), count, combine(7, 0, 0))
     table = np.zeros((parts, parts))
@@ -45,8 +45,8 @@ def test_far_positions_of_huge_data_are_reached_at_once() -> None:
     assert rows.max() < count
 
 
-def test_the_order_is_the_one_that_older_runs_had() -> None:
-    """A run that is continued after an upgrade must read on in its own order: these numbers never change."""
+def test_the_order_never_changes_between_versions() -> None:
+    """A resumed run must read the same order after an upgrade: these numbers never change."""
     assert permuted(np.arange(10), 10, combine(0, 0, 0)).tolist() == GOLDEN_PERMUTATION
     sources, inner = assign_sources(np.arange(8), exact_shares(["0.7", "0.3"]), seed=0)
     assert list(zip(sources.tolist(), inner.tolist(), strict=True)) == GOLDEN_MIXTURE
@@ -56,7 +56,7 @@ GOLDEN_PERMUTATION = [9, 2, 8, 5, 4, 1, 0, 6, 7, 3]
 GOLDEN_MIXTURE = [(1, 0), (1, 1), (0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]
 
 
-def test_epochs_hold_every_row_once_in_orders_of_their_own() -> None:
+def test_each_epoch_reads_every_row_once_in_a_new_order() -> None:
     rows = shuffled(np.arange(300), 100, seed=3)
     epochs = rows.reshape(3, 100)
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs.tolist())
@@ -91,7 +91,7 @@ def test_sources_are_mixed_finely() -> None:
     assert len(Counter(batches.tolist())) > 5  # not a fixed pattern either
 
 
-def test_any_positions_are_dealt_as_in_a_whole_reading() -> None:
+def test_assignments_do_not_depend_on_the_requested_positions() -> None:
     parts = exact_shares(["0.7", "0.2", "0.1"])
     whole = assign_sources(np.arange(2 * BLOCK + 500), parts, seed=9)
     scattered = np.random.default_rng(0).permutation(2 * BLOCK + 500)[:700]

@@ -12,7 +12,7 @@ END = 99
 
 
 def pieces(rows: Rows) -> list[tuple[list[int], list[int]]]:
-    """(inputs, targets) of every segment of every row."""
+    """Return (inputs, targets) of every segment of every row."""
     found = []
     for inputs, targets, segments in zip(rows.inputs, rows.targets, rows.segments, strict=True):
         found += [(inputs[segments == s].tolist(), targets[segments == s].tolist()) for s in range(1, segments.max() + 1)]
@@ -51,7 +51,7 @@ def test_best_fit_takes_the_tightest_row() -> None:
     assert best_fit([10, 10], 10) == [[0], [1]]
 
 
-def test_best_fit_leaves_out_only_what_has_no_room() -> None:
+def test_best_fit_drops_only_items_that_do_not_fit() -> None:
     sizes = [6, 6, 6, 4, 3, 1]
     rows = best_fit(sizes, 10, most_rows=2)
     placed = {item for row in rows for item in row}
@@ -83,7 +83,7 @@ def test_every_document_comes_back_exactly_once(seed: int) -> None:
     assert Counter((tuple(i), tuple(t)) for i, t in pieces(rows)) == wanted
 
 
-def test_padding_lies_at_the_end_and_weighs_nothing() -> None:
+def test_padding_is_at_the_end_and_has_no_weight() -> None:
     rows = pack(random_documents(3, 40, longest=20), END, 32)
     assert all(a.shape == rows.inputs.shape for a in rows)
     np.testing.assert_array_equal(rows.weights, (rows.segments > 0).astype(np.float32))
@@ -97,7 +97,7 @@ def test_padding_lies_at_the_end_and_weighs_nothing() -> None:
     assert rows.weights.sum() == sum(len(d) + 1 for d in random_documents(3, 40, longest=20))
 
 
-def test_types_are_what_the_step_is_compiled_for() -> None:
+def test_rows_have_the_dtypes_of_the_train_step() -> None:
     rows = pack([np.arange(5)], END, 8)  # int64 tokens
     assert [a.dtype for a in rows] == [np.int32, np.int32, np.int32, np.float32]
 
@@ -118,7 +118,7 @@ def test_long_documents_are_cut_without_loss(length: int) -> None:
     assert [t for i in inputs for t in parts[tuple(i)]] == whole[1:]
 
 
-def test_an_empty_document_is_its_end() -> None:
+def test_an_empty_document_is_one_end_token() -> None:
     rows = pack([np.zeros(0, np.int32)], END, 4)
     assert pieces(rows) == [([END], [END])]
 
@@ -156,7 +156,7 @@ def test_aligned_documents_start_at_multiples_and_lose_nothing(seed: int) -> Non
     assert Counter((tuple(i), tuple(t)) for i, t in kept) == Counter((tuple(i), tuple(t)) for i, t in cut)
 
 
-def test_a_gap_belongs_to_the_document_before_it_and_weighs_nothing() -> None:
+def test_a_gap_belongs_to_the_document_before_it_and_has_no_weight() -> None:
     rows = pack([np.arange(4), np.arange(10, 13)], END, 24, align=8)  # 5 and 4 slots of text
     assert rows.segments.tolist() == [[1] * 8 + [2] * 8 + [0] * 8]
     assert rows.weights.tolist() == [[1.0] * 5 + [0.0] * 3 + [1.0] * 4 + [0.0] * 12]
@@ -164,7 +164,7 @@ def test_a_gap_belongs_to_the_document_before_it_and_weighs_nothing() -> None:
 
 
 @pytest.mark.parametrize("align", [2, 8, 27])
-def test_every_aligned_block_lies_in_one_document(align: int) -> None:
+def test_every_aligned_block_is_in_one_document(align: int) -> None:
     rows = pack(random_documents(2, 80, longest=50), END, 108 // align * align, align=align)
     blocks = rows.segments.reshape(len(rows.segments), -1, align)
     assert (blocks == blocks[:, :, :1]).all()

@@ -1,4 +1,4 @@
-"""Three parts, for training, evaluations and a test at the end: no document in two of them, and near copies counted."""
+"""Train, validation and test parts: disjoint, with near-duplicates counted."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_no_document_is_in_two_parts_prepared_or_streamed(tmp_path: Path, valida
         assert opened["train"].held_out.endswith(f"{test:.1%} for the test, chosen while streaming")
 
 
-def test_the_rule_leaves_something_for_every_part() -> None:
+def test_the_rule_gives_every_part_a_document() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         sizes = {rng.getrandbits(64): int(rng.lognormvariate(8, 1.5)) + 1 for _ in range(rng.randrange(3, 40))}
@@ -74,7 +74,7 @@ def test_the_rule_leaves_something_for_every_part() -> None:
     assert all((without.part_of(key) == EVALUATED) == (rule.part_of(key) == EVALUATED) for key in keys)
 
 
-def test_a_prepared_folder_knows_its_test_and_a_run_without_one_is_what_it_was(tmp_path: Path) -> None:
+def test_the_test_part_comes_from_the_manifest(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", documents(300, 0))
     plain = DataConfig(dataset=str(file), cache_dir=str(tmp_path / "cache"))
     tested = DataConfig(dataset=str(file), cache_dir=plain.cache_dir, test_fraction=0.1)
@@ -84,7 +84,7 @@ def test_a_prepared_folder_knows_its_test_and_a_run_without_one_is_what_it_was(t
     of_cache = open_test(tested, BYTES)
     assert of_cache is not None
     prepared(tmp_path / "out", file, align=1, test_fraction=0.1)
-    of_folder = open_test(DataConfig(dataset=str(tmp_path / "out")), BYTES)  # which needs not be told
+    of_folder = open_test(DataConfig(dataset=str(tmp_path / "out")), BYTES)  # without naming the test part
     assert of_folder is not None
     assert read(of_folder, len(of_folder)) == read(of_cache, len(of_cache))
     mixed = open_test(DataConfig(dataset=f"{tmp_path}/out:0.5,stories:0.5", test_fraction=0.1), BYTES)
@@ -99,7 +99,7 @@ def test_a_prepared_folder_knows_its_test_and_a_run_without_one_is_what_it_was(t
 
 
 def test_data_without_a_test_part_keeps_its_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What earlier versions have prepared is found again, and their runs go on: these are their names and rows."""
+    """Earlier versions wrote these folder names and rows, which resumed runs must find."""
     monkeypatch.chdir(tmp_path)
     records = [{"prompt": f"{i}?", "response": f"{i}!"} for i in range(300)]
     Path("qa.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -131,7 +131,7 @@ def test_data_without_a_test_part_keeps_its_identity(tmp_path: Path, monkeypatch
         ),
     ],
 )
-def test_what_cannot_be_divided(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_impossible_test_splits_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     write_jsonl(tmp_path / "a.jsonl", documents(30, 0))
     with pytest.raises(ConfigError, match=message):
         prepared(tmp_path / "out", tmp_path / "a.jsonl", **settings)
@@ -143,7 +143,7 @@ def test_what_cannot_be_divided(tmp_path: Path, settings: dict[str, Any], messag
 # --- near-identical documents ----------------------------------------------------------------------------------------
 
 
-def test_texts_with_the_same_letters_and_digits_are_near() -> None:
+def test_near_key_ignores_case_spaces_and_punctuation() -> None:
     near = ["Is it 5 o'clock?", "is it 5 oclock", "IS-IT 5: O CLOCK!", "is_it—5\u00a0o\u2019clock…"]
     assert len({near_key(text) for text in near}) == 1
     assert len({near_key(text) for text in ("is it 6 oclock", "Is it 5 o'clöck?", "is it 5 oclockk", near[0])}) == 4
@@ -153,7 +153,7 @@ def test_texts_with_the_same_letters_and_digits_are_near() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 2000])
-def test_near_copies_in_other_parts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
+def test_near_duplicates_in_other_parts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
     if chunk:
         monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", chunk)
     every = documents(160, 0)

@@ -1,4 +1,4 @@
-"""Preparing: the same bytes whoever made them and however often they were killed, no waste, damage is found."""
+"""Preparing: the same bytes for any number of processes and restarts, little padding, damage is reported."""
 
 import json
 import os
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some 900 kB of stories: nine chunks, where a chunk is as small as these tests make it."""
+    """About 900 kB of stories: nine of the small chunks that these tests set."""
     return write_jsonl(tmp_path_factory.mktemp("corpus") / "stories.jsonl", stories(2000))
 
 
@@ -56,7 +56,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_killed_and_resumed_and_in_parallel_are_the_same_bytes(tmp_path: Path, corpus_file: Path) -> None:
+def test_killed_resumed_and_parallel_preparations_give_the_same_bytes(tmp_path: Path, corpus_file: Path) -> None:
     whole = prepared(tmp_path / "whole", corpus_file)
     assert len(whole.splits["train"].shards) == 10
     wanted = every_byte(tmp_path / "whole")
@@ -100,7 +100,7 @@ def test_killed_and_resumed_and_in_parallel_are_the_same_bytes(tmp_path: Path, c
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_leftovers_of_other_settings_are_not_taken_over(tmp_path: Path, corpus_file: Path, monkeypatch: Any) -> None:
+def test_leftovers_of_other_settings_are_not_reused(tmp_path: Path, corpus_file: Path, monkeypatch: Any) -> None:
     real, calls = prepare_module.make_chunk, []
 
     def fails_after_three(job: Any, chunk: Any) -> Any:
@@ -119,8 +119,8 @@ def test_leftovers_of_other_settings_are_not_taken_over(tmp_path: Path, corpus_f
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_several_that_want_the_same_data_prepare_it_once(tmp_path: Path, corpus_file: Path, monkeypatch: Any) -> None:
-    """As the processes of one run on one machine do."""
+def test_concurrent_preparations_of_the_same_data_run_once(tmp_path: Path, corpus_file: Path, monkeypatch: Any) -> None:
+    """Processes of one run on one machine do this."""
     real, made = prepare_module.make_chunk, []
     monkeypatch.setattr(prepare_module, "make_chunk", lambda job, chunk: (made.append(chunk.number), real(job, chunk))[1])
     with ThreadPoolExecutor(3) as pool:
@@ -150,7 +150,7 @@ def test_prepared_folders_are_used_or_refused_never_overwritten(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("seq_len", "align"), [(2048, 16), (4096, 16)])
-def test_little_is_padding(tmp_path: Path, corpus_file: Path, seq_len: int, align: int) -> None:
+def test_padding_is_small(tmp_path: Path, corpus_file: Path, seq_len: int, align: int) -> None:
     manifest = prepared(tmp_path / "out", corpus_file, seq_len=seq_len, align=align)
     assert manifest.padding("train") < 0.05
     rows = PreparedRows(tmp_path / "out", "train")
@@ -167,7 +167,7 @@ def test_little_is_padding(tmp_path: Path, corpus_file: Path, seq_len: int, alig
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_changed_cut_or_missing_shard_is_found_at_open_by_name(tmp_path: Path) -> None:
+def test_a_changed_truncated_or_missing_shard_is_reported(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     prepared(tmp_path / "out", tmp_path / "a.jsonl")
     file = tmp_path / "out" / "train-00000.rows"
@@ -190,7 +190,7 @@ def test_a_changed_cut_or_missing_shard_is_found_at_open_by_name(tmp_path: Path)
         PreparedRows(tmp_path / "out", "train")
 
 
-def test_a_token_outside_the_vocabulary_is_found_by_file_and_row(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_reported_with_its_row(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     prepared(tmp_path / "out", tmp_path / "a.jsonl")
     rows = PreparedRows(tmp_path / "out", "train", vocab_size=200)
@@ -199,9 +199,7 @@ def test_a_token_outside_the_vocabulary_is_found_by_file_and_row(tmp_path: Path)
         rows.take([bad])
 
 
-def test_threads_that_open_the_same_shards_do_not_close_them_on_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_share_open_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", 3000)
     write_jsonl(tmp_path / "a.jsonl", stories(200))
     prepared(tmp_path / "out", tmp_path / "a.jsonl", seq_len=64)

@@ -1,4 +1,4 @@
-"""Preparing: every source of texts, and every tokenizer."""
+"""Preparing: all kinds of text files, and all tokenizers."""
 
 import os
 import subprocess
@@ -123,7 +123,7 @@ def test_pieces_of_an_open_document_predict_every_token_after_their_first() -> N
 
 
 @pytest.mark.parametrize("form", ["folder", "file", "bare file"])
-def test_a_tokenizer_by_folder_or_file_goes_with_the_rows(tmp_path: Path, form: str) -> None:
+def test_the_tokenizer_is_saved_with_the_rows(tmp_path: Path, form: str) -> None:
     folder = Path(save_tokenizer(tmp_path / "tokenizer"))
     if form == "bare file":
         (folder / "tokenizer_config.json").unlink()
@@ -137,8 +137,8 @@ def test_a_tokenizer_by_folder_or_file_goes_with_the_rows(tmp_path: Path, form: 
     assert texts(tmp_path / "out", tokenizer=again) == texts(tmp_path / "out", tokenizer=tokenizer)
 
 
-def test_a_tokenizer_by_its_name_on_hugging_face_comes_from_the_local_cache(tmp_path: Path) -> None:
-    """As a download would have left it: no network is asked."""
+def test_a_hugging_face_tokenizer_name_uses_the_local_cache(tmp_path: Path) -> None:
+    """The cache is as a download leaves it; there is no network access."""
     snapshot = tmp_path / "hub" / "models--someone--cats" / "snapshots" / ("0" * 40)
     save_tokenizer(snapshot)
     (snapshot / "config.json").write_text('{"model_type": "llama"}')
@@ -188,7 +188,7 @@ def test_a_tokenizer_can_be_trained(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "bpe"]
 
 
-def test_a_tokenizer_of_a_mixture_knows_the_words_of_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_is_trained_on_all_parts_of_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mixture = []
     for name, word in (("a.txt", "Rhabarber"), ("b.txt", "Zwiebel")):
         (tmp_path / name).write_text(f" {word}" * 50)

@@ -1,4 +1,4 @@
-"""Rows of stories and of text files, and the tokenizers that make them."""
+"""Row sources of stories and text files, and their tokenizers."""
 
 import dataclasses
 import json
@@ -100,7 +100,7 @@ def test_aligned_rows_start_documents_at_multiples(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """The corpus, with a record of what each story cost."""
+    """A corpus that records the cost of each story."""
 
     def __init__(self) -> None:
         self.corpus = StoryCorpus()
@@ -112,7 +112,7 @@ class Recorder:
         return story
 
 
-def test_stories_in_packed_rows_cost_what_the_floor_says() -> None:
+def test_the_loss_of_packed_stories_is_the_floor() -> None:
     # Rows longer than the longest story, so that none is cut: what a perfect model would pay is the stories' own cost.
     recorder = Recorder()
     seq_len = recorder.corpus.grammar.longest + 1
@@ -130,7 +130,7 @@ def test_stories_in_packed_rows_cost_what_the_floor_says() -> None:
     assert slots > 0.95 * seq_len * len(rows)
 
 
-def test_the_floor_is_known_for_stories_in_bytes_only(tmp_path: Path) -> None:
+def test_the_floor_is_known_for_byte_stories_only(tmp_path: Path) -> None:
     corpus = StoryCorpus()
     assert loss_floor(DataConfig(), BYTES) == (corpus.floor_nats_per_token, corpus.floor_bits_per_byte)
     assert loss_floor(DataConfig(dataset=str(tmp_path)), BYTES) is None
@@ -153,7 +153,7 @@ def all_rows(source: RowSource) -> list[Rows]:
     return [source[i] for i in range(len(source))]
 
 
-def test_splits_of_a_folder_are_disjoint_and_together_hold_all_of_it(tmp_path: Path) -> None:
+def test_splits_of_a_folder_are_disjoint_and_complete(tmp_path: Path) -> None:
     cfg = DataConfig(dataset=write_book(tmp_path / "book"), seq_len=32, cache_dir=str(tmp_path / "cache"))
     train, validation = (open_source(cfg, BYTES, split=split, seed=0) for split in ("train", "validation"))
     assert isinstance(train, PreparedRows)
@@ -187,7 +187,7 @@ def test_a_dataset_is_prepared_once_and_again_when_content_or_settings_change(tm
     assert len(list(cache.iterdir())) == 5
 
 
-def test_a_text_too_small_to_hold_some_out_says_so(tmp_path: Path) -> None:
+def test_a_text_too_small_for_a_validation_split_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only a little")
     cfg = DataConfig(dataset=str(tmp_path / "a.txt"), seq_len=32, cache_dir=str(tmp_path / "cache"))
     assert len(open_source(cfg, BYTES, split="train", seed=0)) == 1

@@ -1,4 +1,4 @@
-"""Streams: the same rows after any restart and on any number of processes; nothing twice, nothing left out."""
+"""Streams: the same rows after restarts and for any number of processes; every document once per epoch."""
 
 import itertools
 from collections import Counter
@@ -65,7 +65,7 @@ FORMS = ["parquet", "saved", "files"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_restart_reads_on_with_the_same_rows(folders: Path, tmp_path: Path, form: str) -> None:
+def test_restarts_read_the_same_rows(folders: Path, tmp_path: Path, form: str) -> None:
     whole = [keys(rows) for rows in take(opened(folders, form, tmp_path / "a"), 9, batch_size=64)]
     assert len({k for step in whole for k in step}) > 0.95 * len(whole) * 64  # hardly a lane has come to its end
     for start in range(1, 9):
@@ -124,7 +124,7 @@ def test_an_epoch_holds_every_document_once(folders: Path, tmp_path: Path, form:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_held_out_is_never_trained_on(folders: Path, tmp_path: Path, form: str) -> None:
+def test_held_out_documents_are_never_trained_on(folders: Path, tmp_path: Path, form: str) -> None:
     train, held = (
         opened(folders, form, tmp_path / "cache", split, validation_fraction=0.2) for split in ("train", "validation")
     )
@@ -139,7 +139,7 @@ def test_what_is_held_out_is_never_trained_on(folders: Path, tmp_path: Path, for
         assert not texts[0] & texts[1]
 
 
-def test_an_index_that_was_cut_is_completed(folders: Path, tmp_path: Path) -> None:
+def test_a_truncated_index_is_completed(folders: Path, tmp_path: Path) -> None:
     opened(folders, "parquet", tmp_path / "cache").take(list(range(300)))
     files = sorted(tmp_path.glob("cache/*/*.jsonl"))
     whole = [len(Lane(file).ends) for file in files]
@@ -152,7 +152,7 @@ def test_an_index_that_was_cut_is_completed(folders: Path, tmp_path: Path) -> No
 
 
 def test_small_data_has_few_lanes(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that each has something to train on, and all of them come round at about the same time."""
+    """Each lane has training data, and all finish an epoch at about the same time."""
     monkeypatch.setattr(streamed_rows, "LEAST_DOCUMENTS", 1000)
     for form in ("parquet", "saved"):
         for split in ("train", "validation"):
@@ -161,7 +161,7 @@ def test_small_data_has_few_lanes(folders: Path, tmp_path: Path, monkeypatch: py
             assert source[3].weights.sum() > 50
 
 
-def test_later_epochs_go_on(folders: Path, tmp_path: Path) -> None:
+def test_streams_continue_with_further_epochs(folders: Path, tmp_path: Path) -> None:
     source = opened(folders, "parquet", tmp_path / "cache")
     far = source[source.count * 200]  # each lane has some 60 rows
     assert max(state[0] for state in source.lanes[0].states) >= 2
@@ -176,7 +176,7 @@ def test_volumes_are_shuffled_and_lanes_do_not_end_together(folders: Path, tmp_p
     assert any(order != sorted(order) for order in orders)
 
 
-def test_what_cannot_be_streamed_is_refused(folders: Path, tmp_path: Path) -> None:
+def test_unsupported_streams_are_refused(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"dataset": str(tmp_path / "a.txt")}, r"a\.txt: --streaming reads Parquet and Hugging Face data"),

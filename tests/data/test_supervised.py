@@ -1,4 +1,4 @@
-"""Prompts and chats: how they are written, and that the loss covers the answers and nothing else."""
+"""Prompts and chats: their text, and a loss over the answers only."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def test_the_loss_covers_the_answers_of_a_chat(tmp_path: Path, kind: str) -> Non
     assert scored(targets, weights) == ANSWERS
     assert targets[weights > 0][-1] == BYTES.end  # and the end behind the last answer
     assert (targets[weights > 0] == BYTES.end).sum() == 1
-    # Every target that counts stands where the text has it: right behind its input.
+    # Every scored target directly follows its input in the text.
     at = np.flatnonzero(weights)[:-1]
     assert (inputs[at + 1] == targets[at]).all()
 
@@ -83,7 +83,7 @@ def test_prompt_and_response_with_a_template(tmp_path: Path) -> None:
     assert scored(targets, weights) == "Because é.</>\n"
 
 
-def test_a_chat_that_ends_with_a_question_does_not_teach_to_end_there(tmp_path: Path) -> None:
+def test_the_end_after_a_final_question_is_not_scored(tmp_path: Path) -> None:
     file = write(tmp_path / "chat.jsonl", [{"messages": CHAT[:4]}])
     prepared(tmp_path / "out", file, format="chat", validation_fraction=0.0)
     _, targets, weights = row_of(tmp_path / "out")
@@ -91,7 +91,7 @@ def test_a_chat_that_ends_with_a_question_does_not_teach_to_end_there(tmp_path: 
     assert BYTES.end not in targets[weights > 0]
 
 
-def test_the_border_is_exact_for_tokens_of_several_bytes(tmp_path: Path) -> None:
+def test_tokens_do_not_cross_from_prompt_to_answer(tmp_path: Path) -> None:
     """A merge must not reach from the prompt into the answer: 'the c' + 'at' is not 'the cat'."""
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tok"))
     file = write(tmp_path / "qa.jsonl", [{"prompt": "the cat sat on the", "response": " mat, the cat sat"}])
@@ -102,7 +102,7 @@ def test_the_border_is_exact_for_tokens_of_several_bytes(tmp_path: Path) -> None
     assert weights.sum() < len(" mat, the cat sat")
 
 
-def test_long_chats_are_cut_and_parts_without_an_answer_left_out() -> None:
+def test_pieces_without_answers_are_dropped() -> None:
     recipe = {"format": "prompt", "template": check_template(TEMPLATE), "loss_on": "response", "seq_len": 32}
     raw = Raw(0, 1, {"prompt": "p" * 100, "response": "r" * 50}, 150, "table")
     document = document_of(raw, ("a",), recipe)
@@ -110,10 +110,10 @@ def test_long_chats_are_cut_and_parts_without_an_answer_left_out() -> None:
     targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.scored, strict=True) if counts]
     assert BYTES.decode(np.array(targets)) == "r" * 50 + "\n"
     assert document.size == len("user: \nassistant: \n") + 150
-    assert min(p.offset for p in pieces) > 90  # the rows of nothing but prompt are gone
+    assert min(p.offset for p in pieces) > 90  # pieces of only prompt are dropped
 
 
-def test_inspect_shows_what_does_not_count(tmp_path: Path) -> None:
+def test_inspect_marks_unscored_text(tmp_path: Path) -> None:
     file = write(tmp_path / "chat.jsonl", [{"messages": CHAT}])
     prepared(tmp_path / "out", file, format="chat", validation_fraction=0.0)
     shown = of_prepared(tmp_path / "out", "train", None, 0)
@@ -127,7 +127,7 @@ def test_other_names_of_the_answering_role_are_known() -> None:
         assert [span.text for span in spans if span.scored] == ["y\n"]
 
 
-def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_the_data_does(tmp_path: Path) -> None:
+def test_special_tokens_are_recognized_in_templates_only(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     (end, number), *_ = tokenizer._special.items()
@@ -149,7 +149,7 @@ def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_the_
     assert tokenizer.split_special("a" + end + "b") == ["a", number, "b"]
 
 
-def test_a_token_that_does_not_fit_is_refused_when_it_is_written(tmp_path: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_refused_when_preparing(tmp_path: Path) -> None:
     class Overflowing(ByteTokenizer):
         vocab_size = 100
 
@@ -165,7 +165,7 @@ def test_a_token_that_does_not_fit_is_refused_when_it_is_written(tmp_path: Path)
         open_source(cfg, Overflowing(), split="train", seed=0)[0]
 
 
-def test_a_mixture_of_text_and_questions_knows_what_each_one_is(tmp_path: Path) -> None:
+def test_a_mixture_can_hold_text_and_chats(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only text " * 100)
     write(tmp_path / "qa.jsonl", [{"prompt": f"{i}?", "response": f"{i}!", "id": i} for i in range(200)])
     chats = [[("user", f"say {i}"), ("assistant", "no")] for i in range(200)]
@@ -183,7 +183,7 @@ def test_a_mixture_of_text_and_questions_knows_what_each_one_is(tmp_path: Path) 
         open_source(dataclasses.replace(cfg, dataset=str(names[1]), format="chat"), BYTES, split="train", seed=0)
 
 
-def test_a_run_learns_the_answers_only(tmp_path: Path) -> None:
+def test_a_run_learns_only_the_answers(tmp_path: Path) -> None:
     """The real thing: questions are noise, answers are one of two words;
     the loss goes far below that of the questions."""
     from nash_mhc.train import run
