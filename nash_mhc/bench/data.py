@@ -1,8 +1,6 @@
-"""`bench data`: how fast rows are prepared and read, what memory that takes,
-and whether a training run ever waits for them.
+"""`bench data`: speed and memory of data preparation and reading, and the wait of a training run for data.
 
-The text is made here: words of random letters, used as often as words are (Zipf),
-in documents of very different lengths.
+The text is synthetic: random words with Zipf frequencies, in documents of very different lengths.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from nash_mhc.train.trainer import run
 
-_SECONDS = 3.0  # of reading rows
-_ROWS = 64  # of a step of reading, at least: whoever eats so many tokens a second takes them in steps of that size
+_SECONDS = 3.0  # to read sequences
+_ROWS = 64  # smallest batch to read: a consumer at such a rate reads large batches
 _VOCABULARY = 8192
-# What is promised: tokens/s, share of the library's own rate, share of the step.
+# Targets: reading in tokens/s, preparing as a share of the tokenizers library's rate, waiting as a share of the step.
 LEAST_READ, LEAST_SHARE, MOST_WAIT = 5e6, 0.8, 0.02
 _READ_ALL = (
     "import sys; from pathlib import Path; from nash_mhc.data.prepared.rows import PreparedRows\n"
@@ -43,7 +41,7 @@ _READ_ALL = (
 
 
 def make_texts(size: int, seed: int = 0) -> Iterator[str]:
-    """Documents of so many bytes together."""
+    """Yield documents with `size` bytes in total."""
     rng = np.random.default_rng(seed)
     letters, odds = np.array(list("etaoinshrdlucmfwypvbgkjqxz")), np.arange(26, 0, -1.0) ** 1.2
     lengths, below = rng.integers(2, 11, 40_000), np.cumsum(odds / odds.sum())
@@ -58,7 +56,7 @@ def make_texts(size: int, seed: int = 0) -> Iterator[str]:
 
 
 def library_rate(tokenizer_file: Path, texts: list[str]) -> float:
-    """Tokens a second of the tokenizers library's own batch encoding, on all cores."""
+    """Return the tokens/s of the tokenizers library's batch encoding, on all cores."""
     from tokenizers import Tokenizer as Backend
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -70,7 +68,7 @@ def library_rate(tokenizer_file: Path, texts: list[str]) -> float:
 
 
 def read_rate(source: PreparedRows, cfg: RunConfig) -> float:
-    """Tokens a second, of rows in a run's own order."""
+    """Return the tokens/s of reading sequences in the order of a run."""
     size, accum = max(cfg.data.batch_size, _ROWS), cfg.train.grad_accum
     reader = batches(source, batch_size=size, grad_accum=accum, seed=cfg.train.seed, buffer=cfg.data.worker_buffer_size)
     try:
@@ -85,8 +83,10 @@ def read_rate(source: PreparedRows, cfg: RunConfig) -> float:
 
 
 def _resident(pid: int) -> int:
-    """KiB in memory of a process and all that it started; 0 for one that has ended. The kernel's own peak (ru_maxrss)
-    will not do: a new process inherits that of its parent."""
+    """Return the resident KiB of a process and its descendants; 0 if it has ended.
+
+    Not ru_maxrss, whose peak a new process inherits from its parent.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -97,19 +97,19 @@ def _resident(pid: int) -> int:
 
 
 def peak_memory(argv: list[str]) -> float | None:
-    """MiB of a command's processes together, at the worst moment seen; None where the system does not tell."""
+    """Return the sampled peak MiB of a command's processes together, or None without /proc."""
     process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
         peak = max(peak, _resident(process.pid))
         time.sleep(0.02)
     if process.returncode:
-        raise RuntimeError(f"{argv} ended with {process.returncode}")
+        raise RuntimeError(f"{argv} exited with code {process.returncode}")
     return peak / 1024 or None
 
 
 def waiting_share(cfg: RunConfig, dataset: Path, folder: Path, steps: int) -> tuple[float, float]:
-    """(milliseconds a step, share of them spent waiting for data) of a real run, without its first quarter."""
+    """Return (ms/step, share spent waiting for data) of a real run, without its first quarter."""
     data = dataclasses.replace(cfg.data, dataset=str(dataset), tokenizer="bytes")
     train = dataclasses.replace(
         cfg.train, total_steps=steps, log_interval=max(1, steps // 4), eval_interval=0, eval_batches=1, checkpoint_interval=0,
@@ -136,7 +136,7 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
         train_bpe(texts[: len(texts) // 8], _VOCABULARY, folder / "bpe")
 
         def prepared(tokenizer: Tokenizer, out: str) -> tuple[PreparedRows, float]:
-            """The rows, and tokens a second from the file to them, processes and hashes included."""
+            """Return the prepared sequences, and the tokens/s of preparation, including processes and hashes."""
             data = dataclasses.replace(cfg.data, dataset=str(folder / "one.jsonl"))
             began = time.perf_counter()
             corpus = open_corpus(data)
@@ -148,7 +148,7 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
         say("tokenizing ...")
         before = library_rate(folder / "bpe" / "tokenizer.json", texts)
         bpe, rate = prepared(load_tokenizer(str(folder / "bpe")), "rows-bpe")
-        # The machine may be slower or faster at either end; the better of the two is what the library can do.
+        # The machine's speed may vary; take the better of two measurements.
         library = max(before, library_rate(folder / "bpe" / "tokenizer.json", texts))
         rows, bytes_rate = prepared(ByteTokenizer(), "rows-bytes")
         say("reading ...")
@@ -185,7 +185,7 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
 
 
 def targets(read: float, share: float, waiting: float) -> str:
-    """Which of the three that have a number are met."""
+    """Return which of the three targets are met."""
     met = {
         f"{LEAST_READ / 1e6:.0f} million tokens/s": read >= LEAST_READ,
         f"{LEAST_SHARE} of the library": share >= LEAST_SHARE,

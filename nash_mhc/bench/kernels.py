@@ -1,7 +1,7 @@
-"""`bench kernels`: one real step in which every GPU kernel is held against its plain form, on the numbers that it gets.
+"""`bench kernels`: run a real step and compare every GPU kernel with its plain form, on the step's own values.
 
-Two layers of the run's model, with noise on all of its weights: as they start, streams are alike, and what would tell
-them apart is rounding. Where there is no GPU, Pallas's interpreter runs the same kernels; that takes a while.
+The model is two layers of the run's model with noise on all weights: initially all streams are equal, and differences
+between them would be rounding errors. Without a GPU, Pallas's interpreter runs the same kernels, slowly.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.bench.parts import one_group
 from nash_mhc.bench.step import random_rows
+from nash_mhc.bench.step_parts import one_group
 from nash_mhc.config.schema import ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
-from nash_mhc.ops.platform import compared
+from nash_mhc.ops.platform import comparing_kernels
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
@@ -31,13 +31,13 @@ from nash_mhc.train.devices import resolve
 from nash_mhc.train.state import create_state
 from nash_mhc.train.step import make_objective, make_train_step
 
-# How far a result may be from that of the plain form in float32, as a share of its largest number: two roundings of
-# bfloat16, and what long sums lose in float32. Where little is left of large terms, it may be more, but not much
-# farther than the plain form itself, with the numbers that the kernel gets, and with numbers a little different.
+# Allowed error against the plain form in float32, relative to the largest value: two bfloat16 roundings, and the error
+# of long float32 sums. With cancellation it may be larger, up to _TIMES the plain form's own error in the kernel's
+# dtypes or under a relative perturbation of _PERTURBATION.
 _ALLOWED = {"bfloat16": 2.0**-7, "float32": 1e-5}
-_TIMES, _LITTLE = 4.0, 1e-6
+_TIMES, _PERTURBATION = 4.0, 1e-6
 _NOISE = 0.1
-_DOCUMENTS = 7  # in a row, at most
+_DOCUMENTS = 7  # at most, per sequence
 
 
 def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     batch = to_device(_rows(cfg), mesh)
     step = make_train_step(make_objective(cfg, most_documents=_DOCUMENTS), Training.of(cfg))
     errors: dict[str, list[_Error]] = {}
-    # Otherwise a compiler hands on what was to be rounded as it was before, to the plain forms alone.
+    # Otherwise XLA may skip roundings, but only in the plain forms.
     options = {"xla_allow_excess_precision": False}
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"), compared(_noting(errors)):
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"), comparing_kernels(_recording(errors)):
         jax.block_until_ready(jax.jit(step, compiler_options=options)(state, batch, Hyperparameters.of(cfg.optim, cfg.train)))
         jax.effects_barrier()
-    kernels = [_row(name, found) for name, found in sorted(errors.items())]
+    kernels = [_figures(name, results) for name, results in sorted(errors.items())]
     return {
         "devices": describe(mesh),
         "model_size": cfg.model_size,
@@ -67,7 +67,7 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _rows(cfg: RunConfig) -> Rows:
-    """Random tokens, in documents of all lengths: they begin anywhere in a kernel's tiles."""
+    """Return random tokens in documents of all lengths, which begin anywhere in a kernel's tiles."""
     rows, unit = random_rows(cfg, 0), cfg.model.alignment
     A, B, T = rows.segments.shape
     blocks = np.random.default_rng(0).integers(1, _DOCUMENTS + 1, (A, B, -(-T // unit)), np.int32)
@@ -82,7 +82,7 @@ def _with_noise(model: Any) -> Any:
 
 
 class _Error(NamedTuple):
-    """Of one result, from what the plain form makes of it in float32."""
+    """The errors of one result against the plain form in float32."""
 
     dtype: str
     kernel: float
@@ -93,49 +93,49 @@ class _Error(NamedTuple):
         return self.kernel <= max(_ALLOWED[self.dtype], _TIMES * self.plain)
 
 
-def _noting(errors: dict[str, list[_Error]]) -> Callable[[str, Callable[..., Any], tuple[Any, ...], Any], None]:
-    """Writes down, while the step runs, how far each result of a kernel is from the plain form's."""
+def _recording(errors: dict[str, list[_Error]]) -> Callable[[str, Callable[..., Any], tuple[Any, ...], Any], None]:
+    """Return a callback that records the error of every kernel result while the step runs."""
 
-    def note(name: str, dtypes: list[str], *found: Any) -> None:
-        errors.setdefault(name, []).extend(_Error(d, *map(float, pair)) for d, pair in zip(dtypes, found, strict=True))
+    def record(name: str, dtypes: list[str], *pairs: Any) -> None:
+        errors.setdefault(name, []).extend(_Error(d, *map(float, pair)) for d, pair in zip(dtypes, pairs, strict=True))
 
-    def seen(name: str, plain: Callable[..., Any], operands: tuple[Any, ...], got: Any) -> None:
+    def compare(name: str, plain: Callable[..., Any], operands: tuple[Any, ...], got: Any) -> None:
         wide = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, operands)
-        forms = [plain(*wide), plain(*operands), plain(*jax.tree.map(_nudged, wide)), got]
+        forms = [plain(*wide), plain(*operands), plain(*jax.tree.map(_perturbed, wide)), got]
         results = list(zip(*map(jax.tree.leaves, forms), strict=True))
-        far = [(_error(wanted, got), jnp.maximum(*(_error(wanted, p) for p in others))) for wanted, *others, got in results]
-        jax.debug.callback(functools.partial(note, name, [str(got.dtype) for *_, got in results]), *far)
+        pairs = [(_error(wanted, got), jnp.maximum(*(_error(wanted, p) for p in others))) for wanted, *others, got in results]
+        jax.debug.callback(functools.partial(record, name, [str(got.dtype) for *_, got in results]), *pairs)
 
-    return seen
+    return compare
 
 
-def _nudged(a: Array) -> Array:
-    """Every number up or down by next to nothing."""
+def _perturbed(a: Array) -> Array:
+    """Change every value by a tiny relative amount."""
     if not jnp.issubdtype(a.dtype, jnp.floating):
         return a
-    return a * (1.0 + _LITTLE * jax.random.rademacher(jax.random.key(0), a.shape, a.dtype))
+    return a * (1.0 + _PERTURBATION * jax.random.rademacher(jax.random.key(0), a.shape, a.dtype))
 
 
 def _error(wanted: Array, got: Array) -> Array:
-    """The largest difference, over the largest number that is finite. Where both are the same infinity, or no number,
-    there is none; where one is, it is infinite."""
+    """Return the largest difference over the largest finite value. Equal infinities and NaN pairs count as equal."""
     wanted, got = wanted.astype(jnp.float32), got.astype(jnp.float32)
     same = (wanted == got) | (jnp.isnan(wanted) & jnp.isnan(got))
-    far = jnp.abs(jnp.where(same, 0.0, wanted) - jnp.where(same, 0.0, got))
+    difference = jnp.abs(jnp.where(same, 0.0, wanted) - jnp.where(same, 0.0, got))
     largest = jnp.max(jnp.where(jnp.isfinite(wanted), jnp.abs(wanted), 0.0))
-    return jnp.max(jnp.where(jnp.isnan(far), jnp.inf, far)) / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
+    worst = jnp.max(jnp.where(jnp.isnan(difference), jnp.inf, difference))
+    return worst / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
 
 
-def _row(name: str, found: list[_Error]) -> dict[str, Any]:
-    """The worst of each dtype."""
+def _figures(name: str, results: list[_Error]) -> dict[str, Any]:
+    """Return the worst error of a kernel for each dtype."""
     badness = lambda e: (not e.is_equal, e.kernel)
-    worst = {dtype: max((e for e in found if e.dtype == dtype), key=badness) for dtype in {e.dtype for e in found}}
+    worst = {dtype: max((e for e in results if e.dtype == dtype), key=badness) for dtype in {e.dtype for e in results}}
     errors = {dtype: {"kernel": e.kernel, "plain": e.plain} for dtype, e in worst.items()}
-    return {"kernel": name, "results": len(found), "errors": errors, "equal": all(e.is_equal for e in found)}
+    return {"kernel": name, "results": len(results), "errors": errors, "equal": all(e.is_equal for e in results)}
 
 
 def _cells(errors: dict[str, dict[str, float]]) -> list[str]:
-    """The kernel's, then the plain form's own."""
+    """Return the errors of the kernel and of the plain form, for each dtype."""
     return [" ".join(f"{errors[d][of]:.0e}" for of in ("kernel", "plain")) if d in errors else "" for d in _ALLOWED]
 
 
@@ -148,6 +148,6 @@ def show(figures: dict[str, Any]) -> None:
         table.add_row(row["kernel"], *_cells(row["errors"]), "equal" if row["equal"] else "WRONG")
     console = Console()
     console.print(table)
-    where = " (in Pallas's interpreter: there is no GPU)" if figures["interpreted"] else ""
-    verdict = f"wrong: {', '.join(figures['wrong'])}" if figures["wrong"] else "every kernel is equal to its plain form"
+    where = " (in Pallas's interpreter, without a GPU)" if figures["interpreted"] else ""
+    verdict = f"wrong: {', '.join(figures['wrong'])}" if figures["wrong"] else "every kernel agrees with its plain form"
     console.print(f"{verdict}{where}", highlight=False)

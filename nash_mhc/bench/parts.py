@@ -1,25 +1,20 @@
-"""`bench parts`: every part of the step by itself, against the least that it could take, so that it is known what to
-improve next.
+"""`bench parts`: time every part of the step separately and compare it with a lower bound, to see what to improve next.
 
-A part runs at the run's own shapes, dtype, kernels and remat, with the weights of one layer. Its floor is the longer of
-two times: its matrix work at the rate of a large matrix product, and its bytes at the rate of a long pass over memory,
-both measured in the same minutes. The least bytes: on the way there all that goes in is read once and all that comes
-out is written once; on the way back the gradients of what came out are read, what went in is read again where they
-depend on it, and the gradients of what went in are written. Weights count as they are kept. Whatever a part writes down
-for itself in between, computes again or converts is over the floor. FLOPs are those of matrix products: 2 for each
-number of a weight and token, as many for each gradient; in attention 4 for each channel of a query and a key that it
-sees, twice that on the way back.
+The parts are the model's own classes, called in isolation at the run's shapes, dtype, kernels and remat, with the
+weights of one layer. The floor of a part is the longer of two times: its matrix work at the measured matmul rate, and
+its bytes at the measured memory bandwidth. The least bytes are: inputs read once and outputs written once; backward,
+gradients of the outputs read, inputs read again if needed, and gradients of the inputs written. Weights count in the
+dtype in which they are stored. Temporaries, recomputation and conversions are above the floor.
 
-What remat computes again in a part counts to the part. What is in no part (entering and leaving the streams, reports,
-norms of all gradients, what remat computes again between parts, what the compiler copies between them) is the rest: the
-step's time without all parts. It is below zero where the compiler makes one pass of two parts.
+Recomputation inside a part counts to the part. The rest of the step (entering and leaving the streams, reports,
+gradient norms, recomputation and copies between parts) is its time minus all parts. It is negative where XLA fuses two
+parts.
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import math
 import statistics
 import sys
@@ -34,11 +29,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.bench.model_parts import Given, Part, Walk, check, chosen, module_of
-from nash_mhc.bench.step import DOCUMENTS, bench_step, random_rows
+from nash_mhc.bench.step import bench_step, random_rows
+from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, one_group, parts_and_arrays
 from nash_mhc.config.schema import ModelConfig, RunConfig
 from nash_mhc.model.remat import remat_policy
-from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.hardware import cores, matmul_rate, memory_rate
@@ -46,121 +40,89 @@ from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.devices import resolve
 from nash_mhc.train.state import abstract_state, create_state
 
-_ROUNDS = 5  # of many calls, of which the median counts
-_AHEAD = 8  # calls that wait for their turn on an accelerator; on a CPU they might run beside each other
-_CALL_S, _MOST_COPIES = 4e-4, 4  # what a call is to take at least, that starting it does not count: else it has several copies
+_ROUNDS = 5  # timed rounds of many calls; the median counts
+_QUEUED = 8  # calls queued on an accelerator; on a CPU they might run in parallel
+_CALL_S, _MOST_COPIES = 4e-4, 4  # a program has several copies of a part until a call takes this long
 _COMPILERS = 8  # threads
-_WIDTH = 110  # columns that the table needs
+_TABLE_WIDTH = 110
 
 
 class Rates(NamedTuple):
-    flops: float  # a second
+    flops: float  # per second
     bytes: float
 
     def floor(self, flops: float, moved: float) -> float:
-        """Seconds."""
+        """Return the least seconds."""
         return max(flops / self.flops, moved / self.bytes)
 
 
-class Least(NamedTuple):
-    """What a part needs at least, there and back."""
+def _program(part: Part, cfg: RunConfig, *, backward: bool) -> Callable[[list[Arrays], Any], Any]:
+    """Return a program that runs the part on several copies of its arrays.
 
-    flops: float
-    bytes: float
-
-
-def one_group(cfg: RunConfig, groups: int = 1) -> RunConfig:
-    """The same run with so few layers."""
-    assert isinstance(cfg.model, ModelConfig)
-    layers = groups * len(cfg.model.windows)
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=layers))
-
-
-def parts_and_arrays(cfg: RunConfig, walked: Callable[[Callable[..., Any]], Any]) -> tuple[dict[str, Part], dict[str, Given]]:
-    """`walked` runs the walk over a state and a batch, or only asks for its shapes."""
-    seen: dict[str, Part] = {}
-
-    def walk(model: Any, batch: Any) -> dict[str, Given]:
-        trained, frozen = Training.of(cfg).split(model)
-        one = Walk(cfg, DOCUMENTS, trained, frozen, jax.tree.map(lambda a: a[0], batch))
-        seen.update(one.parts)
-        return one.given
-
-    return seen, walked(walk)
-
-
-def least(part: Part, given: Given, *, back: bool) -> Least:
-    size = lambda *trees: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(trees))
-    went_in = size(given.weights, given.frozen, given.arrays, given.aside) - part.unread
-    moved = went_in + size(part.returned(given.out))
-    if not back:
-        return Least(part.flops, moved)
-    moved += went_in * part.reads_again + size(given.out) + size(given.weights, given.arrays)
-    return Least(part.flops + part.flops_back, moved)
-
-
-def _program(part: Part, cfg: RunConfig, *, back: bool) -> Callable[[list[Given], Any], Any]:
-    """Of any number of copies of what the part works on: none of them is the same array as another, so that no result
-    can stand for two, and all come in from outside, so that nothing is known of them."""
+    All copies are separate arguments: XLA can neither merge two results nor fold constants.
+    """
     dtype, policy = jnp.dtype(cfg.train.dtype), remat_policy(cfg.train.kept)
 
-    def once(given: Given) -> Any:
-        def run(weights: Any, arrays: Any) -> Any:
-            return part.run(module_of(part, given._replace(weights=weights), dtype), arrays, given.aside)
+    def once(arrays: Arrays) -> Any:
+        def run(weights: Any, inputs: Any) -> Any:
+            return part.run(_module(part, arrays._replace(weights=weights), dtype), inputs, arrays.constants)
 
-        if not back:
-            return part.returned(run(given.weights, given.arrays))
-        out, pull = jax.vjp(jax.checkpoint(run, policy=policy) if part.in_layer else run, given.weights, given.arrays)
-        return part.returned(out), pull(given.out)
+        if not backward:
+            return part.written(run(arrays.weights, arrays.inputs))
+        checkpointed = jax.checkpoint(run, policy=policy) if part.in_layer else run
+        out, vjp = jax.vjp(checkpointed, arrays.weights, arrays.inputs)
+        return part.written(out), vjp(arrays.out)
 
-    return lambda copies, _: [once(given) for given in copies]
+    return lambda copies, _: [once(arrays) for arrays in copies]
 
 
-class Timed(NamedTuple):
-    """A program that is compiled, and how to time it."""
+class _Program(NamedTuple):
+    """A compiled program."""
 
-    run: Callable[[list[Given], Any], Any]
+    run: Callable[[list[Arrays], Any], Any]
     copies: int
 
-    def seconds(self, given: Given, at_least: float, ahead: int) -> float:
-        """Of one copy, while so many calls are queued ahead of the one that is waited for."""
-        copy = jax.jit(lambda given: jax.tree.map(jnp.copy, given))
-        arrays = [copy(given) for _ in range(self.copies)]
+    def seconds(self, arrays: Arrays, at_least: float, queued: int) -> float:
+        """Return the median seconds of one copy, with `queued` calls in flight, timed for `at_least` seconds."""
+        copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
+        copies = [copy(arrays) for _ in range(self.copies)]
 
-        def calls(count: int) -> float:
-            queued: collections.deque[Any] = collections.deque()
-            began = time.perf_counter()
+        def per_call(count: int) -> float:
+            pending: collections.deque[Any] = collections.deque()
+            start = time.perf_counter()
             for _ in range(count):
-                queued.append(self.run(arrays, ()))
-                if len(queued) > ahead:  # what all of them have made at once would not fit the memory
-                    jax.block_until_ready(queued.popleft())
-            jax.block_until_ready(list(queued))
-            return (time.perf_counter() - began) / count
+                pending.append(self.run(copies, ()))
+                if len(pending) > queued:  # the results of all calls at once would not fit into memory
+                    jax.block_until_ready(pending.popleft())
+            jax.block_until_ready(list(pending))
+            return (time.perf_counter() - start) / count
 
-        calls(1)
-        count = max(1, math.ceil(at_least / _ROUNDS / calls(1)))
-        return statistics.median(calls(count) for _ in range(_ROUNDS)) / self.copies
+        per_call(1)
+        count = max(1, math.ceil(at_least / _ROUNDS / per_call(1)))
+        return statistics.median(per_call(count) for _ in range(_ROUNDS)) / self.copies
 
 
-def _compiled(cfg: RunConfig, mesh: Mesh, rates: Rates, parts: dict[str, Part], given: dict[str, Given]) -> dict[Any, Timed]:
-    """(name, there and back?) -> program; several at once, for most of the time of each is one thread's."""
+def _compiled(
+    cfg: RunConfig, mesh: Mesh, rates: Rates, parts: dict[str, Part], arrays: dict[str, Arrays]
+) -> dict[tuple[str, bool], _Program]:
+    """Return the programs by (name of the part, whether with the backward pass), compiled in parallel."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
 
-    def compile_one(name: str, back: bool) -> Timed:
-        part, abstract = parts[name], jax.tree.map(shape, given[name])
-        floor = rates.floor(*least(part, abstract, back=back))
+    def compile_one(name: str, backward: bool) -> _Program:
+        part, abstract = parts[name], jax.tree.map(shape, arrays[name])
+        floor = rates.floor(*least(part, abstract, backward=backward))
         copies = 1 if on_cpu else min(_MOST_COPIES, math.ceil(_CALL_S / floor))
-        step = CompiledStep(_program(part, cfg, back=back), mesh, deterministic=cfg.train.deterministic)
-        return Timed(step.compile([abstract] * copies, ()), copies)
+        step = CompiledStep(_program(part, cfg, backward=backward), mesh, deterministic=cfg.train.deterministic)
+        return _Program(step.compile([abstract] * copies, ()), copies)
 
-    wanted = [(name, back) for name in given for back in ([False, True] if parts[name].has_gradient else [False])]
+    wanted = [(name, backward) for name in arrays for backward in ([False, True] if parts[name].has_gradient else [False])]
     with concurrent.futures.ThreadPoolExecutor(max(1, min(_COMPILERS, int(cores())))) as pool:
-        return dict(zip(wanted, pool.map(lambda each: compile_one(*each), wanted), strict=True))
+        return dict(zip(wanted, pool.map(lambda args: compile_one(*args), wanted), strict=True))
 
 
-def _row(part: Part, given: Given, rates: Rates, forward: float, whole: float) -> dict[str, Any]:
-    needed = least(part, given, back=part.has_gradient)
+def _figures(part: Part, arrays: Arrays, rates: Rates, forward: float, whole: float) -> dict[str, Any]:
+    needed = least(part, arrays, backward=part.has_gradient)
     floor = rates.floor(*needed)
     return {
         "part": part.name,
@@ -170,7 +132,7 @@ def _row(part: Part, given: Given, rates: Rates, forward: float, whole: float) -
         "ms_a_step": whole * part.times * 1e3,
         "gb": needed.bytes / 1e9,
         "gflop": needed.flops / 1e9,
-        "forward_floor_ms": rates.floor(*least(part, given, back=False)) * 1e3,
+        "forward_floor_ms": rates.floor(*least(part, arrays, backward=False)) * 1e3,
         "floor_ms": floor * 1e3,
         "bound_by": "matmul" if needed.flops / rates.flops > needed.bytes / rates.bytes else "memory",
         "share_of_floor": floor / whole,
@@ -179,14 +141,14 @@ def _row(part: Part, given: Given, rates: Rates, forward: float, whole: float) -
 
 
 def step_ms(cfg: RunConfig, steps: int) -> tuple[float, str]:
-    """(time of the whole step, how it is known): of a deep model from two shallow ones, whose state is small."""
+    """Return (time of the whole step, its source). A deep model is extrapolated from two shallow ones."""
     assert isinstance(cfg.model, ModelConfig)
     groups = cfg.model.layers // len(cfg.model.windows)
-    few = (1, 2) if cfg.train.unroll == "yes" else (2, 4)  # a loop of one is none
-    timed = lambda groups: bench_step(one_group(cfg, groups), steps=steps, warmup=2)["step_ms"]
+    few = (1, 2) if cfg.train.unroll == "yes" else (2, 4)  # a loop of one iteration is no loop
+    measure = lambda groups: bench_step(one_group(cfg, groups), steps=steps, warmup=2)["step_ms"]
     if groups <= few[1]:
-        return timed(groups), "measured"
-    first, second = (timed(count) for count in few)
+        return measure(groups), "measured"
+    first, second = (measure(count) for count in few)
     layers = [count * len(cfg.model.windows) for count in few]
     return first + (second - first) * (groups - few[0]) / (few[1] - few[0]), f"from {layers[0]} and {layers[1]} layers"
 
@@ -194,31 +156,34 @@ def step_ms(cfg: RunConfig, steps: int) -> tuple[float, str]:
 def bench_parts(
     cfg: RunConfig, *, only: str | None = None, whole_step_ms: float | None = None, seconds: float = 0.2
 ) -> dict[str, Any]:
-    """Figures of each part, those first that lose most. `seconds`: how long each program is timed for."""
+    """Return the figures of each part, the largest loss first. Each program is timed for `seconds`."""
     cfg, mesh = resolve(cfg)
     check(cfg, mesh.size)
-    device, began = mesh.devices.flat[0], time.perf_counter()
+    device, start = mesh.devices.flat[0], time.perf_counter()
     rates = lambda: Rates(matmul_rate(cfg.train.dtype, device, seconds), memory_rate(device, seconds))
-    with jax.set_mesh(mesh):  # a mistake is told at once, before anything is measured or made
-        like = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
-        names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *like))[0]), only)
+    with jax.set_mesh(mesh):  # check the names before anything is measured
+        shapes = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
+        names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *shapes))[0]), only)
     before = rates()
     state, batch = create_state(one_group(cfg), mesh), to_device(random_rows(cfg, 0), mesh)
-    wanted = lambda walk: lambda model, batch: {name: g for name, g in walk(model, batch).items() if name in names}
-    made = lambda walk: CompiledStep(wanted(walk), mesh, deterministic=cfg.train.deterministic)(state.model, batch)
-    parts, given = parts_and_arrays(cfg, made)
+    wanted = lambda walk: lambda model, batch: {name: a for name, a in walk(model, batch).items() if name in names}
+    run = lambda walk: CompiledStep(wanted(walk), mesh, deterministic=cfg.train.deterministic)(state.model, batch)
+    parts, arrays = parts_and_arrays(cfg, run)
     del state
     print(f"compiling {sum(1 + parts[name].has_gradient for name in names)} programs ...", file=sys.stderr, flush=True)
-    programs = _compiled(cfg, mesh, before, parts, given)
-    compiled_s = time.perf_counter() - began
-    times = {}
-    for name in names:
-        each = [programs[name, back] for back in (False, True) if (name, back) in programs]
-        times[name] = [timed.seconds(given[name], seconds, 0 if device.platform == "cpu" else _AHEAD) for timed in each]
-    # The machine may be slower or faster at either end; the better of the two is what it can do.
-    best = Rates(*map(max, before, rates()))
-    rows = [_row(parts[name], given[name], best, times[name][0], times[name][-1]) for name in names]
-    del given, programs
+    programs = _compiled(cfg, mesh, before, parts, arrays)
+    prepared_s = time.perf_counter() - start
+    queued = 0 if device.platform == "cpu" else _QUEUED
+    times = {
+        name: [
+            programs[name, backward].seconds(arrays[name], seconds, queued)
+            for backward in (False, True) if (name, backward) in programs
+        ]
+        for name in names
+    }  # fmt: skip
+    best = Rates(*map(max, before, rates()))  # the machine's speed may vary
+    rows = [_figures(parts[name], arrays[name], best, times[name][0], times[name][-1]) for name in names]
+    del arrays, programs
     figures = {
         "devices": describe(mesh),
         "model_size": cfg.model_size,
@@ -231,7 +196,7 @@ def bench_parts(
         "parts": sorted(rows, key=lambda row: -row["lost_ms_a_step"]),
         "parts_ms": sum(row["ms_a_step"] for row in rows),
         "floor_ms": sum(row["floor_ms"] * row["times"] for row in rows),
-        "prepared_s": compiled_s,
+        "prepared_s": prepared_s,
     }
     if only is None:
         whole, source = (whole_step_ms, "given") if whole_step_ms is not None else step_ms(cfg, steps=5)
@@ -240,9 +205,9 @@ def bench_parts(
 
 
 def show(figures: dict[str, Any]) -> None:
-    """What loses most comes first; the rest of the step stands among the parts, with no floor."""
+    """Print the parts, the largest loss first, with the rest of the step among them."""
     title = f"{figures['model_size']}, {figures['batch']}, {figures['dtype']}, remat {figures['remat']}, {figures['devices']}"
-    caption = "milliseconds; lost: over the floor, a step"
+    caption = "ms; lost: ms/step above the floor"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("part", no_wrap=True)
     for name in ("times", "forward", "and back", "floor", "share", "bound by", "GB", "GFLOP", "a step", "lost"):
@@ -261,12 +226,12 @@ def show(figures: dict[str, Any]) -> None:
     rows.sort(key=lambda row: -row[0])
     for _, cells in rows:
         table.add_row(*cells)
-    console = Console(highlight=False, width=max(Console().width, _WIDTH))
+    console = Console(highlight=False, width=max(Console().width, _TABLE_WIDTH))
     console.print(table)
-    rates = f"{figures['matmul_tflops_per_s']:,.4g} TFLOP/s of matrix products and {figures['memory_gb_per_s']:,.4g} GB/s"
-    sums = f"All parts take {figures['parts_ms']:,.4g} ms a step; their floors, {figures['floor_ms']:,.4g}."
+    rates = f"{figures['matmul_tflops_per_s']:,.4g} TFLOP/s of matmuls and {figures['memory_gb_per_s']:,.4g} GB/s"
+    sums = f"All parts take {figures['parts_ms']:,.4g} ms/step, their floors {figures['floor_ms']:,.4g}."
     if "step_ms" in figures:
-        sums += f" The step takes {figures['step_ms']:,.4g} ({figures['step_ms_is']})."
+        sums += f" The step takes {figures['step_ms']:,.4g} ms ({figures['step_ms_is']})."
     lost, (name, *_) = rows[0]
-    console.print(f"Floors are those of {rates}, measured here. {sums}", markup=False, soft_wrap=True)
-    console.print(f"Most is lost in {name}: {lost:,.3g} ms a step.", markup=False, soft_wrap=True)
+    console.print(f"Floors assume {rates}, measured here. {sums}", markup=False, soft_wrap=True)
+    console.print(f"Largest loss: {name}, {lost:,.3g} ms/step.", markup=False, soft_wrap=True)

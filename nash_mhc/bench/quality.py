@@ -1,5 +1,4 @@
-"""`bench quality`: the run's model and its relatives, each at its own best learning rate, on the same rows,
-and scored."""
+"""`bench quality`: train variants of the run's model on the same data, each at its best learning rate, and compare."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from rich.console import Console
 
 from nash_mhc.bench.findings import Figures, compare, verdict
 from nash_mhc.bench.recall import RecallRows, distances
-from nash_mhc.bench.variants import chosen, of_our_own, relative
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.commands import did_you_mean
+from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
-from nash_mhc.model.architectures import count_parameters
+from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import abstract_batch, host_batches, prefetched
@@ -34,13 +33,65 @@ from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.state import create_state, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
 
+# The changes of each variant to the run's model. Dense attention has no window, its best form.
+_DENSE: dict[str, Any] = {"scales": 1, "window": None, "full_every": 0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "nash-mhc": {},
+    "dense": {**_DENSE, "conv_taps": 0, "residual": "plain"},
+    "dense-mhc": {**_DENSE, "conv_taps": 0},
+    "dense-conv-mhc": _DENSE,
+    "dense-conv": {**_DENSE, "residual": "plain"},
+    "multiscale-plain": {"residual": "plain"},
+}
+_TOLERANCE = 0.03  # relative difference in parameters
+
+
+def chosen(names: str) -> list[str]:
+    """Parse `dense,nash-mhc` into distinct variants. Raise ConfigError for an unknown name."""
+    variants = list(dict.fromkeys(name.strip().lower() for name in names.split(",")))
+    for name in variants:
+        if name not in VARIANTS:
+            hint = did_you_mean(name, VARIANTS) or f"; there are {', '.join(VARIANTS)}"
+            raise ConfigError(f"--variants: unknown variant {name!r}{hint}")
+    return variants
+
+
+def base_model(cfg: RunConfig) -> ModelConfig:
+    """Return the run's model. Raise ConfigError for another architecture."""
+    if not isinstance(cfg.model, ModelConfig):
+        raise ConfigError(f"bench quality compares variants of {ModelConfig.architecture}, not of {cfg.model.architecture}")
+    return cfg.model
+
+
+def matched(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
+    """Set the FFN width, a multiple of `unit`, that brings the model closest to this number of parameters."""
+    at = lambda ffn: count_parameters(dataclasses.replace(model, ffn=ffn))
+    slope = at(2 * unit) - at(unit)  # every unit of width adds the same
+    return dataclasses.replace(model, ffn=unit * max(1, 1 + round((parameters - at(unit)) / slope)))
+
+
+def relative(name: str, cfg: RunConfig, base: RunConfig, mesh: Mesh) -> RunConfig:
+    """Return the run of one variant. `base` is `cfg` with the settings for this platform resolved."""
+    if not VARIANTS[name]:
+        return base
+    target = count_parameters(cfg.model)
+    model = matched(dataclasses.replace(base_model(cfg), **VARIANTS[name]), target, math.lcm(8, mesh.shape["tp"]))
+    if abs((count := count_parameters(model)) / target - 1) > _TOLERANCE:
+        raise ConfigError(
+            f"variant {name}: no FFN width gives {target:,} parameters within {_TOLERANCE:.0%} (the nearest, {model.ffn}, "
+            f"gives {count:,}); use a larger model or a smaller --mesh-tp"
+        )
+    # Choose the kernel again: the best one with a window may not be the best without.
+    run = dataclasses.replace(base, model=model, train=dataclasses.replace(base.train, attention=cfg.train.attention))
+    return for_platform(run, base.mesh.platform)
+
+
 _NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide
 _CURVE = 60  # points of a run's curve
 
 
 class _Progress:
-    """One line that keeps changing on a terminal, a line now and then elsewhere;
-    on stderr, so that stdout is the result."""
+    """A status line on a terminal, occasional lines elsewhere; on stderr, as stdout is for the results."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -59,11 +110,11 @@ class _Progress:
 
 @dataclass
 class Setting:
-    """What is the same for all variants: the data, how they are read, where it runs, and how progress is shown."""
+    """What all variants share."""
 
     tokenizer: Tokenizer
     mesh: Mesh
-    align: int  # of documents, for the coarsest model
+    align: int  # alignment of documents, for the coarsest model
     task: str
     held_out: RowSource
     progress: _Progress
@@ -83,14 +134,14 @@ class Trained:
 
 
 def _finite(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None  # JSON has no NaN: the loss of a run that diverged is none
+    return loss if math.isfinite(loss) else None  # JSON has no NaN: None stands for a diverged run
 
 
 def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None]) -> Trained:
-    """A run from fresh weights to its last step; seed and alignment fix its rows."""
+    """Train from random weights. The seed and the alignment determine the data."""
     total, seed, mesh = cfg.train.total_steps, cfg.train.seed, setting.mesh
     source = setting.source(cfg)
-    # Rate, schedule and seed are no part of the program: all runs of a variant share one.
+    # Learning rate, schedule and seed are arguments of the program: all runs of a variant share one.
     step_fn = compile_train_step(cfg, mesh, source, warn=setting.progress.say)
     state = create_state(cfg, mesh)
     rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=seed)
@@ -102,11 +153,11 @@ def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None])
         for step, batch in enumerate(prefetched(itertools.islice(rows, total), mesh), start=1):
             before = metrics
             state, metrics = step_fn(state, batch)
-            if before is not None:  # read one step late: the host never waits for the newest
+            if before is not None:  # read one step late, so the host never waits for the newest
                 losses.append(float(before["loss"]))
                 seconds.append(time.perf_counter())
                 watch(step - 1, losses[-1])
-            if step == 2:  # the first step also waited for the first rows
+            if step == 2:  # the first step also waited for the first batch
                 began = time.perf_counter()
         assert metrics is not None  # there is at least one step
         losses.append(float(metrics["loss"]))
@@ -125,7 +176,7 @@ def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None])
 
 
 def _octaves(seq_len: int) -> list[tuple[int, int]]:
-    """[0, 16), [16, 32), [32, 64) ... up to the whole row."""
+    """Return [0, 16), [16, 32), [32, 64) ... up to the sequence length."""
     edges = [0, *itertools.takewhile(lambda e: e < seq_len, (_NEAREST << i for i in itertools.count())), seq_len]
     return list(itertools.pairwise(edges))
 
@@ -135,8 +186,8 @@ def _within(low: int, high: int, place: Callable[[Rows], np.ndarray], rows: Rows
     return (at >= low) & (at < high)
 
 
-def by_place(model: LM, evaluator: Evaluator, seq_len: int, task: str) -> dict[str, Any]:
-    """Loss by position in the row; of the recall task, accuracy by the distance to the fact that is asked for."""
+def by_position(model: LM, evaluator: Evaluator, seq_len: int, task: str) -> dict[str, Any]:
+    """Return the loss by position in the sequence, or, for recall, the accuracy by distance to the fact."""
     recall = task == "recall"
     distance = lambda rows: distances(rows.inputs)
     position = lambda rows: np.broadcast_to(np.arange(seq_len), rows.inputs.shape)
@@ -160,12 +211,12 @@ def _with(cfg: RunConfig, *, rate: float | None = None, seed: int | None = None,
 
 
 class Contestant:
-    """One variant: compiled once, trained with every rate, and with its best one for every seed."""
+    """One variant: compiled once, trained with every learning rate, and with the best one for every seed."""
 
     def __init__(self, name: str, cfg: RunConfig, setting: Setting) -> None:
         self.name, self.cfg, self._setting = name, cfg, setting
         say = setting.progress.say
-        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {of_our_own(cfg).ffn}; compiling ...")
+        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {base_model(cfg).ffn}; compiling ...")
         setting.progress.status.update(f"{name}: compiling ...")
         step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg), warn=say)
         step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
@@ -178,7 +229,7 @@ class Contestant:
         }
 
     def run(self, cfg: RunConfig) -> tuple[float | None, Trained]:
-        """(held-out loss, the run)."""
+        """Return (held-out loss, trained model)."""
         total, progress = cfg.train.total_steps, self._setting.progress
         where = f"{self.name}, rate {cfg.optim.learning_rate:g}, seed {cfg.train.seed}"
         watch = lambda step, loss: progress.now(f"{where}: step {step}/{total}, loss {loss:.4f}")
@@ -189,7 +240,7 @@ class Contestant:
         return _finite(loss), trained
 
     def compete(self, rates: list[float], seeds: list[int]) -> None:
-        """Every rate with the first seed, then the best one with the others."""
+        """Train with every learning rate and the first seed, then with the best rate and the other seeds."""
         tried: dict[float, float | None] = {}
         best: Trained | None = None
         speeds = []
@@ -200,10 +251,10 @@ class Contestant:
             speeds.append(trained.tokens_per_s)
             if best is None or (loss is not None and loss < min(known, default=math.inf)):
                 best = trained
-            del trained  # one run's weights beside the best one's are enough
+            del trained  # hold the weights of at most two runs
         assert best is not None
         rate = min(rates, key=lambda r: math.inf if (loss := tried[r]) is None else loss)
-        places = by_place(best.model, self._evaluator, self.cfg.data.seq_len, self._setting.task)
+        positions = by_position(best.model, self._evaluator, self.cfg.data.seq_len, self._setting.task)
         self.cfg = _with(self.cfg, rate=rate)
         curve, health = best.curve, best.health
         del best
@@ -215,13 +266,13 @@ class Contestant:
             "at_edge": None if len(rates) == 1 else not inside,
             "held_out": losses,
             "tokens_per_s": statistics.median(speeds),
-            **places,
+            **positions,
             **health,
             "curve": curve,
         }
 
     def race(self, seconds: float, seed: int) -> None:
-        """As many steps as it makes in that time, with a schedule of their length."""
+        """Train for as many steps as fit into that time, with a schedule of that length."""
         tokens = self.cfg.train.grad_accum * self.cfg.data.batch_size * self.cfg.data.seq_len
         steps = max(1, min(self.cfg.train.total_steps, round(seconds * self.figures["tokens_per_s"] / tokens)))
         whole = steps == self.cfg.train.total_steps
@@ -230,13 +281,13 @@ class Contestant:
 
 
 def rates_of(text: str | None, cfg: RunConfig) -> list[float]:
-    """`1e-3,2e-3` -> the rates to try, from low to high; the run's own one where none are named."""
+    """Parse `1e-3,2e-3` into sorted learning rates; without any, return the run's own."""
     if text is None:
         return [cfg.optim.learning_rate]
     try:
         rates = sorted({float(rate) for rate in text.split(",")})
     except ValueError:
-        raise ConfigError(f"--learning-rates {text}: numbers with commas between them, such as 1e-3,2e-3,4e-3") from None
+        raise ConfigError(f"--learning-rates {text} must be comma-separated numbers, such as 1e-3,2e-3,4e-3") from None
     if not all(0 < rate < math.inf for rate in rates):
         raise ConfigError(f"--learning-rates {text}: every rate must be a number above 0")
     return rates
@@ -251,19 +302,19 @@ def bench_quality(
     learning_rates: str | None = None,
     task: str = "text",
 ) -> Figures:
-    """Everything is checked before the first step is compiled; one run's state is in memory at a time."""
-    names, model, B = chosen(variants), of_our_own(cfg), cfg.data.batch_size
+    """Check everything, then train and compare the variants, one at a time."""
+    names, model, B = chosen(variants), base_model(cfg), cfg.data.batch_size
     if seeds < 1 or (eval_rows is not None and eval_rows < 1):
         raise ConfigError("--seeds and --eval-rows must be at least 1")
     rates = rates_of(learning_rates, cfg)
     if model.scales == 1 or model.residual == "plain":
-        raise ConfigError("the run's model must be the full one: --model-scales above 1 and --model-residual mhc or mhc-layer")
+        raise ConfigError("bench quality needs the full model: --model-scales above 1 and --model-residual mhc or mhc-layer")
     base, mesh = resolve(cfg)
     tokenizer = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: set --model-vocab-size {tokenizer.vocab_size} or more")
     align, numbers = model.alignment, [cfg.train.seed + i for i in range(seeds)]
-    # Four times what a run takes: the figure shall be good to half a percent.
+    # Four times the batches of a run's evaluation, for a precision of half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
     held_out: RowSource | None
     if task == "recall":
@@ -271,12 +322,12 @@ def bench_quality(
     else:
         held_out = open_held_out(cfg.data, tokenizer, align=align)
     if held_out is None:
-        raise ConfigError("nothing is held out to compare the models on; raise --validation-fraction")
+        raise ConfigError("there is no held-out data to compare the models on; raise --validation-fraction")
     runs: dict[str, RunConfig] = {}
     for name in names:
         run = relative(name, cfg, base, mesh)
         runs[name] = dataclasses.replace(run, train=dataclasses.replace(run.train, eval_batches=batches))
-        [_with(runs[name], seed=seed) for seed in numbers]  # one that is too large is refused here
+        [_with(runs[name], seed=seed) for seed in numbers]  # rejects seeds that are too large
     progress = _Progress()
     setting = Setting(tokenizer, mesh, align, task, held_out, progress)
     contestants = []

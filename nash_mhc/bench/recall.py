@@ -1,8 +1,7 @@
-"""The recall task of `bench quality`: what a row said once, it asks for again, from nearby to the whole row away.
+"""The recall task of `bench quality`: sequences of key-value pairs that repeat at all distances.
 
-A row is pairs of a key and a value. A key that comes for the first time is a fact to remember, and costs nothing; one
-that has come before has the value that it had, and that is all the loss counts. No key means anything from row to row,
-so that only looking back can tell.
+The first occurrence of a key is a fact, which the loss ignores. Later occurrences have the same value, and only these
+count. Keys are random in each sequence, so only looking back can answer.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import numpy as np
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.pack import Rows
 
-_NEAREST = 10  # tokens between a fact and the question for it, at least
+_NEAREST = 10  # smallest distance between a fact and its question, in tokens
 _ROWS = 1 << 40
 _HELD_OUT = 1 << 14
 
 
 class RecallRows:
-    """Endless rows to learn from, or some thousand others to be asked."""
+    """Unlimited training sequences, or a fixed held-out set."""
 
     most_documents: int | None = 1
     padded_length: int | None = None
@@ -31,7 +30,7 @@ class RecallRows:
         half = vocab_size // 2
         if half - 1 < seq_len // 4 or seq_len < 4 * _NEAREST:
             raise ConfigError(
-                f"--task recall: rows of {seq_len} tokens need {seq_len // 4} keys, and half of {vocab_size} tokens are keys; "
+                f"--task recall: --seq-len {seq_len} needs {seq_len // 4} keys, a vocabulary of {vocab_size} has {half - 1}; "
                 f"set --seq-len between {4 * _NEAREST} and {4 * half - 4}"
             )
         self._T, self._V, self._seed = seq_len, vocab_size, (seed, int(is_held_out))
@@ -55,14 +54,14 @@ class RecallRows:
         T, half = self._T, self._V // 2
         pairs = -(-(T + 1) // 2)
         keys, values = rng.permutation(np.arange(1, half)), rng.integers(half, self._V, half)
-        # How far back is drawn evenly on a logarithmic scale, so that every octave is asked for alike.
+        # Distances are uniform on a logarithmic scale, so every octave is equally frequent.
         back = np.exp(rng.uniform(math.log(_NEAREST), math.log(T), pairs)) / 2
         asks = rng.random(pairs) < 0.5
         facts = 0
-        seen: list[tuple[int, int]] = []  # every fact's (last pair, number), the one that was longest unseen first
+        seen: list[tuple[int, int]] = []  # (last pair, number) of every fact, the oldest first
         tokens, weights = np.zeros((pairs, 2), np.int32), np.zeros((pairs, 2), np.float32)
         for pair in range(pairs):
-            # The fact that was last seen as long ago as was drawn, or nearly so, but not just now.
+            # Choose the fact that was last seen at about the sampled distance, but not more recently than _NEAREST.
             known = bisect.bisect_right(seen, (pair - _NEAREST // 2, half))
             if known and (asks[pair] or facts == T // 4):
                 at = min(bisect.bisect_left(seen, (pair - int(back[pair]), 0)), known - 1)
@@ -77,7 +76,7 @@ class RecallRows:
 
 
 def distances(inputs: np.ndarray) -> np.ndarray:
-    """[..., T]: how many tokens ago each token was last there, 0 where it never was."""
+    """Return how many tokens ago each token [..., T] last occurred, or 0 if never."""
     flat = inputs.reshape(-1, inputs.shape[-1])
     found = np.zeros(flat.shape, np.int64)
     for row, tokens in enumerate(flat):

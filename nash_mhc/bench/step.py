@@ -1,32 +1,42 @@
-"""`bench step`: the real train step, timed on the devices at hand."""
+"""`bench step` times the real train step on this machine; `bench compile` compiles it for an absent TPU."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
+import math
+import os
+import re
 import statistics
+import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 
-from nash_mhc.config.schema import RunConfig
+from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.estimate.roofline import flops_per_token
-from nash_mhc.model.architectures import count_parameters
-from nash_mhc.parallel.mesh import describe
+from nash_mhc.model.architectures import count_parameters, for_platform
+from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
-from nash_mhc.train.device_batches import to_device
+from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.devices import resolve
-from nash_mhc.train.state import create_state
+from nash_mhc.train.state import create_state, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
 
-DOCUMENTS = 2  # in a row
+DOCUMENTS = 2  # per sequence
 
 
 def random_rows(cfg: RunConfig, seed: int) -> Rows:
-    """Random tokens in rows of two documents each: what a step costs does not depend on what it reads."""
+    """Return a batch of random tokens, with two documents per sequence. The content does not affect the speed."""
     shape = (cfg.train.grad_accum, cfg.data.batch_size, cfg.data.seq_len)
     tokens = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (*shape[:2], shape[2] + 1), np.int32)
     segments = np.broadcast_to(1 + np.arange(shape[2]) * DOCUMENTS // shape[2], shape).astype(np.int32)
@@ -34,7 +44,7 @@ def random_rows(cfg: RunConfig, seed: int) -> Rows:
 
 
 def _peak_memory(compiled: Any, mesh: Mesh) -> int | None:
-    """Bytes on one device at the worst moment: as the allocator saw it, or as the compiler planned it."""
+    """Return the peak bytes of one device, from the allocator or else from the compiler's plan."""
     if (seen := peak_memory(mesh)) is not None:
         return seen
     plan = compiled.memory_analysis()
@@ -42,7 +52,7 @@ def _peak_memory(compiled: Any, mesh: Mesh) -> int | None:
 
 
 def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Median step time after the warm-up, beside the matmul rate measured in the same run."""
+    """Return the median step time after the warm-up, and the matmul rate measured in the same run."""
     cfg, mesh = resolve(cfg)
     device = mesh.devices.flat[0]
     state = create_state(cfg, mesh)
@@ -50,7 +60,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     step_fn = compile_train_step(cfg, mesh, most_documents=DOCUMENTS)
     compiled = step_fn.compile(state, batch)
     rate_before = matmul_rate(cfg.train.dtype, device, seconds=1.0)
-    # As in training: the host reads a step's loss while the next one runs, and times are between such ends.
+    # As in training, the host reads the loss of a step while the next one runs. Times are between these reads.
     ends, losses, before = [], [], None
     for _ in range(max(warmup, 1) + steps + 1):
         state, metrics = step_fn(state, batch)
@@ -60,7 +70,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
         before = metrics
     jax.block_until_ready(state)
     times = [later - earlier for earlier, later in itertools.pairwise(ends[-steps - 1 :])]
-    # The machine may be slower or faster at either end; the better of the two is what it can do.
+    # The machine's speed may vary; take the better of two measurements.
     rate = max(rate_before, matmul_rate(cfg.train.dtype, device, seconds=1.0))
     seconds = statistics.median(times)
     tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
@@ -88,3 +98,91 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
         "last_loss": losses[-1],
         "finite": bool(np.isfinite(losses).all()),
     }
+
+
+_COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def communicating(text: str) -> str:
+    """Return a program's text without collectives over single devices, which only XLA's CPU compiler leaves in."""
+    return "\n".join(line for line in text.splitlines() if not re.search(r"replica_groups=\{\{\d+\}", line))
+
+
+def count_collectives(compiled: Any) -> dict[str, int]:
+    """Count the collectives in the program text by kind; one inside a loop counts once."""
+    return dict(sorted(Counter(_COLLECTIVE.findall(communicating(compiled.as_text()))).items()))
+
+
+def _tpu_mesh(cfg: RunConfig, topology: str) -> Mesh:
+    """Return the mesh of an absent TPU."""
+    axes, shape = tuple(cfg.mesh.axes), tuple(cfg.mesh.axes.values())
+    try:
+        # A host has four chips, except in a topology of one chip.
+        single: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if re.fullmatch(r"[^:]+:1(x1)*", topology) else {}
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **single)
+    except Exception as error:  # libtpu raises many types
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"--topology {topology} is not available ({reason}); install libtpu and use a name such as v6e:2x4"
+        ) from error
+    if math.prod(shape) != len(described.devices):
+        chips = len(described.devices)
+        raise ConfigError(f"--topology {topology} has {chips} chips, the mesh {math.prod(shape)}; set the --mesh flags")
+    mesh = topologies.make_mesh(described, shape, axes)
+    return type(mesh)(mesh.devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
+    """Compile for `topology`, such as v6e:2x4, with libtpu but without a TPU; or for `cpu`, with emulated devices."""
+    with contextlib.nullcontext() if topology == "cpu" else hidden("libtpu", "TPU_STDERR_LOG_LEVEL"):
+        return _compile(cfg, topology)
+
+
+def _compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
+    emulated = dataclasses.replace(cfg.mesh, platform="cpu")
+    mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg, topology)
+    check_fit(cfg, mesh.shape)
+    cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
+    step = compile_train_step(cfg, mesh)
+    compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
+    memory = compiled.memory_analysis()
+    gib = {name: getattr(memory, f"{name}_size_in_bytes") / 2**30 for name in ("argument", "output", "alias", "temp")}
+    return {
+        "topology": f"{topology}, mesh {cfg.mesh}",
+        "model_size": cfg.model_size,
+        "parameters": count_parameters(cfg.model),
+        "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
+        "remat": cfg.train.kept,
+        "compile_s": step.seconds,
+        "state_and_batch_gib": gib["argument"],
+        "temporaries_gib": gib["temp"],
+        "peak_gib_per_chip": gib["argument"] + gib["output"] - gib["alias"] + gib["temp"],
+        # Live bytes, without the fragmentation in the figure above. The TPU compiler rejects a program if they exceed
+        # the chip's memory.
+        "live_gib_per_chip": memory.peak_memory_in_bytes / 2**30,
+        "collectives": ", ".join(f"{kind} {count}" for kind, count in count_collectives(compiled).items()),
+    }
+
+
+@contextlib.contextmanager
+def hidden(library: str, unless: str) -> Iterator[None]:
+    """Hide what a C++ library writes to stderr and print the number of lines, unless an environment variable is set.
+
+    This redirects the file descriptor, so Python's messages are hidden, too.
+    """
+    if unless in os.environ:
+        yield
+        return
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            if lines := sum(1 for _ in file):
+                print(f"hid {lines} lines of {library}; {unless}=0 shows them", file=sys.stderr)

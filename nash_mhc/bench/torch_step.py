@@ -1,8 +1,8 @@
-"""`bench step --against torch`: the same plain decoder in Hugging Face's transformers, trained by PyTorch on a device.
+"""`bench step --against torch`: train the same dense decoder with transformers and PyTorch on one device.
 
-It is given every advantage that it has there: fused AdamW, bfloat16 by autocast over float32 weights (frozen ones in
-bfloat16), scaled dot-product attention, rows without documents to keep apart, the faster of eager and compiled, and no
-activation is computed twice unless memory runs out otherwise. Adapters are PEFT's.
+PyTorch gets its fastest settings: fused AdamW, bfloat16 autocast over float32 weights (frozen ones in bfloat16), SDPA,
+sequences without packed documents, the faster of eager and compiled, and no recomputation unless memory runs out.
+Adapters are PEFT's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PROJECTIONS = {
 
 
 def _check(cfg: RunConfig) -> None:
-    """ConfigError for what there is no such model or no such library for; nothing is imported yet."""
+    """Raise ConfigError if transformers has no such model or a library is missing, without importing them."""
     if not isinstance(cfg.model, ModelConfig) or family_of(cfg.model) is None:
         raise ConfigError(
-            "--against torch: transformers has no such model; compare the plain decoder (--model-scales 1 --model-conv-taps 0 "
+            "--against torch: transformers has no such model; use the dense decoder (--model-scales 1 --model-conv-taps 0 "
             "--model-residual plain --model-full-every 0 --model-window none)"
         )
     wanted = ["torch", "transformers", *(["peft"] if cfg.lora.rank else [])]
@@ -43,15 +43,15 @@ def _check(cfg: RunConfig) -> None:
 
 
 def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
-    """Theirs, then ours, one after the other on the same device; with the ratio of their speeds."""
+    """Measure PyTorch, then this package, on the same device, and return both and the ratio of their speeds."""
     _check(cfg)
     say = lambda text: print(text, file=sys.stderr, flush=True)
     say("torch: eager, then compiled ...")
-    # A process of its own gives the device's memory back before ours begins.
+    # A separate process frees the device's memory before JAX starts.
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         theirs = pool.submit(_measure, cfg, steps, warmup).result()
     say(f"torch: {theirs['tokens_per_s']:,.0f} tokens/s ({theirs['form']}); ours: compiling ...")
-    from nash_mhc.bench.step import bench_step  # after theirs: JAX takes most of a GPU's memory
+    from nash_mhc.bench.step import bench_step  # after PyTorch: JAX reserves most of a GPU's memory
 
     ours = bench_step(cfg, steps=steps, warmup=warmup)
     ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
@@ -61,14 +61,12 @@ def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
 
 
 def _targets(cfg: RunConfig) -> list[str]:
-    every = [name for names in _PROJECTIONS.values() for name in names]
-    named = cfg.lora.targets.split(",") if cfg.lora.targets not in _PROJECTIONS else _PROJECTIONS[cfg.lora.targets]
-    found = every if cfg.lora.targets == "all" else [name.strip() for name in named]
-    if unknown := [name for name in found if name not in every]:
-        raise ConfigError(
-            f"--against torch: --lora-targets {unknown[0]} is no module's name there; there are {', '.join(every)}"
-        )
-    return found
+    known = [name for names in _PROJECTIONS.values() for name in names]
+    words = cfg.lora.targets.split(",") if cfg.lora.targets not in _PROJECTIONS else _PROJECTIONS[cfg.lora.targets]
+    targets = known if cfg.lora.targets == "all" else [word.strip() for word in words]
+    if unknown := [name for name in targets if name not in known]:
+        raise ConfigError(f"--against torch: unknown --lora-targets {unknown[0]}; use some of {', '.join(known)}")
+    return targets
 
 
 def _model(cfg: RunConfig, device: Any) -> Any:
@@ -77,7 +75,7 @@ def _model(cfg: RunConfig, device: Any) -> Any:
 
     assert isinstance(cfg.model, ModelConfig)
     values = family_config(cfg.model, str(family_of(cfg.model)), cfg.data.seq_len)
-    # A tied table is one there, too: that ours enters times a factor is nothing to its speed.
+    # Our tied embeddings have a factor that transformers lacks, which does not affect the speed.
     config = transformers.AutoConfig.for_model(**values | {"tie_word_embeddings": cfg.model.tied_embeddings})
     with device:
         torch.manual_seed(cfg.train.seed)
@@ -95,7 +93,7 @@ def _model(cfg: RunConfig, device: Any) -> Any:
 
 
 def _measure(cfg: RunConfig, steps: int, warmup: int) -> dict[str, Any]:
-    """The faster of eager and compiled, each without recomputation if that fits."""
+    """Measure eager and compiled, each without recomputation if that fits, and return the faster one."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,21 +101,21 @@ def _measure(cfg: RunConfig, steps: int, warmup: int) -> dict[str, Any]:
     best: dict[str, Any] = {}
     for name, compiled in (("eager", False), ("compiled", True)):
         try:
-            figures = _fitting(cfg, device, compiled, steps, warmup)
-        except Exception as error:  # its compiler has many ways to fail, and needs another compiler on the machine
+            figures = _time_within_memory(cfg, device, compiled, steps, warmup)
+        except Exception as error:  # torch.compile fails in many ways, and needs a C++ compiler
             if not compiled:
                 raise
             figures = None
-            print(f"torch: cannot be compiled here ({type(error).__name__}); eager stands", file=sys.stderr, flush=True)
+            print(f"torch: torch.compile failed ({type(error).__name__}); using eager", file=sys.stderr, flush=True)
         tried[f"{name}_tokens_per_s"] = figures and figures["tokens_per_s"]
         if figures and figures["tokens_per_s"] > best.get("tokens_per_s", 0.0):
             best = figures | {"form": name}
     if not best:
-        raise ConfigError("--against torch: it runs out of memory even when it computes activations twice; a smaller batch")
+        raise ConfigError("--against torch: PyTorch runs out of memory even with recomputation; lower --batch-size")
     return best | tried | {"version": torch.__version__}
 
 
-def _fitting(cfg: RunConfig, device: Any, compiled: bool, steps: int, warmup: int) -> dict[str, Any] | None:
+def _time_within_memory(cfg: RunConfig, device: Any, compiled: bool, steps: int, warmup: int) -> dict[str, Any] | None:
     import torch
 
     for recompute in (False, True):
@@ -135,7 +133,7 @@ def _batch(cfg: RunConfig, device: Any) -> Any:
 
 
 def _losses(cfg: RunConfig, model: Any, device: Any) -> Iterator[Any]:
-    """Training, a step an item: the loss that it had, still on the device."""
+    """Train, and yield the loss of each step, on the device."""
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -169,7 +167,7 @@ def _timed(cfg: RunConfig, device: Any, compiled: bool, recompute: bool, steps: 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if compiled:
         model = torch.compile(model)
-    # As in ours: the host reads a step's loss while the next one runs, and times are between such ends.
+    # As in bench_step, the host reads the loss of a step while the next one runs. Times are between these reads.
     ends, losses, before = [], [], None
     for loss in itertools.islice(_losses(cfg, model, device), max(warmup, 1) + steps + 1):
         if before is not None:

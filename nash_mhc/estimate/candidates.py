@@ -11,7 +11,7 @@ from nash_mhc.config.schema import LoraConfig, OptimConfig, PrecisionConfig, Run
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import Speed, speed
 from nash_mhc.estimate.teachers import all_misfits, teachers_of
-from nash_mhc.model.device_settings import for_platform
+from nash_mhc.model.architectures import for_platform
 from nash_mhc.runtime.chips import Machine, next_larger
 
 SAFE = 0.9  # share of a chip's memory that an estimate may reach, given its error against the compiler

@@ -16,7 +16,7 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_log_probs
-from nash_mhc.ops.log_probs import TokenScores
+from nash_mhc.ops.xent import TokenScores
 from nash_mhc.parallel.sharding import RULES, named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import own_rows, to_device

@@ -142,14 +142,14 @@ def _rows(
     say: Callable[[str], None] | None,
     at_once: int = 1,
 ) -> Iterator[tuple[int, int]]:
-    from nash_mhc.generate.decode import Drawn, generate_rows
+    from nash_mhc.generate.decode import Sampling, generate_rows
 
     longest = max(map(len, prompts)) + args.max_tokens
     room = _SMALLEST_CACHE
     while room < longest:
         room *= 2
     return generate_rows(
-        loaded.model, prompts, Drawn(args.temperature, args.top_k, args.top_p, args.repetition_penalty),
+        loaded.model, prompts, Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty),
         seq_len=min(room, loaded.config.data.seq_len), ends=set(loaded.stops), max_tokens=args.max_tokens, seed=args.seed,
         dtype=loaded.dtype, at_once=at_once, is_done=is_done, say=say or (lambda text: None),
     )  # fmt: skip

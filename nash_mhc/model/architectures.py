@@ -1,7 +1,8 @@
-"""The kinds of models that there are, by the class of their configuration. Everything outside of `model/` asks here."""
+"""The registered model architectures, by the class of their configuration, and settings that depend on the device."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,20 +12,22 @@ from jaxtyping import Array
 
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RunConfig, Section
-from nash_mhc.model import activations as counted
 from nash_mhc.model import traced_memory
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.lora import adapted
-from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution
+from nash_mhc.model.protocol import Architecture, AttentionShape
+from nash_mhc.ops.attend import best_kernel, unsupported_reason
 
 _KNOWN: dict[type[ArchitectureConfig], Architecture] = {}
 _OF_KITS: Registry[Architecture] = Registry("architectures", {})
 # By a kit's section: (model, section) -> the model with weight modules in the places of arrays.
 WEIGHTS: Registry[Callable[[Any, Section], Any]] = Registry("weights", {})
 
+_MOST_UNROLLED = 16  # layers up to which `--unroll auto` unrolls
+
 
 def register(config: type[ArchitectureConfig], architecture: Architecture) -> None:
-    """Makes a kind of model known under `config.architecture`; a run's folder holds no more of it than that name."""
+    """Register a model under `config.architecture`, the name that run directories store."""
     ARCHITECTURES[config.architecture] = config
     _KNOWN[config] = architecture
 
@@ -32,13 +35,6 @@ def register(config: type[ArchitectureConfig], architecture: Architecture) -> No
 def architecture_of(cfg: ArchitectureConfig) -> Architecture:
     kind = type(cfg)
     return _KNOWN[kind] if kind in _KNOWN else _OF_KITS[kind.architecture]
-
-
-def _activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int, tp: int) -> Activations:
-    """Return the bytes of a batch: counted for the blocks of the package, traced for registered ones."""
-    ours = {(kind.mixer, kind.ffn) for kind in cfg.group} <= {("attention", "swiglu"), ("multiscale", "swiglu")}
-    count = counted.activations if ours and cfg.pattern is None else traced_memory.activations
-    return count(cfg, execution, rows, seq_len, tp)
 
 
 register(
@@ -49,14 +45,14 @@ register(
         empty_cache=LM.empty_cache,
         decode=LM.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window),
-        activations=_activations,
+        activations=traced_memory.activations,
         penalties=lambda run: {"sparsity": run.optim.sparsity},
     ),
 )
 
 
 def abstract_model(cfg: ArchitectureConfig) -> Any:
-    """The model's tree with shapes for arrays."""
+    """Return the model with shapes instead of arrays."""
     return _abstract_model(cfg, architecture_of(cfg))
 
 
@@ -66,7 +62,7 @@ def _abstract_model(cfg: ArchitectureConfig, architecture: Architecture) -> Any:
 
 
 def as_trained(cfg: RunConfig, model: Any, key: Array) -> Any:
-    """Return the model with the weight modules of kits and with adapters, where the run asks for them."""
+    """Return the model with the run's weight modules of kits and its adapters."""
     return adapted(with_weight_modules(model, cfg.of_kits), cfg.lora, key)
 
 
@@ -78,15 +74,38 @@ def with_weight_modules(model: Any, sections: Iterable[Section]) -> Any:
 
 
 def check_drawn(cfg: ArchitectureConfig, before: dict[str, Any] | None, where: str) -> None:
-    """ConfigError where the seed gives other numbers here than those that a run was trained with."""
+    """Raise ConfigError if this machine generates other frozen random weights than those the run was trained with."""
     now = architecture_of(cfg).drawn(cfg)
     if now is not None and before is not None and before.get("digest") != now.digest:
         raise ConfigError(
-            f"{where}: what its model has drawn from seed {now.seed} comes out otherwise here, and its weights fit nothing "
-            "else; use the version of jax that run.json names"
+            f"{where}: the frozen random weights of seed {now.seed} differ on this machine from those of training; "
+            "use the version of jax that run.json names"
         )
 
 
 def count_parameters(cfg: ArchitectureConfig) -> int:
-    """Exact number of parameters, padding of the vocabulary included."""
+    """Return the number of parameters, including padding of the vocabulary."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_model(cfg)))
+
+
+def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
+    """Resolve the settings that are `auto`. Raise ConfigError for an attention kernel that cannot run there."""
+    dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
+    attention = _attention_kernel(cfg, platform, dtype)
+    unroll = cfg.train.unroll
+    if unroll == "auto":  # not with several devices (not measured) or many layers (minutes to compile)
+        one_gpu = platform == "gpu" and set(cfg.mesh.axes.values()) == {1}
+        unroll = "yes" if one_gpu and cfg.model.depth <= _MOST_UNROLLED else "no"
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, unroll=unroll))
+
+
+def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
+    attention = architecture_of(cfg.model).attention(cfg.model)
+    if attention is None:
+        return "xla"
+    shape = (platform, dtype, cfg.data.seq_len, *attention)
+    if cfg.train.attention == "auto":
+        return best_kernel(*shape)
+    if reason := unsupported_reason(cfg.train.attention, *shape):
+        raise ConfigError(f"--attention {cfg.train.attention} {reason}; use auto ({best_kernel(*shape)} here)")
+    return cfg.train.attention

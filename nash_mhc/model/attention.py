@@ -1,4 +1,4 @@
-"""Causal attention at one resolution: projections, grouped queries, rotary positions, packed documents."""
+"""Causal attention with grouped queries, rotary positions and packed documents."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nash_mhc.config.rope_scaling import RopeScaling
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.parts import RMSNorm, init_matrix
 from nash_mhc.model.weights import project
-from nash_mhc.ops.attend import PLAIN_KERNELS, attend, fitting_kernel
-from nash_mhc.ops.attend_rows import Documents, Rows
+from nash_mhc.ops.attend import PLAIN_KERNELS, attend, supported_kernel
+from nash_mhc.ops.attention_io import AttentionInput, Documents
 from nash_mhc.ops.kernels.attend_cudnn import documents_of
 from nash_mhc.ops.norm import norm_and_rope_copies
 from nash_mhc.ops.platform import is_gpu
@@ -25,27 +25,27 @@ from nash_mhc.ops.spread import Spread, plan
 from nash_mhc.parallel.params import VECTOR, param
 from nash_mhc.parallel.sharding import constrain, on_shards
 
-QKV, OUTPUT = "queries_keys_values", "attention_output"  # checkpoint names: as they are projected; what comes out
+QKV, OUTPUT = "queries_keys_values", "attention_output"  # checkpoint names
 PER_HEAD, PER_KV_HEAD = ("batch", "time", "heads", "head_dim"), ("batch", "time", "kv_heads", "head_dim")
 
 
 class AttentionLayout(NamedTuple):
-    """Documents and positions of the tokens of a batch; the same in all layers."""
+    """Documents and positions of the tokens of a batch, shared by all layers."""
 
-    segments_BT: Int[Array, "B T"] | None  # which document a token belongs to; None: every sequence is one
-    positions_BT: Int[Array, "B T"]  # in its document
-    documents: tuple[Documents, ...] = ()  # of each scale, for the kernels that ask for them
-    # Documents that begin anywhere are moved apart to begin at strides; the fields above are of the moved tokens.
+    segments_BT: Int[Array, "B T"] | None  # document ids; None: every sequence is one document
+    positions_BT: Int[Array, "B T"]  # within the document
+    documents: tuple[Documents, ...] = ()  # per scale, for kernels that need them
+    # If set, documents may begin anywhere; the fields above describe the padded sequence, aligned to the strides.
     spread: Spread | None = None
-    slots_BT: Int[Array, "B T"] | None = None  # segments of the sequences themselves, before they are moved
+    slots_BT: Int[Array, "B T"] | None = None  # document ids of the original sequence
 
     def at(self, c: int, stride: int) -> tuple[Array | None, Array, Documents | None]:
-        """(segments, positions, documents) of scale c; documents start at multiples of every stride."""
+        """Return (segments, positions, documents) of scale c."""
         segments_BI = None if self.segments_BT is None else self.segments_BT[:, ::stride]
         return segments_BI, self.positions_BT[:, ::stride], self.documents[c] if self.documents else None
 
     def unspread(self) -> AttentionLayout:
-        """Return the layout of the sequences themselves, for a mixer without coarse scales."""
+        """Return the layout of the original sequences, for a mixer without coarse scales."""
         if self.spread is None:
             return self
         assert self.slots_BT is not None
@@ -58,34 +58,36 @@ def attention_layout(
     strides: Sequence[int] = (1,),
     kernel: str = "xla",
     most_documents: int | None = None,
-    room: int | None = None,
+    padded_len: int | None = None,
 ) -> AttentionLayout:
-    """Return the layout of sequences of that shape, which hold at most `most_documents` each.
+    """Return the layout of sequences of that shape with at most `most_documents` documents each.
 
-    `room`: documents begin anywhere, and need at most this padded length to begin at multiples of the coarsest stride.
+    With `padded_len`, documents may begin anywhere: they are aligned to the coarsest stride, up to this length.
     """
     if segments_BT is None:
         return AttentionLayout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
-    if room is not None and strides[-1] > 1:
-        by, places_BU = plan(segments_BT, strides[-1], room)
-        layout = attention_layout((shape[0], room), places_BU, strides, kernel, most_documents)
-        return layout._replace(spread=by, slots_BT=segments_BT)
+    if padded_len is not None and strides[-1] > 1:
+        spread, padded_BU = plan(segments_BT, strides[-1], padded_len)
+        layout = attention_layout((shape[0], padded_len), padded_BU, strides, kernel, most_documents)
+        return layout._replace(spread=spread, slots_BT=segments_BT)
     documents = tuple(documents_of(segments_BT[:, ::stride], most_documents) for stride in strides) if kernel == "cudnn" else ()
     return AttentionLayout(segments_BT, positions_in_segments(segments_BT), documents, slots_BT=segments_BT)
 
 
-def on_rows(run: Callable[..., Any], each: Sequence[Rows], kernels: Sequence[str], out_axes: Any) -> Callable[..., Any]:
+def on_rows(
+    run: Callable[..., Any], each: Sequence[AttentionInput], kernels: Sequence[str], out_axes: Any
+) -> Callable[..., Any]:
     """`run` over rows of several resolutions,
     on each device's own ones where a kernel cannot be split by the partitioner."""
     if set(kernels) <= set(PLAIN_KERNELS):
         return run
     of_batch = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
     of_rows: Any = lambda rows: (of_batch(rows.segments_BI, "time"), of_batch(rows.documents, "documents"))
-    axes = tuple(Rows._make((PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, *of_rows(rows))) for rows in each)
+    axes = tuple(AttentionInput._make((PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, *of_rows(rows))) for rows in each)
     return on_shards(run, [axes], (out_axes,) * len(each))
 
 
-def per_head(rows: Rows) -> Rows:
+def per_head(rows: AttentionInput) -> AttentionInput:
     """Heads apart, each device all of the time."""
     return rows._replace(
         q_BTNH=constrain(rows.q_BTNH, *PER_HEAD), k_BIKH=constrain(rows.k_BIKH, *PER_KV_HEAD),
@@ -95,7 +97,7 @@ def per_head(rows: Rows) -> Rows:
 
 @runtime_checkable
 class Shape(Protocol):
-    """What attention has to know of a model."""
+    """The configuration fields that attention reads."""
 
     @property
     def width(self) -> int: ...
@@ -152,12 +154,12 @@ class Attention(eqx.Module):
         )  # fmt: skip
 
     def project(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
-        """Queries, keys and values [B, T, heads, H], as they come out of the matrices."""
+        """Return projected queries, keys and values [B, T, heads, H], before norms and rotation."""
         q_BTNH = project(x_BTD, self.q_DNH, "btd,dnh->btnh")
         k_BTKH = project(x_BTD, self.k_DKH, "btd,dkh->btkh")
         v_BTKH = project(x_BTD, self.v_DKH, "btd,dkh->btkh")
         if self.q_bias_NH is not None and self.k_bias_KH is not None and self.v_bias_KH is not None:
-            # [None, None] spells the broadcast out: the tests run with implicit rank promotion forbidden.
+            # [None, None], as the tests forbid implicit rank promotion.
             q_BTNH = q_BTNH + self.q_bias_NH[None, None]
             k_BTKH, v_BTKH = k_BTKH + self.k_bias_KH[None, None], v_BTKH + self.v_bias_KH[None, None]
         return checkpoint_name(q_BTNH, QKV), checkpoint_name(k_BTKH, QKV), checkpoint_name(v_BTKH, QKV)
@@ -165,14 +167,14 @@ class Attention(eqx.Module):
     def rotate(
         self, q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]
     ) -> tuple[Array, Array]:
-        """Return queries and keys normalised per head and rotated to their positions."""
+        """Return queries and keys, normalized per head and rotated to their positions."""
         (q_BTNH,) = self.rotate_queries(q_BTNH, positions_BT, copies=1)
         return q_BTNH, self.rotate_keys(k_BTKH, positions_BT)
 
     def rotate_queries(
         self, q_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], *, copies: int
     ) -> tuple[Array, ...]:
-        """Once for each that reads them, so that what they send back is added up in one pass."""
+        """Return one copy per reader, so that one pass of the backward sums their gradients."""
         return self._norm_and_rotate(q_BTNH, self.q_norm, positions_BT, PER_HEAD, copies)
 
     def rotate_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
@@ -184,7 +186,7 @@ class Attention(eqx.Module):
         if norm is None:
             return (rope(x_BTNH, positions_BT, self.rotation),) * copies
         run = lambda x, scale, positions: norm_and_rope_copies(x, scale, positions, norm.eps, self.rotation, copies)
-        if is_gpu():  # whose kernel no partitioner can split: each device turns the heads that it has
+        if is_gpu():  # the partitioner cannot split the kernel: each device rotates its own heads
             run = on_shards(run, [axes, ("head_dim",), ("batch", "time")], (axes,) * copies)
         return run(x_BTNH, norm.scale_D, positions_BT)
 
@@ -198,15 +200,15 @@ class Attention(eqx.Module):
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
-        rows = Rows(*self.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
+        rows = AttentionInput(*self.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
         mixed_BTNH = self.attend(rows, window=window, kernel=kernel)
         return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width")
 
-    def attend(self, rows: Rows, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
-        kernel = fitting_kernel(kernel, str(rows.v_BIKH.dtype), rows.q_BTNH.shape[1], rows.q_BTNH.shape[-1], window)
+    def attend(self, rows: AttentionInput, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
+        kernel = supported_kernel(kernel, str(rows.v_BIKH.dtype), rows.q_BTNH.shape[1], rows.q_BTNH.shape[-1], window)
         if kernel in PLAIN_KERNELS:
-            # Ordinary array code: the partitioner splits it by these constraints. (Differentiated inside shard_map, it
-            # crashes the CPU compiler of jax 0.11.2.)
+            # The partitioner splits array code by these constraints. (Differentiating it inside shard_map crashes the
+            # CPU compiler of jax 0.11.2.)
             rows = per_head(rows)
         run = on_rows(lambda each: (attend(*each[0], window=window, kernel=kernel),), [rows], [kernel], PER_HEAD)
         with jax.named_scope("attention"):
@@ -215,11 +217,11 @@ class Attention(eqx.Module):
 
     @staticmethod
     def init_cache(cfg: Shape, window: int | None, layers: int, batch: int, seq_len: int, dtype: Any) -> KeyValues:
-        """Return the empty cache of a stack of layers, with as many rows as the window sees."""
+        """Return an empty cache for a stack of layers, with one row per token of the window."""
         return KeyValues.empty(layers, batch, cfg.kv_heads, min(window or seq_len, seq_len), cfg.head_dim, dtype)
 
     def step(self, x_B1D: Float[Array, "B 1 D"], cache: KeyValues, at: TokenAt) -> tuple[Float[Array, "B 1 D"], KeyValues]:
-        """Return (the mixed token, the cache with this token in it)."""
+        """Return (output for one token, updated cache)."""
         q_B1NH, k_B1KH, v_B1KH = self.project(x_B1D)
         q_B1NH, k_B1KH = self.rotate(q_B1NH, k_B1KH, jnp.broadcast_to(at.position, x_B1D.shape[:2]))
         cache = cache.write(at.layer, at.position, k_B1KH, v_B1KH)
@@ -230,5 +232,5 @@ class Attention(eqx.Module):
         """Return matmul FLOPs of one training token in one layer, counting causal attention once."""
         weights = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
         seen = min(window or seq_len, seq_len)
-        keys = seen * (1 - seen / (2 * seq_len))  # that a query sees, on average: T/2, or less within a window
+        keys = seen * (1 - seen / (2 * seq_len))  # visible keys per query, on average: T/2, or fewer with a window
         return 6.0 * weights + 12.0 * cfg.heads * cfg.head_dim * keys

@@ -1,6 +1,6 @@
-"""What a model does with one text, token by token: which scales count, what a head looks at, how streams are mixed.
+"""Inspect a model on one text: weights of the scales, attention of the heads, mixing of the streams.
 
-All of it are captures of the model's own forward pass.
+Everything comes from captures of the model's forward pass.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from jaxtyping import Array, Float, Int
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.model.lm import LM
 from nash_mhc.model.protocol import Execution
-from nash_mhc.ops.attend import attend_with_evidence
-from nash_mhc.ops.attend_rows import Rows
+from nash_mhc.ops.attend import attend_with_lse
+from nash_mhc.ops.attention_io import AttentionInput
 
 
 class Gaze(NamedTuple):
-    """Where one head looks at one scale."""
+    """The attention weights of one head at one scale."""
 
-    stride: int  # tokens of a block; 1: the tokens themselves
-    weights_TS: np.ndarray  # of token t for block s
-    nothing_T: np.ndarray  # for the key that has nothing to say; with it, the weights of a token sum to 1
+    stride: int  # tokens per block
+    weights_TS: np.ndarray  # of token t on block s
+    nothing_T: np.ndarray  # on the null key; with it, the weights of a token sum to 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """One text, seen from inside: L layers, C scales (finest first), T tokens, N heads, R streams. On the host."""
+    """Intermediates of one text: L layers, C scales (finest first), T tokens, N heads, R streams. On the host."""
 
-    hidden_TD: np.ndarray  # what the next tokens are predicted from
-    weights_LCTN: np.ndarray  # of the scales: what the game came to
-    found_LCTNH: np.ndarray  # what each scale found
-    attention_LTD: np.ndarray  # what attention as a whole gave back
-    mixing_LSTRR: np.ndarray | None  # H_res of the sub-layers (S), attention first, or of both together; None: plain residual
-    rows: tuple[Rows, ...]  # of each scale: the queries, keys and values of all layers
+    hidden_TD: np.ndarray  # final hidden states
+    weights_LCTN: np.ndarray  # weights of the scales after the game
+    found_LCTNH: np.ndarray  # attention output of each scale
+    attention_LTD: np.ndarray  # output of the mixer
+    mixing_LSTRR: np.ndarray | None  # H_res of each residual (S) of a layer; None: plain residual
+    rows: tuple[AttentionInput, ...]  # per scale: queries, keys and values of all layers
     strides: tuple[int, ...]
-    windows: tuple[int | None, ...]  # of each layer
+    windows: tuple[int | None, ...]  # per layer
 
     @property
     def entropy_LTN(self) -> np.ndarray:
-        """Of the scales' weights, as a share of the largest that there is: 0, one scale has all; 1, all have alike."""
+        """Entropy of the scales' weights over its maximum: 0 if one scale has all the weight, 1 if all are equal."""
         w = self.weights_LCTN
         return -np.sum(w * np.log(np.maximum(w, 1e-30)), axis=1) / math.log(w.shape[1])
 
     @property
     def composite_LTRR(self) -> np.ndarray:
-        """The product of all H_res up to the end of each layer: what is left of the streams that entered."""
+        """Product of all H_res up to the end of each layer: how much of the first streams remains."""
         if self.mixing_LSTRR is None:
-            raise ConfigError("this model has a plain residual: there are no streams to mix")
+            raise ConfigError("this model has a plain residual, so it mixes no streams")
         products = [np.eye(self.mixing_LSTRR.shape[-1])[None]]
         for mixing_STRR in self.mixing_LSTRR:
             products.append(functools.reduce(lambda product, next_TRR: next_TRR @ product, mixing_STRR, products[-1]))
         return np.stack(products[1:])
 
     def gaze(self, layer: int, head: int) -> tuple[Gaze, ...]:
-        """Where a head looks, at each scale."""
+        """Return the attention weights of a head at each scale."""
         L, _, T, N = self.weights_LCTN.shape
         if not (0 <= layer < L and 0 <= head < N):
             raise ConfigError(f"layer {layer}, head {head}: this model has layers 0 to {L - 1} and heads 0 to {N - 1}")
@@ -70,34 +70,34 @@ class Inside:
             of_layer = jax.tree.map(lambda a: jnp.asarray(a[layer]), rows)
             weights_TNS = np.asarray(_attention_weights(of_layer, None if c else self.windows[layer]))
             weights_TS = weights_TNS[:T, head]
-            # The keys of a coarse scale are one row late: first comes the one that has nothing to say.
+            # The keys of a coarse scale are shifted by one row: the first is the null key.
             gazes.append(Gaze(stride, weights_TS[:, 1:] if c else weights_TS, weights_TS[:, 0] if c else np.zeros(T)))
         return tuple(gazes)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _attention_weights(rows: Rows, window: int | None) -> Float[Array, "T N S"]:
-    """By the attention that the model uses: values of 0 and 1 bring back the weights that they were summed with."""
+def _attention_weights(rows: AttentionInput, window: int | None) -> Float[Array, "T N S"]:
+    """Return the weights of the model's own attention, as its outputs for one-hot values, H keys at a time."""
     S, K, H = rows.k_BIKH.shape[1:]
-    parts = -(-S // H)
-    ones_PSH = jnp.eye(S, parts * H).reshape(S, parts, H).swapaxes(0, 1)
-    attend = functools.partial(attend_with_evidence, windows=(window,), kernels=("xla",))
+    chunks = -(-S // H)
+    one_hot_PSH = jnp.eye(S, chunks * H).reshape(S, chunks, H).swapaxes(0, 1)
+    attend = functools.partial(attend_with_lse, windows=(window,), kernels=("xla",))
 
-    def part(ones_SH: Array) -> Array:
-        value_BSKH = jnp.broadcast_to(ones_SH[None, :, None], (1, S, K, H))
-        (found,) = attend((rows._replace(v_BIKH=value_BSKH),))
-        return found.out_BTNH[0]
+    def chunk(one_hot_SH: Array) -> Array:
+        value_BSKH = jnp.broadcast_to(one_hot_SH[None, :, None], (1, S, K, H))
+        (output,) = attend((rows._replace(v_BIKH=value_BSKH),))
+        return output.out_BTNH[0]
 
-    weights_PTNH = jax.lax.map(part, ones_PSH)
+    weights_PTNH = jax.lax.map(chunk, one_hot_PSH)
     T, N = weights_PTNH.shape[1:3]
-    return weights_PTNH.transpose(1, 2, 0, 3).reshape(T, N, parts * H)[..., :S]
+    return weights_PTNH.transpose(1, 2, 0, 3).reshape(T, N, chunks * H)[..., :S]
 
 
 def _matrices(rows: Any) -> np.ndarray:
     return np.stack([np.stack(row, axis=-1) for row in rows], axis=-2)
 
 
-_CAPTURES = ("scale_rows", "scale_outputs", "scale_weights", "mixer_output", "stream_maps")
+_CAPTURES = ("scale_inputs", "scale_outputs", "scale_weights", "mixer_output", "stream_maps")
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -106,15 +106,15 @@ def _forward(model: LM, tokens_BT: Int[Array, "B T"], dtype: str) -> tuple[Array
 
 
 def look(model: Any, tokens: Sequence[int] | np.ndarray, *, dtype: str = "float32") -> Inside:
-    """Run one text, as one document, and return its captures. ConfigError for a model without scales."""
+    """Run one text, as one document, and return its captures. Raise ConfigError for a model without scales."""
     tokens_T = np.asarray(tokens, np.int32)
     if not isinstance(model, LM) or model.cfg.scales == 1:
-        raise ConfigError("this model has one scale, or is of another kind: there are no scales to look at")
+        raise ConfigError("this model has no coarse scales to inspect; use a model with --model-scales above 1")
     if tokens_T.ndim != 1 or not tokens_T.size or tokens_T.min() < 0 or tokens_T.max() >= model.cfg.vocab_size:
-        raise ConfigError(f"a text is at least one token, each from 0 to {model.cfg.vocab_size - 1}")
+        raise ConfigError(f"the text needs at least one token, and token ids from 0 to {model.cfg.vocab_size - 1}")
     T, cfg = tokens_T.size, model.cfg
     hidden_BTD, captured = jax.device_get(_forward(model, jnp.asarray(tokens_T)[None], dtype))
-    # Behind the text there may be padding, up to whole blocks. The batch is one row.
+    # The batch is one sequence, padded to whole blocks.
     cut = lambda x_LBT: np.asarray(x_LBT[:, 0, :T], np.float32)
     mixing = [cut(_matrices(rows)) for rows in captured.get("stream_maps", ())]
     return Inside(
@@ -123,7 +123,7 @@ def look(model: Any, tokens: Sequence[int] | np.ndarray, *, dtype: str = "float3
         found_LCTNH=np.stack([cut(x) for x in captured["scale_outputs"]], axis=1),
         attention_LTD=cut(captured["mixer_output"]),
         mixing_LSTRR=np.stack(mixing, axis=1) if mixing else None,
-        rows=captured["scale_rows"],
+        rows=captured["scale_inputs"],
         strides=cfg.strides,
         windows=tuple(kind.window for kind in cfg.group) * (cfg.layers // len(cfg.group)),
     )

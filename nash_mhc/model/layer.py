@@ -1,7 +1,7 @@
-"""One layer: a sequence mixer and a feed-forward network, each between a norm and a residual.
+"""One layer: a sequence mixer and a feed-forward network, each with a norm and a residual connection.
 
-The classes of its blocks are registered by name. Each holds its parameters, its training call, its decoding step and
-its FLOPs, so a new one is one class in one file.
+The classes of these blocks are registered by name. Each defines its parameters, training call, decoding step and FLOPs,
+so a new block is one class in one file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from nash_mhc.config import model as names
 from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import Attention, AttentionLayout
-from nash_mhc.model.captures import capture
-from nash_mhc.model.health import watch_streams
+from nash_mhc.model.captures import capture, watch_streams
 from nash_mhc.model.kv_cache import TokenAt
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU
@@ -31,19 +30,19 @@ _RESIDUALS: dict[str, Any] = {"mhc": HyperConnection, "mhc-layer": HyperConnecti
 
 
 def register_mixer(name: str, mixer: Any) -> None:
-    """Make a sequence mixer known to `--model-mixer` and `--model-pattern`. See `Attention` for its methods."""
+    """Register a sequence mixer for `--model-mixer` and `--model-pattern`. See `Attention` for its methods."""
     _MIXERS[name] = mixer
     names.MIXERS.append(name)
 
 
 def register_ffn(name: str, ffn: Any) -> None:
-    """Make a class of feed-forward networks known to `--model-ffn-kind`. See `SwiGLU` for its methods."""
+    """Register a feed-forward network for `--model-ffn-kind`. See `SwiGLU` for its methods."""
     _FFNS[name] = ffn
     names.FFNS.append(name)
 
 
 def register_residual(name: str, residual: Any) -> None:
-    """Make a class of residuals known to `--model-residual`. See `PlainResidual` for its methods."""
+    """Register a residual connection for `--model-residual`. See `PlainResidual` for its methods."""
     _RESIDUALS[name] = residual
     names.RESIDUALS.append(name)
 
@@ -61,20 +60,23 @@ def residual_class(cfg: ModelConfig) -> Any:
 
 
 class LayerCache(NamedTuple):
-    """What earlier tokens left behind for decoding, of a stack of layers."""
+    """The decoding caches of a stack of layers."""
 
     conv: Float[Array, "L B J D"] | None
     mixer: Any
 
 
 class Layer(eqx.Module):
-    """Mixer, then feed-forward; each reads the residual state and writes to it through a residual of its own, or both
-    together through one, with plain addition between them."""
+    """A mixer, then a feed-forward network.
+
+    Each reads and writes the residual state through its own residual connection. With `mhc-layer`, both share one, with
+    plain addition in between.
+    """
 
     attention_residual: Any
     attention_norm: RMSNorm
     attention_conv: ShortConv | None
-    attention: Any  # the mixer, whatever its class: this name is in every checkpoint
+    attention: Any  # the mixer of any class; the name is fixed by existing checkpoints
     ffn_residual: Any
     ffn_norm: RMSNorm
     ffn: Any
@@ -107,11 +109,11 @@ class Layer(eqx.Module):
         with jax.named_scope("health"):
             if isinstance(entered, StreamState):
                 capture("streams", lambda: watch_streams(entered, maps))
-                capture("stream_maps", lambda: tuple(each.res for each in maps))
+                capture("stream_maps", lambda: tuple(m.res for m in maps))
         return state
 
     def step(self, state: State, cache: LayerCache, at: TokenAt) -> tuple[State, LayerCache]:
-        """Return (the residual state of one token after this layer, the cache with this token in it)."""
+        """Return (residual state of one token after this layer, updated cache)."""
 
         def mix(x_B1D: Array) -> tuple[Array, LayerCache]:
             conv = cache.conv
@@ -137,10 +139,10 @@ class Layer(eqx.Module):
         return float(mixer + ffn_class(kind).flops_per_token(cfg) + residuals)
 
     def _apply(self, state: State, mix: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
-        """Return (residual state, the second result of `mix`, the maps of each residual)."""
+        """Return (residual state, second result of `mix`, maps of each residual)."""
         x_BTD, maps = self.attention_residual.read(state, self.attention_norm)
         y_BTD, cache = mix(x_BTD)
-        if type(self.attention_residual) is not type(self.ffn_residual):  # one residual around both
+        if type(self.attention_residual) is not type(self.ffn_residual):  # mhc-layer: one residual around both
             x_BTD, _ = self.ffn_residual.read(self.ffn_residual.write(x_BTD, y_BTD, None), self.ffn_norm)
             return self.attention_residual.write(state, y_BTD + self._feed_forward(x_BTD), maps), cache, [maps]
         state = self.attention_residual.write(state, y_BTD, maps)

@@ -14,38 +14,35 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import attention_layout
-from nash_mhc.model.captures import capture, recording
-from nash_mhc.model.float8 import in_float8
-from nash_mhc.model.health import summary
+from nash_mhc.model.captures import capture, recording, summary
 from nash_mhc.model.kv_cache import TokenAt
 from nash_mhc.model.layer import Layer, LayerCache, residual_class
 from nash_mhc.model.parts import RMSNorm, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.residual import State
-from nash_mhc.model.weights import array_of
+from nash_mhc.model.weights import array_of, in_float8
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.parallel.params import TABLE, param, stacked
 from nash_mhc.parallel.sharding import for_compute
 
-TABLE_SCALE = 0.5  # of embedding and output at the start: logits that small are nearly even, and the first loss is near ln V
+TABLE_SCALE = 0.5  # initial scale of embedding and output: small logits, so the first loss is near ln V
 Captures = dict[str, Any]  # captures of all layers, by name, with a leading layer axis
-_HEALTH = ("game", "streams")  # captures of every pass; XLA drops them where nothing reads them
+_HEALTH = ("game", "streams")  # captured in every pass; XLA removes them if unused
 
 
 def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | None = None) -> str:
-    """Return the attention kernel that the execution names, or the best one here."""
+    """Return the attention kernel that the execution names, or the best one on this platform."""
     if execution.attention != "auto":
         return execution.attention
     return best_kernel(jax.default_backend(), execution.dtype, seq_len, head_dim, window)
 
 
-def by_place(layers: Any, size: int) -> tuple[Any, ...]:
-    """Return one stack per layer of a group: the first layers of all groups, the second ones ...
+def stacks_of_group(layers: Any, size: int) -> tuple[Any, ...]:
+    """Split a stack of layers, which repeats groups of `size`, into one stack per layer of a group.
 
-    A stack of layers holds groups of `size` one after the other. Each part is a stack that a scan takes apart by
-    itself: a layer sliced out of its group inside the scan would be saved for the backward pass, gathered. Layers that
-    differ in their parameters are a tuple of such stacks already.
+    The scan must slice each stack itself: a layer sliced out of its group inside the scan would be saved, with gathered
+    weights, for the backward pass. Layers with different parameters are a tuple of stacks already.
     """
     if isinstance(layers, tuple):
         return layers
@@ -53,7 +50,7 @@ def by_place(layers: Any, size: int) -> tuple[Any, ...]:
 
 
 def _init_layers(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer | tuple[Layer, ...]:
-    """Return all layers as one stack, or as one stack per layer of a group where these differ in their parameters."""
+    """Return all layers as one stack, or as one stack per layer of a group if their parameters differ."""
     keys, group = jax.random.split(key, cfg.layers), cfg.group
     stack = lambda kind, keys: jax.vmap(lambda key: Layer.init(cfg, kind, key=key))(keys)
     if len({(kind.mixer, kind.ffn) for kind in group}) == 1:
@@ -61,24 +58,24 @@ def _init_layers(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer | tuple[Layer,
     return tuple(stack(kind, keys[i :: len(group)]) for i, kind in enumerate(group))
 
 
-def _in_order(group: list[Captures]) -> Captures:
-    """Return the captures of a group's layers, stacked in the order of the layers that have them."""
+def _stack_captures(group: list[Captures]) -> Captures:
+    """Stack the captures of a group's layers by name, in the order of the layers that have them."""
     names = sorted({name for captured in group for name in captured})
-    of_name = lambda name: [captured[name] for captured in group if name in captured]
-    return {name: jax.tree.map(lambda *each: jnp.stack(each), *of_name(name)) for name in names}
+    values = lambda name: [captured[name] for captured in group if name in captured]
+    return {name: jax.tree.map(lambda *layers: jnp.stack(layers), *values(name)) for name in names}
 
 
 class Cache(eqx.Module):
-    """What decoding carries from token to token."""
+    """The state of decoding."""
 
-    position: Int[Array, ""]  # of the next token: how many have been read
+    position: Int[Array, ""]  # of the next token
     layers: tuple[LayerCache, ...]  # one stack per layer of a group
-    seq_len: int = eqx.field(static=True)  # tokens that it has room for
+    seq_len: int = eqx.field(static=True)  # capacity in tokens
     dtype: Any = eqx.field(static=True)
 
 
 class LM(eqx.Module):
-    """A decoder. `LM.init(cfg, key=key)` makes one; `model(tokens_BT)` gives logits for the next tokens."""
+    """A decoder. `LM.init(cfg, key=key)` creates one; `model(tokens_BT)` returns next-token logits."""
 
     embed_VD: Float[Array, "V D"] = param("vocab", "embed", role=TABLE)
     layers: Layer | tuple[Layer, ...] = stacked("layers")
@@ -90,8 +87,8 @@ class LM(eqx.Module):
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> LM:
         embedding, layers, output = jax.random.split(key, 3)
         V, D = cfg.padded_vocab, cfg.width
-        # With one table for both, every token would predict itself at the start, for the stream still resembles the
-        # embedding. Flipping the sign of half of the channels makes the first loss that of guessing.
+        # With a tied table, every token would predict itself at first, as the stream still resembles the embedding.
+        # Flipping the sign of half of the channels brings the first loss to that of a uniform guess.
         signs_D = jnp.where(jnp.arange(D) % 2 == 0, 1.0, -1.0) if cfg.tied_embeddings else jnp.ones(D)
         return LM(
             embed_VD=init_matrix(embedding, (V, D), D, TABLE_SCALE),
@@ -103,10 +100,10 @@ class LM(eqx.Module):
 
     @property
     def unembed_VD(self) -> Float[Array, "V D"]:
-        """The output projection; the embedding itself when tied (one leaf, not two)."""
+        """The output projection; with tied embeddings, the embedding."""
         return array_of(self.embed_VD if self.output_VD is None else self.output_VD)
 
-    def embedded(self, tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+    def embed_tokens(self, tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
         return embed(array_of(self.embed_VD), tokens_BT, jnp.dtype(dtype)) * self.cfg.embed_multiplier
 
     def hidden(
@@ -115,10 +112,10 @@ class LM(eqx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "B T D"], Captures]:
-        """Return (the normalised stream after the last layer, captures of all layers).
+        """Return (normalized hidden states after the last layer, captures of all layers).
 
-        Documents begin at multiples of the coarsest stride, as `data/pack.py` packs them, unless `execution.room` lets
-        them begin anywhere. T may be any number.
+        Documents begin at multiples of the coarsest stride, as `data/pack.py` packs them, or anywhere if
+        `execution.padded_len` is set. T may be any number.
         """
         T = tokens_BT.shape[1]
         missing = -T % self.cfg.coarsest_stride
@@ -126,11 +123,11 @@ class LM(eqx.Module):
             last = ((0, 0), (0, missing))
             tokens_BT = jnp.pad(tokens_BT, last)
             segments_BT = None if segments_BT is None else jnp.pad(segments_BT, last, mode="edge")
-        x_BTD = self.embedded(tokens_BT, execution.dtype)
+        x_BTD = self.embed_tokens(tokens_BT, execution.dtype)
 
         kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
         layout = attention_layout(
-            tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.room
+            tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.padded_len
         )  # fmt: skip
         residual = residual_class(self.cfg)
         wanted = {*_HEALTH, *execution.captures}
@@ -145,13 +142,13 @@ class LM(eqx.Module):
             return state, captured
 
         def run_group(state: State, group: tuple[Layer, ...]) -> tuple[State, Captures]:
-            each = []
+            captures = []
             for kind, layer in zip(self.cfg.group, group, strict=True):
                 state, captured = run_layer(kind, state, layer)
-                each.append(captured)
-            return state, _in_order(each)
+                captures.append(captured)
+            return state, _stack_captures(captures)
 
-        start, groups = residual.enter(self.cfg, x_BTD), by_place(self.layers, len(self.cfg.group))
+        start, groups = residual.enter(self.cfg, x_BTD), stacks_of_group(self.layers, len(self.cfg.group))
         state, captured = jax.lax.scan(run_group, start, groups, unroll=execution.unroll)
         all_layers = lambda x_GL: x_GL.reshape(x_GL.shape[0] * x_GL.shape[1], *x_GL.shape[2:])
         return self.norm(residual.leave(state))[:, :T], jax.tree.map(all_layers, captured)
@@ -162,36 +159,37 @@ class LM(eqx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         execution: Execution = Execution(),
     ) -> Float[Array, "B T V"]:
-        """Return logits of the next token, without padding of the vocabulary. Segment ids separate packed documents."""
+        """Return next-token logits without vocabulary padding. Segment ids separate packed documents."""
         x_BTD, _ = self.hidden(tokens_BT, segments_BT, execution)
         return logits_of(x_BTD, self.unembed_VD, self.cfg.vocab_size)
 
     @staticmethod
     def empty_cache(cfg: ModelConfig, batch: int, seq_len: int, dtype: Any = "float32") -> Cache:
-        """Return a cache for `seq_len` tokens, none of them read; `dtype` is the one that `decode` computes in."""
+        """Return an empty cache for `seq_len` tokens; `decode` computes in its `dtype`."""
         groups = cfg.layers // len(cfg.group)
         layers = [Layer.init_cache(cfg, kind, groups, batch, seq_len, dtype) for kind in cfg.group]
         return Cache(jnp.zeros((), jnp.int32), tuple(layers), seq_len, jnp.dtype(dtype))
 
     def decode(self, cache: Cache, tokens_B: Int[Array, "B"]) -> tuple[Float[Array, "B V"], Cache]:
-        """Return (logits of the next token, the cache with this token in it). A full cache gives NaN.
+        """Return (next-token logits, updated cache). Runs on one device. A full cache gives NaN.
 
-        The logits are those of a pass over all tokens so far. Everything runs on one device.
+        The logits equal those of a forward pass over all tokens so far.
         """
-        state = residual_class(self.cfg).enter(self.cfg, self.embedded(tokens_B[:, None], cache.dtype))
+        state = residual_class(self.cfg).enter(self.cfg, self.embed_tokens(tokens_B[:, None], cache.dtype))
 
         def run_group(
-            carry: tuple[State, tuple[LayerCache, ...]], at: tuple[tuple[Layer, ...], Array]
+            carry: tuple[State, tuple[LayerCache, ...]], xs: tuple[tuple[Layer, ...], Array]
         ) -> tuple[tuple[State, tuple[LayerCache, ...]], None]:
-            (state, caches), (group, number) = carry, at
-            after = []
-            for layer, before in zip(group, caches, strict=True):
-                state, written = for_compute(layer, cache.dtype).step(state, before, TokenAt(number, cache.position))
-                after.append(written)
-            return (state, tuple(after)), None
+            (state, caches), (group, number) = carry, xs
+            updated = []
+            for layer, layer_cache in zip(group, caches, strict=True):
+                at = TokenAt(number, cache.position)
+                state, new_cache = for_compute(layer, cache.dtype).step(state, layer_cache, at)
+                updated.append(new_cache)
+            return (state, tuple(updated)), None
 
         size = len(self.cfg.group)
-        groups = by_place(self.layers, size), jnp.arange(self.cfg.layers // size)
+        groups = stacks_of_group(self.layers, size), jnp.arange(self.cfg.layers // size)
         (state, layers), _ = jax.lax.scan(run_group, (state, cache.layers), groups)
         x_BD = self.norm(residual_class(self.cfg).leave(state))[:, 0]
         logits_BV = logits_of(x_BD, self.unembed_VD, self.cfg.vocab_size)
@@ -207,15 +205,14 @@ class LM(eqx.Module):
         return captured.get("layer_output")
 
     def penalties(self, captured: Captures) -> dict[str, Float[Array, ""]]:
-        """`sparsity`: the entropy of the scales' weights, as a share of its largest value."""
+        """Return `sparsity`: the mean entropy of the scales' weights over its maximum."""
         return {"sparsity": jnp.mean(summary(captured)["scale_entropy"])} if "game" in captured else {}
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
     """Return the useful matmul FLOPs of one training token: 6 per weight, and causal attention counted once.
 
-    Lookups, norms, softmaxes, convolutions, pooling, the game and the mixing of streams are left out, and so is what
-    remat computes again.
+    Lookups, norms, softmaxes, convolutions, pooling, the game, the mixing of streams and recomputation are not counted.
     """
     layers = sum(Layer.flops_per_token(cfg, kind, seq_len) for kind in cfg.group) * (cfg.layers // len(cfg.group))
     return layers + 6.0 * cfg.vocab_size * cfg.width

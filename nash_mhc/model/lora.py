@@ -1,9 +1,9 @@
-"""LoRA: a narrow correction beside a weight that stays as it is (arXiv 2106.09685; the factor of rank by 2312.03732).
+"""LoRA: a trainable low-rank update of a frozen weight (arXiv 2106.09685; rank-stabilized scaling: 2312.03732).
 
     y = x W + factor * dropout(x) A B
 
-Adapters are modules in the places of the weights that they correct (`Weight`): everything that goes through `project`
-takes them, on every mesh, in training and in cached decoding. B is zero at first, so that nothing changes by itself.
+An adapter is a `Weight` module that replaces the weight it updates. It works wherever `project` is used: on every mesh,
+in training and in decoding. B is initially zero, so the model is unchanged at first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class Lora(Weight):
     base: Any = param("inputs", "outputs")
     lora_a: Array = param("inputs", "rank", role=ADAPTER)
     lora_b: Array = param("rank", "outputs", role=ADAPTER)
-    # Only inside of a training step: what its dropout is drawn from. In evaluation, nothing is dropped.
-    key_2: UInt32[Array, "..."] | None = param("vector", default=None)
-    inputs: int = eqx.field(static=True, default=1)  # axes that go in
+    key_2: UInt32[Array, "..."] | None = param("vector", default=None)  # of dropout; set only within a training step
+    inputs: int = eqx.field(static=True, default=1)  # number of input axes
     factor: float = eqx.field(static=True, default=1.0)
     dropout: float = eqx.field(static=True, default=0.0)
 
@@ -51,10 +50,10 @@ class Lora(Weight):
     def _dropped(self, x: Array) -> Array:
         if self.key_2 is None or not self.dropout:
             return x
-        # Sixteen bits say the share to a hundred-thousandth, and are half as many to draw as thirty-two.
-        drawn = jax.random.bits(jax.random.wrap_key_data(self.key_2), x.shape, jnp.uint16)
-        kept = drawn >= jnp.uint16(round(self.dropout * 2**16))
-        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros_like(x))
+        # 16 random bits resolve the dropout rate to 1e-5 and cost half of 32.
+        bits = jax.random.bits(jax.random.wrap_key_data(self.key_2), x.shape, jnp.uint16)
+        is_kept = bits >= jnp.uint16(round(self.dropout * 2**16))
+        return jnp.where(is_kept, x / (1 - self.dropout), jnp.zeros_like(x))
 
 
 def _is_lora(x: Any) -> bool:
@@ -66,36 +65,34 @@ def alpha_of(cfg: LoraConfig) -> float:
 
 
 def factor_of(cfg: LoraConfig) -> float:
-    """What the adapters' product is multiplied by."""
+    """Return the factor of the adapters' product."""
     return alpha_of(cfg) / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank)
 
 
 def targets(model: Any, wanted: str) -> set[str]:
-    """Names of the parameters that get an adapter; ConfigError for a word that fits none."""
-    names = list(named_leaves(map_declared(model, lambda declared, leaf: leaf if _is_map(declared) else None)))
-    found: set[str] = set()
+    """Return the names of the parameters that get an adapter. Raise ConfigError for a target that matches none."""
+    names = list(named_leaves(map_declared(model, lambda declared, leaf: leaf if _is_projection(declared) else None)))
+    chosen: set[str] = set()
     for word in (word.strip() for word in wanted.split(",")):
         ends = [PROJECTIONS[name] for name in GROUPS.get(word, [word]) if name in PROJECTIONS]
-        fits = [
+        matches = [
             name
             for name in names
             if name.rpartition(".")[2] in ends or fnmatch.fnmatchcase(name, word) or name.startswith(f"{word}.")
         ]
-        if not fits:
+        if not matches:
             known = name_hint(word, [*GROUPS, *PROJECTIONS])
-            raise ConfigError(
-                f"--lora-targets {word}: no matrix of this model is named so (a run's parameters.txt lists them){known}"
-            )
-        found.update(fits)
-    return found
+            raise ConfigError(f"--lora-targets {word} matches no matrix (a run's parameters.txt lists them all){known}")
+        chosen.update(matches)
+    return chosen
 
 
-def _is_map(declared: Declared) -> bool:
+def _is_projection(declared: Declared) -> bool:
     return declared.role == MATRIX and declared.is_matrix
 
 
 def adapted(model: Any, cfg: LoraConfig, key: Array) -> Any:
-    """The model with fresh adapters, and its own weights in the dtype that they are to be kept in."""
+    """Return the model with new adapters, and its frozen weights in `--lora-base-dtype`."""
     if not cfg.rank:
         return model
     chosen = targets(model, cfg.targets)
@@ -104,38 +101,38 @@ def adapted(model: Any, cfg: LoraConfig, key: Array) -> Any:
     def replace(declared: Declared, array: Any) -> Any:
         nonlocal number
         name = next(names)
-        # Where everything is rounded to the compute dtype before it is used, half the memory holds as much.
-        kept = array.astype(cfg.base_dtype) if declared.is_large else array
+        # Large weights are rounded to the compute dtype before use anyway, so storing them in bfloat16 loses nothing.
+        base = array.astype(cfg.base_dtype) if declared.is_large else array
         if name not in chosen:
-            return kept
+            return base
         number += 1
         stack, inputs, outputs = declared.split(array.shape)
         bound = 1 / math.sqrt(math.prod(inputs))
-        drawn = jax.random.uniform(jax.random.fold_in(key, number), (*stack, *inputs, cfg.rank), minval=-bound, maxval=bound)
-        zero = jnp.zeros((*stack, cfg.rank, *outputs))
-        return Lora(kept, drawn, zero, inputs=declared.inputs, factor=factor_of(cfg), dropout=cfg.dropout)
+        a = jax.random.uniform(jax.random.fold_in(key, number), (*stack, *inputs, cfg.rank), minval=-bound, maxval=bound)
+        b = jnp.zeros((*stack, cfg.rank, *outputs))
+        return Lora(base, a, b, inputs=declared.inputs, factor=factor_of(cfg), dropout=cfg.dropout)
 
     return map_declared(model, replace)
 
 
 def base_of(model: Any) -> Any:
-    """The model without its adapters."""
+    """Return the model without its adapters."""
     return _each(model, lambda lora: lora.base)
 
 
 def adapters_of(model: Any) -> Any:
-    """Nothing but the adapters: None in place of all else."""
+    """Return only the adapters, with None in place of all other leaves."""
     return map_declared(model, lambda declared, leaf: leaf if declared.role == ADAPTER else None)
 
 
 def on_base(adapters: Any, base: Any) -> Any:
-    """A model of which only the adapters are there, on top of these weights."""
+    """Combine the result of `adapters_of` with the weights of a base model."""
     put = lambda x, weight: dataclasses.replace(x, base=weight) if _is_lora(x) else weight
     return jax.tree.map(put, adapters, base, is_leaf=lambda x: _is_lora(x) or x is None)
 
 
 def merged(model: Any) -> Any:
-    """The same model with plain arrays, added up in float32."""
+    """Return the model with adapters merged into plain arrays, in float32."""
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), model)
     with jax.default_matmul_precision("highest"):
         return _each(wide, _stacked_array)
@@ -149,22 +146,22 @@ def _stacked_array(lora: Lora) -> Array:
 
 
 def drops(model: Any) -> bool:
-    """Whether its training draws anything."""
+    """Return whether the model has dropout."""
     return any(_is_lora(x) and x.dropout for x in jax.tree.leaves(model, is_leaf=_is_lora))
 
 
 def with_dropout(model: Any, key: Array) -> Any:
-    """For one pass of training: every adapter, of every layer, drops inputs of its own."""
+    """Seed the dropout of one training step, separately for every adapter and layer."""
     number = 0
 
-    def draw(lora: Lora) -> Lora:
+    def seed(lora: Lora) -> Lora:
         nonlocal number
         number += 1
         own = jax.random.fold_in(key, number)
-        drawn = jax.random.key_data(jax.random.split(own, lora.stack) if lora.stack else own)
-        return dataclasses.replace(lora, key_2=drawn)
+        data = jax.random.key_data(jax.random.split(own, lora.stack) if lora.stack else own)
+        return dataclasses.replace(lora, key_2=data)
 
-    return _each(model, draw)
+    return _each(model, seed)
 
 
 def _each(model: Any, change: Callable[[Lora], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The small parts: norm, linear initialisation, embedding lookup, feed-forward."""
+"""Small building blocks: initializers, norm, short convolution, embedding, logits, SwiGLU."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards
 
 
 def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> Float[Array, "..."]:
-    """Normal, cut at two deviations, variance scale^2 / fan_in."""
-    # Drawn as a line where small, else as a matrix: of more axes, the same numbers take a CPU's compiler several times
-    # as long. The rows of the matrix are what is summed over, so that whatever axes the mesh splits stay in front.
+    """Sample a normal, truncated at two standard deviations, with variance scale^2 / fan_in."""
+    # Sampled flat, or as a matrix if large: with more axes, XLA on a CPU compiles several times as long. The summed
+    # axes come first, so that the axes which the mesh splits stay in front.
     size = math.prod(shape)
-    drawn: tuple[int, ...] = (size,) if size < 1 << 20 else shape if len(shape) < 3 else (fan_in, size // fan_in)
-    # Scaled before it is shaped: the same order of operations, and so the same bits, on every mesh.
-    return (scale * fan_in**-0.5 * jax.random.truncated_normal(key, -2.0, 2.0, drawn, jnp.float32)).reshape(shape)
+    flat: tuple[int, ...] = (size,) if size < 1 << 20 else shape if len(shape) < 3 else (fan_in, size // fan_in)
+    # Scale before the reshape: the same order of operations, hence the same bits, on every mesh.
+    return (scale * fan_in**-0.5 * jax.random.truncated_normal(key, -2.0, 2.0, flat, jnp.float32)).reshape(shape)
 
 
 def init_small(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
-    """Normal, for parameters that are small enough to be drawn in one line, which compiles fastest."""
+    """Sample a normal for a small parameter, flat, which compiles fastest."""
     return (deviation * jax.random.normal(key, (math.prod(shape),))).reshape(shape)
 
 
@@ -51,43 +51,43 @@ class RMSNorm(eqx.Module):
 
 
 class ShortConv(eqx.Module):
-    """A causal convolution over a few tokens, each channel by itself.
+    """A causal depthwise convolution over a few tokens.
 
-    Without it, attention needs one layer to find the token before and another to use it.
+    Without it, attention needs one layer to find the previous token and another to use it.
     """
 
     taps_JD: Float[Array, "J D"] = param("taps", "vector", role=VECTOR, cast=False)
 
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> ShortConv:
-        alone_J = jnp.zeros(cfg.conv_taps).at[0].set(1.0)
-        return ShortConv(alone_J[:, None] + init_small(key, (cfg.conv_taps, cfg.width), 0.02))
+        identity_J = jnp.zeros(cfg.conv_taps).at[0].set(1.0)
+        return ShortConv(identity_J[:, None] + init_small(key, (cfg.conv_taps, cfg.width), 0.02))
 
     def __call__(self, x_BTD: Float[Array, "B T D"], segments_BT: Int[Array, "B T"] | None) -> Float[Array, "B T D"]:
-        axes, of_tokens = ("batch", "time", "width"), None if segments_BT is None else ("batch", "time")
-        # A GPU's kernel is nothing that a partitioner could split.
-        run = on_shards(short_conv, [axes, ("taps", "width"), of_tokens], axes) if is_gpu() else short_conv
+        axes, segment_axes = ("batch", "time", "width"), None if segments_BT is None else ("batch", "time")
+        # The partitioner cannot split the GPU kernel.
+        run = on_shards(short_conv, [axes, ("taps", "width"), segment_axes], axes) if is_gpu() else short_conv
         with jax.named_scope("conv"):
             return run(constrain(x_BTD, *axes), self.taps_JD, segments_BT)
 
     @staticmethod
     def init_cache(cfg: ModelConfig, layers: int, batch: int, dtype: Any) -> Float[Array, "L B J D"]:
-        """Return the last tokens of a stack of layers: zeros, as before a document."""
+        """Return an empty cache for a stack of layers: zeros, as before a document."""
         return jnp.zeros((layers, batch, cfg.conv_taps - 1, cfg.width), dtype)
 
     def step(
         self, x_B1D: Float[Array, "B 1 D"], cache_LBJD: Float[Array, "L B J D"], at: TokenAt
     ) -> tuple[Float[Array, "B 1 D"], Float[Array, "L B J D"]]:
-        """Return (the mixed token, the cache with this token as the latest)."""
+        """Return (output for one token, updated cache)."""
         recent_BTD = jnp.concatenate([layer_of(cache_LBJD, at.layer), x_B1D], axis=1)
         cache_LBJD = lax.dynamic_update_index_in_dim(cache_LBJD, recent_BTD[:, 1:], at.layer, axis=0)
         return self(recent_BTD, None)[:, -1:], cache_LBJD
 
 
 def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-    """Rows of the table, which is split over the vocabulary: each device looks up the tokens that it holds.
+    """Look up tokens in a table split over the vocabulary: each device looks up the ids that it holds.
 
-    The sum over tp both completes the rows and leaves each device with its share of T.
+    The reduce-scatter over tp sums the rows and leaves each device with its share of T.
     """
 
     def lookup(table: Array, tokens: Array) -> Array:
@@ -98,8 +98,8 @@ def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: An
         if not vocab_axes:
             return rows_of(table, tokens)
         index = tokens - lax.axis_index(vocab_axes) * table.shape[0]
-        held = (index >= 0) & (index < table.shape[0])
-        rows = jnp.where(held[..., None], rows_of(table, jnp.clip(index, 0, table.shape[0] - 1)), 0)
+        is_local = (index >= 0) & (index < table.shape[0])
+        rows = jnp.where(is_local[..., None], rows_of(table, jnp.clip(index, 0, table.shape[0] - 1)), 0)
         return lax.psum_scatter(rows, vocab_axes, scatter_dimension=1, tiled=True)
 
     axes = [("vocab", "embed"), ("batch", "time")]
@@ -108,13 +108,13 @@ def embed(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"], dtype: An
 
 
 def logits_of(x: Float[Array, "... D"], unembed_VD: Float[Array, "_ D"], vocab_size: int) -> Float[Array, "... V"]:
-    """In float32, of the tokens that there are: without the padding of the vocabulary."""
+    """Return float32 logits without the padding of the vocabulary."""
     return jnp.einsum("...d,vd->...v", x, unembed_VD[:vocab_size].astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 @runtime_checkable
 class Sizes(Protocol):
-    """What a feed-forward layer reads of a configuration."""
+    """The configuration fields that a feed-forward layer reads."""
 
     @property
     def width(self) -> int: ...
@@ -124,7 +124,7 @@ class Sizes(Protocol):
     def layers(self) -> int: ...
 
 
-UP, DOWN = "ffn_up", "ffn_down"  # checkpoint names: gate and up, before they are multiplied; what comes out
+UP, DOWN = "ffn_up", "ffn_down"  # checkpoint names: gate and up before their product; the output
 
 
 class SwiGLU(eqx.Module):
@@ -136,23 +136,18 @@ class SwiGLU(eqx.Module):
     def init(cfg: Sizes, *, key: PRNGKeyArray) -> SwiGLU:
         gate, up, down = jax.random.split(key, 3)
         D, F = cfg.width, cfg.ffn
-        # What a layer adds to the stream starts small enough that the sum over 2L additions keeps its scale.
+        # Small initial outputs, so that the sum of 2L of them keeps the scale of the stream.
         return SwiGLU(
             init_matrix(gate, (D, F), D), init_matrix(up, (D, F), D), init_matrix(down, (F, D), F, (2 * cfg.layers) ** -0.5)
         )
 
-    def widened(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         gate_BTF, up_BTF = (
             checkpoint_name(constrain(project(x_BTD, w_DF), "batch", "time", "ffn"), UP) for w_DF in (self.gate_DF, self.up_DF)
         )
-        return jax.nn.silu(gate_BTF) * up_BTF
-
-    def narrowed(self, h_BTF: Float[Array, "B T F"]) -> Float[Array, "B T D"]:
-        return checkpoint_name(constrain(project(h_BTF, self.down_FD, "btf,fd->btd"), "batch", "time_split", "width"), DOWN)
-
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.narrowed(self.widened(x_BTD))
+        out_BTD = project(jax.nn.silu(gate_BTF) * up_BTF, self.down_FD, "btf,fd->btd")
+        return checkpoint_name(constrain(out_BTD, "batch", "time_split", "width"), DOWN)
 
     @staticmethod
     def flops_per_token(cfg: Sizes) -> float:

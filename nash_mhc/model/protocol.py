@@ -1,4 +1,4 @@
-"""What training, evaluation, generation and benchmarks know of a model. `architectures.py` has those that there are."""
+"""The interface between models and the rest of the package. `architectures.py` registers the models."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from nash_mhc.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Execution:
-    """How a forward pass is carried out; never what it computes."""
+    """How to run a forward pass; never what it computes."""
 
     dtype: str = "float32"
-    remat: str = "none"  # with `+` and names, what else is kept: see `remat.py`
+    remat: str = "none"  # a base policy, then `+` and further names to save: see `remat.py`
     attention: str = "auto"
-    most_documents: int | None = None  # that a row holds, where the data knows it
-    room: int | None = None  # places for rows whose documents begin anywhere; None: at multiples of the model's alignment
-    unroll: bool = False  # the layers: a loop stacks whatever it keeps for the way back, which a GPU copies in and out
+    most_documents: int | None = None  # per sequence, if the data knows it
+    padded_len: int | None = None  # sequence length after aligning documents; None: the data are aligned
+    unroll: bool = False  # unroll the scan over layers, whose saved activations a GPU would copy in and out
     captures: tuple[str, ...] = ()  # further intermediates of each layer to return: see `captures.py`
-    float8: bool = False  # products with the projections' weights
-    evaluates: bool = False  # no gradient is asked for: an objective may measure what would slow a step down
+    float8: bool = False  # multiply the projections in float8
+    evaluates: bool = False  # no gradients follow, so an objective may compute slow metrics
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """An Equinox module whose arrays are declared with `param`. The logits of a token are `hidden @ unembed_VD.T`."""
+    """An Equinox module with arrays declared by `param`. The logits of a token are `hidden @ unembed_VD.T`."""
 
     cfg: Any  # an ArchitectureConfig
 
@@ -40,21 +40,21 @@ class LanguageModel(Protocol):
     def hidden(
         self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None, execution: Execution = Execution()
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Return (what the next tokens are predicted from, a report that `health` and `penalties` read)."""
+        """Return (final hidden states, a report for `health` and `penalties`)."""
 
     def health(self, report: Any) -> dict[str, Array]:
-        """What metrics.jsonl shows under health/: a number or a short list each. Without a gradient."""
+        """Return the health/ metrics of metrics.jsonl, scalars or short vectors, without gradients."""
 
     def penalties(self, report: Any) -> dict[str, Float[Array, ""]]:
-        """Return auxiliary losses per token, under any names. `Architecture.penalties` has their weights."""
+        """Return auxiliary losses per token, by name. `Architecture.penalties` has their weights."""
 
 
 def after_update(module: Any, step: Int[Array, ""], changed: Bool[Array, ""], health: Mapping[str, Array]) -> Any:
     """Call the `after_update` hook of every module that has one, inner modules first.
 
     A hook `after_update(self, step, changed, health) -> module` runs inside the compiled step, after the optimizer. It
-    updates state that no gradient trains (role STATE), such as the bias of a router. `step` counts updates. `changed`
-    is false for a skipped step, which must change no state. `health` is the model's, averaged over the microbatches.
+    updates state without gradients (role STATE), such as the bias of a router. `step` counts updates. `changed` is
+    false for a skipped step, which must not change the state. `health` is averaged over the microbatches.
     """
     is_hooked = lambda x: x is not module and hasattr(x, "after_update")
     inner = lambda x: after_update(x, step, changed, health) if is_hooked(x) else x
@@ -63,55 +63,55 @@ def after_update(module: Any, step: Int[Array, ""], changed: Bool[Array, ""], he
 
 
 class AttentionShape(NamedTuple):
-    """What the choice of an attention kernel depends on."""
+    """The sizes on which the choice of an attention kernel depends."""
 
     head_dim: int
     window: int | None
 
 
 class Activations(NamedTuple):
-    """Bytes that one device holds of one part of a batch."""
+    """Bytes per device for one microbatch."""
 
-    streams: float  # the residual state that enters each layer, kept for the backward pass
-    saved: float  # all else that is kept
-    forward: float  # while one layer runs, ...
-    backward: float  # ... and while it runs backwards
-    gathered: float  # rows put together from several devices meanwhile
-    moved: float  # through its memory, outside of matrix products, forwards and backwards
+    streams: float  # the residual state that enters each layer, saved for the backward pass
+    saved: float  # all other saved activations
+    forward: float  # temporaries of one layer's forward pass
+    backward: float  # temporaries of one layer's backward pass
+    gathered: float  # activations gathered from other devices meanwhile
+    moved: float  # memory traffic outside of matrix products, forward and backward
 
 
 class Drawn(NamedTuple):
-    """Numbers of a model that follow from a seed: never trained, and in no checkpoint."""
+    """Frozen random weights: generated from a seed, never trained, in no checkpoint."""
 
-    numbers: int
+    numbers: int  # how many
     seed: int
-    digest: str  # of some of them: another generator would give others
+    digest: str  # of some of the values, to detect another random generator
 
 
 class WarmStart(NamedTuple):
-    """How weights are solved for, instead of learned, before the first step: from sums over a few batches."""
+    """Solve for weights before the first step, from sums over a few batches."""
 
     batches: int
-    # (model, tokens_BT, targets_BT, segments_BT, weights_BT, execution) -> a tree of sums, which add up
+    # (model, tokens_BT, targets_BT, segments_BT, weights_BT, execution) -> a tree of sums over tokens
     sums: Callable[[Any, Array, Array, Array, Array, Execution], Any]
-    solutions: Callable[[Any], list[Any]]  # the sums, as numpy arrays -> weights to choose among, by their loss ...
-    put: Callable[[Any, Any], Any]  # ... and (model, weights) -> the model with them
+    solutions: Callable[[Any], list[Any]]  # total sums, as numpy arrays -> candidate weights; the lowest loss wins
+    put: Callable[[Any, Any], Any]  # (model, weights) -> the model with these weights
 
 
 class Architecture(NamedTuple):
-    """A kind of model, in functions of its configuration."""
+    """A kind of model, as functions of its configuration."""
 
-    init: Callable[..., Any]  # (cfg, *, key) -> a LanguageModel, float32
-    flops_per_token: Callable[[Any, int], float]  # (cfg, seq_len): useful matrix work of one training token
-    empty_cache: Callable[[Any, int, int, Any], Any]  # (cfg, batch, seq_len, dtype): what decoding begins with, a pytree
-    decode: Callable[[Any, Any, Array], tuple[Array, Any]]  # (model, cache, tokens_B) -> (logits_BV of the next ones, cache)
-    attention: Callable[[Any], AttentionShape | None] = lambda cfg: None  # None: there is no attention
-    # (cfg, execution, rows, seq_len, tp): what a device holds of so many rows. None: nobody has counted.
+    init: Callable[..., Any]  # (cfg, *, key) -> a LanguageModel in float32
+    flops_per_token: Callable[[Any, int], float]  # (cfg, seq_len) -> useful matmul FLOPs of one training token
+    empty_cache: Callable[[Any, int, int, Any], Any]  # (cfg, batch, seq_len, dtype) -> an empty decoding cache, a pytree
+    decode: Callable[[Any, Any, Array], tuple[Array, Any]]  # (model, cache, tokens_B) -> (next logits_BV, cache)
+    attention: Callable[[Any], AttentionShape | None] = lambda cfg: None  # None: no attention
+    # (cfg, execution, sequences, seq_len, tp) -> bytes per device. None: unknown, so no memory estimate.
     activations: Callable[[Any, Execution, int, int, int], Activations] | None = None
-    gathers_once: bool = False  # weights over fsdp: all layers' before the first of them, not each layer's in its turn
-    drawn: Callable[[Any], Drawn | None] = lambda cfg: None  # None: every number of it is a parameter
-    warm_start: Callable[[Any], WarmStart | None] = lambda cfg: None  # None: all weights begin as they are drawn
-    # Weights of the model's auxiliary losses in a run, by name; next_token and smoothed add them to their loss.
+    gathers_once: bool = False  # gather the weights of all layers over fsdp up front, not layer by layer
+    drawn: Callable[[Any], Drawn | None] = lambda cfg: None  # None: no frozen random weights
+    warm_start: Callable[[Any], WarmStart | None] = lambda cfg: None  # None: random initial values only
+    # Weights of the auxiliary losses, by name. The objectives next_token and smoothed add them to their loss.
     penalties: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
-    # What is known of its memory before training, for run.json and the report (see `kits/reservoir/memory.py`).
+    # Memory capacity known before training, for run.json and the report (see `kits/reservoir/memory.py`).
     remembers: Callable[[Any], dict[str, Any] | None] = lambda cfg: None

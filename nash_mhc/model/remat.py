@@ -1,4 +1,4 @@
-"""What the backward pass finds saved, and what it computes again: `--remat`, and `--remat-keep` beside it."""
+"""The activations that remat saves for the backward pass: `--remat` and `--remat-keep`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nash_mhc.model.attention import OUTPUT, QKV
 from nash_mhc.model.multiscale import MIXED
 from nash_mhc.model.parts import DOWN, UP
 from nash_mhc.model.residual import COEFFICIENTS, READ
-from nash_mhc.ops.attend_rows import FOUND
+from nash_mhc.ops.attention_io import ATTENDED
 from nash_mhc.parallel.sharding import is_gathered_weight
 
-# The names of `config.schema.KEEPABLE`, and under which one the code marks what is meant (`checkpoint_name`).
+# Names in `config.schema.KEEPABLE`, and the `checkpoint_name` of each in the code.
 MARKS = {
     "qkv": QKV,
-    "attention": FOUND,
+    "attention": ATTENDED,
     "mixed": MIXED,
     "output": OUTPUT,
     "ffn-up": UP,
@@ -24,29 +24,29 @@ MARKS = {
     "read": READ,
     "coefficients": COEFFICIENTS,
 }
-# What `dots` keeps of these: results of matrix products, but for the widest, and what costs a pass over all streams.
-# What the game mixes is not among them: attention is computed again anyway, and the rest of the way is one short pass.
-_OF_DOTS = ("coefficients", "read")
-DOTS = frozenset({"qkv", "output", "ffn-down", *_OF_DOTS})
+# `dots` saves matmul results except the widest, and what costs a pass over all streams. It does not save `mixed`:
+# attention is recomputed anyway, and the game is one short pass.
+_STREAM_NAMES = ("coefficients", "read")
+DOTS = frozenset({"qkv", "output", "ffn-down", *_STREAM_NAMES})
 
 
 def kept_names(remat: str) -> frozenset[str]:
-    """Of `dots+ffn-up`, as an Execution has it: all that is kept, by name. `none` keeps everything, named or not."""
+    """Return the names saved by a policy such as `dots+ffn-up`. (`none` also saves everything without a name.)"""
     base, _, more = remat.partition("+")
     named = frozenset(more.split(",")) if more else frozenset()
     return {"none": frozenset(MARKS), "dots": DOTS, "full": frozenset[str]()}[base] | named
 
 
 def remat_policy(remat: str, *, float8: bool = False) -> Any:
-    """For `jax.checkpoint`. No policy keeps gathered weights: that would undo fsdp's saving.
+    """Return a policy for `jax.checkpoint`. None saves gathered weights, which would undo the savings of fsdp.
 
-    Products in float8 are none that a policy of JAX's knows: of those, `dots` keeps what it has a name for.
+    JAX's policies do not recognize float8 products, so with float8 `dots` saves by name only.
     """
     policies = jax.checkpoint_policies
     base, _, more = remat.partition("+")
     if base == "none":
         return lambda primitive, *_, **params: not is_gathered_weight(primitive, params)
-    by_name = () if base == "full" else DOTS if float8 else _OF_DOTS
+    by_name = () if base == "full" else DOTS if float8 else _STREAM_NAMES
     marks = [MARKS[name] for name in (*by_name, *(more.split(",") if more else ()))]
     named = policies.save_only_these_names(*marks)
     if base == "dots" and not float8:

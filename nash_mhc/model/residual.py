@@ -1,5 +1,7 @@
-"""What a sub-layer reads from the residual state and how its result is written back:
-plain addition, or mixed streams (mHC)."""
+"""Residual connections: plain addition, or several mixed streams (mHC).
+
+A sub-layer reads its input from the residual state with `read` and adds its output with `write`.
+"""
 
 from __future__ import annotations
 
@@ -16,59 +18,59 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.parts import RMSNorm, init_small
-from nash_mhc.ops import residual_streams, stream_maps
+from nash_mhc.ops import residual_streams
 from nash_mhc.ops.doubly_stochastic import Matrix, Vector
 from nash_mhc.ops.platform import is_gpu
 from nash_mhc.ops.residual_streams import Streams
 from nash_mhc.parallel.params import GATE, param
 from nash_mhc.parallel.sharding import constrain, on_shards
 
-# Logical axes: every token's streams and coefficients are its own, so each device works on its tokens alone.
+# Logical axes. Tokens are independent, so each device works on its own tokens.
 _TOKENS = ("batch", "time_split", "width")
 _MAPS, _SQUARES, _NUMBER = ("batch", "time_split", "maps"), ("batch", "time_split", "streams"), ("batch", "time_split")
 
 _WIDTH, _WIDTH_SUMS = ("width",), ("batch", "time_split", "width")
 _PHI, _PHI_SUMS = ("streams", "width", "maps"), ("batch", "time_split", "streams", "width", "maps")
 
-READ = "stream_reading"  # checkpoint name of what a sub-layer reads: one [B, T, D] array instead of a pass over all streams
-COEFFICIENTS = "stream_coefficients"  # checkpoint name of what is small and costly: a few numbers a token, a whole pass to get
+READ = "stream_reading"  # checkpoint name of a sub-layer's input: one [B, T, D] array instead of a pass over all streams
+COEFFICIENTS = "stream_coefficients"  # checkpoint name of a few values per token that cost a pass over all streams
 
 
 class StreamState(NamedTuple):
     """The residual state of mHC."""
 
     xs: Streams
-    squares_BTR: Float[Array, "B T R"]  # of the streams, known since they were written
+    squares_BTR: Float[Array, "B T R"]  # sums of squares of the streams, computed when they were written
 
 
 class Maps(NamedTuple):
-    """The three maps of one sub-layer, for each token, float32, and the streams that they are for."""
+    """The three maps of one sub-layer per token, in float32, and the streams to which they apply."""
 
     all_BTM: Float[Array, "B T M"]
-    xs: Streams  # for `write_streams` alone: their gradient is not what it seems
+    xs: Streams  # for `write_streams` only, which defines an unusual gradient for them
 
     @property
     def pre(self) -> Vector:
-        return stream_maps.coefficients(self.all_BTM)[0]
+        return residual_streams.coefficients(self.all_BTM)[0]
 
     @property
     def post(self) -> Vector:
-        return stream_maps.coefficients(self.all_BTM)[1]
+        return residual_streams.coefficients(self.all_BTM)[1]
 
     @property
     def res(self) -> Matrix:
-        return stream_maps.coefficients(self.all_BTM)[2]
+        return residual_streams.coefficients(self.all_BTM)[2]
 
 
 class Projection(NamedTuple):
-    """From a token's streams to the logits of its maps: alpha * (x @ phi) / rms(x) + bias."""
+    """The parameters that project a token's streams to the logits of its maps: alpha * (x @ phi) / rms(x) + bias."""
 
     phi_RDM: Float[Array, "R D M"]
     alpha_M: Float[Array, "M"]
     bias_M: Float[Array, "M"]
 
 
-def _kept(x: Any) -> Any:
+def _named(x: Any) -> Any:
     return jax.tree.map(functools.partial(checkpoint_name, name=COEFFICIENTS), x)
 
 
@@ -76,26 +78,25 @@ def _kept(x: Any) -> Any:
 def read_streams(
     eps: float, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection
 ) -> tuple[Float[Array, "B T D"], Maps]:
-    """(what a sub-layer reads, its maps).
+    """Return (the input of a sub-layer, its maps).
 
-    `squares` of the streams saves a pass: whoever wrote them had them at hand. The whole gradient, through the rms too,
-    goes to the streams. Three things come back to them, from what is read, written and projected. They are added up in
-    one pass, here: `write_streams` hands on its own gradient as it is, before the mixing.
+    `squares_BTR` are the sums of squares of the streams, known since they were written. The backward pass computes the
+    whole gradient of the streams in one pass: from reading, from the projection (through the rms, too), and from
+    writing, whose gradient `write_streams` passes on before the mixing.
     """
     return _read_forward(eps, xs, squares_BTR, projection)[0]
 
 
 def _maps_of(eps: float, xs: Streams, squares_BTR: Array, projection: Projection) -> tuple[Maps, tuple[Array, Array]]:
-    """(the maps, what their gradient needs)."""
+    """Return (the maps, the residuals of their gradient)."""
     size, streams = len(xs) * xs[0].shape[-1], (_TOKENS,) * len(xs)
-    products_BTM = _kept(on_shards(residual_streams.products, [streams, _PHI], _MAPS)(xs, projection.phi_RDM))
-    scale_BT = _kept(jax.lax.rsqrt(jnp.sum(squares_BTR, axis=-1) / size + eps))
-    to_maps = on_shards(stream_maps.maps, [_MAPS], _MAPS)
-    # Kept apart from the passes over the width, into whose loops a compiler would otherwise pull the exponentials;
-    # and kept for the backward pass.
-    # The division after the product saves a pass over the streams.
+    products_BTM = _named(on_shards(residual_streams.products, [streams, _PHI], _MAPS)(xs, projection.phi_RDM))
+    scale_BT = _named(jax.lax.rsqrt(jnp.sum(squares_BTR, axis=-1) / size + eps))
+    to_maps = on_shards(residual_streams.maps, [_MAPS], _MAPS)
+    # Dividing after the product saves a pass over the streams. The barrier keeps XLA from moving the exponentials of
+    # the maps into loops over the width.
     logits_BTM = projection.alpha_M[None, None] * (products_BTM * scale_BT[..., None]) + projection.bias_M[None, None]
-    maps_BTM = _kept(jax.lax.optimization_barrier(to_maps(logits_BTM)))
+    maps_BTM = _named(jax.lax.optimization_barrier(to_maps(logits_BTM)))
     return Maps(maps_BTM, xs), (products_BTM, scale_BT)
 
 
@@ -111,11 +112,11 @@ def _read_backward(eps, saved, cotangents):  # type: ignore[no-untyped-def]
 
 
 def _gradients(saved: tuple[Any, ...], dx_BTD: Array, dpre_BTR: Array, dmaps: Maps) -> tuple[Streams, Array, Projection]:
-    """Of all that `read_streams` was given, from those of what was read, of pre, and of what was written."""
+    """Return the gradients of the arguments of `read_streams`, from those of its input, of pre, and of the maps."""
     xs, projection, (products_BTM, scale_BT), maps_BTM = saved
     R, size, streams = len(xs), len(xs) * xs[0].shape[-1], (_TOKENS,) * len(xs)
     dmaps_BTM = dmaps.all_BTM + jnp.pad(dpre_BTR, ((0, 0), (0, 0), (0, maps_BTM.shape[-1] - R)))
-    to_logits = on_shards(stream_maps.maps_backward, [_MAPS, _MAPS], _MAPS)
+    to_logits = on_shards(residual_streams.maps_backward, [_MAPS, _MAPS], _MAPS)
     dlogits_BTM = jax.lax.optimization_barrier(to_logits(maps_BTM, dmaps_BTM))
     dh_BTM = dlogits_BTM * projection.alpha_M[None, None]
     along_BT = -jnp.sum(dh_BTM * products_BTM, axis=-1) * scale_BT**3 / size
@@ -148,7 +149,7 @@ def _read_and_norm_forward(eps, xs, squares_BTR, projection, scale_D):  # type: 
     read = functools.partial(residual_streams.read_and_norm, eps=eps)
     normed_BTD, inverse_BT = on_shards(read, [streams, _MAPS, _WIDTH], (_TOKENS, _NUMBER))(xs, maps.all_BTM, scale_D)
     normed_BTD = checkpoint_name(constrain(normed_BTD, *_TOKENS), READ)
-    return (normed_BTD, maps), ((xs, projection, aside, maps.all_BTM), scale_D, _kept(inverse_BT))
+    return (normed_BTD, maps), ((xs, projection, aside, maps.all_BTM), scale_D, _named(inverse_BT))
 
 
 def _read_and_norm_backward(eps, saved, cotangents):  # type: ignore[no-untyped-def]
@@ -170,10 +171,10 @@ read_and_norm_streams.defvjp(_read_and_norm_forward, _read_and_norm_backward)
 def write_streams(
     xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"]
 ) -> tuple[Streams, Float[Array, "B T R"]]:
-    """(stream i becomes sum_j res[i][j] * stream j + post[i] * y; the `squares` of the new streams, with no gradient).
+    """Return (new streams, their sums of squares without gradient). Stream i is sum_j res[i][j] stream j + post[i] y.
 
-    The streams are those of `Maps.xs`: what comes back as their gradient is that of the new streams, which
-    `read_streams`, on the way back, mixes as it came. Mixed here, it would be written down and read once more.
+    `xs` must be `Maps.xs`. Their "gradient" here is that of the new streams, unmixed: the backward pass of
+    `read_streams` mixes it, which saves storing and reading it once more.
     """
     streams = (_TOKENS,) * len(xs)
     return on_shards(residual_streams.write, [streams, _TOKENS, _MAPS], (streams, _SQUARES))(xs, y_BTD, maps_BTM)
@@ -217,7 +218,7 @@ class PlainResidual(eqx.Module):
         return state
 
     def read(self, state: State, norm: RMSNorm) -> tuple[Float[Array, "B T D"], Any]:
-        """(what a sub-layer works on, what `write` has to know)."""
+        """Return (the normalized input of a sub-layer, the maps for `write`)."""
         return norm(state), None
 
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:
@@ -225,21 +226,19 @@ class PlainResidual(eqx.Module):
 
 
 class HyperConnection(eqx.Module):
-    """Manifold-constrained hyper-connection:
-    y = f(H_pre X), X' = H_res X + H_post^T y, with H_res doubly stochastic."""
+    """Manifold-constrained hyper-connection: y = f(H_pre X), X' = H_res X + H_post^T y, H_res doubly stochastic."""
 
     phi_RDM: Float[Array, "R D M"] = param("streams", "embed", "maps", role=GATE)
     bias_M: Float[Array, "M"] = param("maps", role=GATE)
-    alpha_3: Float[Array, "3"] = param("maps", role=GATE)  # of pre, post and res
+    alpha_3: Float[Array, "3"] = param("maps", role=GATE)  # for pre, post and res
     eps: float = eqx.field(static=True)
 
     @staticmethod
     def init(cfg: ModelConfig, *, key: PRNGKeyArray) -> HyperConnection:
         R = cfg.streams
-        # At the start every stream is read alike and written alike, and each keeps to itself.
+        # Initially all streams are read and written equally, and are not mixed.
         bias = [jnp.full(R, -math.log(R - 1.0)), jnp.zeros(R), 6.0 * jnp.eye(R).ravel()]
-        # What it makes of a normalised token is of size 1 at every width, and so is what alpha, as it learns,
-        # makes of that.
+        # phi maps a normalized token to values of size 1 at every width.
         phi = init_small(key, (R, cfg.width, R * R + 2 * R), (R * cfg.width) ** -0.5)
         return HyperConnection(phi, jnp.concatenate(bias), jnp.full(3, 0.01), cfg.norm_eps)
 
@@ -260,11 +259,11 @@ class HyperConnection(eqx.Module):
         R = len(state.xs)
         alpha_M = jnp.repeat(self.alpha_3, np.array([R, R, R * R]), total_repeat_length=R * R + 2 * R)
         with jax.named_scope("mhc"):
-            given = self.eps, *state, Projection(self.phi_RDM, alpha_M, self.bias_M)
+            args = self.eps, *state, Projection(self.phi_RDM, alpha_M, self.bias_M)
             devices = max(jax.sharding.get_abstract_mesh().size, 1)
             if is_gpu() and residual_streams.fits_norm(state.xs[0], devices) and norm.eps == self.eps:
-                return read_and_norm_streams(*given, norm.scale_D)
-            x_BTD, maps = read_streams(*given)
+                return read_and_norm_streams(*args, norm.scale_D)
+            x_BTD, maps = read_streams(*args)
         return norm(x_BTD), maps
 
     def write(self, state: State, y_BTD: Float[Array, "B T D"], maps: Any) -> State:

@@ -1,9 +1,9 @@
-"""What a layer holds of a batch, in bytes of one device, read from a trace of the layer itself.
+"""Estimate a layer's activation memory on one device from a trace of the layer itself.
 
-The layer and its backward pass are traced once, as one device runs them, without a device or a compiler. The remat
-policy then says which values of the forward pass are saved. What is alive at the worst moment follows from one rule:
-matrix products, loops and reductions write their results to memory, and everything between them is fused.
-Held against XLA's own figures in tests/estimate/test_plan_memory.py.
+The layer and its backward pass are traced once as one device runs them, without a device or a compiler. The remat
+policy decides which forward values are saved. Peak memory follows from one rule: matrix products, loops and reductions
+write their results to memory, and everything between them is fused. tests/estimate/test_plan_memory.py compares the
+result with XLA's own figures.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY
 from nash_mhc.parallel.sharding import for_compute, one_device
 
 _HEALTH = ("game", "streams")
-# Bytes of a backward pass that works as XLA lays it out, over those of its values: buffers do not fit without holes.
-_APART = 1.5
-_PASSES = 4  # over memory: forward, forward again, and backward, which is twice as much
+# Allocated bytes of a backward pass over the bytes of its live values, fitted to XLA's buffers on CPU and GPU.
+_FRAGMENTATION = 1.3
+_PASSES = 4  # forward, recomputed forward, and backward, which counts twice
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call"}
-# Operations whose operands and results lie in memory; a reduction's operands need not.
+# Operations whose operands and results are in memory. Reductions only write their results; operands may be fused.
 _IN_MEMORY = {
     "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "gather", "sort", "optimization_barrier",
     "pallas_call", "custom_vjp_call", "scatter", "scatter-add", "dynamic_update_slice", "cumsum", "cumlogsumexp", "cummax",
@@ -54,14 +54,14 @@ class _Operation(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """Operations in order, with those of inner functions in the places of their calls."""
+    """Operations in order, with inner functions inlined."""
 
     inputs: tuple[_Value, ...]
     operations: tuple[_Operation, ...]
     outputs: tuple[_Value, ...]
 
 
-def _flat(closed: ClosedJaxpr) -> _Program:
+def _inlined(closed: ClosedJaxpr) -> _Program:
     count = 0
     operations: list[_Operation] = []
 
@@ -91,11 +91,11 @@ def _flat(closed: ClosedJaxpr) -> _Program:
 
 
 class _Trace(NamedTuple):
-    """One layer and one sequence. The backward pass reads the forward pass's last outputs."""
+    """One layer and one sequence. The first inputs of `backward` are the last outputs of `forward`."""
 
     forward: _Program
-    states: int  # inputs, and first outputs, of the forward pass that are the residual state
-    backward: _Program  # its last inputs are the gradients of the state after the layer, its first outputs before it
+    states: int  # number of arrays of the residual state: the first inputs and first outputs of `forward`
+    backward: _Program  # its last inputs are gradients of the output state, its first outputs those of the input state
 
 
 @functools.lru_cache(64)
@@ -116,56 +116,56 @@ def _trace(cfg: ModelConfig, kind: LayerKind, dtype: str, kernel: str, seq_len: 
             lambda: residual_class(cfg).enter(cfg, jnp.zeros((1, seq_len // tp, cfg.width), jnp.dtype(dtype)))
         )  # fmt: skip
         layer = jax.eval_shape(lambda: Layer.init(cfg, kind, key=jax.random.key(0)))
-        ahead, shapes = jax.make_jaxpr(forward, return_shape=True)(state, layer)
+        forward_jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(state, layer)
         gradient = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), shapes[0])
-        back = jax.make_jaxpr(lambda pull, gradient: pull(gradient))(shapes[1], gradient)
-    return _Trace(_flat(ahead), len(jax.tree.leaves(state)), _flat(back))
+        backward_jaxpr = jax.make_jaxpr(lambda vjp, gradient: vjp(gradient))(shapes[1], gradient)
+    return _Trace(_inlined(forward_jaxpr), len(jax.tree.leaves(state)), _inlined(backward_jaxpr))
 
 
-def _depends(program: _Program, on: Sequence[_Value]) -> set[int]:
-    """Return the numbers of all values that depend on these."""
-    found = {value.number for value in on}
+def _dependents(program: _Program, on: Sequence[_Value]) -> set[int]:
+    """Return the numbers of these values and of all that depend on them."""
+    numbers = {value.number for value in on}
     for operation in program.operations:
-        if any(value.number in found for value in operation.inputs):
-            found.update(value.number for value in operation.outputs)
-    return found
+        if any(value.number in numbers for value in operation.inputs):
+            numbers.update(value.number for value in operation.outputs)
+    return numbers
 
 
-def _saved_and_computed_again(
+def _saved_and_recomputed(
     program: _Program, needed: Sequence[_Value], policy: Callable[..., Any]
 ) -> tuple[list[_Value], list[_Operation]]:
-    """Return (values that the policy saves for the backward pass, operations that it runs again)."""
+    """Return (values that the policy saves for the backward pass, operations that are recomputed)."""
     saves = {
         value.number
         for op in program.operations
         if policy(op.equation.primitive, *(var.aval for var in op.equation.invars), **op.equation.params)
         for value in op.outputs
     }
-    named = set(saves)  # or a name for what is saved
+    named = set(saves)  # saved values and their aliases
     for op in program.operations:
         if op.equation.primitive.name in ("name", "reduce_precision") and op.inputs[0].number in named:
             named.add(op.outputs[0].number)
-    wanted, saved, again = {value.number: value for value in needed}, [], []
+    wanted, saved, recomputed = {value.number: value for value in needed}, [], []
     for operation in reversed(program.operations):
         outputs = [wanted.pop(value.number) for value in operation.outputs if value.number in wanted]
-        # What a device keeps of a matrix product, if it keeps its own share of the time axis alone.
+        # With tp, a device saves only its own share of the time axis of a matmul's result.
         is_share = operation.equation.primitive.name == "slice" and operation.inputs[0].number in named
         if not outputs:
             continue
         if is_share or outputs[0].number in saves:
             saved += outputs
         else:
-            again.append(operation)
+            recomputed.append(operation)
             wanted |= {value.number: value for value in operation.inputs}
-    return saved, again[::-1]
+    return saved, recomputed[::-1]
 
 
 def _peak(program: _Program, free: set[int], entered: set[int]) -> tuple[float, float]:
-    """Return (bytes alive at the worst moment, bytes written), without the values in `free`.
+    """Return (peak bytes of live values, bytes written), ignoring the values in `free`.
 
-    `entered`: inputs that are alive from the start; others are copied out of a stack of layers when they are used.
+    Inputs in `entered` are live from the start. Others are copied out of a stack of layers when first used.
     """
-    held: dict[int, set[int]] = {}  # value -> values in memory that it is computed from
+    held: dict[int, set[int]] = {}  # value -> the values in memory from which it is computed
     size: dict[int, int] = {}
     born: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -183,7 +183,7 @@ def _peak(program: _Program, free: set[int], entered: set[int]) -> tuple[float, 
     first: dict[int, int] = {}
     for at, operation in reversed(list(enumerate(program.operations, 1))):
         first |= {value.number: at for value in operation.inputs}
-    for value in program.inputs:  # those of a stack of layers are copied out of it when they are used
+    for value in program.inputs:
         write(value, 0 if value.number in entered else first.get(value.number, 0))
     defined: dict[int, int] = {}
     for at, operation in enumerate(program.operations, 1):
@@ -221,7 +221,7 @@ def _peak(program: _Program, free: set[int], entered: set[int]) -> tuple[float, 
     return float(most), float(sum(size.values()))
 
 
-class _OfLayer(NamedTuple):
+class _LayerBytes(NamedTuple):
     streams: float
     saved: float
     forward: float
@@ -230,67 +230,66 @@ class _OfLayer(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _of_layer(cfg: ModelConfig, kind: LayerKind, execution: Execution, seq_len: int, tp: int) -> _OfLayer:
-    """Of one layer and one sequence."""
+def _layer_bytes(cfg: ModelConfig, kind: LayerKind, execution: Execution, seq_len: int, tp: int) -> _LayerBytes:
+    """Return the bytes of one layer and one sequence."""
     kernel = execution.attention if execution.attention in PLAIN_KERNELS else SHAPES_ONLY
     trace = _trace(cfg, kind, execution.dtype, kernel, seq_len, tp)
     ahead, back, states = trace.forward, trace.backward, trace.states
     state, weights, after = ahead.inputs[:states], ahead.inputs[states:], ahead.outputs[:states]
     needed = ahead.outputs[states:]
-    of_state = _depends(ahead, state)
-    saved, again = _saved_and_computed_again(ahead, needed, remat_policy(execution.remat))
-    own = {value.number: value for value in saved if value.number in of_state}
+    on_state = _dependents(ahead, state)
+    saved, recomputed = _saved_and_recomputed(ahead, needed, remat_policy(execution.remat))
+    own = {value.number: value for value in saved if value.number in on_state}
     inputs = {value.number for value in ahead.inputs}
     entered = {value.number for value in state}
     forward, _ = _peak(ahead._replace(outputs=(*after, *own.values())), inputs | set(own), entered)
     _, written = _peak(ahead._replace(outputs=after), inputs, entered)
-    # One program of what is computed again and the backward pass, whose inputs are renamed to what they are.
+    # Join the recomputed operations and the backward pass into one program, with consistent numbers.
     renamed = dict(zip((value.number for value in back.inputs), needed, strict=False))
     shift = 1 + max(value.number for op in ahead.operations for value in op.outputs)
     name = lambda value: renamed.get(value.number, value._replace(number=value.number + shift))
     rename = lambda op: _Operation(op.equation, tuple(map(name, op.inputs)), tuple(map(name, op.outputs)))
     gradients = tuple(map(name, back.inputs[len(needed) :]))
     outputs = tuple(map(name, back.outputs))
-    both = _Program((*ahead.inputs, *saved, *gradients), (*again, *map(rename, back.operations)), outputs[:states])
+    both = _Program((*ahead.inputs, *saved, *gradients), (*recomputed, *map(rename, back.operations)), outputs[:states])
     shapes = {tuple(sorted(value.shape)) for value in weights}
-    to_state = _leads_to(both)
-    only_weights = {
+    to_state = _ancestors_of_outputs(both)
+    weight_gradients = {
         value.number
         for op in both.operations
         for value in op.outputs
         if value.number not in to_state and tuple(sorted(value.shape)) in shapes
     }
-    not_of_state = {value.number for op in ahead.operations for value in op.outputs} - of_state
-    free = {value.number for value in weights} | only_weights | not_of_state
+    not_on_state = {value.number for op in ahead.operations for value in op.outputs} - on_state
+    free = {value.number for value in weights} | weight_gradients | not_on_state
     backward, _ = _peak(both, free, {value.number for value in gradients})
-    return _OfLayer(
-        float(sum(v.bytes for v in state)), float(sum(v.bytes for v in own.values())), forward, _APART * backward, written
-    )
+    streams, saved_bytes = sum(v.bytes for v in state), sum(v.bytes for v in own.values())
+    return _LayerBytes(float(streams), float(saved_bytes), forward, _FRAGMENTATION * backward, written)
 
 
-def _leads_to(program: _Program) -> set[int]:
+def _ancestors_of_outputs(program: _Program) -> set[int]:
     """Return the numbers of all values that the program's outputs depend on."""
-    found = {value.number for value in program.outputs}
+    numbers = {value.number for value in program.outputs}
     for operation in reversed(program.operations):
-        if any(value.number in found for value in operation.outputs):
-            found.update(value.number for value in operation.inputs)
-    return found
+        if any(value.number in numbers for value in operation.outputs):
+            numbers.update(value.number for value in operation.inputs)
+    return numbers
 
 
 def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int, tp: int) -> Activations:
-    """Return what one device holds of `rows` sequences; heads, ffn and time between layers are split over `tp`."""
+    """Return the bytes of `rows` sequences on one device. Heads, ffn, and time between layers are split over `tp`."""
     seq_len += -seq_len % cfg.coarsest_stride
     local = dataclasses.replace(
         cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp, layers=len(cfg.group)
     )  # fmt: skip
     execution = Execution(execution.dtype, execution.remat, execution.attention)
-    each = [_of_layer(local, kind, execution, seq_len, tp) for kind in cfg.group]
+    group = [_layer_bytes(local, kind, execution, seq_len, tp) for kind in cfg.group]
     times = rows * (cfg.layers // len(cfg.group))
     return Activations(
-        streams=times * sum(layer.streams for layer in each),
-        saved=times * sum(layer.saved for layer in each),
-        forward=rows * max(layer.forward for layer in each),
-        backward=rows * max(layer.backward for layer in each),
+        streams=times * sum(layer.streams for layer in group),
+        saved=times * sum(layer.saved for layer in group),
+        forward=rows * max(layer.forward for layer in group),
+        backward=rows * max(layer.backward for layer in group),
         gathered=0.0,
-        moved=times * _PASSES * sum(layer.moved for layer in each),
+        moved=times * _PASSES * sum(layer.moved for layer in group),
     )

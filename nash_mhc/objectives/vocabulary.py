@@ -10,8 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from nash_mhc.ops.distill import DistillSums, Teacher, Weights, distill, distill_and_grads, likeliest
-from nash_mhc.ops.log_probs import TokenScores, log_probs
-from nash_mhc.ops.xent import XentSums, xent, xent_and_grads
+from nash_mhc.ops.xent import TokenScores, XentSums, log_probs, xent, xent_and_grads
 from nash_mhc.parallel.sharding import mesh_axis, on_shards
 
 # Logical axes of the arguments and results.

@@ -41,18 +41,18 @@ def _scaled(k: Matrix, u: Vector, v: Vector) -> Matrix:
 
 
 def _exp(logits: Matrix) -> Matrix:
-    """exp, with each column divided by its largest entry: scaling a column does not change the result."""
+    """Return exp with each column divided by its largest entry, which does not change the scaled matrix."""
     top = [functools.reduce(jnp.maximum, column) for column in transposed(logits)]
     return tuple(tuple(jnp.exp(jnp.maximum(x - t, LOWEST)) for x, t in zip(row, top, strict=True)) for row in logits)
 
 
 def _row_scales(k: Matrix, v: Vector) -> Vector:
-    """u such that the rows of diag(u) k diag(v) sum to 1."""
+    """Return u such that the rows of diag(u) k diag(v) sum to 1."""
     return tuple(1.0 / _dot(row, v) for row in k)
 
 
 def _solve_laplacian(p: Matrix, b: Vector) -> Vector:
-    """x with (diag(W 1) - W) x = b and x[-1] = 0, where W = p^T p off the diagonal and b sums to 0."""
+    """Solve (diag(W 1) - W) x = b with x[-1] = 0, where W = p^T p off the diagonal and b sums to 0."""
     R, columns = len(b), transposed(p)
     weight = {(i, j): _dot(columns[i], columns[j]) for i in range(R) for j in range(i + 1, R)}
     right, degree = list(b), []
@@ -70,7 +70,7 @@ def _solve_laplacian(p: Matrix, b: Vector) -> Vector:
 
 
 def _newton_step(k: Matrix, v: Vector) -> Vector:
-    """log v moves to where the columns would sum to 1 if their sums were linear in it, while rows keep summing to 1."""
+    """Take a Newton step on log v towards columns that sum to 1, while rows keep summing to 1."""
     p = _scaled(k, _row_scales(k, v), v)
     step = _solve_laplacian(p, tuple(1.0 - add_up(column) for column in transposed(p)))
     mean = add_up(step) / len(step)
@@ -78,9 +78,9 @@ def _newton_step(k: Matrix, v: Vector) -> Vector:
 
 
 def _balanced(p: Matrix) -> Matrix:
-    """`p`, whose rows sum to 1, with columns that do, too: those above 1 give, the others take.
+    """Make the columns of `p` sum to 1, as its rows do: move the excess of columns above 1 to the others.
 
-    It changes rounding only, except where logits are so far apart (N(0, 8)) that Newton's method has not converged.
+    This only corrects rounding, except for logits so far apart (N(0, 8)) that Newton's method has not converged.
     """
     sums = [add_up(column) for column in transposed(p)]
     down, lack = [1.0 / jnp.maximum(s, 1.0) for s in sums], [jnp.maximum(1.0 - s, 0.0) for s in sums]
@@ -88,7 +88,7 @@ def _balanced(p: Matrix) -> Matrix:
     out = []
     for row in p:
         left = [x * d for x, d in zip(row, down, strict=True)]
-        # Not 1 - sum(left), whose rounding would be larger than the result.
+        # Not 1 - sum(left): its rounding error would exceed the result.
         taken = add_up([x - y for x, y in zip(row, left, strict=True)])
         out.append(tuple(x + taken * (s / total) for x, s in zip(left, lack, strict=True)))
     return tuple(out)
@@ -106,7 +106,7 @@ def from_logits(logits: Matrix) -> Matrix:
 
 
 def _centered(p: Matrix, g: Matrix) -> Matrix:
-    """p_ij (g_ij - sum_k p_ik g_ik), from differences: products of large numbers would cancel."""
+    """Return p_ij (g_ij - sum_k p_ik g_ik), computed from differences to avoid cancellation."""
     return tuple(
         tuple(x * add_up([y * (a - b) for y, b in zip(row, grads, strict=True)]) for x, a in zip(row, grads, strict=True))
         for row, grads in zip(p, g, strict=True)
@@ -120,7 +120,7 @@ def logits_gradient(p: Matrix, grad: Matrix) -> Matrix:
 
 
 def sinkhorn_reference(logits: Float[Array, "R R *n"], rounds: int) -> Float[Array, "R R *n"]:
-    """exp, then `rounds` times: divide columns by their sums, then rows by theirs. The limit is the definition."""
+    """Divide exp(logits) by column sums, then by row sums, `rounds` times. The limit defines the result."""
     p = jnp.exp(jnp.maximum(logits - jnp.max(logits, axis=0, keepdims=True), LOWEST))
     divided = lambda p: (q := p / jnp.sum(p, axis=0, keepdims=True)) / jnp.sum(q, axis=1, keepdims=True)
     return lax.fori_loop(0, rounds, lambda _, p: divided(p), p)

@@ -1,9 +1,9 @@
-"""The game of the scales: each is paid for agreeing with the consensus of all, and they settle on weights.
+"""The game of the scales: iterated best responses that weight each scale by its agreement with the consensus.
 
-For each token and head, the outputs O_c of C scales meet in their Gram matrix G = O O^T / H. Scale c's error against
-the consensus is e_c(w) = G_cc - 2 (G w)_c + w^T G w = |O_c - sum_m w_m O_m|^2 / H, and its best response is softmax(b -
-tau e(w)), with b what the scales bid. One that bids -inf is not there: its weight is exactly 0. The wide arrays are
-read once for G and once for the weighted sum; the game itself runs on C numbers a token and head.
+For each token and head, the outputs O_c of C scales have the Gram matrix G = O O^T / H. Scale c's error against the
+consensus is e_c(w) = G_cc - 2 (G w)_c + w^T G w = |O_c - sum_m w_m O_m|^2 / H, and its best response is
+softmax(b - tau e(w)) with bids b. A scale that bids -inf is absent: its weight is exactly 0. The outputs are read once
+for G and once for the weighted sum; the game itself runs on C numbers per token and head.
 """
 
 from __future__ import annotations
@@ -20,34 +20,32 @@ from nash_mhc.ops.arithmetic import add_up, widen
 from nash_mhc.ops.kernels import nash_gpu
 from nash_mhc.ops.platform import on_platform
 
-Scales = tuple[Array, ...]  # one array a scale, over tokens and heads
-Gram = tuple[Scales, ...]  # C x C of them
+Scales = tuple[Array, ...]  # one array per scale, over tokens and heads
+Gram = tuple[Scales, ...]  # C x C arrays
 
 
 class Rules(NamedTuple):
-    """How weights are found: `nash` plays, `convex` takes the bids as they are,
-    `mean` treats the scales present alike."""
+    """How to weight the scales: `nash` plays the game, `convex` is softmax(bids), `mean` is equal for all present."""
 
     aggregation: str = "nash"
     iterations: int = 3
 
 
 def _softmax(logits: Scales) -> Scales:
-    """Over the scales that are there, the finest among them; the others get exactly 0."""
+    """Return the softmax over the present scales. Absent scales get exactly 0; the finest is always present."""
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, logits))
     grown = [jnp.exp(x - top) for x in logits]
     total = add_up(grown)
     return tuple(x / total for x in grown)
 
 
-# A value that is computed once a token and head and used many times over: without this, a compiler may compute it again
-# in every loop that uses it, with all that it depends on (a CPU played the whole game once a channel and entry of G:
-# ten times the step). On an accelerator, what lies between two of these is one fused pass.
-_kept = jax.lax.optimization_barrier
+# Without a barrier, XLA may recompute a small value in every loop that uses it: on a CPU, the whole game ran once per
+# channel and entry of G, and the step took ten times as long. On accelerators, code between two barriers is one fusion.
+_materialize = jax.lax.optimization_barrier
 
 
 class Round(NamedTuple):
-    """One best response: from `before`, through the errors it saw, to `after`."""
+    """One best response: weights before, their errors, weights after."""
 
     before: Scales
     gw: Scales  # G w
@@ -55,89 +53,89 @@ class Round(NamedTuple):
     after: Scales
 
 
-Keep = Callable[[Any], Any]
+Barrier = Callable[[Any], Any]
 
 
-def best_response(gram: Gram, bids: Scales, tau: Array, w: Scales, keep: Keep = _kept) -> Round:
+def _best_response(gram: Gram, bids: Scales, tau: Array, w: Scales, barrier: Barrier) -> Round:
     gw = tuple(add_up([g * x for g, x in zip(row, w, strict=True)]) for row in gram)
     consensus = add_up([x * y for x, y in zip(w, gw, strict=True)])
     errors = tuple(gram[c][c] - 2.0 * gw[c] + consensus for c in range(len(w)))
-    answer = _softmax(tuple(b - tau * e for b, e in zip(bids, errors, strict=True)))
-    return Round(*keep((w, gw, errors, answer)))
+    response = _softmax(tuple(b - tau * e for b, e in zip(bids, errors, strict=True)))
+    return Round(*barrier((w, gw, errors, response)))
 
 
-def play(gram: Gram, bids: Scales, tau: Array, rules: Rules, keep: Keep = _kept) -> tuple[Scales, list[Round]]:
-    """The weights that the scales settle on, and how they got there."""
-    w = keep(_softmax(_even(bids) if rules.aggregation == "mean" else bids))
+def _play(gram: Gram, bids: Scales, tau: Array, rules: Rules, barrier: Barrier) -> tuple[Scales, list[Round]]:
+    """Return the final weights and all rounds."""
+    w = barrier(_softmax(_equal_bids(bids) if rules.aggregation == "mean" else bids))
     rounds = []
     for _ in range(rules.iterations if rules.aggregation == "nash" else 0):
-        rounds.append(best_response(gram, bids, tau, w, keep))
+        rounds.append(_best_response(gram, bids, tau, w, barrier))
         w = rounds[-1].after
     return w, rounds
 
 
-def _even(bids: Scales) -> Scales:
+def _equal_bids(bids: Scales) -> Scales:
     return tuple(jnp.where(b > -jnp.inf, 0.0, -jnp.inf).astype(b.dtype) for b in bids)
 
 
-def _through_softmax(w: Scales, dw: Scales) -> Scales:
-    """The gradient of the logits of a softmax that came to `w`; exactly 0 for absent scales."""
+def _softmax_backward(w: Scales, dw: Scales) -> Scales:
+    """Return the gradient of the logits of a softmax with result `w`; exactly 0 for absent scales."""
     mean = add_up([x * d for x, d in zip(w, dw, strict=True)])
     return tuple(x * (d - mean) for x, d in zip(w, dw, strict=True))
 
 
-def play_backward(
-    gram: Gram, tau: Array, rules: Rules, w: Scales, rounds: list[Round], dw: Scales, keep: Keep = _kept
+def _play_backward(
+    gram: Gram, tau: Array, rules: Rules, w: Scales, rounds: list[Round], dw: Scales, barrier: Barrier
 ) -> tuple[Gram, Scales, Array]:
-    """Gradients of G, of the bids and of tau (still one number a token), through every round of the game."""
+    """Return the gradients of G, of the bids and of tau (per token), through every round."""
     C = len(dw)
     zero = jnp.zeros_like(dw[0])
     dgram, dbids, dtau = [[zero] * C for _ in range(C)], [zero] * C, zero
     if rules.aggregation == "mean":
         return tuple(tuple(row) for row in dgram), tuple(dbids), dtau
     for r in reversed(rounds):
-        dlogits = _through_softmax(r.after, dw)
+        dlogits = _softmax_backward(r.after, dw)
         derrors = tuple(-tau * d for d in dlogits)
         total = add_up(derrors)
         dgw = tuple(total * x - 2.0 * d for x, d in zip(r.before, derrors, strict=True))
-        dlogits, derrors, total, dgw = keep((dlogits, derrors, total, dgw))
+        dlogits, derrors, total, dgw = barrier((dlogits, derrors, total, dgw))
         dbids = [a + d for a, d in zip(dbids, dlogits, strict=True)]
         dtau = dtau - add_up([e * d for e, d in zip(r.errors, dlogits, strict=True)])
         dw = tuple(total * r.gw[m] + add_up([dgw[c] * gram[c][m] for c in range(C)]) for m in range(C))
         dgram = [[dgram[c][m] + dgw[c] * r.before[m] + (derrors[c] if c == m else 0.0) for m in range(C)] for c in range(C)]
-        dbids, dtau, dw, dgram = keep((dbids, dtau, dw, dgram))
+        dbids, dtau, dw, dgram = barrier((dbids, dtau, dw, dgram))
     first = rounds[0].before if rounds else w
-    dbids = [a + d for a, d in zip(dbids, _through_softmax(first, dw), strict=True)]
-    return keep((tuple(tuple(row) for row in dgram), tuple(dbids), dtau))
+    dbids = [a + d for a, d in zip(dbids, _softmax_backward(first, dw), strict=True)]
+    return barrier((tuple(tuple(row) for row in dgram), tuple(dbids), dtau))
 
 
-def _gram(outs: Sequence[Array], keep: Keep) -> Gram:
+def _gram(outs: Sequence[Array], barrier: Barrier) -> Gram:
     H, C = outs[0].shape[-1], len(outs)
-    half = keep({(a, b): jnp.sum(outs[a] * outs[b], axis=-1) / H for a in range(C) for b in range(a, C)})
+    half = barrier({(a, b): jnp.sum(outs[a] * outs[b], axis=-1) / H for a in range(C) for b in range(a, C)})
     return tuple(tuple(half[min(a, b), max(a, b)] for b in range(C)) for a in range(C))
 
 
-def _settle(rules: Rules, keep: Keep, outs: list[Array], bids: Scales, tau: Array) -> tuple[Array, Scales, Array]:
-    """(y, w, residual) for tokens of any shape; `outs` have one more axis at the end."""
-    gram = _gram(outs, keep) if rules.aggregation == "nash" else ()
-    w, _ = play(gram, bids, tau, rules, keep)
-    answer = best_response(gram, bids, tau, w, keep).after if rules.aggregation == "nash" else w
-    residual = add_up([jnp.abs(a - b) for a, b in zip(answer, w, strict=True)])
+def _solve(rules: Rules, barrier: Barrier, outs: list[Array], bids: Scales, tau: Array) -> tuple[Array, Scales, Array]:
+    """Return (y, w, residual) for tokens of any shape; `outs` have a channel axis at the end."""
+    gram = _gram(outs, barrier) if rules.aggregation == "nash" else ()
+    w, _ = _play(gram, bids, tau, rules, barrier)
+    response = _best_response(gram, bids, tau, w, barrier).after if rules.aggregation == "nash" else w
+    residual = add_up([jnp.abs(a - b) for a, b in zip(response, w, strict=True)])
     return add_up([x[..., None] * o for x, o in zip(w, outs, strict=True)]), w, residual
 
 
-def _unsettle(
-    rules: Rules, keep: Keep, outs: list[Array], bids: Scales, tau: Array, dy: Array, dw: Scales
+def _solve_backward(
+    rules: Rules, barrier: Barrier, outs: list[Array], bids: Scales, tau: Array, dy: Array, dw: Scales
 ) -> tuple[list[Array], Scales, Array]:
-    """Gradients of `outs`, of the bids and of tau. The game is played again: cheaper than to keep its rounds."""
+    """Return the gradients of `outs`, bids and tau. Replaying the game is cheaper than saving its rounds."""
     C, H, is_game = len(outs), dy.shape[-1], rules.aggregation == "nash"
-    gram = _gram(outs, keep) if is_game else ()
-    w, rounds = play(gram, bids, tau, rules, keep)
-    dw = keep(tuple(jnp.sum(dy * o, axis=-1) + d for o, d in zip(outs, dw, strict=True)))
-    dgram, dbids, dtau = play_backward(gram, tau, rules, w, rounds, dw, keep)
+    gram = _gram(outs, barrier) if is_game else ()
+    w, rounds = _play(gram, bids, tau, rules, barrier)
+    dw = barrier(tuple(jnp.sum(dy * o, axis=-1) + d for o, d in zip(outs, dw, strict=True)))
+    dgram, dbids, dtau = _play_backward(gram, tau, rules, w, rounds, dw, barrier)
     douts = [x[..., None] * dy for x in w]
     if is_game:
-        # G_cm depends on O_c through both of its places; the two halves of dG came in separately.
+        # G_cm depends on O_c through both factors; dG holds the two halves separately.
         through = [add_up([((dgram[c][m] + dgram[m][c]) / H)[..., None] * outs[m] for m in range(C)]) for c in range(C)]
         douts = [a + b for a, b in zip(douts, through, strict=True)]
     return douts, dbids, dtau
@@ -147,10 +145,9 @@ def _unsettle(
 def aggregate(
     outs: Scales, bids: Scales, tau_N: Float[Array, "N"], rules: Rules
 ) -> tuple[Float[Array, "B T N H"], Scales, Float[Array, "B T N"]]:
-    """(sum_c w_c O_c, the weights w, the residual of the game) of outputs [B, T, N, H] and bids [B, T, N],
-    finest first.
+    """Return (sum_c w_c O_c, weights w, residual) of outputs [B, T, N, H] and bids [B, T, N], finest scale first.
 
-    The finest scale is always there. The residual, |BR(w) - w|_1, carries no gradient.
+    The finest scale is always present. The residual of the game, |BR(w) - w|_1, has no gradient.
     """
     return _aggregate(outs, bids, tau_N, rules)
 
@@ -159,16 +156,16 @@ def _aggregate(outs, bids, tau_N, rules):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": functools.partial(_aggregate_in_xla, rules)}
     if nash_gpu.fits(outs):
         forms["cuda"] = functools.partial(_aggregate_in_kernel, rules)
-    return _kept(on_platform(outs, bids, tau_N, **forms))
+    return _materialize(on_platform(outs, bids, tau_N, **forms))
 
 
 def _aggregate_in_xla(rules: Rules, outs: Scales, bids: Scales, tau_N: Array) -> tuple[Any, ...]:
-    y, w, residual = _settle(rules, _kept, [widen(o) for o in outs], bids, tau_N[None, None])
+    y, w, residual = _solve(rules, _materialize, [widen(o) for o in outs], bids, tau_N[None, None])
     return y.astype(outs[0].dtype), w, residual
 
 
 def _aggregate_in_kernel(rules: Rules, outs: Scales, bids: Scales, tau_N: Array, *, interpret: bool = False) -> tuple[Any, ...]:
-    return nash_gpu.forward(outs, bids, tau_N, functools.partial(_settle, rules, lambda x: x), interpret=interpret)
+    return nash_gpu.forward(outs, bids, tau_N, functools.partial(_solve, rules, lambda x: x), interpret=interpret)
 
 
 def _aggregate_fwd(outs, bids, tau_N, rules):  # type: ignore[no-untyped-def]
@@ -180,20 +177,20 @@ def _aggregate_bwd(rules, saved, cotangents):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": functools.partial(_backward_in_xla, rules)}
     if nash_gpu.fits(saved[0]):
         forms["cuda"] = functools.partial(_backward_in_kernel, rules)
-    douts, dbids, dtau = _kept(on_platform(*saved, dy_BTNH, dw, **forms))
+    douts, dbids, dtau = _materialize(on_platform(*saved, dy_BTNH, dw, **forms))
     return tuple(douts), tuple(dbids), jnp.sum(dtau, axis=(0, 1))
 
 
 def _backward_in_xla(rules, outs, bids, tau_N, dy_BTNH, dw):  # type: ignore[no-untyped-def]
-    """(d outs, d bids, d tau of each token and head)."""
+    """Return (d outs, d bids, d tau per token and head)."""
     wide = [widen(o) for o in outs]
-    douts, dbids, dtau = _unsettle(rules, _kept, wide, bids, tau_N[None, None], widen(dy_BTNH), dw)
+    douts, dbids, dtau = _solve_backward(rules, _materialize, wide, bids, tau_N[None, None], widen(dy_BTNH), dw)
     return [d.astype(o.dtype) for d, o in zip(douts, outs, strict=True)], list(dbids), dtau
 
 
 def _backward_in_kernel(rules, outs, bids, tau_N, dy_BTNH, dw, *, interpret=False):  # type: ignore[no-untyped-def]
-    unsettle = functools.partial(_unsettle, rules, lambda x: x)
-    return nash_gpu.backward(outs, bids, tau_N, dy_BTNH, dw, unsettle, interpret=interpret)
+    solve_backward = functools.partial(_solve_backward, rules, lambda x: x)
+    return nash_gpu.backward(outs, bids, tau_N, dy_BTNH, dw, solve_backward, interpret=interpret)
 
 
 aggregate.defvjp(_aggregate_fwd, _aggregate_bwd)
@@ -202,11 +199,10 @@ aggregate.defvjp(_aggregate_fwd, _aggregate_bwd)
 def aggregate_reference(
     outs: Scales, bids: Scales, tau_N: Float[Array, "N"], rules: Rules
 ) -> tuple[Float[Array, "B T N H"], Scales]:
-    """The same by its definition: errors as squared distances from the consensus, no Gram matrix,
-    ordinary gradients."""
+    """Compute `aggregate` by its definition: squared distances from the consensus, automatic gradients."""
     o_CBTNH, b_CBTN = jnp.stack([widen(o) for o in outs]), jnp.stack(bids)
-    there_CBTN = b_CBTN > -jnp.inf
-    softmax = lambda x: jax.nn.softmax(jnp.where(there_CBTN, x, -jnp.inf), axis=0)
+    present_CBTN = b_CBTN > -jnp.inf
+    softmax = lambda x: jax.nn.softmax(jnp.where(present_CBTN, x, -jnp.inf), axis=0)
     consensus = lambda w: jnp.sum(w[..., None] * o_CBTNH, axis=0)
     w = softmax(jnp.zeros_like(b_CBTN) if rules.aggregation == "mean" else b_CBTN)
     for _ in range(rules.iterations if rules.aggregation == "nash" else 0):

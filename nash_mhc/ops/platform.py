@@ -1,4 +1,4 @@
-"""Which form of an operation a program gets: that of the platform which it is compiled for."""
+"""Choose the form of an operation for the platform that a program is compiled for."""
 
 from __future__ import annotations
 
@@ -12,56 +12,55 @@ from typing import Any
 import jax
 from jax import lax
 
-Seen = Callable[[str, Callable[..., Any], tuple[Any, ...], Any], None]
-_SEEN: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("seen", default=None)
+Compare = Callable[[str, Callable[..., Any], tuple[Any, ...], Any], None]  # (name, plain form, operands, kernel's result)
+_COMPARE: contextvars.ContextVar[Compare | None] = contextvars.ContextVar("compare", default=None)
 _ANY_ORDER: contextvars.ContextVar[bool] = contextvars.ContextVar("any_order", default=False)
 
 
 def is_gpu() -> bool:
-    """Whether what is traced now is for a GPU: of the mesh, or else of the process."""
-    if _SEEN.get() is not None:
+    """Return whether the current trace is for a GPU: that of the mesh, or else the default backend."""
+    if _COMPARE.get() is not None:
         return True
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() == "gpu" if device is None else device.platform not in ("cpu", "tpu")
 
 
 def on_platform(*operands: Any, default: Callable[..., Any], **forms: Callable[..., Any]) -> Any:
-    """`forms` by the names of platforms, `default` for all others.
+    """Call the form for this platform: one of `forms`, by platform name, or `default`.
 
-    Under a mesh the platform is known while a program is traced, and only its form is; JAX would trace all of them and
-    drop the others, which was a tenth of the time. Without a mesh, JAX decides where the program is lowered.
+    Under a mesh the platform is known at trace time, so only its form is traced. (`lax.platform_dependent` traces all
+    of them, a tenth of the tracing time.) Without a mesh, JAX decides at lowering.
     """
-    if (seen := _SEEN.get()) is not None and "cuda" in forms:
-        return _compared(seen, operands, default, forms["cuda"])
+    if (compare := _COMPARE.get()) is not None and "cuda" in forms:
+        return _run_compared(compare, operands, default, forms["cuda"])
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform in ("cpu", "tpu"):  # a GPU calls itself by one name and its forms by another
+    if device is not None and device.platform in ("cpu", "tpu"):  # a GPU's device platform is "gpu", its forms are "cuda"
         return forms.get(device.platform, default)(*operands)
     return lax.platform_dependent(*operands, default=default, **forms)
 
 
 @contextlib.contextmanager
-def compared(seen: Seen) -> Iterator[None]:
-    """What is traced meanwhile takes the GPU's forms, in Pallas's interpreter where there is no GPU. Of each, `seen`
-    gets its name, the plain form as a function, the operands, and what it came to."""
-    before = _SEEN.set(seen)
+def comparing_kernels(compare: Compare) -> Iterator[None]:
+    """Trace the GPU kernels, in Pallas's interpreter if there is no GPU, and pass each one's result to `compare`."""
+    token = _COMPARE.set(compare)
     try:
         yield
     finally:
-        _SEEN.reset(before)
+        _COMPARE.reset(token)
 
 
-def _compared(seen: Seen, operands: tuple[Any, ...], plain: Callable[..., Any], form: Callable[..., Any]) -> Any:
+def _run_compared(compare: Compare, operands: tuple[Any, ...], plain: Callable[..., Any], form: Callable[..., Any]) -> Any:
     inner = form.func if isinstance(form, functools.partial) else form
     interpreted = jax.default_backend() != "gpu" and "interpret" in inspect.signature(inner).parameters
     got = form(*operands, interpret=True) if interpreted else form(*operands)
     name = inner.__name__.removeprefix("_").removesuffix("_in_kernel").removesuffix("_by_kernel")
-    seen(f"{inner.__module__.rpartition('.')[2]}.{name}", plain, operands, got)
+    compare(f"{inner.__module__.rpartition('.')[2]}.{name}", plain, operands, got)
     return got
 
 
 @contextlib.contextmanager
 def in_any_order(yes: bool) -> Iterator[None]:
-    """Let programs traced inside add up in any order: they need not give the same bits in every run."""
+    """Allow programs traced inside to sum in any order, so results may differ between runs."""
     before = _ANY_ORDER.set(yes)
     try:
         yield

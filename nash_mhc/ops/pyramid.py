@@ -1,7 +1,6 @@
-"""Coarser and coarser views of a sequence, strictly causal:
-row i of a scale has read tokens up to (i + 1) s - 1, s its stride.
+"""Causal pooling of keys and values into coarser scales, per head and document.
 
-Everything is local to a head and a document.
+Row i of a scale with stride s depends on tokens up to (i + 1) s - 1.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from nash_mhc.ops.arithmetic import widen
 from nash_mhc.ops.kernels import pyramid_gpu
 from nash_mhc.ops.platform import on_platform
 
-# Written down in its own dtype and read again:
-# otherwise a compiler pools anew, in float32, in everything that uses the result.
-_kept = lax.optimization_barrier
+# Without a barrier, XLA would pool again, in float32, in every consumer of the result.
+_materialize = lax.optimization_barrier
 
 
 def continues(segments_BI: Int[Array, "B I"]) -> Bool[Array, "B I"]:
-    """Whether the row before each row exists and belongs to the same document:
-    only then may a pooling kernel read it."""
+    """Return whether the previous row exists and is in the same document, so that pooling may read it."""
     same = segments_BI[:, 1:] == segments_BI[:, :-1]
     return jnp.pad(same, ((0, 0), (1, 0)))
 
@@ -33,7 +30,7 @@ def continues(segments_BI: Int[Array, "B I"]) -> Bool[Array, "B I"]:
 def pool_reference(
     z_BTNH: Float[Array, "B T N H"], kernel_JNH: Float[Array, "J N H"], continues_BI: Bool[Array, "B I"]
 ) -> Float[Array, "B I N H"]:
-    """out[i] = sum_j kernel[j] z[(i - 1) r + j], j = 0 .. 2r - 1; taps before the start of a document read 0."""
+    """Return out[i] = sum_j kernel[j] z[(i - 1) r + j], j = 0 .. 2r - 1. Taps before a document's start read 0."""
     B, T, N, H = z_BTNH.shape
     r = kernel_JNH.shape[0] // 2
     padded = jnp.pad(widen(z_BTNH), ((0, 0), (r, 0), (0, 0), (0, 0)))
@@ -47,14 +44,14 @@ def pool_reference(
 
 
 def _blocks(z_BTNH: Array, r: int) -> list[Array]:
-    """Slot j of every block of r rows, for each j, in float32."""
+    """Return row j of every block of r rows, for each j, in float32."""
     B, T, N, H = z_BTNH.shape
     z = z_BTNH.reshape(B, T // r, r, N, H)
     return [widen(z[:, :, j]) for j in range(r)]
 
 
 def _later(x: Array) -> Array:
-    """Row i gets what was row i - 1's; the first gets zeros."""
+    """Shift rows: row i gets row i - 1, the first gets zeros."""
     return jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
 
 
@@ -66,16 +63,15 @@ def _earlier(x: Array) -> Array:
 def pool(
     z_BTNH: Float[Array, "B T N H"], kernel_JNH: Float[Array, "J N H"], continues_BI: Bool[Array, "B I"]
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B I N H"]]:
-    """(z itself, the same as `pool_reference`). Use the z that it returns:
-    its gradient is then added to in the same pass."""
+    """Return (z, `pool_reference` of z). If later code uses the returned z, one backward pass sums both gradients."""
     forms: dict[str, Any] = {"default": _pool_in_xla}
     if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
         forms["cuda"] = _pool_in_kernel
-    return z_BTNH, _kept(on_platform(z_BTNH, kernel_JNH, continues_BI, **forms))
+    return z_BTNH, _materialize(on_platform(z_BTNH, kernel_JNH, continues_BI, **forms))
 
 
 def _pool_in_xla(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array) -> Array:
-    """Each block is summed with both halves of the kernel, and the sums are shifted."""
+    """Sum each block with both halves of the kernel, and shift the first sum by one block."""
     r = kernel_JNH.shape[0] // 2
     slots = _blocks(z_BTNH, r)
     weighted = lambda taps: functools.reduce(jnp.add, (k[None, None] * z for k, z in zip(taps, slots, strict=True)))
@@ -84,7 +80,7 @@ def _pool_in_xla(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array) -> Array
 
 
 def _flat(x: Array) -> Array:
-    """Heads and channels in one axis."""
+    """Merge heads and channels into one axis."""
     return x.reshape(*x.shape[:-2], -1)
 
 
@@ -108,23 +104,20 @@ def _pool_bwd(saved, cotangents):  # type: ignore[no-untyped-def]
     forms: dict[str, Any] = {"default": _backward_in_xla}
     if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
         forms["cuda"] = _backward_in_kernel
-    return *_kept(on_platform(*saved, *cotangents, **forms)), None
+    return *_materialize(on_platform(*saved, *cotangents, **forms)), None
 
 
 def _backward_in_xla(
     z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, dz_BTNH: Array, dout_BINH: Array
 ) -> tuple[Array, Array]:
-    """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel)."""
+    """Return (gradient of z, including `dz` from its other uses; gradient of the kernel)."""
     r = kernel_JNH.shape[0] // 2
     dout = widen(dout_BINH)
-    # What the row after each block sends back to it.
-    dnext = _earlier(jnp.where(continues_BI[:, :, None, None], dout, 0.0))
-    # All slots of a block at once, by broadcasting:
-    # neither a stack, which a GPU interleaves slowly, nor 2 r reductions.
+    dnext = _earlier(jnp.where(continues_BI[:, :, None, None], dout, 0.0))  # from the row after each block
+    # Broadcast over all rows of a block: a stack interleaves slowly on a GPU.
     own, before = kernel_JNH[None, None, r:], kernel_JNH[None, None, :r]
     pooled = (dout[:, :, None] * own + dnext[:, :, None] * before).reshape(z_BTNH.shape)
-    # Rows in one axis, heads and channels in another:
-    # left as five axes, a GPU's compiler may transpose them all to sum them.
+    # Merge axes first: with five, XLA on a GPU may transpose them all before summing.
     B, T, N, H = z_BTNH.shape
     z_IrC = widen(z_BTNH).reshape(B * T // r, r, N * H)
     dkernel = [jnp.sum(g.reshape(B * T // r, 1, N * H) * z_IrC, axis=0) for g in (dnext, dout)]

@@ -1,70 +1,136 @@
-"""Residual streams: R copies of the stream, read through one set of weights and written back through two others.
+"""Residual streams (mHC): the maps of a token, and the passes that read and write its R streams.
 
-A token's streams are R separate arrays [B, T, D], never one [B, T, R, D]: mixing them is then elementwise, which
-compilers fuse into one pass that reads each stream once. `stream_maps.py` says what a token's coefficients are. Sums
-are formed in float32 whatever the streams' dtype. These are single passes over the streams, there and back;
-`model/residual.py` puts them together, and the plain forms at the end are what the tests compare with.
+The streams are R separate arrays [B, T, D], never one [B, T, R, D]: mixing them is then elementwise and fuses into one
+pass that reads each stream once. A token's coefficients are one float32 row of `maps_BTM`: R of pre, R of post, R x R
+of res by rows. Sums are accumulated in float32. `model/residual.py` combines these passes. The references at the end
+are for tests.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from nash_mhc.ops.arithmetic import add_up, widen
+from nash_mhc.ops.doubly_stochastic import Matrix, Vector, from_logits, logits_gradient, sinkhorn_reference
 from nash_mhc.ops.kernels import residual_streams_gpu
 from nash_mhc.ops.platform import on_platform
-from nash_mhc.ops.stream_maps import coefficients
 
 Streams = tuple[Float[Array, "B T D"], ...]
 
-# Written down in its own dtype and read again: otherwise a compiler keeps the float32 sums instead, twice the bytes.
-_kept = lax.optimization_barrier
+# Without a barrier, XLA would save the float32 sums instead of the rounded result, twice the bytes.
+_materialize = lax.optimization_barrier
 
 
 def _over_width(a: Array, b: Array) -> Array:
-    """sum_d a[..., d] b[..., d], in float32."""
+    """Return sum_d a[..., d] b[..., d] in float32."""
     return jnp.sum(widen(a) * widen(b), axis=-1)
 
 
 def _flat(arrays: Sequence[Array]) -> list[Array]:
-    """Batch and time in one axis."""
+    """Merge batch and time into one axis."""
     return [a.reshape(-1, a.shape[-1]) for a in arrays]
 
 
+def coefficients(maps_BTM: Float[Array, "B T M"]) -> tuple[Vector, Vector, Matrix]:
+    """Return (pre, post, res by rows), each coefficient an array [B, T]."""
+    return _split([maps_BTM[..., m] for m in range(maps_BTM.shape[-1])])
+
+
+def _split(columns: Sequence[Array]) -> tuple[Vector, Vector, Matrix]:
+    R = math.isqrt(len(columns) + 1) - 1  # M + 1 = (R + 1)^2
+    res = columns[2 * R :]
+    return tuple(columns[:R]), tuple(columns[R : 2 * R]), tuple(tuple(res[i * R : (i + 1) * R]) for i in range(R))
+
+
+@jax.custom_vjp
+def maps(logits_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """Return H_pre = sigmoid, H_post = 2 sigmoid, and H_res, doubly stochastic."""
+    forms: dict[str, Any] = {"default": functools.partial(_maps_in_xla, _maps)}
+    if residual_streams_gpu.fits_maps(logits_BTM.shape[:-1]):
+        forms["cuda"] = _maps_in_kernel
+    return on_platform(logits_BTM, **forms)
+
+
+def maps_backward(maps_BTM: Float[Array, "B T M"], dmaps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """Return the gradient of the logits from the maps and their gradient."""
+    forms: dict[str, Any] = {"default": functools.partial(_maps_in_xla, _maps_backward)}
+    if residual_streams_gpu.fits_maps(maps_BTM.shape[:-1]):
+        forms["cuda"] = _maps_backward_in_kernel
+    return on_platform(maps_BTM, dmaps_BTM, **forms)
+
+
+def _maps(logits: Sequence[Array]) -> list[Array]:
+    pre, post, res = _split(logits)
+    mixing = [x for row in from_logits(res) for x in row]
+    return [*(jax.nn.sigmoid(x) for x in pre), *(2.0 * jax.nn.sigmoid(x) for x in post), *mixing]
+
+
+def _maps_backward(numbers: Sequence[Array]) -> list[Array]:
+    half = len(numbers) // 2
+    (pre, post, res), (dpre, dpost, dres) = _split(numbers[:half]), _split(numbers[half:])
+    of_pre = [g * p * (1.0 - p) for p, g in zip(pre, dpre, strict=True)]
+    of_post = [g * p * (1.0 - 0.5 * p) for p, g in zip(post, dpost, strict=True)]
+    return [*of_pre, *of_post, *(g for row in logits_gradient(res, dres) for g in row)]
+
+
+def _maps_in_xla(numbers: Callable[[Sequence[Array]], list[Array]], *args: Array) -> Array:
+    return jnp.stack(numbers([x for a in args for x in jnp.moveaxis(a, -1, 0)]), axis=-1)
+
+
+def _maps_in_kernel(logits_BTM: Array, *, interpret: bool = False) -> Array:
+    return residual_streams_gpu.maps_over_tokens(_maps, [logits_BTM], logits_BTM.shape[-1], interpret=interpret)
+
+
+def _maps_backward_in_kernel(maps_BTM: Array, dmaps_BTM: Array, *, interpret: bool = False) -> Array:
+    return residual_streams_gpu.maps_over_tokens(_maps_backward, [maps_BTM, dmaps_BTM], maps_BTM.shape[-1], interpret=interpret)
+
+
+def _maps_forward(logits_BTM: Array) -> tuple[Array, Array]:
+    maps_BTM = maps(logits_BTM)
+    return maps_BTM, maps_BTM
+
+
+maps.defvjp(_maps_forward, lambda maps_BTM, dmaps_BTM: (maps_backward(maps_BTM, dmaps_BTM),))
+
+
 def squares(xs: Streams) -> Float[Array, "B T R"]:
-    """The sum of squares of each stream of a token."""
+    """Return the sum of squares of each stream of a token."""
     return jnp.stack([_over_width(x, x) for x in xs], axis=-1)
 
 
 def products(xs: Streams, phi_RDM: Float[Array, "R D M"]) -> Float[Array, "B T M"]:
-    """x @ phi, where x is all streams of a token in one vector, in float32."""
+    """Return x @ phi in float32, where x is the concatenation of a token's streams."""
     wide = jnp.promote_types(xs[0].dtype, jnp.float32)
     each = [jnp.einsum("btd,dm->btm", x, phi, preferred_element_type=wide) for x, phi in zip(xs, phi_RDM, strict=True)]
     return add_up(each)
 
 
 def read(xs: Streams, maps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
-    """sum_r pre[r] * stream r."""
+    """Return sum_r pre[r] * stream r."""
     pre, _, _ = coefficients(maps_BTM)
-    return _kept(add_up([c[..., None] * widen(x) for c, x in zip(pre, xs, strict=True)]).astype(xs[0].dtype))
+    return _materialize(add_up([c[..., None] * widen(x) for c, x in zip(pre, xs, strict=True)]).astype(xs[0].dtype))
 
 
 def fits_norm(x_BTD: Float[Array, "B T D"], devices: int = 1) -> bool:
-    """Whether streams of that shape, split over so many, can go through a GPU's `read_and_norm`."""
+    """Return whether the GPU kernel of `read_and_norm` supports streams of that shape, split over `devices`."""
     return residual_streams_gpu.fits_norm(x_BTD.shape, devices)
 
 
 def read_and_norm(
     xs: Streams, maps_BTM: Float[Array, "B T M"], scale_D: Float[Array, "D"], eps: float
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
-    """(what is read, over the root of its mean square, times the scale; 1 over that root). Its kernel is worth it where
-    there is one: elsewhere, what is read had better be written down."""
+    """Return (RMS norm of `read`, times the scale; 1 / rms), without storing `read`.
+
+    Only worthwhile with the GPU kernel: elsewhere, storing the result of `read` is faster.
+    """
     forms = {"default": functools.partial(_read_and_norm_in_xla, eps), "cuda": functools.partial(_read_and_norm_in_kernel, eps)}
     return on_platform(xs, maps_BTM, scale_D, **forms)
 
@@ -88,7 +154,7 @@ def read_and_norm_backward(
     xs: Streams, maps_BTM: Float[Array, "B T M"], scale_D: Float[Array, "D"], inverse_BT: Float[Array, "B T"],
     dnormed_BTD: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"], Float[Array, "1 1 D"]]:  # fmt: skip
-    """Gradients (of what was read, of pre, of the scale for all tokens here)."""
+    """Return the gradients of the result of `read`, of pre, and of the scale (summed over this device's tokens)."""
     forms = {"default": _read_and_norm_backward_in_xla, "cuda": _read_and_norm_backward_in_kernel}
     return on_platform(xs, maps_BTM, scale_D, inverse_BT, dnormed_BTD, **forms)
 
@@ -116,23 +182,23 @@ def _read_and_norm_backward_in_kernel(
 
 
 def read_sums(xs: Streams, dx_BTD: Float[Array, "B T D"]) -> Float[Array, "B T R"]:
-    """The gradient of pre, from that of what was read."""
+    """Return the gradient of pre, from that of the result of `read`."""
     return jnp.stack([_over_width(x, dx_BTD) for x in xs], axis=-1)
 
 
 def write(xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"]) -> tuple[Streams, Float[Array, "B T R"]]:
-    """(stream i becomes sum_j res[i][j] * stream j + post[i] * y; the `squares` of the new streams)."""
+    """Return (new streams, their `squares`). Stream i becomes sum_j res[i][j] * stream j + post[i] * y."""
     forms: dict[str, Any] = {"default": _write_in_xla}
     if residual_streams_gpu.fits(y_BTD.shape):
         forms["cuda"] = _write_in_kernel
-    return _kept(on_platform(xs, y_BTD, maps_BTM, **forms))
+    return _materialize(on_platform(xs, y_BTD, maps_BTM, **forms))
 
 
 def _write_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array) -> tuple[Streams, Array]:
     _, post, res = coefficients(maps_BTM)
     y, wide = widen(y_BTD), [widen(x) for x in xs]
     mixed = [add_up([c[..., None] * x for c, x in zip(row, wide, strict=True)]) for row in res]
-    outs = _kept(tuple((m + c[..., None] * y).astype(x.dtype) for m, c, x in zip(mixed, post, xs, strict=True)))
+    outs = _materialize(tuple((m + c[..., None] * y).astype(x.dtype) for m, c, x in zip(mixed, post, xs, strict=True)))
     return outs, squares(outs)
 
 
@@ -145,7 +211,7 @@ def _write_in_kernel(xs: Streams, y_BTD: Array, maps_BTM: Array, *, interpret: b
 def write_sums(
     xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"], douts: Streams
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
-    """(dy, d maps) from the gradients of what was written; 0 for pre, which had no part in it."""
+    """Return (dy, d maps) from the gradients of the written streams; 0 for pre."""
     forms: dict[str, Any] = {"default": _write_sums_in_xla}
     if residual_streams_gpu.fits(y_BTD.shape):
         forms["cuda"] = _write_sums_in_kernel
@@ -172,9 +238,10 @@ def gradient(
     xs: Streams, douts: Streams, dx_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"],
     dproducts_BTM: Float[Array, "B T M"], along_BT: Float[Array, "B T"], phi_RDM: Float[Array, "R D M"],
 ) -> tuple[Streams, Float[Array, "1 1 R D M"]]:  # fmt: skip
-    """(of the streams, of phi for all tokens here), from the gradients of what was written, read and projected.
+    """Return the gradients of the streams and of phi (summed over this device's tokens).
 
-    `along` is how much of each stream its own gradient contains: what came through the norm of the token.
+    They come from the gradients of the written streams, of the read value and of the products. `along` is the
+    coefficient of each stream in its own gradient, which comes from the token's norm.
     """
     forms: dict[str, Any] = {"default": _gradient_in_xla}
     if residual_streams_gpu.fits_gradient(dx_BTD.shape, phi_RDM.shape[-1], dx_BTD.dtype):
@@ -220,6 +287,15 @@ def products_reference(xs: Streams, phi_RDM: Float[Array, "R D M"]) -> Float[Arr
 
 
 def project_reference(xs: Streams, phi_RDM: Float[Array, "R D M"], eps: float) -> Float[Array, "B T M"]:
-    """Products over the root of the mean square of all streams of a token."""
+    """Return the products divided by the rms of all streams of a token."""
     rms_BT = jnp.sqrt(jnp.mean(widen(jnp.stack(xs)) ** 2, axis=(0, -1)) + eps)
     return products_reference(xs, phi_RDM) / rms_BT[..., None]
+
+
+def maps_reference(logits_BTM: Float[Array, "B T M"], rounds: int) -> Float[Array, "B T M"]:
+    """Compute `maps` with Sinkhorn rounds alone and automatic gradients."""
+    logits_MBT = jnp.moveaxis(logits_BTM, -1, 0)
+    R = math.isqrt(len(logits_MBT) + 1) - 1
+    mixing_RRBT = sinkhorn_reference(logits_MBT[2 * R :].reshape(R, R, *logits_MBT.shape[1:]), rounds)
+    halves = jax.nn.sigmoid(logits_MBT[:R]), 2.0 * jax.nn.sigmoid(logits_MBT[R : 2 * R])
+    return jnp.moveaxis(jnp.concatenate([*halves, mixing_RRBT.reshape(-1, *logits_MBT.shape[1:])]), 0, -1)

@@ -10,22 +10,24 @@ from jaxtyping import Array, Float, Int
 
 
 class Rotation(NamedTuple):
-    """How fast each pair of a head turns: theta^(-2i/H), times its multiplier where the frequencies are scaled."""
+    """Frequencies of the pairs of a head: theta^(-2i/H), times multipliers if frequencies are scaled."""
 
     theta: float
-    multipliers: tuple[float, ...] = ()  # one a pair, or none
-    amplitude: float = 1.0  # of cos and sin
+    multipliers: tuple[float, ...] = ()  # one per pair, or none
+    amplitude: float = 1.0  # factor of cos and sin
 
 
 def rope(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], by: Rotation) -> Float[Array, "B T N H"]:
-    """Rotates pairs (i, i + H/2) of each head by position * frequency; angles in float32."""
-    cos, sin = (x_BTF[:, :, None] for x_BTF in turns(positions_BT, x_BTNH.shape[-1], by))
+    """Rotate the pairs (i, i + H/2) of each head by position * frequency, with angles in float32."""
+    cos, sin = (x_BTF[:, :, None] for x_BTF in cos_and_sin(positions_BT, x_BTNH.shape[-1], by))
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-def turns(positions_BT: Int[Array, "B T"], head_dim: int, by: Rotation) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    """Cosine and sine of the angle of each of the F = H/2 pairs of a head, in float32, times the amplitude."""
+def cos_and_sin(
+    positions_BT: Int[Array, "B T"], head_dim: int, by: Rotation
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    """Return the cosine and sine of each of the F = H/2 pairs of a head, in float32, times the amplitude."""
     half = head_dim // 2
     frequency = by.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if by.multipliers:
@@ -36,7 +38,7 @@ def turns(positions_BT: Int[Array, "B T"], head_dim: int, by: Rotation) -> tuple
 
 
 def positions_in_segments(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Position of each token in its own document: packed rows count from 0 again at each boundary."""
+    """Return the position of each token in its document, from 0."""
     T = segments_BT.shape[1]
     index = jnp.arange(T, dtype=jnp.int32)[None]
     starts = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), segments_BT[:, 1:] != segments_BT[:, :-1]], axis=1)

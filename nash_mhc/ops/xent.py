@@ -1,9 +1,8 @@
-"""Cross-entropy over a large vocabulary without ever holding [B, T, V] logits in float32.
+"""Cross-entropy and log-probabilities over a large vocabulary, without [B, T, V] logits in float32.
 
-Tokens are walked in chunks along T; each chunk's logits live only inside the loop, and its gradients are formed there
-and then (the loss is a sum, so they only need scaling later): three matmuls a chunk instead of the four of
-recomputation. With `vocab_axes` the columns are split over those mesh axes
-and only per-token numbers cross between devices.
+A loop over chunks along T computes the logits of a chunk and, in training, its gradients at once: three matmuls per
+chunk instead of the four of recomputation. (The loss is a sum, so gradients only need scaling later.) With `vocab_axes`
+the vocabulary is split over those mesh axes, and only per-token values cross devices.
 """
 
 from __future__ import annotations
@@ -13,22 +12,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-# Largest float32 logits block of one chunk, in elements: big enough to fill a matmul, small beside the activations.
-_CHUNK_ELEMENTS = 2**26
+_CHUNK_ELEMENTS = 2**26  # logits of one chunk: enough to fill a matmul, small compared to the activations
 
 
 class XentSums(NamedTuple):
-    """Sums over tokens, each weighted by the token's weight; divide by `weight` for means."""
+    """Weighted sums over tokens; divide by `weight` for means."""
 
     loss: Float[Array, ""]  # ce + z_weight * z + smoothing * (uniform - ce)
     ce: Float[Array, ""]  # nats
-    z: Float[Array, ""]  # squared log-partition
-    correct: Float[Array, ""]  # tokens whose best guess is right
+    z: Float[Array, ""]  # squared log-sum-exp
+    correct: Float[Array, ""]  # tokens whose argmax is the target
     weight: Float[Array, ""]
-    uniform: Float[Array, ""]  # nats against a target of equal shares; 0 where nothing is smoothed
-    entropy: Float[Array, ""]  # nats, of what is predicted; 0 where gradients are computed, which do without
+    uniform: Float[Array, ""]  # cross-entropy to the uniform distribution, nats; 0 without smoothing
+    entropy: Float[Array, ""]  # of the predictions, nats; 0 when gradients are computed
 
 
 def xent_reference(
@@ -41,7 +39,7 @@ def xent_reference(
     z_weight: float = 0.0,
     smoothing: float = 0.0,
 ) -> XentSums:
-    """The plain form: all logits at once."""
+    """Compute all logits at once; `xent` is tested against this."""
     logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)[..., :vocab_size]
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     ce_BT = lse_BT - jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
@@ -64,8 +62,10 @@ def xent(
     smoothing: float = 0.0,
     vocab_axes: tuple[str, ...] = (),
 ) -> XentSums:
-    """As `xent_reference`, in chunks. Inside shard_map, w_VD is this device's rows of the table."""
-    return _walk(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=False)[0]
+    """Compute `xent_reference` in chunks. Inside shard_map, w_VD holds this device's rows of the table."""
+    return _xent_in_chunks(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=False)[
+        0
+    ]
 
 
 def xent_and_grads(
@@ -79,33 +79,31 @@ def xent_and_grads(
     smoothing: float = 0.0,
     vocab_axes: tuple[str, ...] = (),
 ) -> tuple[XentSums, Float[Array, "B T D"], Float[Array, "V D"]]:
-    """The sums, d loss / d x and d loss / d w (float32).
-    With `vocab_axes`, d x is this device's part of a sum over them."""
-    return _walk(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=True)
+    """Return (sums, d loss / d x, d loss / d w in float32). With `vocab_axes`, d x still has to be summed over them."""
+    return _xent_in_chunks(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=True)
 
 
 def chunk_length(B: int, T: int, V: int) -> int:
-    """The largest divisor of T whose chunk of logits stays under the cap."""
+    """Return the largest divisor of T whose chunk of logits stays under the limit."""
     wanted = max(1, _CHUNK_ELEMENTS // (B * V))
-    # At least two chunks, so that the whole of [B, T, V] exists at no size, small ones included.
+    # At least two chunks: even small sizes never hold all of [B, T, V].
     return max(c for c in range(1, T + 1) if T % c == 0 and ((c <= wanted and c < T) or c == 1))
 
 
-def _walk(x, w, targets, weights, vocab_size, z_weight, smoothing, vocab_axes, *, with_grads):  # type: ignore[no-untyped-def]
+def _xent_in_chunks(x, w, targets, weights, vocab_size, z_weight, smoothing, vocab_axes, *, with_grads):  # type: ignore[no-untyped-def]
     B, T, D = x.shape
     V = w.shape[0]
     c = chunk_length(B, T, V)
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
     column_11V = (first + jnp.arange(V))[None, None]
 
-    def total(a):  # type: ignore[no-untyped-def]
-        return lax.psum(a, vocab_axes) if vocab_axes else a
+    total = lambda a: lax.psum(a, vocab_axes) if vocab_axes else a
 
     def chunk(carry, inputs):  # type: ignore[no-untyped-def]
         sums, dw = carry
         x_BcD, t_Bc, m_Bc = inputs
         logits_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w, preferred_element_type=jnp.float32)
-        logits_BcV = jnp.where(column_11V < vocab_size, logits_BcV, -jnp.inf)  # padding columns take no probability
+        logits_BcV = jnp.where(column_11V < vocab_size, logits_BcV, -jnp.inf)  # padding of the vocabulary
         top_Bc = jnp.max(logits_BcV, axis=-1)
         top_Bc = lax.pmax(top_Bc, vocab_axes) if vocab_axes else top_Bc
         exp_BcV = jnp.exp(logits_BcV - top_Bc[..., None])
@@ -138,12 +136,59 @@ def _walk(x, w, targets, weights, vocab_size, z_weight, smoothing, vocab_axes, *
         dw = dw + jnp.einsum("bcv,bcd->vd", dlogits_BcV, x_BcD, preferred_element_type=jnp.float32)
         return (sums, dw), dx_BcD
 
-    def split(a):  # type: ignore[no-untyped-def]
-        return jnp.moveaxis(a.reshape(B, T // c, c, *a.shape[2:]), 1, 0)
-
+    split = lambda a: jnp.moveaxis(a.reshape(B, T // c, c, *a.shape[2:]), 1, 0)
     zero = XentSums(*(jnp.zeros((), jnp.float32) for _ in XentSums._fields))
     start = (zero, jnp.zeros((V, D), jnp.float32) if with_grads else jnp.zeros(()))
     (sums, dw), dx = lax.scan(chunk, start, (split(x), split(targets), split(weights)))
     if not with_grads:
         return sums, None, None
     return sums, jnp.moveaxis(dx, 0, 1).reshape(B, T, D), dw
+
+
+class TokenScores(NamedTuple):
+    log_prob_BT: Float[Array, "B T"]  # nats, float32
+    is_best_BT: Bool[Array, "B T"]  # whether greedy decoding would choose this token; ties go to the first
+
+
+def log_probs_reference(
+    x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], targets_BT: Int[Array, "B T"], *, vocab_size: int
+) -> TokenScores:
+    """Compute all logits at once; `log_probs` is tested against this."""
+    logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)[..., :vocab_size]
+    log_probs_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
+    log_prob_BT = jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    return TokenScores(log_prob_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT)
+
+
+def log_probs(
+    x_BTD: Float[Array, "B T D"],
+    w_VD: Float[Array, "V D"],
+    targets_BT: Int[Array, "B T"],
+    *,
+    vocab_size: int,
+    vocab_axes: tuple[str, ...] = (),
+) -> TokenScores:
+    """Compute `log_probs_reference` in chunks. Inside shard_map, w_VD holds this device's rows of the table."""
+    B, T, _ = x_BTD.shape
+    V = w_VD.shape[0]
+    c = chunk_length(B, T, V)
+    first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
+    column_11V = (first + jnp.arange(V))[None, None]
+    over_shards = lambda reduce, a: reduce(a, vocab_axes) if vocab_axes else a
+
+    def chunk(inputs: tuple[Array, Array]) -> TokenScores:
+        x_BcD, t_Bc = inputs
+        logits_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w_VD, preferred_element_type=jnp.float32)
+        logits_BcV = jnp.where(column_11V < vocab_size, logits_BcV, -jnp.inf)  # padding of the vocabulary
+        own_Bc = jnp.max(logits_BcV, axis=-1)
+        top_Bc = over_shards(lax.pmax, own_Bc)
+        sum_Bc = over_shards(lax.psum, jnp.sum(jnp.exp(logits_BcV - top_Bc[..., None]), axis=-1))
+        target_Bc = over_shards(lax.psum, jnp.sum(jnp.where(column_11V == t_Bc[..., None], logits_BcV, 0.0), axis=-1))
+        # Ties between devices go to the lowest column.
+        best_Bc = jnp.where(own_Bc == top_Bc, first + jnp.argmax(logits_BcV, axis=-1), jnp.iinfo(jnp.int32).max)
+        best_Bc = over_shards(lax.pmin, best_Bc)
+        return TokenScores(target_Bc - top_Bc - jnp.log(sum_Bc), best_Bc == t_Bc)
+
+    split = lambda a: jnp.moveaxis(a.reshape(B, T // c, c, *a.shape[2:]), 1, 0)
+    scores = lax.map(chunk, (split(x_BTD), split(targets_BT)))
+    return jax.tree.map(lambda a_ABc: jnp.moveaxis(a_ABc, 0, 1).reshape(B, T), scores)

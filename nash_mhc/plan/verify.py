@@ -19,7 +19,7 @@ from nash_mhc.config.parsing import as_flags
 from nash_mhc.config.schema import ConfigError, DistillConfig, ObjectiveConfig
 from nash_mhc.estimate.candidates import Candidate
 from nash_mhc.estimate.memory import estimate
-from nash_mhc.model.device_settings import for_platform
+from nash_mhc.model.architectures import for_platform
 from nash_mhc.runtime.chips import Machine
 
 _MAX_CHIPS = 256

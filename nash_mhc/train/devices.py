@@ -16,7 +16,7 @@ from nash_mhc.config import key_names
 from nash_mhc.config.fields import weighted_parts
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.prepared.manifest import FILE
-from nash_mhc.model.device_settings import for_platform
+from nash_mhc.model.architectures import for_platform
 from nash_mhc.parallel.mesh import check_fit, make_mesh, misfits
 from nash_mhc.parallel.processes import check_same, start
 from nash_mhc.runtime.profile import disable_command_buffers

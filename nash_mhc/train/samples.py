@@ -15,7 +15,7 @@ from nash_mhc.config.schema import ArchitectureConfig, TelemetryConfig
 from nash_mhc.data.tokenizer import Tokenizer, stream_text, with_begin
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.sampling import MANY, Drawn, generate_rows, generate_tokens
+from nash_mhc.model.sampling import MANY, Sampling, generate_rows, generate_tokens
 from nash_mhc.parallel.sharding import for_compute, named_sharding
 from nash_mhc.runtime.hardware import device_memory
 
@@ -70,7 +70,7 @@ class Samples:
         def texts(local: LanguageModel) -> list[str]:
             answers: list[list[int]] = [[] for _ in prompts]
             generated = generate_rows(
-                local, prompts, Drawn(temperature=0.0), seq_len=self._seq_len, ends=[self._tokenizer.end],
+                local, prompts, Sampling(temperature=0.0), seq_len=self._seq_len, ends=[self._tokenizer.end],
                 max_tokens=self._count, dtype=self._dtype, at_once=MANY,
             )  # fmt: skip
             for row, token in generated:

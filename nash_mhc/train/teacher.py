@@ -17,7 +17,7 @@ from nash_mhc.data.pack import RowSource
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.hub import stored
 from nash_mhc.hub.load import Loaded, config_of, load
-from nash_mhc.model.device_settings import for_platform
+from nash_mhc.model.architectures import for_platform
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_likeliest

@@ -20,10 +20,9 @@ from jax.experimental import topologies
 from runs import described_run
 
 from nash_mhc.bench import __main__ as command
-from nash_mhc.bench import findings, plot, quality, step, variants
-from nash_mhc.bench.aot import bench_compile
+from nash_mhc.bench import findings, quality, step
 from nash_mhc.bench.recall import RecallRows, distances
-from nash_mhc.bench.step import bench_step
+from nash_mhc.bench.step import bench_compile, bench_step
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ModelConfig, TelemetryConfig
@@ -57,13 +56,13 @@ def test_a_topology_that_cannot_be_described_is_one_line(monkeypatch):
         raise RuntimeError("no compiler\nsecond line")
 
     monkeypatch.setattr(topologies, "get_topology_desc", absent)
-    with pytest.raises(ConfigError, match=r"^--topology v6e:2x4: cannot be described here \(no compiler\); it needs libtpu"):
+    with pytest.raises(ConfigError, match=r"^--topology v6e:2x4.*no compiler.*libtpu"):
         bench_compile(small.mesh_config(small.config(), 2, 2, 2), "v6e:2x4")
 
 
 def test_a_mesh_that_does_not_fill_the_topology_is_refused(monkeypatch):
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=[None] * 8))
-    with pytest.raises(ConfigError, match="has 8 chips; the mesh axes must multiply to that"):
+    with pytest.raises(ConfigError, match=r"--topology .* has 8 chips, the mesh \d+"):
         bench_compile(small.mesh_config(small.config(), 2, 2, 1), "v6e:2x4")
 
 
@@ -202,7 +201,7 @@ def test_rows_are_aligned_for_the_coarsest_model(compared, kind):
 def test_variants_differ_in_architecture_and_hardly_in_parameters(compared):
     parts = ("scales", "window", "conv_taps", "residual")
     base, mesh = resolve(minute())
-    found = {name: dataclasses.asdict(variants.relative(name, minute(), base, mesh).model) for name in NAMED}
+    found = {name: dataclasses.asdict(quality.relative(name, minute(), base, mesh).model) for name in NAMED}
     assert {name: tuple(v[part] for part in parts) for name, v in found.items()} == {
         "nash-mhc": (2, 8, 2, "mhc-layer"),
         "dense": (1, None, 0, "plain"),
@@ -279,20 +278,20 @@ def test_figures_of_the_comparison_follow_from_the_losses(compared):
 def test_the_ffn_width_is_the_closest_of_all(name, monkeypatch):
     count = functools.cache(count_parameters)  # tracing takes its time
     monkeypatch.setattr(variants, "count_parameters", count)
-    model = dataclasses.replace(MINUTE, **variants.VARIANTS[name])
+    model = dataclasses.replace(MINUTE, **quality.VARIANTS[name])
     counts = {ffn: count(dataclasses.replace(model, ffn=ffn)) for ffn in range(8, 201, 8)}
     for unit in (8, 24):
         for target in (0, counts[8] + 1, count(MINUTE), counts[104] + 300, counts[104] + 500, counts[120] + 1300):
             best = min(range(unit, 201, unit), key=lambda ffn: abs(counts[ffn] - target))
-            assert variants.matched(model, target, unit).ffn == best, (unit, target)
+            assert quality.matched(model, target, unit).ffn == best, (unit, target)
 
 
 def test_the_ffn_width_divides_over_the_mesh():
     model = dataclasses.replace(MINUTE, width=48, layers=3, heads=6, kv_heads=6, ffn=480)
     cfg = small.mesh_config(dataclasses.replace(minute(data__seq_len=48), model=model), tp=3)
     base, mesh = resolve(cfg)
-    assert variants.relative("nash-mhc", cfg, base, mesh) == base
-    models = {name: variants.relative(name, cfg, base, mesh).model for name in variants.VARIANTS}
+    assert quality.relative("nash-mhc", cfg, base, mesh) == base
+    models = {name: quality.relative(name, cfg, base, mesh).model for name in quality.VARIANTS}
     assert all(model.ffn % 24 == 0 for model in models.values())
     parts = {name: (m.scales, m.window, m.conv_taps, m.residual) for name, m in models.items()}
     assert parts["multiscale-plain"] == (2, 8, 2, "plain")
@@ -302,10 +301,8 @@ def test_the_ffn_width_divides_over_the_mesh():
 def test_a_model_without_an_equal_relative_is_refused():
     model = dataclasses.replace(MINUTE, width=8, heads=1, kv_heads=1, head_dim=2, ffn=8, vocab_size=2)
     cfg = dataclasses.replace(minute(), model=model)
-    with pytest.raises(
-        ConfigError, match=r"^variant dense-mhc: no FFN width brings it within 3% of [\d,]+ parameters \(the nearest"
-    ):
-        variants.relative("dense-mhc", cfg, *resolve(cfg))
+    with pytest.raises(ConfigError, match=r"^variant dense-mhc: no FFN width gives [\d,]+ parameters within 3% \(the nearest"):
+        quality.relative("dense-mhc", cfg, *resolve(cfg))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +321,7 @@ def test_the_verdict_says_what_the_seeds_say(nash, dense, below, words):
     assert answer is below
     for word in words:
         assert word in text
-    assert below is None or "floor of the stories is 0.5000, the means are 1.4" in text
+    assert below is None or ("floor of the stories is 0.5000" in text and " 1.4" in text)
     assert (found["nash-mhc"]["mean"] is None) == (None in nash)
     assert found["dense"]["spread"] == max(dense) - min(dense)
 
@@ -395,18 +392,17 @@ def test_the_line_of_a_run_that_diverged_ends_there(compared):
     figures = copy.deepcopy(compared.figures)
     for curve in (v["curve"] for v in figures["variants"].values()):
         curve[-1][2] = None
-    assert plot.picture(figures).count(" L") < plot.picture(compared.figures).count(" L")
+    assert findings.picture(figures).count(" L") < findings.picture(compared.figures).count(" L")
     for curve in (v["curve"] for v in figures["variants"].values()):
         for point in curve:
             point[2] = None
-    ElementTree.fromstring(plot.picture(figures))
+    ElementTree.fromstring(findings.picture(figures))
 
 
 def test_the_best_rate_at_the_edge_is_no_verdict():
     found = {"nash-mhc": {"held_out": [0.7], "at_edge": False}, "dense": {"held_out": [0.8], "at_edge": True}}
-    assert findings.verdict(found, None) == (
-        None, "No verdict: the best rate of dense may lie beyond those that were tried.",
-    )  # fmt: skip
+    below, text = findings.verdict(found, None)
+    assert below is None and "No verdict" in text and "dense" in text and "edge" in text
 
 
 # --- recall ----------------------------------------------------------------------------------------------------------
@@ -461,22 +457,22 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --variants ,", "--variants: unknown variant ''; there are nash-mhc, dense, dense-mhc, dense-conv-mhc, "),
         (
             "quality --learning-rates 1e-3,fast",
-            "--learning-rates 1e-3,fast: numbers with commas between them, such as 1e-3,2e-3",
+            "--learning-rates 1e-3,fast must be comma-separated numbers",
         ),
         ("quality --learning-rates 1e-3,0", "--learning-rates 1e-3,0: every rate must be a number above 0"),
         ("quality --task recal", "--task: invalid choice: 'recal'"),
         (
             "quality --task recall --seq-len 4096",
-            "--task recall: rows of 4096 tokens need 1024 keys, and half of 257 tokens are",
+            "--task recall: --seq-len 4096 needs 1024 keys, a vocabulary of 257 has 127",
         ),
         ("quality --picture /nowhere/p.svg --seeds 0", "--picture /nowhere/p.svg: cannot be written"),
-        ("quality --model-scales 1", "the run's model must be the full one: --model-scales above 1"),
-        ("quality --model-residual plain", "the run's model must be the full one: --model-scales above 1"),
+        ("quality --model-scales 1", "bench quality needs the full model: --model-scales above 1"),
+        ("quality --model-residual plain", "bench quality needs the full model: --model-scales above 1"),
         ("quality --model-vocab-size 100", "--tokenizer bytes: set --model-vocab-size 257 or more"),
         ("quality --warmup 3 --seeds 0", "unknown flag --warmup; did you mean --warmup-steps?"),
         ("quality --json /nowhere/figures.json --seeds 0", "--json /nowhere/figures.json: cannot be written"),
         ("quality --init-from x", "--init-from"),
-        ("data --dataset x", "--dataset: `bench data` does not use it"),
+        ("data --dataset x", "--dataset: `bench data` ignores it"),
         ("data --tokenizer x", "--tokenizer"),
         ("step --objective distill", "--objective distill: `bench step` has no teacher"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),

@@ -79,9 +79,9 @@ def test_what_is_there_is_not_fetched_again(index, tmp_path):
 @pytest.mark.parametrize(
     ("archive", "damaged", "message"),
     [
-        ("first-thing==1.1", False, "first-thing==1.1: .*/first-thing/ has no source archive of that version"),
-        ("nobody==1.0", False, "nobody==1.0: cannot be fetched from .*/nobody/ .*; pip's --index-url is asked"),
-        ("botocore==2.0", True, "botocore==2.0: what came is not what the index says it is; try again"),
+        ("first-thing==1.1", False, "first-thing==1.1: .*/first-thing/ has no source archive"),
+        ("nobody==1.0", False, "nobody==1.0: .*/nobody/, pip's index"),
+        ("botocore==2.0", True, "botocore==2.0: .*hash.*; try again"),
     ],
 )
 def test_what_cannot_be_fetched_is_one_line_and_leaves_nothing_half_written(index, tmp_path, archive, damaged, message):

@@ -18,20 +18,20 @@ FLAGS = (
 
 
 def test_every_kernel_of_a_step_meets_its_plain_form_and_a_wrong_one_is_named(monkeypatch, capsys, tmp_path):
-    mixed, file = conv_gpu.mixed, tmp_path / "kernels.json"
-    monkeypatch.setattr(conv_gpu, "mixed", lambda *args, **options: 1.02 * mixed(*args, **options))
+    conv, file = conv_gpu.conv, tmp_path / "kernels.json"
+    monkeypatch.setattr(conv_gpu, "conv", lambda *args, **options: 1.02 * conv(*args, **options))
     monkeypatch.setattr(sys, "argv", ["bench", "kernels", *FLAGS, "--json", str(file)])
     assert bench.main() == 1
     out, figures = capsys.readouterr().out, json.loads(file.read_text())
     errors = {row["kernel"]: [e["kernel"] for e in row["errors"].values()] for row in figures["kernels"]}
     assert errors.keys() >= {
-        "conv.mixed", "conv.backward", "norm.normed", "norm.normed_back", "norm.turned", "norm.turned_back",
+        "conv.conv", "conv.backward", "norm.norm", "norm.norm_backward", "norm.norm_rope", "norm.norm_rope_backward",
     }  # fmt: skip
-    assert figures["wrong"] == ["conv.mixed"] and figures["interpreted"]
-    assert all(0 <= e < 1e-2 for kernel, found in errors.items() for e in found if kernel != "conv.mixed")
-    assert all(1e-2 < e < 4e-2 for e in errors["conv.mixed"])
-    assert "wrong: conv.mixed" in out
-    assert [line.split()[1] for line in out.splitlines() if "WRONG" in line] == ["conv.mixed"]
+    assert figures["wrong"] == ["conv.conv"] and figures["interpreted"]
+    assert all(0 <= e < 1e-2 for kernel, found in errors.items() for e in found if kernel != "conv.conv")
+    assert all(1e-2 < e < 4e-2 for e in errors["conv.conv"])
+    assert "wrong: conv.conv" in out
+    assert [line.split()[1] for line in out.splitlines() if "WRONG" in line] == ["conv.conv"]
 
 
 def test_what_is_no_number_is_wrong_unless_the_plain_form_has_none_either():

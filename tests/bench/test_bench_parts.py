@@ -10,15 +10,17 @@ import small
 
 from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import parts as bench
-from nash_mhc.bench import step
-from nash_mhc.bench.parts import bench_parts, least, one_group, parts_and_arrays, step_ms
+from nash_mhc.bench import step, step_parts
+from nash_mhc.bench.parts import bench_parts, step_ms
+from nash_mhc.bench.step_parts import least, one_group, parts_and_arrays
 from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import LoraConfig, ObjectiveConfig
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
+from nash_mhc.model.architectures import for_platform
 from nash_mhc.model.attention import attention_layout
-from nash_mhc.model.device_settings import for_platform
+from nash_mhc.model.layer import residual_class
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import for_compute
 from nash_mhc.runtime.hardware import memory_rate
@@ -41,24 +43,24 @@ def times(cfg):
 
 
 def test_all_parts_of_a_model_are_there_as_often_as_a_step_has_them():
-    inside = {"mhc-read": 8, "norm": 2, "conv": 4, "qkv": 4, "scales": 4, "attention-8": 4, "attention-pooled-2": 4}
-    inside |= {"attention-pooled-4": 4, "game": 4, "output": 4, "mhc-write": 8, "ffn-up": 4, "ffn-down": 4}
+    inside = {"mhc-read": 8, "norm": 2, "conv": 4, "mixer-multiscale-8": 4, "mhc-write": 8, "ffn-swiglu": 4}
     assert times(NASH) == {"embedding": 2} | inside | {"loss": 2, "update-layers": 1, "update-others": 1}
     dense = times(small.config())
-    assert dense == {"embedding": 1, "norm": 5, "qkv": 2, "positions": 2, "attention-full": 2, "output": 2, "add": 4} | {
-        "ffn-up": 2, "ffn-down": 2, "loss": 1, "update-layers": 1, "update-others": 1,
+    assert dense == {
+        "embedding": 1, "norm": 5, "mixer-attention-full": 2, "add": 4, "ffn-swiglu": 2, "loss": 1, "update-layers": 1,
+        "update-others": 1,
     }  # fmt: skip
     mixed = times(dataclasses.replace(small.config(), model=dataclasses.replace(small.MODEL, layers=6, window=8, full_every=3)))
-    assert (mixed["attention-8"], mixed["attention-full"], mixed["qkv"]) == (4, 2, 6)
+    assert (mixed["mixer-attention-8"], mixed["mixer-attention-full"]) == (4, 2)
 
 
 @pytest.mark.parametrize("kind", ["nash", "dense", "adapters"])
 def test_their_matrix_work_is_that_of_the_model(kind, monkeypatch):
-    monkeypatch.setattr(bench, "DOCUMENTS", 1)  # as MFU counts: a row is one
+    monkeypatch.setattr(step_parts, "DOCUMENTS", 1)  # as MFU counts: a row is one
     long = small.config(data__seq_len=1024)
     cfg = long if kind == "dense" else dataclasses.replace(NASH, data=long.data, lora=LoraConfig(rank=2 * (kind == "adapters")))
     parts, _ = abstract(cfg)
-    flops = sum(part.times * (part.flops + part.flops_back) for part in parts.values())
+    flops = sum(part.times * (part.flops + part.flops_backward) for part in parts.values())
     tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
     assert flops == pytest.approx(flops_per_token(cfg) * tokens, rel=3e-3)
     without = {"update-layers", "embedding" if kind == "adapters" else "update-others"}
@@ -70,7 +72,7 @@ def test_the_least_bytes_are_those_of_the_design():
     cfg = for_platform(parse(["--model-size", "1b", "--dtype", "bfloat16", "--model-vocab-size", "65536"]).config, "cpu")
     parts, given = abstract(cfg)
     unit = 8 * 4096 * 2048 * 2
-    count = lambda name, back: least(parts[name], given[name], back=back).bytes / unit
+    count = lambda name, backward: least(parts[name], given[name], backward=backward).bytes / unit
     assert count("mhc-write", False) == pytest.approx(4 + 1 + 4, rel=0.01)
     assert count("mhc-write", True) == pytest.approx(9 + 4 + 4 + 1 + 1, rel=0.01)  # gradients in, both again, dy out
     # What was read and what was written come back to the streams in one pass, which reads them again.
@@ -81,7 +83,8 @@ def test_the_least_bytes_are_those_of_the_design():
     assert count("update-layers", False) == pytest.approx(4 * 2 * (4 + 3) * 50.9e6 * 4 / 2 / unit, rel=0.02)
     table = 65_536 * 2048 * 4
     assert count("update-others", False) == pytest.approx(2 * (4 + 3) * table / unit, rel=0.01)
-    assert (parts["ffn-up"].flops, parts["ffn-up"].flops_back) == (4 * 32_768 * 2048 * 5504, 8 * 32_768 * 2048 * 5504)
+    ffn = parts["ffn-swiglu"]
+    assert (ffn.flops, ffn.flops_backward) == (6 * 32_768 * 2048 * 5504, 12 * 32_768 * 2048 * 5504)
 
 
 def test_they_come_to_what_the_layer_computes():
@@ -93,14 +96,17 @@ def test_they_come_to_what_the_layer_computes():
             given, segments_BT = walk(model, batch), batch.segments[0]
             layer = for_compute(jax.tree.map(lambda a: a[0], model.layers), "float32")
             layout = attention_layout(segments_BT.shape, segments_BT, cfg.model.strides, "xla", 2)
-            mixed_BTD = layer.attention(given["qkv"].arrays, layout, window=cfg.model.window, kernel="xla")
-            return (given["output"].out, given["ffn-down"].out), (mixed_BTD, layer.ffn(given["ffn-up"].arrays))
+            state = residual_class(cfg.model).enter(cfg.model, given["embedding"].out)
+            read_BTD, maps = layer.attention_residual.read(state, layer.attention_norm)
+            mixed_BTD = layer.attention(layer.attention_conv(read_BTD, segments_BT), layout, window=8, kernel="xla")
+            written = layer.attention_residual.write(state, mixed_BTD, maps)
+            return (given["mhc-write"].out.xs, given["ffn-swiglu"].out), (written.xs, layer.ffn(read_BTD))
 
         with jax.set_mesh(mesh):
             return jax.jit(compared)(model, batch)
 
     _, (ours, theirs) = parts_and_arrays(cfg, both)
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.abs(b).max() > 1e-3
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -148,7 +154,7 @@ def test_only_the_parts_that_are_asked_for(monkeypatch, tmp_path, capsys):
     assert rows["mhc-write"]["forward_ms"] > 0
     assert rows["update-layers"]["ms"] == rows["update-layers"]["forward_ms"]  # there is no way back
     assert "step_ms" not in figures  # without the others, the rest says nothing
-    assert "Most is lost in" in capsys.readouterr().out
+    assert "Largest loss: " in capsys.readouterr().out
 
 
 def test_the_step_of_a_deep_model_follows_from_two_shallow_ones(monkeypatch):
@@ -170,14 +176,14 @@ def test_what_cannot_be_taken_apart_is_one_line(monkeypatch):
         with pytest.raises(ConfigError, match=message):
             bench_parts(cfg, **options)
 
-    refused("--parts ffn-dwn: this model has no such part; did you mean ffn-down", small.config(), only="norm,ffn-dwn")
-    refused("the parts of nash-mhc alone; bench step times any", dataclasses.replace(small.config(), model=ReservoirConfig()))
-    refused("the mesh has 2; leave the mesh out", small.mesh_config(small.config(), data=2))
+    refused("--parts ffn-swglu: .*did you mean ffn-swiglu", small.config(), only="norm,ffn-swglu")
+    refused("nash-mhc, not reservoir", dataclasses.replace(small.config(), model=ReservoirConfig()))
+    refused("the mesh has 2", small.mesh_config(small.config(), data=2))
     monkeypatch.setattr("sys.argv", ["bench", "parts", "--seconds", "0"])
     with pytest.raises(ConfigError, match="--seconds 0 must be above 0"):
         command.main()
     distilled = dataclasses.replace(small.config(), objective=ObjectiveConfig(name="distill"))
-    refused("next_token and smoothed, not --objective distill", distilled)
+    refused("--objective next_token and smoothed, not distill", distilled)
 
 
 def test_the_memory_s_rate_is_one_that_a_memory_may_have():

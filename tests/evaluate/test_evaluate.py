@@ -26,7 +26,7 @@ from nash_mhc.evaluate.tasks import _by_name, load_tasks, run_task
 from nash_mhc.hub.load import load
 from nash_mhc.hub.writing import export
 from nash_mhc.objectives.vocabulary import sharded_log_probs
-from nash_mhc.ops.log_probs import log_probs_reference
+from nash_mhc.ops.xent import log_probs_reference
 from nash_mhc.parallel.mesh import make_mesh
 
 pytest.importorskip("lm_eval", reason="compares with lm-eval's own backend: pip install 'nash_mhc[eval]'")

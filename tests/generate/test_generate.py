@@ -89,7 +89,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def compiled(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The programs that write, of all that were compiled."""
     said = [record.getMessage() for record in caplog.records]
-    return [text for text in said if text.startswith("Compiling") and "write_on" in text.split("with")[0]]
+    return [text for text in said if text.startswith("Compiling") and "decode_chunk" in text.split("with")[0]]
 
 
 def test_weights_that_are_not_finite_write_nothing(
@@ -188,7 +188,7 @@ def test_top_k_one_is_greedy(loaded: Loaded) -> None:
 
 
 def test_no_prompt_token_is_a_mistake_of_the_caller(loaded: Loaded) -> None:
-    with pytest.raises(ValueError, match="a token to begin with"):
+    with pytest.raises(ValueError, match="prompt is empty"):
         tokens_of(loaded, [])
 
 

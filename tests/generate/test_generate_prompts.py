@@ -15,9 +15,9 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.generate import __main__ as generate
-from nash_mhc.generate.decode import Drawn, generate_rows, generate_tokens, load
+from nash_mhc.generate.decode import Sampling, generate_rows, generate_tokens, load
 from nash_mhc.generate.prompts import Prompt, asked, up_to
-from nash_mhc.model.sampling import repeated_less
+from nash_mhc.model.sampling import penalize_repetition
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"
 
@@ -43,7 +43,7 @@ def command(monkeypatch, capsys, *argv):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("how", [Drawn(0.0), Drawn(1.0, 20, 0.9, 1.3)])
+@pytest.mark.parametrize("how", [Sampling(0.0), Sampling(1.0, 20, 0.9, 1.3)])
 def test_texts_that_are_written_at_once_are_those_that_are_written_alone(ours, how):
     """Prompts of all lengths, past the window, past the row: the cache begins anew for all of them at once."""
     model = load(ours).model
@@ -61,7 +61,7 @@ def test_texts_that_are_written_at_once_are_those_that_are_written_alone(ours, h
     for row, token in generate_rows(model, prompts, how, at_once=7, **options):
         many[row].append(token)
     assert many == together
-    if how == Drawn(0.0):
+    if how == Sampling(0.0):
         assert together[1] == list(generate_tokens(model, prompts[1], seq_len=32, end=256, max_tokens=30, temperature=0.0))
 
 
@@ -70,14 +70,14 @@ def test_repetition_is_penalized_as_transformers_does(theirs):
 
     loaded, prompt = load(theirs), [256, *range(65, 85)]
     options = {"seq_len": 128, "ends": (), "max_tokens": 40}
-    got = [token for _, token in generate_rows(loaded.model, [prompt], Drawn(0.0, repetition_penalty=1.4), **options)]
-    plain = [token for _, token in generate_rows(loaded.model, [prompt], Drawn(0.0), **options)]
+    got = [token for _, token in generate_rows(loaded.model, [prompt], Sampling(0.0, repetition_penalty=1.4), **options)]
+    plain = [token for _, token in generate_rows(loaded.model, [prompt], Sampling(0.0), **options)]
     settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     want = by_torch(theirs).generate(torch.tensor([prompt]), repetition_penalty=1.4, **settings)
     assert got == want[0, len(prompt) :].tolist()
     assert got != plain
     logits, seen = np.array([2.0, -2.0, 2.0, -2.0], np.float32), np.array([True, True, False, False])
-    np.testing.assert_allclose(jax.jit(repeated_less, static_argnums=2)(logits, seen, 2.0), [1.0, -4.0, 2.0, -2.0])
+    np.testing.assert_allclose(jax.jit(penalize_repetition, static_argnums=2)(logits, seen, 2.0), [1.0, -4.0, 2.0, -2.0])
 
 
 @pytest.mark.parametrize("end", ["whole", "in pieces"])
@@ -143,8 +143,8 @@ def test_every_token_that_ends_a_text_of_that_model_does(theirs, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 70]}))
     assert set(load(tmp_path).stops) == {256, 70}
     model = load(tmp_path).model
-    free = [token for _, token in generate_rows(model, [[256]], Drawn(1.0), seq_len=64, ends=(), max_tokens=40)]
-    cut = [token for _, token in generate_rows(model, [[256]], Drawn(1.0), seq_len=64, ends=(free[7],), max_tokens=40)]
+    free = [token for _, token in generate_rows(model, [[256]], Sampling(1.0), seq_len=64, ends=(), max_tokens=40)]
+    cut = [token for _, token in generate_rows(model, [[256]], Sampling(1.0), seq_len=64, ends=(free[7],), max_tokens=40)]
     assert cut == free[: free.index(free[7])]
 
 

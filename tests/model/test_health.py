@@ -12,9 +12,8 @@ import pytest
 import small
 
 from nash_mhc.model.attention import AttentionLayout
-from nash_mhc.model.captures import recording
-from nash_mhc.model.health import summary
-from nash_mhc.model.multiscale import Multiscale, report
+from nash_mhc.model.captures import game_report, recording, summary
+from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train.log import Interval
 
@@ -66,7 +65,7 @@ def test_only_real_tokens_count():
     """One token plays scale 0 alone, one plays both alike, and a third, which would tip the balance, is padding."""
     w_CBTN = jnp.array([[1.0, 0.5, 0.0], [0.0, 0.5, 1.0]])[:, None, :, None]
     residual_BTN = jnp.array([[[0.1], [0.3], [2.0]]])
-    game = jax.tree.map(lambda a: a[None], jax.jit(report)(tuple(w_CBTN), residual_BTN, jnp.array([[True, True, False]])))
+    game = jax.tree.map(lambda a: a[None], jax.jit(game_report)(tuple(w_CBTN), residual_BTN, jnp.array([[True, True, False]])))
     found = jax.jit(summary)({"game": game})
     np.testing.assert_allclose(found["scale_weight"], [[0.75, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(found["scale_entropy"], [0.5], rtol=1e-6)
@@ -76,7 +75,7 @@ def test_only_real_tokens_count():
 
 def test_a_scale_without_weight_is_counted_for_every_head_that_does_without_it():
     w_CBTN = jnp.array([[[1.0, 0.5], [0.9999, 1.0]], [[0.0, 0.5], [0.0001, 0.0]]])[:, None]  # of two heads, the first one never
-    game = jax.jit(report)(tuple(w_CBTN), jnp.zeros((1, 2, 2)), jnp.ones((1, 2), bool))
+    game = jax.jit(game_report)(tuple(w_CBTN), jnp.zeros((1, 2, 2)), jnp.ones((1, 2), bool))
     found = jax.jit(summary)({"game": jax.tree.map(lambda a: a[None], game)})
     assert found["scales_unused"].tolist() == [1.0]
 

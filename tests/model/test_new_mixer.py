@@ -13,8 +13,8 @@ import pytest
 import small
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from nash_mhc.bench.parts import one_group, parts_and_arrays
 from nash_mhc.bench.step import DOCUMENTS
+from nash_mhc.bench.step_parts import one_group, parts_and_arrays
 from nash_mhc.config import model as names
 from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.estimate.memory import estimate
@@ -26,7 +26,7 @@ from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.parts import init_matrix
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.weights import project
-from nash_mhc.ops.attend_rows import Rows
+from nash_mhc.ops.attention_io import AttentionInput
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves, param
 from nash_mhc.parallel.sharding import constrain
@@ -53,7 +53,7 @@ class GatedAttention(eqx.Module):
         segments_BT, positions_BT, documents = layout.unspread().at(0, 1)
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         q_BTNH, k_BTKH, v_BTKH = self.base.project(x_BTD)
-        rows = Rows(*self.base.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
+        rows = AttentionInput(*self.base.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
         mixed_BTNH = self.base.attend(rows, window=window, kernel=kernel)
         return constrain(self._gated(x_BTD, mixed_BTNH), "batch", "time_split", "width")
 
@@ -124,9 +124,9 @@ def test_it_is_benchmarked_part_by_part():
     with jax.set_mesh(mesh):
         parts, _ = parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *args))
     times = {name: part.times for name, part in parts.items()}
-    assert times["mixer-gated-8"] == 2 and times["qkv"] == times["attention-full"] == times["output"] == 2
-    assert times["ffn-up"] == 4 and times["update-layers"] == 1 and "attention-8" not in times
-    flops = sum(part.times * (part.flops + part.flops_back) for part in parts.values())
+    assert times["mixer-gated-8"] == 2 and times["mixer-attention-full"] == 2
+    assert times["ffn-swiglu"] == 4 and times["update-layers"] == 1 and "mixer-attention-8" not in times
+    flops = sum(part.times * (part.flops + part.flops_backward) for part in parts.values())
     tokens = cfg.data.batch_size * cfg.data.seq_len
     assert flops == pytest.approx(flops_per_token(cfg.model, cfg.data.seq_len // DOCUMENTS) * tokens, rel=0.05)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops.attend import attend, best_kernel, why_not
+from nash_mhc.ops.attend import attend, best_kernel, unsupported_reason
 from nash_mhc.ops.kernels.attend_cudnn import documents_of
 from nash_mhc.ops.kernels.attend_splash import _kernel
 from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
@@ -112,7 +112,7 @@ def test_the_tables_of_splash_lie_on_no_device():
     ],
 )
 def test_a_kernel_that_cannot_run_says_why(arguments, reason):
-    assert why_not(*arguments) == reason
+    assert unsupported_reason(*arguments) == reason
 
 
 def test_rope_scores_depend_on_distance_alone():

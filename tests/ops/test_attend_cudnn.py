@@ -14,8 +14,8 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from sampled import long
 
 from nash_mhc.config.schema import MeshConfig
-from nash_mhc.ops.attend import attend, attend_with_evidence
-from nash_mhc.ops.attend_rows import Rows
+from nash_mhc.ops.attend import attend, attend_with_lse
+from nash_mhc.ops.attention_io import AttentionInput
 from nash_mhc.ops.kernels import attend_cudnn
 from nash_mhc.ops.platform import in_any_order, sums_in_any_order
 from nash_mhc.parallel.mesh import make_mesh
@@ -103,9 +103,9 @@ def computed(kernel, packed, window, most=None, at_once=None):
     """What attention finds and its gradients, by itself and with its evidence; of the plain form, once for all."""
     rng = np.random.default_rng(0)
     q, dout, k, v = (jnp.asarray(rng.normal(size=(3, T, heads, 4)), jnp.float32) for heads in (6, 6, 2, 2))
-    devidence = jnp.asarray(rng.normal(size=(3, T, 6)), jnp.float32)
+    dlse = jnp.asarray(rng.normal(size=(3, T, 6)), jnp.float32)
     segments = jnp.asarray(SEGMENTS) if packed else None
-    rows = lambda q, k, v: Rows(
+    rows = lambda q, k, v: AttentionInput(
         q, k, v, segments, attend_cudnn.documents_of(segments, most) if packed and kernel == "cudnn" else None
     )
 
@@ -114,8 +114,8 @@ def computed(kernel, packed, window, most=None, at_once=None):
         return jnp.sum(out * dout), out
 
     def with_evidence(q, k, v):
-        (found,) = attend_with_evidence((rows(q, k, v),), windows=(window,), kernels=(kernel,))
-        return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.evidence_BTN * devidence), found
+        (found,) = attend_with_lse((rows(q, k, v),), windows=(window,), kernels=(kernel,))
+        return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.lse_BTN * dlse), found
 
     both = lambda *args: [jax.grad(loss, (0, 1, 2), has_aux=True)(*args) for loss in (plainly, with_evidence)]
     return jax.tree.leaves(jax.jit(both)(q, k, v))

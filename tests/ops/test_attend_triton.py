@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops.attend import attend, attend_with_evidence
-from nash_mhc.ops.attend_rows import Found, Rows, bounds_of
-from nash_mhc.ops.kernels import attend_triton, attend_triton_gpu
+from nash_mhc.ops.attend import attend, attend_with_lse
+from nash_mhc.ops.attention_io import AttentionInput, AttentionOutput, bounds_of
+from nash_mhc.ops.kernels import attend_triton
 from nash_mhc.ops.kernels.attend_cudnn import documents_of
-from nash_mhc.ops.kernels.attend_triton import find_reference, fits_triton, found_by_triton
+from nash_mhc.ops.kernels.attend_triton import attend_reference, attend_triton_with_lse, fits_triton
 
 B, T, N, H, STRIDE = 2, 512, 4, 16, 4
 # Documents end within a tile of keys, within one of queries, and with the row.
@@ -22,10 +22,10 @@ def inputs(dtype, kv_heads=2, stride=STRIDE):
     rng = np.random.default_rng(0)
     drawn = lambda *shape: rng.normal(size=shape).astype(dtype)
     q, dout, k, v = (drawn(B, T // s, heads, H) for s, heads in ((1, N), (1, N), (stride, kv_heads), (stride, kv_heads)))
-    return Rows(q, k, v, np.repeat(SEGMENTS, STRIDE, axis=1)[:, ::stride]), dout, drawn(B, T, N).astype(np.float32)
+    return AttentionInput(q, k, v, np.repeat(SEGMENTS, STRIDE, axis=1)[:, ::stride]), dout, drawn(B, T, N).astype(np.float32)
 
 
-def with_gradients(find, rows, dout, devidence):
+def with_gradients(find, rows, dout, dlse):
     """(found, gradients of queries, keys and values), all in one program."""
 
     @jax.jit
@@ -33,7 +33,7 @@ def with_gradients(find, rows, dout, devidence):
         found, back = jax.vjp(lambda q, k, v: find(rows._replace(q_BTNH=q, k_BIKH=k, v_BIKH=v)), *rows[:3])
         return *found, *back(type(found)(*cotangents))
 
-    return both(rows, dout, devidence)
+    return both(rows, dout, dlse)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def with_gradients(find, rows, dout, devidence):
 def test_the_plain_form_is_ordinary_attention(documents, stride, window):
     rows, *cotangents = inputs(jnp.float32, stride=stride)
     rows = rows if documents else rows._replace(segments_BI=None)
-    ordinary = lambda rows: attend_with_evidence((rows,), windows=(window,), kernels=("xla",))[0]
-    ours = functools.partial(found_by_triton, window=window)
+    ordinary = lambda rows: attend_with_lse((rows,), windows=(window,), kernels=("xla",))[0]
+    ours = functools.partial(attend_triton_with_lse, window=window)
     got, want = (with_gradients(find, rows, *cotangents) for find in (ours, ordinary))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -57,23 +57,23 @@ def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads,
     """In Pallas's interpreter: the same kernels that a GPU compiles. What they get is rounded, so is what they give;
     the plain form works on the same numbers in float32. On the way back one block of threads walks along all queries of
     a tile of keys, or three share them."""
-    rows, dout, devidence = inputs(jnp.bfloat16, kv_heads, stride)
+    rows, dout, dlse = inputs(jnp.bfloat16, kv_heads, stride)
     assert fits_triton(rows)
     bounds, how = jax.jit(bounds_of)(rows.segments_BI), {"window": window or T // stride}
 
     @jax.jit
     def plain(*arrays):
-        found, back = jax.vjp(lambda *qkv: find_reference(*qkv, *bounds, **how), *arrays[:3])
+        found, back = jax.vjp(lambda *qkv: attend_reference(*qkv, *bounds, **how), *arrays[:3])
         return *found, *back(arrays[3:])
 
-    want = plain(*(a.astype(np.float32) for a in (*rows[:3], dout, devidence)))
-    found = jax.jit(functools.partial(attend_triton._find_in_kernel, **how, interpret=True))(*rows[:3], *bounds)
+    want = plain(*(a.astype(np.float32) for a in (*rows[:3], dout, dlse)))
+    found = jax.jit(functools.partial(attend_triton._attend_in_kernel, **how, interpret=True))(*rows[:3], *bounds)
     np.testing.assert_allclose(found[1], want[1], atol=1e-5)  # the evidence is not rounded
     for shares in (1, 3):
-        monkeypatch.setattr(attend_triton_gpu, "_LEAST_SHARE", 1 if shares > 1 else T)
-        monkeypatch.setattr(attend_triton_gpu, "_MOST_SHARES", shares)
+        monkeypatch.setattr(attend_triton, "_LEAST_SHARE", 1 if shares > 1 else T)
+        monkeypatch.setattr(attend_triton, "_MOST_SHARES", shares)
         backward = jax.jit(functools.partial(attend_triton._backward_in_kernel, **how, interpret=True))
-        got = *found, *backward(*rows[:3], *bounds, *found, dout, devidence)
+        got = *found, *backward(*rows[:3], *bounds, *found, dout, dlse)
         assert [a.dtype for a in got] == [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3]
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(np.asarray(a, np.float32), b, atol=2**-7 * np.abs(b).max(), rtol=2**-7)
@@ -83,9 +83,9 @@ def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads,
 def asked_of_cudnn(monkeypatch):
     """Windows that cuDNN was asked for, on a GPU that it walks documents on."""
     asked = []
-    plain = lambda rows: Found(rows.q_BTNH, rows.q_BTNH[..., 0])
+    plain = lambda rows: AttentionOutput(rows.q_BTNH, rows.q_BTNH[..., 0])
     with_evidence = lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
-    monkeypatch.setattr("nash_mhc.ops.attend.found_by_cudnn", with_evidence)
+    monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn_with_lse", with_evidence)
     monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn", lambda rows, window: asked.append(window) or rows.q_BTNH)
     monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: True)
     monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)
@@ -95,7 +95,7 @@ def asked_of_cudnn(monkeypatch):
 def test_where_cudnn_is_asked_for_summaries_and_narrow_windows_go_their_own_way(asked_of_cudnn):
     def find(*each):
         each = [rows._replace(documents=documents_of(rows.segments_BI, most=3)) for rows in each]
-        return attend_with_evidence(tuple(each), windows=(None, 100, 101, None), kernels=("cudnn",) * 4)
+        return attend_with_lse(tuple(each), windows=(None, 100, 101, None), kernels=("cudnn",) * 4)
 
     summaries, tokens = inputs(jnp.bfloat16)[0], inputs(jnp.bfloat16, stride=1)[0]
     found = jax.eval_shape(find, summaries, tokens, tokens, tokens)
@@ -111,7 +111,7 @@ def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, mon
     def find(rows, found):
         rows = rows._replace(documents=found(rows.segments_BI))
         attend(*rows[:3], rows.segments_BI, rows.documents, kernel="cudnn")
-        attend_with_evidence((rows,), windows=(None,), kernels=("cudnn",))
+        attend_with_lse((rows,), windows=(None,), kernels=("cudnn",))
 
     def run(segments, found):
         jax.eval_shape(functools.partial(find, found=found), rows._replace(segments_BI=segments))

@@ -78,7 +78,7 @@ def test_the_kernels_equal_the_plain_form(segmented, dtype):
     assert conv.conv_gpu.fits(x.shape)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     for in_xla, in_kernel, args in [
-        (conv.short_conv_reference, conv._mixed_in_kernel, (x, taps, segments)),
+        (conv.short_conv_reference, conv._conv_in_kernel, (x, taps, segments)),
         (conv._backward_in_xla, conv._backward_in_kernel, (x, taps, segments, dy)),
     ]:
         want, got = jax.jit(in_xla)(*args), jax.jit(functools.partial(in_kernel, interpret=True))(*args)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops import stream_maps
+from nash_mhc.ops import residual_streams
 from nash_mhc.ops.doubly_stochastic import sinkhorn_reference
 
 TOKENS = 79 * 128  # whole blocks of the kernel
@@ -39,11 +39,11 @@ def res_of(maps_BTM, R):
 @functools.cache
 def jax_form(form):
     """logits, weights [n, R, R] -> (the matrices, the gradient of sum(weights * matrices)), compiled once."""
-    backward = stream_maps.maps_backward
-    forward = stream_maps.maps
+    backward = residual_streams.maps_backward
+    forward = residual_streams.maps
     if form == "kernel":
-        forward = functools.partial(stream_maps._maps_in_kernel, interpret=True)
-        backward = functools.partial(stream_maps._maps_backward_in_kernel, interpret=True)
+        forward = functools.partial(residual_streams._maps_in_kernel, interpret=True)
+        backward = functools.partial(residual_streams._maps_backward_in_kernel, interpret=True)
 
     @jax.jit
     def found(logits, weights):

@@ -12,8 +12,8 @@ import small
 from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.captures import recording
 from nash_mhc.model.multiscale import Multiscale
-from nash_mhc.ops.attend import attend_with_evidence
-from nash_mhc.ops.attend_rows import Rows, by_block, by_token
+from nash_mhc.ops.attend import attend_with_lse
+from nash_mhc.ops.attention_io import AttentionInput, by_block, by_token
 
 CFG = dataclasses.replace(small.NASH, aggregation="convex", kv_heads=4)
 T = 32
@@ -133,8 +133,8 @@ def evidence_equals_the_plain_form(kernel, window, T):
     segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, T)), axis=1))
 
     def loss(q, k, v, kernel):
-        (found,) = attend_with_evidence((Rows(q, k, v, segments),), windows=(window,), kernels=(kernel,))
-        return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.evidence_BTN * dlse), found
+        (found,) = attend_with_lse((AttentionInput(q, k, v, segments),), windows=(window,), kernels=(kernel,))
+        return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.lse_BTN * dlse), found
 
     run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
     (got, found), (want, plain) = run(q, k, v, kernel), run(q, k, v, "reference")

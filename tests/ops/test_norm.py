@@ -81,8 +81,8 @@ def test_the_kernels_equal_the_plain_form(heads, dtype):
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     given = x, scale, positions, inverse_rms(x)
     for in_xla, in_kernel, args in [
-        (norm._turned_in_xla, norm._turned_in_kernel, given),
-        (norm._turned_back_in_xla, norm._turned_back_in_kernel, (*given, *douts)),
+        (norm._norm_rope_in_xla, norm._norm_rope_in_kernel, given),
+        (norm._norm_rope_backward_in_xla, norm._norm_rope_backward_in_kernel, (*given, *douts)),
     ]:
         want = jax.jit(functools.partial(in_xla, TURN))(*args)
         got = jax.jit(functools.partial(in_kernel, 1e-6, TURN, interpret=True))(*args)
@@ -102,8 +102,8 @@ def test_the_kernels_of_the_norm_alone_equal_the_plain_form(width, dtype):
     assert norm._fits(x)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     for in_xla, in_kernel, args in [
-        (norm._normed_in_xla, norm._normed_in_kernel, given),
-        (norm._normed_back_in_xla, norm._normed_back_in_kernel, (*given, dout)),
+        (norm._norm_in_xla, norm._norm_in_kernel, given),
+        (norm._norm_backward_in_xla, norm._norm_backward_in_kernel, (*given, dout)),
     ]:
         want, got = jax.jit(in_xla)(*args), jax.jit(functools.partial(in_kernel, 1e-6, interpret=True))(*args)
         same = lambda a, b: np.testing.assert_allclose(

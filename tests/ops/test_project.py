@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nash_mhc.ops.project import project
+from nash_mhc.ops.arithmetic import project
 
 
 @pytest.mark.parametrize("out", [(6,), (2, 3)], ids=str)

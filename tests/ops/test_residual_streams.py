@@ -10,9 +10,9 @@ import pytest
 
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.model.residual import Projection, read_and_norm_streams, read_streams, write_streams
-from nash_mhc.ops import residual_streams, stream_maps
+from nash_mhc.ops import residual_streams
 from nash_mhc.ops.norm import rms_norm_reference
-from nash_mhc.ops.platform import compared
+from nash_mhc.ops.platform import comparing_kernels
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import named_sharding
 
@@ -42,7 +42,7 @@ def sub_layer(xs, y_BTD, projection):
 def plain_sub_layer(xs, y_BTD, projection, norm=lambda x_BTD: x_BTD):
     logits_BTM = residual_streams.project_reference(xs, projection.phi_RDM, 1e-6)
     logits_BTM = projection.alpha_M[None, None] * logits_BTM + projection.bias_M[None, None]
-    maps_BTM = stream_maps.maps_reference(logits_BTM, ROUNDS)
+    maps_BTM = residual_streams.maps_reference(logits_BTM, ROUNDS)
     x_BTD = norm(residual_streams.read_reference(xs, maps_BTM))
     return x_BTD, residual_streams.write_reference(xs, jnp.tanh(x_BTD) * y_BTD, maps_BTM)
 
@@ -72,8 +72,8 @@ def forms(name, dtype=jnp.float32):
         "write": (lambda *args: residual_streams.write(*args)[0], residual_streams.write_reference, (xs, y, maps)),
         "products": (residual_streams.products, residual_streams.products_reference, (xs, phi)),
         "maps": (
-            stream_maps.maps,
-            lambda x: stream_maps.maps_reference(x, ROUNDS),
+            residual_streams.maps,
+            lambda x: residual_streams.maps_reference(x, ROUNDS),
             (logits(jnp.promote_types(dtype, jnp.float32)),),
         ),
     }[name]
@@ -99,7 +99,7 @@ def gradient(f):
 @pytest.fixture
 def in_kernels():
     """In Pallas's interpreter: the same kernels that a GPU compiles."""
-    with compared(lambda *_: None):
+    with comparing_kernels(lambda *_: None):
         yield
 
 
@@ -157,11 +157,15 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
             here(residual_streams._gradient_in_kernel),
             (xs, others, y, maps, dproducts, maps[..., 0], phi),
         ),
-        (functools.partial(stream_maps._in_xla, stream_maps._maps), here(stream_maps._maps_in_kernel), (x,)),
         (
-            functools.partial(stream_maps._in_xla, stream_maps._maps_backward),
-            here(stream_maps._maps_backward_in_kernel),
-            (stream_maps.maps(x), dmaps),
+            functools.partial(residual_streams._maps_in_xla, residual_streams._maps),
+            here(residual_streams._maps_in_kernel),
+            (x,),
+        ),
+        (
+            functools.partial(residual_streams._maps_in_xla, residual_streams._maps_backward),
+            here(residual_streams._maps_backward_in_kernel),
+            (residual_streams.maps(x), dmaps),
         ),
     ]
     for in_xla, in_kernel, args in pairs if dtype == jnp.float32 else pairs[:3]:  # maps are never in bfloat16
@@ -173,8 +177,8 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
 
 
 def test_the_mixing_is_doubly_stochastic_for_every_token():
-    maps = jax.jit(stream_maps.maps)(logits(jnp.float32, spread=2.0))
-    res = np.array(jax.tree.map(np.asarray, stream_maps.coefficients(maps)[2]))
+    maps = jax.jit(residual_streams.maps)(logits(jnp.float32, spread=2.0))
+    res = np.array(jax.tree.map(np.asarray, residual_streams.coefficients(maps)[2]))
     assert res.min() >= 0.0
     np.testing.assert_allclose(res.sum(axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(res.sum(axis=0), 1.0, atol=2e-6)

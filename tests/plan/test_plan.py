@@ -17,8 +17,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.estimate.candidates import candidates, nearest_that_fit, rows_for, smaller_remats
 from nash_mhc.estimate.memory import estimate
 from nash_mhc.estimate.roofline import ERROR, speed
-from nash_mhc.model.architectures import count_parameters
-from nash_mhc.model.device_settings import for_platform
+from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.plan import __main__ as command
 from nash_mhc.plan import verify
 from nash_mhc.runtime.chips import by_kind, chips, machine

@@ -18,8 +18,8 @@ from nash_mhc.bench import corpus
 from nash_mhc.checkpoint.store import close_manager, new_manager
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.data import loader
-from nash_mhc.ops.attend import attend, attend_with_evidence
-from nash_mhc.ops.attend_rows import Rows
+from nash_mhc.ops.attend import attend, attend_with_lse
+from nash_mhc.ops.attention_io import AttentionInput
 from nash_mhc.ops.kernels import attend_cudnn
 from nash_mhc.parallel import processes
 from nash_mhc.runtime.compat import cudnn, lm_eval, orbax, pip, splash
@@ -132,10 +132,10 @@ def test_attention_uses_public_kernels_without_cudnn_s_primitives(without, monke
     without("jax._src.cudnn.fused_attention_stablehlo")
     assert not cudnn.is_known() and not cudnn.walks_documents()
     x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
-    rows = lambda x, segments: Rows(x, x, x, segments, None)
+    rows = lambda x, segments: AttentionInput(x, x, x, segments, None)
 
     def found(x):
-        (one,) = attend_with_evidence((rows(x, None),), windows=(None,), kernels=("cudnn",))
+        (one,) = attend_with_lse((rows(x, None),), windows=(None,), kernels=("cudnn",))
         return one.out_BTNH + attend(x, x, x, kernel="cudnn")
 
     assert jax.eval_shape(found, x).shape == x.shape
@@ -154,7 +154,7 @@ def test_log_sum_exp_is_computed_without_the_passes_of_splash(monkeypatch):
     assert splash.is_available()
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1, 128, 2, 8)), jnp.float32)
-    find = lambda name: attend_with_evidence((Rows(x, x, x, None, None),), windows=(None,), kernels=(name,))[0]
+    find = lambda name: attend_with_lse((AttentionInput(x, x, x, None, None),), windows=(None,), kernels=(name,))[0]
     plain = find("reference")
     monkeypatch.delattr(kernel, "_splash_attention_bwd")
     for a, b in zip(find("splash"), plain, strict=True):

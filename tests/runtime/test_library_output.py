@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nash_mhc.bench.aot import hidden
+from nash_mhc.bench.step import hidden
 
 
 def test_library_output_becomes_one_line(capfd, monkeypatch):
@@ -13,7 +13,7 @@ def test_library_output_becomes_one_line(capfd, monkeypatch):
         os.write(2, b"E0101 trouble\n    @ 0x7f  frame\n    @ 0x80  frame\n")  # as C++ does
     os.write(2, b"ours\n")
     line, ours = capfd.readouterr().err.splitlines()
-    assert "lib wrote 3 lines" in line and "LIB_LOG=0" in line and ours == "ours"
+    assert "3 lines of lib" in line and "LIB_LOG=0" in line and ours == "ours"
     with hidden("lib", "LIB_LOG"):
         pass
     assert capfd.readouterr().err == ""

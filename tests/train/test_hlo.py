@@ -10,7 +10,7 @@ import jax
 import pytest
 import small
 
-from nash_mhc.bench.aot import communicating, count_collectives
+from nash_mhc.bench.step import communicating, count_collectives
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.train.device_batches import abstract_batch

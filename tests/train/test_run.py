@@ -92,7 +92,7 @@ def test_every_parameter_is_listed_by_name(unbroken):
 
 def test_a_kernel_of_another_platform_is_refused_before_anything_is_made(tmp_path):
     cfg = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, attention="cudnn"))
-    with pytest.raises(ConfigError, match="--attention cudnn runs on gpu, not on cpu; leave it at auto"):
+    with pytest.raises(ConfigError, match=r"--attention cudnn.*gpu.*not on cpu"):
         at(tmp_path / "run", cfg)
     assert not (tmp_path / "run").exists()
 

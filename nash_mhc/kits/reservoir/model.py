@@ -28,7 +28,7 @@ from nash_mhc.kits.reservoir.scans import complex_product, linear_scan, tanh_sca
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
 from nash_mhc.model.attention import Attention, AttentionLayout, attention_layout
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
-from nash_mhc.model.lm import TABLE_SCALE, by_place, kernel_for
+from nash_mhc.model.lm import TABLE_SCALE, kernel_for, stacks_of_group
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Drawn, Execution
 from nash_mhc.model.remat import remat_policy
@@ -219,7 +219,7 @@ class Reservoir(eqx.Module):
     def groups(self) -> Group:
         """Return the layers by group, for a scan."""
         size = self.cfg.attention_every or 1
-        return Group(by_place(jnp.arange(self.cfg.layers), size), by_place(self.layers, size), self.attention)
+        return Group(stacks_of_group(jnp.arange(self.cfg.layers), size), stacks_of_group(self.layers, size), self.attention)
 
     def health(self, report: None) -> dict[str, Array]:
         return {}
@@ -276,7 +276,12 @@ def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -
             x_B1D = x_B1D + mixed_B1D
         return (x_B1D, rows), tuple(after_2BN)
 
-    inputs = (model.groups(), jnp.arange(cfg.layers // size), by_place(state.input_LD2N, size), by_place(state.h_L2BN, size))
+    inputs = (
+        model.groups(),
+        jnp.arange(cfg.layers // size),
+        stacks_of_group(state.input_LD2N, size),
+        stacks_of_group(state.h_L2BN, size),
+    )
     (x_B1D, rows), after = jax.lax.scan(body, (x_B1D, state.rows), inputs)
     h_L2BN = jnp.stack(after, axis=1).reshape(state.h_L2BN.shape)
     logits_BV = logits_of(model.norm(x_B1D)[:, 0], model.unembed_VD, cfg.vocab_size)

@@ -1,4 +1,4 @@
-"""The TPU's attention kernel (splash), with and without its evidence."""
+"""JAX's splash attention kernel for TPUs, with and without its log-sum-exp."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from nash_mhc.ops.attend_rows import FOUND, Found, with_gradient_of_evidence
+from nash_mhc.ops.attention_io import ATTENDED, AttentionOutput, with_lse_gradient
 
 
 def _kernel(group: int, T: int, window: int | None) -> Any:
-    """Its mask tables are arrays: made now, and not by the program under way, or the backward pass, which is a program
-    of its own, could not see them; and not on the mesh under way, whose devices need not be here (`bench compile`).
-    Both belong to a thread, so another one makes them."""
+    """Return the kernel for `group` query heads that share a key head.
+
+    Its mask tables must be concrete arrays, outside the current trace (the backward pass is traced separately) and the
+    current mesh (whose devices may be absent in `bench compile`). Both are thread-local, so another thread builds them.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    one = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
-    block = next(size for size in (512, 384, 256, 128) if T % size == 0)  # `why_not` sees to it that one does
+    mask = splash.CausalMask((T, T)) if window is None else splash.LocalMask((T, T), (window - 1, 0), 0)
+    block = next(size for size in (512, 384, 256, 128) if T % size == 0)  # `unsupported_reason` ensures a match
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
 
     def make() -> Any:
-        mask = splash.MultiHeadMask([one] * group)
-        kernel = splash.make_splash_mqa_single_device(mask=mask, block_sizes=sizes, residual_checkpoint_name=FOUND)
+        masks = splash.MultiHeadMask([mask] * group)
+        kernel = splash.make_splash_mqa_single_device(mask=masks, block_sizes=sizes, residual_checkpoint_name=ATTENDED)
         return jax.tree.map(np.asarray, kernel)
 
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         return other.submit(make).result()
 
 
-def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
-    """(what was found, the log of the softmax's sum) of one key head:
-    the kernel tells it, but takes no gradient of it."""
+def _with_lse(kernel: Any) -> Callable[..., tuple[Array, Array]]:
+    """Return a function to (output, log-sum-exp) for one key head. The kernel itself takes no gradient of the lse."""
     from nash_mhc.runtime.compat import splash
 
     options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
 
     def forward(q: Array, k: Array, v: Array, ids: Any) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
         out, (sums,) = splash.forward(kernel.fwd_mask_info, q, k, v, ids, None, save_residuals=True, **options)
-        out, sums = checkpoint_name(out, FOUND), checkpoint_name(sums, FOUND)
+        out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
         return (out, sums), (q, k, v, ids, out, sums)
 
     def backward(saved: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
         q, k, v, ids, out, sums = saved
-        dout, devidence = cotangents
-        out = with_gradient_of_evidence(out, dout, devidence)
+        dout, dlse = cotangents
+        out = with_lse_gradient(out, dout, dlse)
         names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap")
         settings = (False, *(options[name] for name in names), options["interpret"])
         state = (q, k, v, ids, None, out, sums, kernel.dq_mask_info, kernel.dkv_mask_info)
@@ -66,12 +67,12 @@ def _with_evidence(kernel: Any) -> Callable[..., tuple[Array, Array]]:
 def _over_heads(
     form: Callable[[Any], Callable[..., Any]], q: Array, k: Array, v: Array, segments: Array | None, window: int | None
 ) -> Any:
-    """`form(kernel)` for every row and key head, whose results have [B, K, G, T] in front."""
+    """Apply `form(kernel)` to every sequence and key head. Results begin with the axes [B, K, G, T]."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     B, T, N, H = q.shape
     K = k.shape[2]
-    # The kernel wants whole lanes of 128; zero columns change neither the scores nor the values that are kept.
+    # The kernel needs whole lanes of 128. Zero columns change neither the scores nor the first H values.
     pad = -H % 128
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad))) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
     q_BKGTH = q.reshape(B, T, K, N // K, H + pad).transpose(0, 2, 3, 1, 4)
@@ -81,21 +82,21 @@ def _over_heads(
     return jax.vmap(over_heads)(q_BKGTH, k_BKTH, v_BKTH, ids)
 
 
-def _in_rows(x_BKGTH: Array, H: int) -> Array:
+def _to_BTNH(x_BKGTH: Array, H: int) -> Array:
     B, K, G, T, _ = x_BKGTH.shape
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, -1)[..., :H]
 
 
 def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
-    return _in_rows(_over_heads(lambda kernel: kernel, q, k, v, segments, window), q.shape[-1])
+    return _to_BTNH(_over_heads(lambda kernel: kernel, q, k, v, segments, window), q.shape[-1])
 
 
-def gives_evidence() -> bool:
+def returns_lse() -> bool:
     from nash_mhc.runtime.compat import splash
 
     return splash.is_available()
 
 
-def found_by_splash(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Found:
-    out_BKGTH, sums_BKGT = _over_heads(_with_evidence, q, k, v, segments, window)
-    return Found(_in_rows(out_BKGTH, q.shape[-1]), _in_rows(sums_BKGT[..., None], 1)[..., 0])
+def attend_splash_with_lse(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> AttentionOutput:
+    out_BKGTH, sums_BKGT = _over_heads(_with_lse, q, k, v, segments, window)
+    return AttentionOutput(_to_BTNH(out_BKGTH, q.shape[-1]), _to_BTNH(sums_BKGT[..., None], 1)[..., 0])

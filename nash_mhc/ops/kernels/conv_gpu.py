@@ -1,8 +1,7 @@
-"""The short convolution as GPU kernels (Pallas, Triton): one pass there, and one back for both gradients.
+"""The short convolution as GPU kernels (Pallas, Triton): one pass forward, and one backward for both gradients.
 
-Of the way back, XLA makes a pass for the tokens' gradient and more of them for that of each tap. `conv.py` has the same
-function in plain arrays. Tokens are one axis here, [tokens, D]; bit j of a token's `same` says whether the token j
-places before is one of its own document.
+XLA needs several passes for the gradients of the taps. `conv.py` has the plain form. Tokens are one axis here,
+[tokens, D]. Bit j of a token's `same` says whether the token j before it is in the same document.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from jaxtyping import Array
 from nash_mhc.ops.arithmetic import add_up
 
 _ROWS, _COLUMNS, _WARPS = 4, 256, 4  # tokens and channels of a tile: 8 numbers a thread, a load of 16 bytes each
-_TILES = 32  # that a block of threads goes through, one after the other
+_TILES = 32  # tiles that a block of threads processes in sequence
 
 
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a [B, T, D] array can be cut into whole tiles."""
+    """Return whether an array of shape [B, T, D] divides into whole tiles."""
     B, T, D = shape
     return B * T % (_ROWS * _TILES) == 0 and D % _columns(D) == 0 and _columns(D) >= 32
 
@@ -33,25 +32,25 @@ def _columns(width: int) -> int:
 
 
 def _shifted(ref: Any, at: Array, by: int, tokens: int, here: Any) -> Array:
-    """Rows `at + by`, in float32; of those that are not there, some other."""
+    """Return rows `at + by` in float32, clipped to the array; the caller masks clipped rows."""
     rows = jnp.clip(at + by, 0, tokens - 1) if by else at
     return ref[rows, here].astype(jnp.promote_types(ref.dtype, jnp.float32))
 
 
 def _is_same(same_ref: Any, at: Array, j: int, tokens: int) -> Array:
-    """Whether tokens `at` and the ones j places before them are of one document."""
+    """Return whether tokens `at` and the tokens j before them are in the same document."""
     return ((same_ref[jnp.clip(at, 0, tokens - 1)] >> j) & 1 != 0)[:, None]
 
 
-def mixed(x: Array, taps: Array, same: Array, *, interpret: bool = False) -> Array:
-    """Token t becomes the sum over j of taps[j] times token t - j."""
+def conv(x: Array, taps: Array, same: Array, *, interpret: bool = False) -> Array:
+    """Return sum_j taps[j] x[t - j] for every token t."""
     (tokens, width), J, columns = x.shape, taps.shape[0], _columns(x.shape[1])
 
     def kernel(x_ref: Any, taps_ref: Any, same_ref: Any, out_ref: Any) -> None:
         block, here = pl.program_id(0), pl.ds(pl.program_id(1) * columns, columns)
         taps = [taps_ref[j, here][None] for j in range(J)]
 
-        def body(n: Array, nothing: None) -> None:
+        def body(n: Array, _: None) -> None:
             at = (block * _TILES + n) * _ROWS + jnp.arange(_ROWS)
             terms = [taps[0] * _shifted(x_ref, at, 0, tokens, here)]
             for j in range(1, J):
@@ -66,8 +65,8 @@ def mixed(x: Array, taps: Array, same: Array, *, interpret: bool = False) -> Arr
     )(x, taps, same)  # fmt: skip
 
 
-def mixed_back(x: Array, taps: Array, same: Array, dout: Array, *, interpret: bool = False) -> tuple[Array, Array]:
-    """Gradients (of the tokens, of the taps)."""
+def conv_backward(x: Array, taps: Array, same: Array, dout: Array, *, interpret: bool = False) -> tuple[Array, Array]:
+    """Return the gradients of the tokens and of the taps."""
     (tokens, width), J, columns = x.shape, taps.shape[0], _columns(x.shape[1])
     blocks, wide = tokens // (_ROWS * _TILES), jnp.promote_types(x.dtype, jnp.float32)
 
@@ -87,8 +86,8 @@ def mixed_back(x: Array, taps: Array, same: Array, dout: Array, *, interpret: bo
             dx_ref[at, here] = add_up(terms).astype(dx_ref.dtype)
             return tuple(s + p for s, p in zip(sums, products, strict=True))
 
-        nothing = jnp.zeros((_ROWS, columns), wide)
-        for j, total in enumerate(lax.fori_loop(0, _TILES, body, (nothing,) * J)):
+        zero = jnp.zeros((_ROWS, columns), wide)
+        for j, total in enumerate(lax.fori_loop(0, _TILES, body, (zero,) * J)):
             dtaps_ref[block, j, here] = jnp.sum(total, axis=0)
 
     dx, dtaps = pl.pallas_call(

@@ -1,8 +1,7 @@
 """The game of the scales as GPU kernels (Pallas, Triton): one pass over the scales' outputs forward, and one backward.
 
-A block of threads takes some tokens of some heads, which know nothing of each other, and does all there is to do with
-them. XLA reads and writes what lies between its fusions, some sixty of them.
-The arithmetic is `nash.py`'s, handed in as functions.
+Tokens and heads are independent, so a block of threads computes everything for some of them. XLA would use some sixty
+fusions with intermediate arrays. The arithmetic is passed in as functions from `nash.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-_NUMBERS, _WARPS = 2048, 4  # of one scale's output in a block: 16 a thread
+_NUMBERS, _WARPS = 2048, 4  # elements of one scale's output in a block: 16 per thread
 
 
 def _rows(x: Array) -> int:
-    """Of a block; x is [B, T, N, H]."""
+    """Return the rows per block of x [B, T, N, H]."""
     return max(1, _NUMBERS // x.shape[-1])
 
 
 def fits(outs: Sequence[Array]) -> bool:
-    """Whether heads fill threads, and blocks all tokens and heads."""
+    """Return whether heads fill whole threads, and tokens and heads divide into whole blocks."""
     H = outs[0].shape[-1]
     return H in (16, 32, 64, 128, 256) and math.prod(outs[0].shape[:3]) % _rows(outs[0]) == 0
 
@@ -34,7 +33,7 @@ def fits(outs: Sequence[Array]) -> bool:
 def _call(
     name: str, run: Callable[..., Sequence[Array]], args: Sequence[Array], results: Sequence[Any], rows: int, *, interpret: bool
 ) -> list[Array]:
-    """`run` on blocks of so many rows; every array is [B, T, N] or [B, T, N, H]."""
+    """Call `run` on blocks of `rows` rows; every array is [B, T, N] or [B, T, N, H]."""
     flat = lambda shape: (math.prod(shape[:3]), *shape[3:])
     of = lambda shape: pl.BlockSpec((rows, *shape[3:]), lambda i: (i, *[0] * len(shape[3:])))
 
@@ -44,13 +43,13 @@ def _call(
         for ref, value in zip(outs, run(*loaded), strict=True):
             ref[...] = value.astype(ref.dtype)
 
-    found = pl.pallas_call(
+    flat_results = pl.pallas_call(
         kernel, out_shape=[jax.ShapeDtypeStruct(flat(r.shape), r.dtype) for r in results],
         grid=(math.prod(args[0].shape[:3]) // rows,),
         in_specs=[of(a.shape) for a in args], out_specs=[of(r.shape) for r in results],
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name=name, interpret=interpret,
     )(*(a.reshape(flat(a.shape)) for a in args))  # fmt: skip
-    return [x.reshape(r.shape) for x, r in zip(found, results, strict=True)]
+    return [x.reshape(r.shape) for x, r in zip(flat_results, results, strict=True)]
 
 
 def _of_tokens(tau_N: Array, like_BTN: Array) -> Array:
@@ -58,13 +57,13 @@ def _of_tokens(tau_N: Array, like_BTN: Array) -> Array:
 
 
 def forward(
-    outs: Sequence[Array], bids: Sequence[Array], tau_N: Array, settle: Callable[..., Any], *, interpret: bool = False
+    outs: Sequence[Array], bids: Sequence[Array], tau_N: Array, solve: Callable[..., Any], *, interpret: bool = False
 ) -> tuple[Array, tuple[Array, ...], Array]:
-    """(y, w, residual): `settle(outs, bids, tau)` gives them for the tokens of a block."""
+    """Return (y, w, residual), as `solve(outs, bids, tau)` returns them for the tokens of a block."""
     C = len(outs)
 
     def run(*loaded: Array) -> Sequence[Array]:
-        y, w, residual = settle(list(loaded[:C]), loaded[C : 2 * C], loaded[2 * C])
+        y, w, residual = solve(list(loaded[:C]), loaded[C : 2 * C], loaded[2 * C])
         return [y, *w, residual]
 
     args = [*outs, *bids, _of_tokens(tau_N, bids[0])]
@@ -78,16 +77,16 @@ def backward(
     tau_N: Array,
     dy_BTNH: Array,
     dw: Sequence[Array],
-    unsettle: Callable[..., Any],
+    solve_backward: Callable[..., Any],
     *,
     interpret: bool = False,
 ) -> tuple[list[Array], list[Array], Array]:
-    """(d outs, d bids, d tau of each token): `unsettle(outs, bids, tau, dy, dw)` for the tokens of a block."""
+    """Return (d outs, d bids, d tau per token), as `solve_backward(outs, bids, tau, dy, dw)` does for a block."""
     C = len(outs)
 
     def run(*loaded: Array) -> Sequence[Array]:
         tau, dy, *dw = loaded[2 * C :]
-        douts, dbids, dtau = unsettle(list(loaded[:C]), loaded[C : 2 * C], tau, dy, tuple(dw))
+        douts, dbids, dtau = solve_backward(list(loaded[:C]), loaded[C : 2 * C], tau, dy, tuple(dw))
         return [*douts, *dbids, dtau]
 
     args = [*outs, *bids, _of_tokens(tau_N, bids[0]), dy_BTNH, *dw]

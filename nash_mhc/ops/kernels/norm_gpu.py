@@ -1,9 +1,8 @@
-"""RMS normalisation, alone and with the rotation of heads, as GPU kernels (Pallas, Triton): one pass there, one back.
+"""RMS normalization, alone and with RoPE, as GPU kernels (Pallas, Triton): one pass forward, one backward.
 
-XLA reads its input once for the norm and once more to divide by it, computes the angles of a token again for every
-head, and makes some ten kernels of the way back. `norm.py` has the same functions in plain arrays. Tokens are one axis
-here, [tokens, D]. A head is two halves, whose numbers make pairs: [tokens, N, 2, H / 2]. Cosines and sines are those of
-a token, [tokens, H / 2].
+XLA reads the input twice, recomputes a token's angles for every head, and uses some ten kernels for the backward pass.
+`norm.py` has the plain forms. Tokens are one axis here, [tokens, D]. A head is split into the halves that form pairs,
+[tokens, N, 2, H / 2]. Cosines and sines are per token, [tokens, H / 2].
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from jaxtyping import Array
 
 from nash_mhc.ops.arithmetic import add_up
 
-_NUMBERS, _WARPS = 4096, 4  # of a tile: some tokens with as many of their heads as it holds, 32 numbers a thread
-_TILES = 8  # that a block of threads takes back one after the other before it writes its sums down
-_COLUMNS, _MOST_CHUNKS, _BLOCK = 1024, 16, 16  # of norms over the width: a token is held in chunks; tokens of a block
+_NUMBERS, _WARPS = 4096, 4  # elements of a tile of tokens x heads: 32 per thread
+_TILES = 8  # tiles that a block of threads processes in the backward pass before it writes its sums
+_COLUMNS, _MOST_CHUNKS, _BLOCK = 1024, 16, 16  # for norms over the width: columns per chunk, chunks, tokens per block
 
 
 def _tile(heads: int, head_dim: int) -> tuple[int, int]:
-    """(tokens, heads) of a tile, both powers of two."""
+    """Return (tokens, heads) of a tile, both powers of two."""
     together = min(heads & -heads, max(1, _NUMBERS // head_dim))
     return max(1, _NUMBERS // (together * head_dim)), together
 
 
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a [B, T, N, H] array can be cut into whole tiles."""
+    """Return whether an array of shape [B, T, N, H] divides into whole tiles."""
     B, T, N, H = shape
     return H in (16, 32, 64, 128, 256) and B * T % (_tile(N, H)[0] * _TILES) == 0
 
 
 def _halves(ref: Any, tokens: Any = slice(None)) -> tuple[Array, Array]:
-    """[tokens, heads, H / 2] each, in float32."""
+    """Return both halves of each head, [tokens, heads, H / 2], in float32."""
     wide = jnp.promote_types(ref.dtype, jnp.float32)
     return ref[tokens, :, 0, :].astype(wide), ref[tokens, :, 1, :].astype(wide)
 
 
 def _mean(a: Array, b: Array) -> Array:
-    """Of both halves of each head together."""
+    """Return the mean of each head over both halves."""
     return ((jnp.sum(a, axis=-1) + jnp.sum(b, axis=-1)) / (2 * a.shape[-1]))[..., None]
 
 
@@ -52,8 +51,8 @@ def _inverse_rms(a: Array, b: Array, eps: float) -> Array:
     return lax.rsqrt(_mean(a * a, b * b) + eps)
 
 
-def turned(x: Array, scale: Array, cos: Array, sin: Array, eps: float, *, interpret: bool = False) -> Array:
-    """Each head over the root of its mean square, times the scale [2, H / 2], turned by the angles of its token."""
+def norm_rope(x: Array, scale: Array, cos: Array, sin: Array, eps: float, *, interpret: bool = False) -> Array:
+    """Return each head, RMS-normalized, times the scale [2, H / 2], and rotated by the angles of its token."""
     tokens, N, _, half = x.shape
     rows, heads = _tile(N, 2 * half)
 
@@ -74,10 +73,10 @@ def turned(x: Array, scale: Array, cos: Array, sin: Array, eps: float, *, interp
     )(x, scale, cos, sin)  # fmt: skip
 
 
-def turned_back(
+def norm_rope_backward(
     x: Array, scale: Array, cos: Array, sin: Array, douts: Sequence[Array], eps: float, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """Gradients (of x, of the scale), from those of what was turned, which are added up."""
+    """Return the gradients of x and of the scale, from the sum of the output gradients `douts`."""
     tokens, N, _, half = x.shape
     rows, heads = _tile(N, 2 * half)
     blocks = tokens // (rows * _TILES), N // heads
@@ -93,7 +92,7 @@ def turned_back(
             cos, sin = cos_ref[here, :][:, None], sin_ref[here, :][:, None]
             inverse = _inverse_rms(a, b, eps)
             a, b = a * inverse, b * inverse
-            # A rotation's transpose turns back, with the same amplitude.
+            # The transpose of a rotation is the inverse rotation, with the same amplitude.
             da, db = da * cos + db * sin, db * cos - da * sin
             sums = sums[0] + da * a, sums[1] + db * b
             da, db = da * scale_a, db * scale_b
@@ -102,8 +101,8 @@ def turned_back(
             dx_ref[here, :, 1, :] = ((db - b * along) * inverse).astype(dx_ref.dtype)
             return sums
 
-        nothing = jnp.zeros((rows, heads, half), jnp.promote_types(x.dtype, jnp.float32))
-        for i, total in enumerate(lax.fori_loop(0, _TILES, body, (nothing, nothing))):
+        zero = jnp.zeros((rows, heads, half), jnp.promote_types(x.dtype, jnp.float32))
+        for i, total in enumerate(lax.fori_loop(0, _TILES, body, (zero, zero))):
             dscale_ref[i, :] = jnp.sum(jnp.sum(total, axis=0), axis=0)
 
     of_heads = pl.BlockSpec((rows * _TILES, heads, 2, half), lambda i, n: (i, n, 0, 0))
@@ -119,7 +118,7 @@ def turned_back(
 
 
 class _Cut(NamedTuple):
-    """How tokens of some width are cut: so many at a time, each in so many chunks."""
+    """Tokens processed at once, and the chunks of columns of each."""
 
     rows: int
     columns: int
@@ -132,12 +131,12 @@ class _Cut(NamedTuple):
 
 
 def fits_width(tokens: int, width: int) -> bool:
-    """Whether a [tokens, D] array can be cut so."""
+    """Return whether an array [tokens, width] divides into whole blocks and few enough chunks."""
     return tokens % _BLOCK == 0 and _Cut.of(width).chunks <= _MOST_CHUNKS
 
 
-def normed(x: Array, scale_D: Array, eps: float, *, interpret: bool = False) -> Array:
-    """Each token over the root of its mean square, times the scale."""
+def norm(x: Array, scale_D: Array, eps: float, *, interpret: bool = False) -> Array:
+    """Return each token, RMS-normalized, times the scale."""
     tokens, width = x.shape
     cut, wide = _Cut.of(width), jnp.promote_types(x.dtype, jnp.float32)
 
@@ -145,7 +144,7 @@ def normed(x: Array, scale_D: Array, eps: float, *, interpret: bool = False) -> 
         first = pl.program_id(0) * _BLOCK
         chunks = [pl.ds(i * cut.columns, cut.columns) for i in range(cut.chunks)]
 
-        def body(n: Array, nothing: None) -> None:
+        def body(n: Array, _: None) -> None:
             at = pl.ds(first + n * cut.rows, cut.rows)
             held = [x_ref[at, here].astype(wide) for here in chunks]
             inverse = lax.rsqrt(add_up([jnp.sum(a * a, axis=1) for a in held]) / width + eps)[:, None]
@@ -160,8 +159,8 @@ def normed(x: Array, scale_D: Array, eps: float, *, interpret: bool = False) -> 
     )(x, scale_D)  # fmt: skip
 
 
-def normed_back(x: Array, scale_D: Array, dout: Array, eps: float, *, interpret: bool = False) -> tuple[Array, Array]:
-    """Gradients (of x, of the scale)."""
+def norm_backward(x: Array, scale_D: Array, dout: Array, eps: float, *, interpret: bool = False) -> tuple[Array, Array]:
+    """Return the gradients of x and of the scale."""
     tokens, width = x.shape
     cut, wide, blocks = _Cut.of(width), jnp.promote_types(x.dtype, jnp.float32), tokens // _BLOCK
 
@@ -182,8 +181,8 @@ def normed_back(x: Array, scale_D: Array, dout: Array, eps: float, *, interpret:
                 dx_ref[at, here] = ((b - a * along) * inverse).astype(dx_ref.dtype)
             return sums
 
-        nothing = (jnp.zeros((cut.rows, cut.columns), wide),) * cut.chunks
-        for here, total in zip(chunks, lax.fori_loop(0, _BLOCK // cut.rows, body, nothing), strict=True):
+        zeros = (jnp.zeros((cut.rows, cut.columns), wide),) * cut.chunks
+        for here, total in zip(chunks, lax.fori_loop(0, _BLOCK // cut.rows, body, zeros), strict=True):
             dscale_ref[block, here] = jnp.sum(total, axis=0)
 
     dx, dscale = pl.pallas_call(

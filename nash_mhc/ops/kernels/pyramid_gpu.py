@@ -1,8 +1,7 @@
-"""Pooling as GPU kernels (Pallas, Triton):
-each token is read once forward, and once backward for both of its gradients.
+"""Pooling as GPU kernels (Pallas, Triton): one read of each token forward, and one backward for both gradients.
 
-`pyramid.py` has the same functions in plain arrays. Heads and channels are one axis W here, and tokens are in blocks:
-z_BIrW has the r tokens of pooled row i at [b, i].
+`pyramid.py` has the plain forms. Heads and channels are one axis W here, and tokens are in blocks: z_BIrW holds the r
+tokens of pooled row i at [b, i].
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from jaxtyping import Array
 
 from nash_mhc.ops.arithmetic import add_up, widen
 
-_LONGEST, _BLOCKS = 32, 512  # rows that a block of threads pools one after another, if that leaves so many blocks
-_AT_ONCE = 4096  # numbers that the forward pass holds of each pooled row's tokens, so that registers are enough
-_COLUMNS, _SLOTS, _ROWS = 128, 4, 16  # of the backward pass: of a block, tokens of each row, rows one after another
+_LONGEST, _BLOCKS = 32, 512  # most rows that a block of threads pools in sequence; wanted number of blocks
+_AT_ONCE = 4096  # elements of a pooled row that the forward pass holds in registers
+_COLUMNS, _SLOTS, _ROWS = 128, 4, 16  # backward pass: columns per block, tokens of each row, rows in sequence
 
 
 def fits(z_BTNH: Array, ratio: int) -> bool:
@@ -30,7 +29,7 @@ def fits(z_BTNH: Array, ratio: int) -> bool:
 
 
 def pool(z_BIrW: Array, kernel_JW: Array, continues_BI: Array, *, interpret: bool = False) -> Array:
-    """A block of threads walks along pooled rows and holds what the next one needs of the last."""
+    """Pool all blocks of tokens. A block of threads loops over rows and carries what the next row needs."""
     B, count, r, W = z_BIrW.shape
     columns = min(W & -W, 1 << ((_AT_ONCE // r).bit_length() - 1))
     rows = min(count & -count, _LONGEST)
@@ -50,7 +49,7 @@ def pool(z_BIrW: Array, kernel_JW: Array, continues_BI: Array, *, interpret: boo
             out_ref[b, i, here] = out.astype(out_ref.dtype)
             return weighted(taps[:r], slots)
 
-        # The first row of all does not continue anything: what is read for it is not used.
+        # Row 0 continues nothing, so the value read for it is masked.
         lax.fori_loop(0, rows, body, weighted(taps[:r], slots_of(jnp.maximum(first - 1, 0))))
 
     return pl.pallas_call(
@@ -62,10 +61,9 @@ def pool(z_BIrW: Array, kernel_JW: Array, continues_BI: Array, *, interpret: boo
 def pool_backward(
     z_BIrW: Array, kernel_JW: Array, continues_BI: Array, dz_BIrW: Array, dout_BIW: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """(the whole gradient of z, of which `dz` came from elsewhere; that of the kernel).
+    """Return (gradient of z, including `dz` from its other uses; gradient of the kernel).
 
-    A block of threads walks along pooled rows with a few tokens of each, so that registers are enough for what it adds
-    up for the kernel: no thread needs another one's numbers until all are written down.
+    A block of threads loops over pooled rows with a few tokens of each, so the sums for the kernel fit into registers.
     """
     B, count, r, W = z_BIrW.shape
     rows, slots = min(count & -count, _ROWS), math.gcd(r, _SLOTS)
@@ -74,7 +72,7 @@ def pool_backward(
     def kernel(
         z_ref: Any, kernel_ref: Any, continues_ref: Any, dz_ref: Any, dout_ref: Any, all_ref: Any, sums_ref: Any
     ) -> None:
-        # Groups of tokens follow each other most closely: the gradients of their rows are still at hand.
+        # Token groups vary fastest, so the gradients of their rows are still cached.
         group, piece, b = pl.program_id(0) % groups, pl.program_id(1), pl.program_id(2)
         here = pl.ds(pl.program_id(0) // groups * _COLUMNS, _COLUMNS)
         mine = [group * slots + j for j in range(slots)]
@@ -85,7 +83,7 @@ def pool_backward(
             after = jnp.minimum(i + 1, count - 1)
             dout, ahead = widen(dout_ref[b, i, here]), widen(dout_ref[b, after, here])
             z, dz = ([widen(ref[b, i, j, here]) for j in mine] for ref in (z_ref, dz_ref))
-            # What the next row sends back to the tokens of this one.
+            # From the next row to the tokens of this one.
             dnext = jnp.where((i + 1 < count) & (continues_ref[b, after] != 0), ahead, 0.0)
             for j, d, k_own, k_before in zip(mine, dz, own, before, strict=True):
                 all_ref[b, i, j, here] = (d + k_own * dout + k_before * dnext).astype(all_ref.dtype)

@@ -1,9 +1,8 @@
-"""Passes over residual streams as GPU kernels (Pallas, Triton): each loads a token's coefficients and its streams once.
+"""Passes over residual streams as GPU kernels (Pallas, Triton): each loads a token's coefficients and streams once.
 
-XLA's own fusions load up to 24 coefficients again for every element, and split the reductions of the backward pass over
-many kernels that each read the streams anew. `residual_streams.py` has the same functions in plain arrays; the tests
-hold them together. Streams are [tokens, D] here, and a token's coefficients one row of a [tokens, M] array:
-pre, post, then res row by row.
+XLA's fusions load up to 24 coefficients for every element, and split the reductions of the backward pass into many
+kernels that each read the streams. `residual_streams.py` has the plain forms. Streams are [tokens, D] here, and a
+token's coefficients one row of [tokens, M]: pre, post, then res by rows.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from jaxtyping import Array
 
 from nash_mhc.ops.arithmetic import add_up, product, wide_dtype
 
-_ROWS, _COLUMNS, _WARPS = 4, 256, 4  # of a block: the best of what was tried on an H200 at D 2048 (docs/experiments.md)
-_MATRIX_COLUMNS = 32  # of a product's factor, whose columns are 24 with four streams: a power of two, as Triton wants it
+_ROWS, _COLUMNS, _WARPS = 4, 256, 4  # of a block: the fastest on an H200 at D 2048 (docs/experiments.md)
+_MATRIX_COLUMNS = 32  # columns of a matmul operand, padded to a power of two for Triton (24 with four streams)
+_MAP_TOKENS = 128  # tokens per block of the maps: one per thread
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work: tokens and columns at a time, tokens of a block, its warps, loads that go ahead."""
+    """Tokens and columns of a tile, tokens and warps of a block, pipeline stages."""
 
     rows: int
     columns: int
@@ -35,10 +35,10 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# The best of what was tried on an H200 at D 640 and 2048 (docs/experiments.md).
+# The fastest on an H200 at D 640 and 2048 (docs/experiments.md).
 _GRADIENT = Tiles(rows=32, columns=64, block=2048, warps=4, stages=3)
-_FEWEST_BLOCKS = 1000  # of the gradient: with fewer, the last ones leave most of the device waiting
-_WIDEST, _BLOCK = 1024, 16  # columns at a time and tokens of a block, where all columns of a token are held at once
+_FEWEST_BLOCKS = 1000  # of the gradient: with fewer, most of the device idles during the last ones
+_WIDEST, _BLOCK = 1024, 16  # columns per chunk and tokens per block of kernels that hold all columns of a token
 _MOST_CHUNKS = 8
 
 
@@ -50,23 +50,23 @@ def _gradient_tiles(tokens: int, width: int) -> Tiles:
 
 
 def _norm_tiles(width: int, warps: int) -> Tiles:
-    """A warp has 128 columns of a token or more: one that has fewer waits for its loads."""
+    """Return tiles with at least 128 columns per warp: with fewer, warps wait for their loads."""
     columns = min(width & -width, _WIDEST)
     return Tiles(rows=max(1, min(4, 128 * warps // columns)), columns=columns, block=_BLOCK, warps=warps, stages=1)
 
 
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a [..., D] array can be cut into whole blocks."""
+    """Return whether an array of shape [..., D] divides into whole blocks."""
     return math.prod(shape[:-1]) % _ROWS == 0 and shape[-1] % 32 == 0
 
 
 def _chunk(width: int) -> int:
-    """Columns at a time: the largest power of two, within the limit, that divides the width."""
+    """Return the columns per chunk: the largest power of two up to the limit that divides the width."""
     return min(width & -width, _COLUMNS)
 
 
 def _call(kernel: Callable[..., None], outs: Sequence[Any], args: Sequence[Array], name: str, interpret: bool) -> list[Array]:
-    """Runs `kernel` on blocks of tokens, which are the first axis of everything."""
+    """Run `kernel` on blocks of tokens, the first axis of all arrays."""
     block = lambda a: pl.BlockSpec((_ROWS, *a.shape[1:]), lambda i: (i,) + (0,) * (a.ndim - 1))
     return list(pl.pallas_call(
         kernel, out_shape=list(outs), grid=(args[0].shape[0] // _ROWS,),
@@ -80,7 +80,7 @@ def _tile(ref: Any, k: Array, chunk: int) -> Array:
 
 
 def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False) -> tuple[list[Array], Array]:
-    """(stream i becomes sum_j res[i, j] stream j + post[i] y; the sums of squares of the new streams, [tokens, R])."""
+    """Return (new streams, their sums of squares [tokens, R]). Stream i is sum_j res[i, j] stream j + post[i] y."""
     R, (tokens, width), chunk = len(xs), y.shape, _chunk(y.shape[1])
 
     def kernel(*refs: Any) -> None:
@@ -113,7 +113,7 @@ def _post_and_res(maps_ref: Any, R: int) -> tuple[list[Array], list[list[Array]]
 def write_backward(
     xs: Sequence[Array], y: Array, maps: Array, douts: Sequence[Array], *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """(dy, d maps; 0 for pre, which had no part in it) in one pass over the streams and their gradients."""
+    """Return (dy, d maps with 0 for pre) in one pass over the streams and their gradients."""
     R, width, chunk = len(xs), y.shape[1], _chunk(y.shape[1])
 
     def kernel(*refs: Any) -> None:
@@ -140,12 +140,12 @@ def write_backward(
 
 
 def _widened(a: Array) -> Array:
-    """With columns of zeros up to the width of a matrix product."""
+    """Pad the columns with zeros for a matmul."""
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, _MATRIX_COLUMNS - a.shape[-1])])
 
 
 def fits_gradient(shape: tuple[int, ...], maps: int, dtype: Any) -> bool:
-    """Whether streams [..., D] can be cut into the tiles of `gradient`, whose products a GPU has units for."""
+    """Return whether streams of shape [..., D] divide into the tiles of `gradient`, for the tensor cores."""
     whole = math.prod(shape[:-1]) % _GRADIENT.rows == 0 and shape[-1] % 32 == 0
     return whole and maps <= _MATRIX_COLUMNS and jnp.dtype(dtype).itemsize == 2
 
@@ -154,10 +154,9 @@ def gradient(
     xs: Sequence[Array], douts: Sequence[Array], dread: Array, maps: Array, dproducts: Array, along: Array, phi_RDM: Array,
     *, interpret: bool = False,
 ) -> tuple[list[Array], Array]:  # fmt: skip
-    """(gradients of the streams, of phi) in one pass: what was written, read, projected and normalised, all at once.
+    """Return the gradients of the streams and of phi in one pass: through writing, reading, projection and norm.
 
-    A block has some columns of many tokens. Its columns of phi stay where they are, and so do the sums of their
-    gradient.
+    A block handles some columns of many tokens. Its columns of phi and the sums for their gradient stay in registers.
     """
     R, (tokens, width) = len(xs), dread.shape
     tiles = _gradient_tiles(tokens, width)
@@ -183,8 +182,8 @@ def gradient(
                 sums.append(dphi[j] + product(x, dproducts, (0, 0)))
             return tuple(sums)
 
-        nothing = jnp.zeros((chunk, _MATRIX_COLUMNS), wide_dtype(dread.dtype))
-        for r, total in enumerate(lax.fori_loop(0, block // tiles.rows, body, (nothing,) * R)):
+        zero = jnp.zeros((chunk, _MATRIX_COLUMNS), wide_dtype(dread.dtype))
+        for r, total in enumerate(lax.fori_loop(0, block // tiles.rows, body, (zero,) * R)):
             dphi_ref[pl.program_id(0), r, here, :] = total
 
     blocks = tokens // block
@@ -198,7 +197,7 @@ def gradient(
 
 
 def fits_norm(shape: tuple[int, ...], devices: int) -> bool:
-    """Whether a token's columns of a [..., D] array are a few chunks, and each device's tokens whole blocks."""
+    """Return whether the columns of an array [..., D] are few chunks, and each device's tokens whole blocks."""
     chunk = min(shape[-1] & -shape[-1], _WIDEST)
     return math.prod(shape[:-1]) % (devices * _BLOCK) == 0 and chunk >= 32 and shape[-1] // chunk <= _MOST_CHUNKS
 
@@ -210,7 +209,7 @@ def _chunks(width: int, columns: int) -> list[Any]:
 def read_and_norm(
     xs: Sequence[Array], maps: Array, scale_D: Array, eps: float, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """(x / rms(x) * scale of x = sum_r pre[r] stream r, 1 / rms(x) as [tokens, 1]): x itself is not written down."""
+    """Return (x / rms(x) * scale, 1 / rms(x) as [tokens, 1]) of x = sum_r pre[r] stream r, without storing x."""
     R, (tokens, width) = len(xs), xs[0].shape
     tiles = _norm_tiles(width, warps=4)
     chunks = _chunks(width, tiles.columns)
@@ -218,14 +217,14 @@ def read_and_norm(
     def kernel(*refs: Any) -> None:
         x_refs, (maps_ref, scale_ref, out_ref, inverse_ref), first = refs[:R], refs[R:], pl.program_id(0) * tiles.block
 
-        def body(n: Array, nothing: Array) -> Array:
+        def body(n: Array, carry: Array) -> Array:
             at = pl.ds(first + n * tiles.rows, tiles.rows)
             x = [_read(x_refs, maps_ref, at, here)[0] for here in chunks]
             inverse = lax.rsqrt(add_up([jnp.sum(a * a, axis=1) for a in x]) / width + eps)
             inverse_ref[at, 0] = inverse
             for here, a in zip(chunks, x, strict=True):
                 out_ref[at, here] = (a * inverse[:, None] * scale_ref[here][None, :]).astype(out_ref.dtype)
-            return nothing
+            return carry
 
         lax.fori_loop(0, tiles.block // tiles.rows, body, jnp.int32(0))
 
@@ -238,7 +237,7 @@ def read_and_norm(
 
 
 def _read(x_refs: Sequence[Any], maps_ref: Any, at: Any, here: Any) -> tuple[Array, list[Array]]:
-    """(sum_r pre[r] stream r, the streams) of some tokens and columns."""
+    """Return (sum_r pre[r] stream r, the streams) of some tokens and columns."""
     x = [ref[at, here].astype(wide_dtype(ref.dtype)) for ref in x_refs]
     return add_up([maps_ref[at, r][:, None] * a for r, a in enumerate(x)]), x
 
@@ -246,10 +245,10 @@ def _read(x_refs: Sequence[Any], maps_ref: Any, at: Any, here: Any) -> tuple[Arr
 def read_and_norm_backward(
     xs: Sequence[Array], maps: Array, scale_D: Array, inverse: Array, dnormed: Array, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """(gradient of what was read, of pre [tokens, R], of the scale) in one pass over the streams.
+    """Return the gradients of x = sum_r pre[r] stream r, of pre [tokens, R] and of the scale, in one pass.
 
-    That of pre is the product of each stream with that of what was read. As the latter is (g - x * along) / rms, with
-    g the gradient times the scale, it follows from products with g and with x, and no stream is read twice.
+    dpre is the product of each stream with dx = (g - x * along) / rms, where g is the output gradient times the scale.
+    It follows from the products of the stream with g and with x, so no stream is read twice.
     """
     R, (tokens, width) = len(xs), dnormed.shape
     tiles = _norm_tiles(width, warps=2)
@@ -258,12 +257,12 @@ def read_and_norm_backward(
     def kernel(*refs: Any) -> None:
         x_refs, (maps_ref, scale_ref, inverse_ref, dnormed_ref, dx_ref, dpre_ref, dscale_ref) = refs[:R], refs[R:]
         first = pl.program_id(0) * tiles.block
-        nothing = jnp.zeros((tiles.rows, width // len(chunks)), wide_dtype(dnormed.dtype))
+        zero = jnp.zeros((tiles.rows, width // len(chunks)), wide_dtype(dnormed.dtype))
 
         def body(n: Array, dscale: tuple[Array, ...]) -> tuple[Array, ...]:
             at = pl.ds(first + n * tiles.rows, tiles.rows)
             inverse = inverse_ref[at, 0]
-            held, totals, sums = [], [nothing] * (2 * R + 1), []
+            held, totals, sums = [], [zero] * (2 * R + 1), []
             for here, total in zip(chunks, dscale, strict=True):
                 read, x = _read(x_refs, maps_ref, at, here)
                 dnormed_tile = dnormed_ref[at, here].astype(read.dtype)
@@ -280,7 +279,7 @@ def read_and_norm_backward(
                 dx_ref[at, here] = ((g - read * along[:, None]) * inverse[:, None]).astype(dx_ref.dtype)
             return tuple(sums)
 
-        sums = lax.fori_loop(0, tiles.block // tiles.rows, body, (nothing,) * len(chunks))
+        sums = lax.fori_loop(0, tiles.block // tiles.rows, body, (zero,) * len(chunks))
         for here, total in zip(chunks, sums, strict=True):
             dscale_ref[pl.program_id(0), here] = jnp.sum(total, axis=0)
 
@@ -292,3 +291,36 @@ def read_and_norm_backward(
         name="streams_read_and_norm_backward",
     )(*xs, maps, scale_D, inverse, dnormed)  # fmt: skip
     return dx, dpre, jnp.sum(dscale, axis=0)
+
+
+def fits_maps(shape: tuple[int, ...]) -> bool:
+    """Return whether tokens of this shape divide into whole blocks of the maps."""
+    return math.prod(shape) % _MAP_TOKENS == 0
+
+
+def maps_over_tokens(
+    body: Callable[[list[Array]], Sequence[Array]], args: Sequence[Array], width: int, *, interpret: bool = False
+) -> Array:
+    """Return the array [..., width] of `body(columns of all args)` for every token; `args` are arrays [..., m].
+
+    The doubly stochastic maps would be many kernels in XLA. Triton has no R x R arrays, so `body` works on tuples of
+    columns that stay in registers.
+    """
+    shape = args[0].shape[:-1]
+    tokens = math.prod(shape)
+
+    def kernel(*refs: Any) -> None:
+        *in_refs, out_ref = refs
+        # Neighboring columns share a cache line, so memory is still read once.
+        columns = [ref[:, m] for ref in in_refs for m in range(ref.shape[1])]
+        for m, x in enumerate(body(columns)):
+            out_ref[:, m] = x
+
+    block = lambda width: pl.BlockSpec((_MAP_TOKENS, width), lambda i: (i, 0))
+    out = pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct((tokens, width), args[0].dtype), grid=(tokens // _MAP_TOKENS,),
+        in_specs=[block(a.shape[-1]) for a in args], out_specs=block(width),
+        compiler_params=plgpu.CompilerParams(num_warps=_MAP_TOKENS // 32, num_stages=1), name="stream_maps",
+        interpret=interpret,
+    )(*(a.reshape(tokens, a.shape[-1]) for a in args))  # fmt: skip
+    return out.reshape(*shape, width)

@@ -293,7 +293,7 @@ def test_other_numbers_from_the_same_seed_are_refused(learned, tmp_path):
     info["drawn"]["digest"] = "0" * 64
     (copy / "run.json").write_text(json.dumps(info))
     for go_on in (lambda: at(copy, cfg), lambda: load(copy)):
-        with pytest.raises(ConfigError, match="what its model has drawn from seed 0 comes out otherwise here"):
+        with pytest.raises(ConfigError, match="random weights of seed 0 differ"):
             go_on()
 
 

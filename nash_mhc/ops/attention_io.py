@@ -1,4 +1,4 @@
-"""What attention works on, and what it finds."""
+"""Inputs and outputs of attention at one resolution."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-FOUND = "attention_found"  # checkpoint name of what a kernel finds, and of its softmax's sums
+ATTENDED = "attention_found"  # checkpoint name of a kernel's output and of its log-sum-exp
 
 
 class Bounds(NamedTuple):
-    """Where the document of each row of keys begins, and where it has ended."""
+    """First and end row of the document of each row of keys."""
 
     first_BI: Int[Array, "B I"]
     end_BI: Int[Array, "B I"]
 
 
 class Documents(NamedTuple):
-    """Where the documents of each row lie, for kernels that walk them one by one;
-    those beyond the room are left out."""
+    """The documents of each sequence, up to a capacity, for kernels that process them one by one."""
 
-    lengths_BM: Int[Array, "B M"]  # 0: no such document
+    lengths_BM: Int[Array, "B M"]  # 0: absent
     starts_BM: Int[Array, "B M"]
-    number_BT: Int[Array, "B T"]  # of the document that a token is in, counted in its row
-    count_B: Int[Array, "B"] | None  # None: there is room for all, whatever the rows hold
+    number_BT: Int[Array, "B T"]  # index of a token's document within its sequence
+    count_B: Int[Array, "B"] | None  # documents per sequence; None: never more than the capacity
     bounds: Bounds  # for kernels that need no list
 
 
@@ -38,44 +37,43 @@ def bounds_of(segments_BI: Int[Array, "B I"]) -> Bounds:
     return Bounds(first, end)
 
 
-class Rows(NamedTuple):
-    """What attention needs of one resolution of a batch. All queries of a block see the same keys: those of the blocks
-    up to its own one, which is a token where there are as many keys as queries."""
+class AttentionInput(NamedTuple):
+    """Queries, keys and values of one resolution. Each row of keys stands for a block of `stride` tokens.
+
+    All queries of a block see the same keys: those of the blocks up to and including their own.
+    """
 
     q_BTNH: Float[Array, "B T N H"]
     k_BIKH: Float[Array, "B I K H"]
     v_BIKH: Float[Array, "B I K H"]
     segments_BI: Int[Array, "B I"] | None = None
-    documents: Documents | None = None  # of `segments_BI`, where they were found once for all layers
+    documents: Documents | None = None  # of `segments_BI`, if precomputed for all layers
 
     @property
     def stride(self) -> int:
-        """Tokens of a block."""
+        """Return the number of tokens per block."""
         return self.q_BTNH.shape[1] // self.k_BIKH.shape[1]
 
 
-class Found(NamedTuple):
-    """What attention found, and how much: the log of the sum that its softmax divides by."""
+class AttentionOutput(NamedTuple):
+    """The weighted values, and the log-sum-exp of the scores."""
 
     out_BTNH: Float[Array, "B T N H"]
-    evidence_BTN: Float[Array, "B T N"]
+    lse_BTN: Float[Array, "B T N"]
 
 
-def with_gradient_of_evidence(
-    out: Float[Array, "*B H"], dout: Float[Array, "*B H"], devidence: Float[Array, "*B"]
-) -> Float[Array, "*B H"]:
-    """What a flash kernel's backward pass, which knows of no gradient of the evidence, is given for `out`, in float32.
+def with_lse_gradient(out: Float[Array, "*B H"], dout: Float[Array, "*B H"], dlse: Float[Array, "*B"]) -> Float[Array, "*B H"]:
+    """Return a float32 replacement for `out` that makes a flash kernel's backward pass include the gradient of the lse.
 
-    d score = weight * (dO . v - dO . O + dL). The kernel forms dO .
-    O by itself, so O is moved along dO by what takes dL from that product.
+    d score = weight * (dO . v - dO . O + dL). The kernel computes dO . O, so O is shifted along dO to subtract dL.
     """
     wide = dout.astype(jnp.float32)
     length = jnp.maximum(jnp.sum(wide * wide, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return out.astype(jnp.float32) - devidence[..., None] * (wide / length)
+    return out.astype(jnp.float32) - dlse[..., None] * (wide / length)
 
 
 def by_block(q_BTNH: Float[Array, "B T N H"], stride: int, kv_heads: int) -> Float[Array, "B I M H"]:
-    """The queries of a block as heads of one row, those that share keys side by side; M = stride * N."""
+    """Return the queries of a block as heads of one row, grouped by key head; M = stride * N."""
     if stride == 1:
         return q_BTNH
     B, T, N, H = q_BTNH.shape
@@ -84,7 +82,7 @@ def by_block(q_BTNH: Float[Array, "B T N H"], stride: int, kv_heads: int) -> Flo
 
 
 def by_token(rows_BIMH: Float[Array, "B I M H"], stride: int, kv_heads: int) -> Float[Array, "B T N H"]:
-    """The other way."""
+    """Invert `by_block`."""
     if stride == 1:
         return rows_BIMH
     B, count, M, H = rows_BIMH.shape
