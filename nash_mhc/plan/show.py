@@ -17,6 +17,7 @@ from nash_mhc.estimate.roofline import ERROR
 from nash_mhc.runtime.chips import Machine
 
 _GIB = 2**30
+Cell = Callable[[dict[str, Any]], str]
 _CATEGORIES = {
     "parameters": "params", "gradients": "grads", "optimizer": "moments", "streams": "streams", "activations": "acts",
     "logits": "logits", "collectives": "gathered", "temporaries": "temps", "teachers": "teacher",
@@ -74,7 +75,9 @@ def _precision(row: Mapping[str, Any]) -> str:
 
 def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
     categories = [name for name in _CATEGORIES if name != "teachers" or any(row["gib_by_category"][name] for row in rows)]
-    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    gib_of: Callable[[str], Cell] = lambda name: lambda row: _number(row["gib_by_category"][name])
+    milliseconds_of: Callable[[str], Cell] = lambda key: lambda row: _number(row[key] * 1e3)
+    columns: list[tuple[str, Cell]] = [
         ("mesh", lambda row: "x".join(str(row[axis]) for axis in ("data", "fsdp", "tp"))),
         ("remat", lambda row: row["remat"]),
         ("batch", lambda row: row["batch"]),
@@ -82,9 +85,9 @@ def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
         ("fits", lambda row: row["fits"]),
         ("GiB", lambda row: _number(row["gib"])),
     ]
-    columns += [(_CATEGORIES[name], lambda row, name=name: _number(row["gib_by_category"][name])) for name in categories]
+    columns += [(_CATEGORIES[name], gib_of(name)) for name in categories]
     times = {"ms": "step_s", "compute": "compute_s", "memory": "memory_s", "tp": "exchange_s", "net": "gather_s"}
-    columns += [(head, lambda row, key=key: _number(row[key] * 1e3)) for head, key in times.items()]
+    columns += [(head, milliseconds_of(key)) for head, key in times.items()]
     columns += [
         ("binds", lambda row: row["binds"]),
         ("tok/s", lambda row: short(row["tokens_per_s"])),
