@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +17,6 @@ from nash_mhc.estimate.roofline import ERROR
 from nash_mhc.runtime.chips import Machine
 
 _GIB = 2**30
-Cell = Callable[[dict[str, Any]], str]
 _CATEGORIES = {
     "parameters": "params", "gradients": "grads", "optimizer": "moments", "streams": "streams", "activations": "acts",
     "logits": "logits", "collectives": "gathered", "temporaries": "temps", "teachers": "teacher",
@@ -73,35 +72,38 @@ def _precision(row: Mapping[str, Any]) -> str:
     return "+".join(dict.fromkeys(names))
 
 
+def _cells(row: Mapping[str, Any], categories: Sequence[str], tokens: float | None) -> dict[str, str]:
+    """Return the text of each column."""
+    times = {"ms": "step_s", "compute": "compute_s", "memory": "memory_s", "tp": "exchange_s", "net": "gather_s"}
+    cost = {} if not tokens else {
+        "hours": f"{row['hours']:,.0f}",
+        "$": "-" if row["dollars"] is None else f"{row['dollars']:,.0f}",
+    }  # fmt: skip
+    return {
+        "mesh": "x".join(str(row[axis]) for axis in ("data", "fsdp", "tp")),
+        "remat": row["remat"],
+        "batch": row["batch"],
+        "dtype": _precision(row),
+        "fits": row["fits"],
+        "GiB": _number(row["gib"]),
+        **{_CATEGORIES[name]: _number(row["gib_by_category"][name]) for name in categories},
+        **{head: _number(row[key] * 1e3) for head, key in times.items()},
+        "binds": row["binds"],
+        "tok/s": short(row["tokens_per_s"]),
+        "MFU": f"{row['mfu']:.0%}",
+        **cost,
+    }
+
+
 def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
     categories = [name for name in _CATEGORIES if name != "teachers" or any(row["gib_by_category"][name] for row in rows)]
-    gib_of: Callable[[str], Cell] = lambda name: lambda row: _number(row["gib_by_category"][name])
-    milliseconds_of: Callable[[str], Cell] = lambda key: lambda row: _number(row[key] * 1e3)
-    columns: list[tuple[str, Cell]] = [
-        ("mesh", lambda row: "x".join(str(row[axis]) for axis in ("data", "fsdp", "tp"))),
-        ("remat", lambda row: row["remat"]),
-        ("batch", lambda row: row["batch"]),
-        ("dtype", _precision),
-        ("fits", lambda row: row["fits"]),
-        ("GiB", lambda row: _number(row["gib"])),
-    ]
-    columns += [(_CATEGORIES[name], gib_of(name)) for name in categories]
-    times = {"ms": "step_s", "compute": "compute_s", "memory": "memory_s", "tp": "exchange_s", "net": "gather_s"}
-    columns += [(head, milliseconds_of(key)) for head, key in times.items()]
-    columns += [
-        ("binds", lambda row: row["binds"]),
-        ("tok/s", lambda row: short(row["tokens_per_s"])),
-        ("MFU", lambda row: f"{row['mfu']:.0%}"),
-    ]
-    if tokens:
-        columns.append(("hours", lambda row: f"{row['hours']:,.0f}"))
-        columns.append(("$", lambda row: "-" if row["dollars"] is None else f"{row['dollars']:,.0f}"))
+    cells = [_cells(row, categories, tokens) for row in rows]
     out = Table(box=None, pad_edge=False, header_style="bold")
-    for head, _ in columns:
+    for head in cells[0]:
         is_text = head in ("mesh", "remat", "batch", "dtype", "fits", "binds")
         out.add_column(head, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        out.add_row(*(cell(row) for _, cell in columns))
+    for each in cells:
+        out.add_row(*each.values())
     return out
 
 
