@@ -144,7 +144,7 @@ def _evaluated(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> li
     return found
 
 
-def rows_for(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> RunConfig:
+def with_sequence_per_chip(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> RunConfig:
     """Return the run with at least one sequence per chip and step, unless the user has set the batch."""
     sequences = cfg.data.batch_size * cfg.train.grad_accum
     if {"data.batch_size", "train.grad_accum"} & set(given) or sequences % machine.chips == 0:
@@ -167,7 +167,7 @@ def nearest_that_fit(cfg: RunConfig, machine: Machine, given: Mapping[str, Any])
         changes.append((f"--seq-len {T}", with_data(seq_len=T), machine))
         T //= 2
     for larger in next_larger(machine):
-        changes.append((f"--chip {larger.name}", rows_for(cfg, larger, given), larger))
+        changes.append((f"--chip {larger.name}", with_sequence_per_chip(cfg, larger, given), larger))
     found: dict[str, tuple[str, Candidate]] = {}
     for change, changed, on in changes:
         kind = change.split()[0]

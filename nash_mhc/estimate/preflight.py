@@ -17,9 +17,9 @@ from nash_mhc.estimate.candidates import (
     candidates,
     layouts,
     precision_settings,
-    rows_for,
     smaller_precisions,
     smaller_remats,
+    with_sequence_per_chip,
 )
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import ERROR, speed
@@ -190,7 +190,7 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any], say: Callable[[str], 
     all_devices: dict[str, Any] = {axis: -1 if axis == "data" else 1 for axis in cfg.mesh.axes}
     mesh = make_mesh(dataclasses.replace(cfg.mesh, **all_devices))
     machine = machine_here(mesh)
-    found = candidates(rows_for(cfg, machine, given), machine, given)
+    found = candidates(with_sequence_per_chip(cfg, machine, given), machine, given)
     if not found:
         raise ConfigError(f"--mesh-auto: no mesh of {mesh.size} devices divides this model and its batch; set --batch-size")
     if found[0].fits == "no":

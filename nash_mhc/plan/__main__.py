@@ -111,7 +111,7 @@ def main() -> int:
     from nash_mhc.train.inferred_settings import with_preset_vocabulary
 
     given = with_preset_vocabulary(parsed.given, parsed.config.model.vocab_size)
-    cfg = candidates.rows_for(parsed.config, machine, parsed.given)
+    cfg = candidates.with_sequence_per_chip(parsed.config, machine, parsed.given)
     found = candidates.candidates(cfg, machine, parsed.given, also_smaller=True)
     if not found:
         sequences = cfg.data.batch_size * cfg.train.grad_accum

@@ -60,7 +60,7 @@ _SEQUENCES = "batch-size x grad-accum"  # sequences per step
 
 def check_resume(cfg: RunConfig, *, rows: str) -> None:
     """Raise ConfigError unless the run fits what it would resume or start from; `rows` identifies its data."""
-    resume, directory = cfg.train.resume, cfg.train.checkpoint_dir
+    resume, directory, settings = cfg.train.resume, cfg.train.checkpoint_dir, flatten_config(cfg.to_dict())
     own = RunFolder(directory) if directory else None
     with as_config_error(f"--checkpoint-dir {directory}"):
         if own and own.is_imported():
@@ -80,7 +80,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
         raise ConfigError(f"--resume must: {where}; give the --checkpoint-dir of a run that has one")
     if not steps:  # otherwise the run resumes from its own checkpoint
         if cfg.train.resume_from is not None:
-            _check_same_run(other_run("--resume-from", cfg.train.resume_from), cfg, rows=None)
+            _check_same_run(other_run("--resume-from", cfg.train.resume_from), settings, cfg.model, rows=None)
         if cfg.train.init_from is not None:
             _check_weights(cfg.model, cfg.train.init_from, cfg.train.init_step)
         elif cfg.lora.rank and cfg.train.resume_from is None:
@@ -90,7 +90,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
     elif own and cfg.train.init_from is not None and not cfg.lora.rank:
         _check_same_init(own, cfg.train.init_from)
     if own and own.has_checkpoint():  # without a checkpoint, any shape and batch size fit
-        _check_same_run(own, cfg, rows=rows)
+        _check_same_run(own, settings, cfg.model, rows=rows)
 
 
 def _check_nothing_is_lost(folder: RunFolder) -> None:
@@ -108,15 +108,18 @@ def _with_sequences(values: dict[str, Any]) -> dict[str, Any]:
     return values | {_SEQUENCES: values["data.batch_size"] * values["train.grad_accum"]}
 
 
-def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> None:
-    """Raise ConfigError unless the run in `folder` has the same model and, if `rows` is given, the same data."""
+def _check_same_run(folder: RunFolder, now: dict[str, Any], model: ArchitectureConfig, *, rows: str | None) -> None:
+    """Raise ConfigError unless the run in `folder` has the same model and, if `rows` is given, the same data.
+
+    `now` are the settings of this run by path.
+    """
     if (described := folder.description()) is None:
         return
-    before, now = _with_sequences(described.config), _with_sequences(flatten_config(cfg.to_dict()))
-    if before["model_kind"] != cfg.model_kind:
+    before, now = _with_sequences(described.config), _with_sequences(now)
+    if before["model_kind"] != now["model_kind"]:
         raise ConfigError(
-            f"{folder} holds another run: --model-kind {before['model_kind']} there, {cfg.model_kind} now; give the same, or "
-            "choose another --checkpoint-dir"
+            f"{folder} holds another run: --model-kind {before['model_kind']} there, {now['model_kind']} now; give the same, "
+            "or choose another --checkpoint-dir"
         )
     before = {"optim.optimizer": "adamw"} | before  # missing in old runs
     same = [k for k in now if k.startswith("model.")]
@@ -128,18 +131,19 @@ def _check_same_run(folder: RunFolder, cfg: RunConfig, *, rows: str | None) -> N
     for name, kind in KIT_SECTIONS.items():
         if kind.switch and (before.get(f"{name}.{kind.switch}") or now[f"{name}.{kind.switch}"]):
             same += [k for k in now if k.startswith(f"{name}.")]
-    if carries(cfg.objective.name):  # the carry has the shape of a batch
+    if carries(now["objective.name"]):  # the carry has the shape of a batch
         same += ["objective.name", "data.batch_size", "train.grad_accum"]
     if rows is not None:
         same += [k for k in (*_SAME_DATA, _SEQUENCES) if k in before]
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in same if before.get(k) != now[k]]:
         remedy = _how_to_restore(before, now, changed)
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; {remedy}, or choose another --checkpoint-dir")
-    check_drawn(cfg.model, described.drawn, str(folder))
+    check_drawn(model, described.drawn, str(folder))
     if rows is not None and described.rows != rows:
-        teacher = f" or the model in --distill-teacher {cfg.distill.teacher}" if cfg.distill.teacher else ""
+        name = now.get("distill.teacher")
+        teacher = f" or the model in --distill-teacher {name}" if name else ""
         raise ConfigError(
-            f"{folder}: the data of --dataset {cfg.data.dataset}{teacher} has changed since this run began; restore it, "
+            f"{folder}: the data of --dataset {now['data.dataset']}{teacher} has changed since this run began; restore it, "
             f"or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
         )
 
