@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import timeit
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,19 +117,17 @@ def by_kind(device_kind: str) -> Chip | None:
 
 def machine(name: str, known: Mapping[str, Chip]) -> Machine:
     """Return the machine named `v6e-8`, `h100-16` or `h100`. ConfigError with the nearest name."""
-    kind, dash, number = name.lower().rpartition("-")
-    if name.lower() in known:  # a kind with a dash, such as a100-80
-        kind, dash, number = name.lower(), "", ""
-    elif not dash:
+    kind, _, number = name.lower().rpartition("-")
+    if name.lower() in known or not kind:  # known: a kind with a dash, such as a100-80
         kind, number = name.lower(), ""
     if kind not in known:
-        raise ConfigError(f"--chip {name}: unknown chip{_nearest(kind, known)}")
+        nearest = did_you_mean(kind, known) or f"; known: {', '.join(known)}"
+        raise ConfigError(f"--chip {name}: unknown chip{nearest}")
     chip = known[kind]
     if number and (not number.isdigit() or int(number) < 1):
         raise ConfigError(f"--chip {name}: write the number of chips after the dash, as in {kind}-{chip.largest}")
     cores = 2 if chip.named_by == "cores" else 1
-    smallest = min(chip.slices)
-    count = int(number) // cores if number else smallest
+    count = int(number) // cores if number else min(chip.slices)
     if count in chip.slices:
         return Machine(name.lower(), chip, count)
     if count <= _MAX_CHIPS and count > chip.largest and count % chip.largest == 0:
@@ -152,14 +150,6 @@ def next_larger(of: Machine) -> Iterable[Machine]:
             yield Machine(f"{of.chip.name}-{count * cores}", of.chip, count)
 
 
-def _nearest(word: str, known: Mapping[str, Chip]) -> str:
-    return did_you_mean(word, known) or f"; known: {', '.join(known)}"
-
-
-def _best_of(count: int, work: Callable[[], object]) -> float:
-    return min(timeit.repeat(work, number=1, repeat=count))
-
-
 def this_cpu() -> Machine:
     """Return this machine's CPU as a machine to plan for; measures its rates in about a second.
 
@@ -169,9 +159,9 @@ def this_cpu() -> Machine:
 
     n = 1024
     a = np.ones((n, n), np.float32)
-    seconds = _best_of(5, lambda: a @ a)
+    seconds = min(timeit.repeat(lambda: a @ a, number=1, repeat=5))
     source, target = np.ones(_COPY_BYTES // 8), np.empty(_COPY_BYTES // 8)
-    copied = _best_of(3, lambda: np.copyto(target, source))
+    copied = min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=3))
     held = host_memory()
     memory = held[1] / 1e9 if held else math.inf
     gbps = 2 * _COPY_BYTES / copied / 1e9
