@@ -17,7 +17,6 @@ import pytest
 from nash_mhc.bench import corpus
 from nash_mhc.checkpoint.store import close_manager, new_manager
 from nash_mhc.config.schema import ConfigError, MeshConfig
-from nash_mhc.data import loader
 from nash_mhc.ops.attend import attend, attend_with_lse
 from nash_mhc.ops.attention_io import AttentionInput
 from nash_mhc.ops.kernels import attend_cudnn
@@ -183,14 +182,6 @@ def test_raised_errors_are_not_logged_as_well(monkeypatch):
     record = lambda error: logging.LogRecord("x", logging.ERROR, "", 0, "text", (), (type(error), error, None))
     assert [bool(logger.filter(record(error))) for error in (OSError(), ValueError())] == [False, True]
     assert logger.filter(logging.LogRecord("x", logging.ERROR, "", 0, "text", (), None))
-
-
-def test_absl_s_flags_are_marked_as_parsed(monkeypatch):
-    from absl import flags
-
-    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
-    loader._mark_absl_flags_as_parsed()
-    assert flags.FLAGS.is_parsed()
 
 
 def test_a_corpus_needs_a_package_index(without, monkeypatch):
