@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nash_mhc import __version__
+from nash_mhc.config import kits
 from nash_mhc.config.commands import chosen_command, one_line_errors
 
 ABOUT = {
@@ -16,7 +17,6 @@ ABOUT = {
     "generate": "writes text with a trained model",
     "evaluate": "evaluates a model: lm-evaluation-harness tasks, held-out text",
     "data": "prepares and inspects data, trains tokenizers",
-    "distill": "caches a teacher's logits, runs distillation chains",
     "checkpoint": "lists, verifies and inspects a run's checkpoints",
     "hub": "imports and exports Hugging Face models",
     "plan": "estimates what fits a machine, its speed and its cost",
@@ -32,9 +32,13 @@ def main() -> int:
     if sys.argv[1:] == ["--help"] or sys.argv[1:] == ["-h"]:
         print(f"nash_mhc {__version__}: pretrains language models over a data x fsdp x tp mesh\n")
     started = "nash-mhc" if Path(sys.argv[0]).name == "nash-mhc" else "python -m nash_mhc"
-    if (chosen := chosen_command(ABOUT, f"{started} COMMAND [flags]")) is None:
+    of_kits = {name: command.about for name, command in kits.commands().items()}
+    if (chosen := chosen_command(ABOUT | of_kits, f"{started} COMMAND [flags]")) is None:
         return 0
     command, argv = chosen
+    if command in of_kits:
+        sys.argv = ["-m", *argv]
+        return kits.run_command(command)
     sys.modules.pop(f"nash_mhc.{command}.__main__", None)  # it is to run, not to be found
     sys.argv = ["-m", *argv]  # as Python itself would start it: a training run listens for signals from then on
     runpy.run_module(f"nash_mhc.{command}", run_name="__main__", alter_sys=True)

@@ -29,7 +29,6 @@ ORDER = (
     "train",
     "generate",
     "evaluate",
-    "distill",
     "plan",
     "report",
     "bench",
@@ -62,10 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": {
         COMPAT, "config", "storage", "parallel", "ops", "runtime", "model", "data", "objectives", "hub", "train",
     },
-    "distill": {
-        "config", "storage", "parallel", "checkpoint", "runtime", "model", "data", "objectives", "hub", "train",
-    },
-    "plan": {"config", "parallel", "runtime", "model", "estimate", "train"},
+    "plan": {"config", "parallel", "runtime", "model", "objectives", "estimate", "train"},
     "report": {"config", "storage", "checkpoint", "plan"},
     "bench": {
         COMPAT, "config", "checkpoint", "parallel", "ops", "runtime", "model", "data", "optim", "objectives", "hub", "estimate",

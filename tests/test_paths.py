@@ -76,8 +76,8 @@ def test_an_unknown_scheme_is_refused_by_name(words, tmp_path, monkeypatch, caps
 
 def test_it_is_refused_in_files_and_by_the_reader_of_runs_too(write):
     from nash_mhc.config.parsing import parse
-    from nash_mhc.distill.chain import read_chain
     from nash_mhc.evaluate.tasks import read_text
+    from nash_mhc.kits.distill.chain import read_chain
 
     for read in (
         lambda: parse(["--config", write(f"data:\n  dataset: {NAME}\n")]),

@@ -146,6 +146,8 @@ def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
 
 def _refuse_without_meaning(command: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for a flag of `train` that the benchmark would ignore."""
+    from nash_mhc.objectives.registry import OBJECTIVES
+
     if command == "telemetry":  # a real run
         return
     folders = ("train.init_from", "train.resume_from", "train.checkpoint_dir")
@@ -157,8 +159,9 @@ def _refuse_without_meaning(command: str, given: Mapping[str, Any]) -> None:
     for path, why in refused.items():
         if given.get(path):
             raise ConfigError(f"{keys()[path].flag}: `bench {command}` ignores it, as {why}; leave it out")
-    if given.get("objective.name") == "distill":
-        raise ConfigError(f"--objective distill: `bench {command}` has no teacher; leave out the flag")
+    name = given.get("objective.name")
+    if name is not None and name in OBJECTIVES and OBJECTIVES[name].feed is not None:
+        raise ConfigError(f"--objective {name}: `bench {command}` cannot make its batches; leave out the flag")
 
 
 def main() -> int:

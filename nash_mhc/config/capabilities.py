@@ -13,7 +13,7 @@ class ObjectiveConfig(Section):
 
     name: str = key(
         "next_token",
-        "objective to minimize: next_token, smoothed, distill (from a teacher), or a registered one",
+        "objective to minimize: next_token, smoothed, or a registered one",
         flag="objective",
         seam="objectives",
     )
@@ -37,36 +37,6 @@ class LoraConfig(Section):
         super().__post_init__()
         if not all(word.strip() for word in self.targets.split(",")):
             raise ConfigError(f"--lora-targets {self.targets}: has an empty name; write names with single commas between them")
-
-
-@dataclass(frozen=True)
-class DistillConfig(Section):
-    section, prefixed = "distill", True
-
-    temperature: float = key(1.0, "softmax temperature; a cache must have been made for it", above=0)
-    text: float = key(0.0, "share of the loss that is the text's cross-entropy", low=0, high=1)
-    hard: float = key(0.0, "share of the loss that is the cross-entropy of the teacher's top-1 token", low=0, high=1)
-    teacher: str | None = key(
-        None, "online teacher that reads every batch, instead of a cache: a run directory or Hugging Face folder",
-        path=True, remote=True,
-    )  # fmt: skip
-    top_k: int = key(128, "top-k logits that an online teacher gives per position", low=1)
-    random: int = key(
-        0, "random other tokens per position from an online teacher; a cache has its own (distill cache --random)", low=0
-    )
-    layers: float = key(
-        0.0,
-        "share of the loss that is the distance of the layers' outputs from the teacher's; needs --distill-teacher",
-        low=0,
-        high=1,
-    )
-    anchor: float = key(0.0, "weight of the divergence from the initial model (--init-from)", low=0)
-    renormalised: bool = key(False, "softmax over the cached tokens alone: biased, for comparison")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.text + self.hard > 1:
-            raise ConfigError(f"--distill-text {self.text:g} and --distill-hard {self.hard:g} are more than all of the loss")
 
 
 @dataclass(frozen=True)

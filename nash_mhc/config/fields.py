@@ -43,15 +43,18 @@ def key(
     axis: bool = False,
     further: str | None = None,
     seam: str | None = None,
+    model_folder: bool = False,
 ) -> Any:
     """Declare one key: default, help text, inclusive bounds `low` and `high`, exclusive bound `above`.
 
     weighted: the flag may be repeated with weights (a:0.7); the values are joined. path: a local path, in which ~ is
     expanded; with `remote` it may be gs://. axis: a mesh axis. further: the `--help` section that shows this key, if it
     is not its own. seam: the field of Kit whose names are values of this key; the help text lists them.
+    model_folder: the value is the folder of a model.
     """
     bounds = {"low": low, "above": above, "high": high}
     kind = {"weighted": weighted, "path": path, "remote": remote, "axis": axis, "further": further, "seam": seam}
+    kind["model_folder"] = model_folder
     return field(default=default, metadata=bounds | {"help": help, "choices": choices, "flag": flag} | kind)
 
 
@@ -124,6 +127,7 @@ class Section:
 
     section: ClassVar[str] = ""
     about: ClassVar[str] = ""  # one line for `--help`, for the section of a kit
+    of_objective: ClassVar[str | None] = None  # the objective that the section belongs to, if it is of a kit
     prefixed: ClassVar[bool] = False  # whether flags start with the section's name: --mesh-data
     switch: ClassVar[str] = ""  # for the section of a kit: while this key is set, a resumed run cannot change the section
 

@@ -37,7 +37,6 @@ FURTHER = {
     "hub": "features of imported models; --init-from sets them for a Hugging Face folder",
     "tuning": "fine-tuning: templates, epochs, early stopping, the final checkpoint",
     "lora": "LoRA fine-tuning of the model in --init-from",
-    "distill": "distillation from a cached or online teacher (--objective distill)",
     "precision": "precision and memory: dtypes of weights, moments and matmuls, remat",
     "profile": "batch size and learning rate for a kind of device",
     "telemetry": "telemetry: Weights & Biases, JSON logs, profiles, samples",

@@ -45,6 +45,7 @@ class Kit:
     weights: References = field(default_factory=dict)  # by section: (model, section) -> model (model/architectures.py)
     formats: References = field(default_factory=dict)  # by a file of the folder: ModelFormat (hub/load.py)
     hub_commands: Mapping[str, HubCommand] = field(default_factory=dict)  # by name: `python -m nash_mhc.hub NAME`
+    commands: Mapping[str, Command] = field(default_factory=dict)  # `nash-mhc NAME`
 
 
 class Figure(NamedTuple):
@@ -55,7 +56,15 @@ class Figure(NamedTuple):
     chart: str = ""  # title of its chart in the report; empty: no chart
     log: bool = False  # whether the chart is logarithmic
     line: str = ""  # suffix of the evaluation's line on the terminal, with names of eval.jsonl in braces
+    short: str = ""  # name and form of the value in a step's line and in the panel, such as "kl {:.4f}"
     of_text: bool = True  # whether bits per byte and perplexity are meaningful too
+
+
+class Command(NamedTuple):
+    """A command of `nash-mhc`."""
+
+    about: str
+    main: str  # "module:function" of the kit: () -> exit code
 
 
 class Generator(NamedTuple):
@@ -138,6 +147,13 @@ def provided(seam: str) -> list[str]:
     return [name for kit in all_kits().values() for name in getattr(kit, seam)]
 
 
+def run_command(name: str) -> int:
+    """Run a kit's command and return its exit code."""
+    if name not in (known := commands()):
+        raise ConfigError(f"{name}: no kit has this command; there are {', '.join(known) or 'none'}")
+    return int(load(known[name].main)())
+
+
 def load(reference: str) -> Any:
     """Import and return an absolute "module:attribute"."""
     module, _, attribute = reference.partition(":")
@@ -191,12 +207,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
 
 # Metrics of objectives other than the loss.
-FIGURES: Registry[Figure] = Registry(
-    "figures",
-    {
-        "kl": Figure(
-            "held-out KL from the teacher, nats/token", chart="KL from the teacher, nats/token", log=True,
-            line=", KL from the teacher {eval/kl:.4f}",
-        ),
-    },
-)  # fmt: skip
+FIGURES: Registry[Figure] = Registry("figures", {})
+
+
+def commands() -> dict[str, Command]:
+    """Return the commands of kits by name, `main` as an absolute reference."""
+    found = {name: (kit, command) for kit, record in all_kits().items() for name, command in record.commands.items()}
+    return {name: command._replace(main=f"{_PACKAGE}.{kit}.{command.main}") for name, (kit, command) in found.items()}

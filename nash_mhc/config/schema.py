@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from nash_mhc.config import kits
 from nash_mhc.config.capabilities import (
-    DistillConfig,
     LoraConfig,
     ObjectiveConfig,
     PrecisionConfig,
@@ -41,7 +40,6 @@ __all__ = [
     "ArchitectureConfig",
     "ConfigError",
     "DataConfig",
-    "DistillConfig",
     "Length",
     "LoraConfig",
     "MeshConfig",
@@ -236,7 +234,6 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     of_kits: tuple[Section, ...] = ()  # kit sections that differ from their defaults: see `section`
@@ -268,15 +265,15 @@ class RunConfig:
         others = tuple(other for other in self.of_kits if type(other) is not type(section))
         return dataclasses.replace(self, of_kits=(*others, section))
 
+    def with_next_token(self) -> RunConfig:
+        """Return the same run with the default objective, without the sections of its own one."""
+        others = tuple(section for section in self.of_kits if section.of_objective is None)
+        return dataclasses.replace(self, objective=ObjectiveConfig(), of_kits=others)
+
     @property
     def model_kind(self) -> str:
         """Return the name of the model's architecture, which decides the keys of `model`."""
         return self.model.architecture
-
-    @property
-    def reads_cache(self) -> bool:
-        """Whether it learns from a teacher whose choices lie beside the rows."""
-        return self.objective.name == "distill" and self.distill.teacher is None
 
     @property
     def ends_with_best(self) -> bool:

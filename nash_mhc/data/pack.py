@@ -6,7 +6,7 @@ import bisect
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,20 +21,6 @@ class Rows(NamedTuple):
     segments: np.ndarray
     weights: np.ndarray  # 0 for padding and for targets that are not in the loss
 
-
-class Taught(NamedTuple):
-    """Rows with a teacher's top-k logits at every position."""
-
-    inputs: np.ndarray
-    targets: np.ndarray
-    segments: np.ndarray
-    weights: np.ndarray
-    ids: np.ndarray  # [.., T, K]: top-k tokens
-    logits: np.ndarray  # [.., T, K]: their logits minus the largest
-    lse: np.ndarray  # [.., T]: log-sum-exp over the vocabulary at the run's temperature, minus the largest logit
-
-
-AnyRows = TypeVar("AnyRows", Rows, Taught)
 
 # Fields that a source adds to those of `Rows`: dtype and shape per example, by name. A source with extra fields
 # declares them in an attribute `extras`; they become `Batch.extras`.

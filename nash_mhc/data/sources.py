@@ -22,7 +22,6 @@ from nash_mhc.data.pack import NothingHeldOut, Rows, RowsByTake, RowSource
 from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
-from nash_mhc.data.prepared.taught import TaughtRows, read_about
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories.corpus import SPLITS, Stories, StoryCorpus, StoryRows
 from nash_mhc.data.streamed_rows import open_stream
@@ -103,11 +102,14 @@ class Opening(NamedTuple):
     align: int  # documents start at multiples of this
 
 
+Opener = Callable[[Opening], RowSource]
+
+
 class DataSource(NamedTuple):
     """A kind of dataset: which --dataset values it takes, and how they become rows."""
 
     takes: Callable[[str, str], bool]  # of (--dataset, --format)
-    open: Callable[[Opening], RowSource]
+    open: Opener
     # Settings that follow from the dataset, given all values by path; ConfigError if a value does not fit.
     infers: Callable[[Mapping[str, Any]], Settings] = lambda values: {}
     has_test: bool = True  # can part of it be held out as a final test?
@@ -124,7 +126,7 @@ def _open_stories(request: Opening) -> RowSource:
 
 def _open_prepared(request: Opening) -> RowSource:
     cfg, folder = request.cfg, Path(request.cfg.dataset)
-    _check_recipe(folder, cfg, request.tokenizer, request.align)
+    check_recipe(folder, cfg, request.tokenizer, request.align)
     return PreparedRows(folder, request.split, vocab_size=request.tokenizer.vocab_size, name=cfg.dataset)
 
 
@@ -201,7 +203,7 @@ def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int
         return prepared()
 
 
-def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int) -> None:
+def check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int) -> None:
     """ConfigError if a prepared folder does not fit the run."""
     recipe, name = Manifest.read(folder).recipe, f"--dataset {folder}"
     if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
@@ -229,14 +231,14 @@ def _check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: in
 
 
 def open_source(
-    cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1, temperature: float | None = None
+    cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1, opener: Opener | None = None
 ) -> RowSource:
     """Open the rows of one split, with documents at multiples of `align`; ConfigError if there is no such split.
 
-    With a temperature, rows come with cached top-k logits of a teacher at that temperature.
+    `opener` opens the dataset instead of the registered sources (`Feed.opener`).
     """
-    if temperature is not None:
-        return _open_taught(cfg, tokenizer, split, align, temperature)
+    if opener is not None:
+        return opener(Opening(cfg, tokenizer, split, seed, align))
     if parts := parts_of(cfg):
         sources = [open_source(part, tokenizer, split=split, seed=seed, align=align) for part, _ in parts]
         return Mixture([part.dataset for part, _ in parts], sources, [weight for _, weight in parts], seed=seed)
@@ -244,16 +246,7 @@ def open_source(
     return (_open_documents if source is None else source.open)(Opening(cfg, tokenizer, split, seed, align))
 
 
-def _open_taught(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int, temperature: float) -> RowSource:
-    folder = Path(cfg.dataset)
-    read_about(folder)  # says what is missing
-    _check_recipe(folder, cfg, tokenizer, align)
-    return TaughtRows(folder, split, temperature, vocab_size=tokenizer.vocab_size, name=cfg.dataset)  # type: ignore[return-value]
-
-
-def open_held_out(
-    cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperature: float | None = None
-) -> RowSource | None:
+def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, opener: Opener | None = None) -> RowSource | None:
     """Open the validation rows, which are the same for every run on this data; None without held-out data.
 
     Those of a mixture are those of its datasets.
@@ -261,12 +254,12 @@ def open_held_out(
     if parts := parts_of(cfg):
         return _mix([(part, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts])
     try:
-        return open_source(cfg, tokenizer, split=cfg.eval_split, seed=0, align=align, temperature=temperature)
+        return open_source(cfg, tokenizer, split=cfg.eval_split, seed=0, align=align, opener=opener)
     except NothingHeldOut:
         return None
 
 
-def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperature: float | None = None) -> RowSource | None:
+def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, opener: Opener | None = None) -> RowSource | None:
     """Open the rows of the final test; None without --test-fraction, --test-split or a prepared test part.
 
     Those of a mixture are those of its datasets.
@@ -280,7 +273,7 @@ def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, temperat
     source = source_of(cfg.dataset, cfg.format)
     if split is not None and source is not None and not source.has_test:
         raise ConfigError(f"--dataset {cfg.dataset}: has no test part; leave out --test-fraction and --test-split")
-    return None if split is None else open_source(cfg, tokenizer, split=split, seed=0, align=align, temperature=temperature)
+    return None if split is None else open_source(cfg, tokenizer, split=split, seed=0, align=align, opener=opener)
 
 
 def _mix(parts: list[tuple[DataConfig, str, RowSource | None]]) -> RowSource | None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nash_mhc.config.schema import LoraConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import Length, LoraConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import Speed, speed
-from nash_mhc.estimate.teachers import all_misfits, teachers_of
 from nash_mhc.model.architectures import for_platform
+from nash_mhc.objectives.registry import feed_of
+from nash_mhc.parallel.mesh import misfits
 from nash_mhc.runtime.chips import Machine, next_larger
 
 SAFE = 0.9  # share of a chip's memory that an estimate may reach, given its error against the compiler
@@ -92,6 +93,12 @@ def _batch_splits(sequences: int, shards: int) -> Iterator[tuple[int, int]]:
             yield sequences // accum, accum
 
 
+def _misfits(cfg: RunConfig, mesh: Mapping[str, int]) -> list[Length]:
+    """Return every size of the model, and of frozen models that read every batch, that the mesh does not divide."""
+    models = [cfg.model, *feed_of(cfg.objective.name).models(cfg)]
+    return [length for model in models for length in misfits(cfg.data, model, mesh)]
+
+
 def layouts(
     cfg: RunConfig, chips: int, slices: int = 1, remats: Sequence[Remat] = _REMATS
 ) -> Iterator[tuple[RunConfig, dict[str, int]]]:
@@ -107,7 +114,7 @@ def layouts(
                     mesh=dataclasses.replace(cfg.mesh, **axes),
                     train=dataclasses.replace(cfg.train, grad_accum=accum, remat=remat, remat_keep=keep),
                 )
-                if not all_misfits(layout, mesh):
+                if not _misfits(layout, mesh):
                     yield layout, mesh
 
 
@@ -117,7 +124,7 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
     The settings that the user has `given` stay: a mesh, remat or gradient accumulation. With `also_smaller`, if nothing
     fits easily, also try bfloat16 weights and moments; they come after float32 layouts that fit.
     """
-    teachers_of(cfg)  # raises for a directory without a model, which `all_misfits` would take for a mesh that misfits
+    feed_of(cfg.objective.name).models(cfg)  # raises for a directory without a model
     found = _evaluated(cfg, machine, given)
     if also_smaller and not any(key.startswith("precision.") for key in given) and all(c.fits != "yes" for c in found):
         for precision in smaller_precisions(cfg.optim, cfg.lora, cfg.precision):

@@ -16,14 +16,14 @@ import jax
 import optax
 
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, MeshConfig, RunConfig, TrainConfig
-from nash_mhc.estimate.teachers import check_all_fit, teaching
 from nash_mhc.model.architectures import abstract_model, architecture_of, as_trained
 from nash_mhc.model.protocol import Execution
-from nash_mhc.objectives.registry import fresh_carry_of
+from nash_mhc.objectives.registry import feed_of, fresh_carry_of
 from nash_mhc.ops.xent import chunk_length
 from nash_mhc.optim.optimizers import OPTIMIZERS
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
+from nash_mhc.parallel.mesh import check_fit
 from nash_mhc.parallel.sharding import GATHERED, RULES, logical_axes
 
 _BATCH_BYTES = 16  # per token: input, target and segment as int32, weight as float32
@@ -142,7 +142,7 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
 
     Raise ConfigError if the mesh does not divide it, or its model has no estimate.
     """
-    check_all_fit(cfg, mesh)
+    check_fits(cfg, mesh)
     activations = architecture_of(cfg.model).activations
     if activations is None:
         raise ConfigError(f"model {cfg.model.architecture} has no memory estimate; give its Architecture `activations`")
@@ -179,11 +179,21 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
     held = replace(
         named, gradients=gradients + min(rest, 0.0), streams=named.streams + carry, temporaries=max(rest, 0.0) + batch
     )
-    # Teachers read the next batch before the step ends; their memory counts only where the step needs less.
-    taught = teaching(cfg, mesh)
-    reading = parameters + optimizer + carry + batch + taught.reading
-    temporaries = held.temporaries + 2 * taught.known + taught.compared + max(0.0, reading - held.total)
-    return replace(held, temporaries=temporaries, teachers=taught.weights)
+    # The feed's models read the next batch before the step ends; their memory counts only where the step needs less.
+    feed = feed_of(cfg.objective.name).memory(cfg, mesh)
+    reading = parameters + optimizer + carry + batch + feed.reading
+    temporaries = held.temporaries + 2 * feed.fields + feed.activations + max(0.0, reading - held.total)
+    return replace(held, temporaries=temporaries, teachers=feed.weights)
+
+
+def check_fits(cfg: RunConfig, mesh: Mapping[str, int]) -> None:
+    """ConfigError unless the mesh divides the model and the frozen models that read every batch."""
+    check_fit(cfg, mesh)
+    for model in feed_of(cfg.objective.name).models(cfg):
+        try:
+            check_fit(replace(cfg, model=model), mesh, model_is_given=True)
+        except ConfigError as error:
+            raise ConfigError(f"the teacher: {error}") from None
 
 
 def compute_itemsize(dtype: str) -> int:

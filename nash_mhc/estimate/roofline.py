@@ -15,10 +15,10 @@ import jax
 
 from nash_mhc.config.schema import ArchitectureConfig, RunConfig, TrainConfig
 from nash_mhc.estimate.memory import Memory, abstract_weights, compute_itemsize
-from nash_mhc.estimate.teachers import reading_flops
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import kept_names
+from nash_mhc.objectives.registry import feed_of
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Role, map_declared
 from nash_mhc.parallel.sharding import GATHERED, RULES
@@ -119,7 +119,8 @@ def speed(cfg: RunConfig, mesh: Mapping[str, int], machine: Machine, memory: Mem
     sequences = cfg.data.batch_size // math.prod(mesh[a] for a in RULES["batch"])
     own_tokens = accum * sequences * cfg.data.seq_len
     useful = flops_per_token(cfg) * tokens / machine.chips
-    reading = reading_flops(cfg) * tokens / machine.chips
+    frozen = feed_of(cfg.objective.name).models(cfg)  # a forward pass: a third of a training step
+    reading = sum(architecture_of(m).flops_per_token(m, cfg.data.seq_len) / 3 for m in frozen) * tokens / machine.chips
     activations = architecture_of(cfg.model).activations
     assert activations is not None  # `estimate`, which made `memory`, has checked it
     execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention)

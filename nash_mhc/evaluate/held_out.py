@@ -15,6 +15,7 @@ from nash_mhc.evaluate.output import Progress
 from nash_mhc.evaluate.scoring import Scorer, length_multiple, windows
 from nash_mhc.evaluate.tasks import HELD_OUT, STORIES
 from nash_mhc.hub.load import Loaded
+from nash_mhc.objectives.registry import named_objective
 from nash_mhc.train.evaluate import Evaluator
 
 _MAX_IMPORTED_LENGTH = 2048  # of stories for imported models, which may have much longer contexts
@@ -43,8 +44,11 @@ def held_out(
     cfg = loaded.config
     if not loaded.step:
         raise ConfigError(f"--tasks {HELD_OUT}: the model is not a run, so its data is unknown; use stories or bytes:FILE")
-    if cfg.reads_cache or cfg.distill.teacher is not None:
-        raise ConfigError(f"--tasks {HELD_OUT}: a distilled run's data needs its teacher; use stories or bytes:FILE")
+    if named_objective(cfg.objective.name).feed is not None:
+        raise ConfigError(
+            f"--tasks {HELD_OUT}: the run's objective {cfg.objective.name} needs batches that only training makes; use "
+            "stories or bytes:FILE"
+        )
     data = dataclasses.replace(cfg.data, batch_size=batch_size)
     return _evaluate(HELD_OUT, cfg.objective, data, loaded, mesh, limit, progress)
 
@@ -64,7 +68,8 @@ def _evaluate(
         raise ConfigError(f"--tasks {name}: the run has no held-out part of {data.dataset} (--validation-fraction 0)")
     count = limit or run.train.eval_batches * run.data.batch_size
     train = TrainConfig(dtype=loaded.dtype, eval_batches=-(-count // data.batch_size))
-    cfg = RunConfig(model=run.model, data=data, train=train, objective=objective)
+    sections = tuple(section for section in run.of_kits if section.of_objective == objective.name)
+    cfg = RunConfig(model=run.model, data=data, train=train, objective=objective, of_kits=sections)
     evaluator = Evaluator(cfg, source, loaded.tokenizer, mesh)
     progress.say(f"compiling for sequences of {data.seq_len:,} tokens ...")
     with progress.track(name, evaluator.batches) as advance:

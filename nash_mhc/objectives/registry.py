@@ -10,7 +10,7 @@ from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Objective
-from nash_mhc.objectives.distill import make_distill
+from nash_mhc.objectives.feed import Feed
 from nash_mhc.objectives.next_token import make_next_token, make_smoothed
 
 # Makes an objective from the settings that shape programs (`ProgramKey` in train/state.py).
@@ -29,6 +29,7 @@ class ObjectiveKind(NamedTuple):
     make: Make
     carries: Begin | None = None
     examples: str | None = None  # the kind of examples that it needs (see `RowSource`); None: any
+    feed: Feed | None = None  # adds fields to batches; None: they stay as they are
 
 
 OBJECTIVES: Registry[ObjectiveKind] = Registry(
@@ -36,14 +37,15 @@ OBJECTIVES: Registry[ObjectiveKind] = Registry(
     {
         "next_token": ObjectiveKind(make_next_token, examples=TEXT),
         "smoothed": ObjectiveKind(make_smoothed, examples=TEXT),
-        "distill": ObjectiveKind(make_distill, examples=TEXT),
     },
 )
 
 
-def register(name: str, make: Make, carries: Begin | None = None, examples: str | None = None) -> None:
+def register(
+    name: str, make: Make, carries: Begin | None = None, examples: str | None = None, feed: Feed | None = None
+) -> None:
     """Register an objective as `--objective NAME`."""
-    OBJECTIVES[name] = ObjectiveKind(make, carries, examples)
+    OBJECTIVES[name] = ObjectiveKind(make, carries, examples, feed)
 
 
 def named_objective(name: str) -> ObjectiveKind:
@@ -63,6 +65,12 @@ def fresh_carry_of(cfg: RunConfig) -> Any:
     """Return the carry of the first step; None for an objective without one."""
     kind = OBJECTIVES.get(cfg.objective.name)
     return None if kind is None or kind.carries is None else kind.carries(cfg)
+
+
+def feed_of(name: str) -> Feed:
+    """Return the feed of the objective of this name."""
+    kind = OBJECTIVES.get(name)
+    return (None if kind is None else kind.feed) or Feed()
 
 
 def objective_of(cfg: RunConfig, execution: Execution) -> Objective:

@@ -38,7 +38,6 @@ RULES: Registry[tuple[str, ...]] = Registry("axes", {
     "maps": (),  # M, coefficients of the residual streams' maps
     "scales": (),  # C, attention scales of a head
     "taps": (),  # taps of a pooling kernel
-    "candidates": (),  # a teacher's top-k tokens
     "rank": (),  # LoRA rank
     "groups": (),  # groups of inputs that share a quantization scale
     "levels": (),  # quantization levels

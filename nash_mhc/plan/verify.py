@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from nash_mhc.config.parsing import as_flags
-from nash_mhc.config.schema import ConfigError, DistillConfig, ObjectiveConfig
+from nash_mhc.config.schema import KIT_SECTIONS, ConfigError
 from nash_mhc.estimate.candidates import Candidate
 from nash_mhc.estimate.memory import estimate
 from nash_mhc.model.architectures import for_platform
+from nash_mhc.objectives.registry import named_objective
 from nash_mhc.runtime.chips import Machine
 
 _MAX_CHIPS = 256
@@ -48,13 +49,14 @@ def verify(candidate: Candidate, given: Mapping[str, Any], machine: Machine) -> 
         raise ConfigError(
             f"--method compile supports up to {_MAX_CHIPS} chips, and {machine.name} has {machine.chips}; use --method estimate"
         )
-    cfg, teacher = candidate.cfg, ""
-    if cfg.objective.name == "distill":  # compile only the student's step
-        given = {key: value for key, value in given.items() if not key.startswith(("distill.", "objective."))}
-        cfg, teacher = dataclasses.replace(cfg, objective=ObjectiveConfig(), distill=DistillConfig()), ", without teacher"
+    cfg, without = candidate.cfg, ""
+    if named_objective(cfg.objective.name).feed is not None:  # compile only the step
+        own = ["objective.", *(f"{name}." for name, kind in KIT_SECTIONS.items() if kind.of_objective is not None)]
+        given = {key: value for key, value in given.items() if not key.startswith(tuple(own))}
+        cfg, without = cfg.with_next_token(), ", without teacher"
     flags = as_flags({**given, **candidate.settings})
     mesh = "x".join(map(str, candidate.mesh.values()))
-    label = f"{mesh} {cfg.train.kept}, {cfg.train.grad_accum} x {cfg.data.batch_size} sequences{teacher}"
+    label = f"{mesh} {cfg.train.kept}, {cfg.train.grad_accum} x {cfg.data.batch_size} sequences{without}"
     has_libtpu = importlib.util.find_spec("libtpu") is not None
     if machine.chip.platform == "tpu" and machine.slices == 1 and has_libtpu:
         topology, computed = f"{machine.chip.name}:{machine.topology}", estimate(cfg, candidate.mesh).total

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group
@@ -79,9 +79,9 @@ class Reporter:
         )
 
     def _relative_loss(self, row: dict[str, Any]) -> str:
-        """Return the loss relative to its floor, and the KL divergence from the teacher when distilling."""
+        """Return the loss relative to its floor, then the objective's figures."""
         floor = f" ({row['loss'] / self.floor:.2f}x the floor)" if self.floor else ""
-        return floor + (f"  kl {row['kl']:.4f}" if "kl" in row else "")
+        return floor + "".join(f"  {text}" for text in short_figures(row))
 
     def _epochs(self, row: dict[str, Any]) -> str:
         """Return the passes over each dataset, in percent."""
@@ -138,6 +138,12 @@ class JsonReporter(Reporter):
         floors = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
         samples = {} if sample is None else {"sample": sample}
         self.emit("evaluation", step=step, **values, **floors, **samples)
+
+
+def short_figures(row: Mapping[str, float], prefix: str = "") -> list[str]:
+    """Return the figures of an objective that belong into a line; `prefix`: of their names in the row."""
+    named = [(f"{prefix}{name}", figure.short) for name, figure in FIGURES.items() if figure.short]
+    return [form.format(row[name]) for name, form in named if name in row]
 
 
 def _evaluation_line(step: int, evaluation: dict[str, float], floor: tuple[float, float] | None) -> str:
@@ -251,8 +257,8 @@ class LivePanel(Reporter):
     def evaluation(
         self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
-        kl = f", kl {values['eval/kl']:.4f}" if "eval/kl" in values else ""
-        self._held_out = f"held-out {values['eval/loss']:.4f}{kl} at step {step:,}"
+        texts = [f"held-out {values['eval/loss']:.4f}", *short_figures(values, "eval/")]
+        self._held_out = f"{', '.join(texts)} at step {step:,}"
         super().evaluation(step, values, floor, sample)
 
     def end(self) -> None:

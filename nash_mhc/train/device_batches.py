@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches
-from nash_mhc.data.pack import AnyRows, Extras, Rows, Taught
+from nash_mhc.data.pack import Extras, Rows
 from nash_mhc.data.sources import RowSource
 from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.sharding import RULES, named_sharding
@@ -24,7 +24,7 @@ def batch_sharding(mesh: Mesh, axes: int = 3) -> NamedSharding:
     return named_sharding(mesh, "parts", "batch", *("time",) * (axes - 2))
 
 
-def to_device(rows: Rows | Taught, mesh: Mesh) -> Batch:
+def to_device(rows: Rows, mesh: Mesh) -> Batch:
     """Start to transfer this process's share of a batch, and return the global batch at once.
 
     Fields after the first four become extras.
@@ -54,7 +54,7 @@ def share_of_batch(mesh: Mesh) -> tuple[int, int]:
     return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
 
 
-def own_rows(rows: AnyRows, mesh: Mesh) -> AnyRows:
+def own_rows(rows: Rows, mesh: Mesh) -> Rows:
     """Return this process's share of a whole batch [accumulation, batch, time]."""
     share, shares = share_of_batch(mesh)
     return type(rows)(*(np.split(a, shares, axis=1)[share] for a in rows))
@@ -81,7 +81,7 @@ def host_batches(
     seed: int,
     start_step: int = 0,
     stop_step: int | None = None,
-) -> Generator[Rows | Taught, None, None]:
+) -> Generator[Rows, None, None]:
     """Yield this process's share of each batch, from `start_step` on, as host arrays."""
     yield from batches(
         source, batch_size=cfg.batch_size, grad_accum=grad_accum, seed=seed, start_step=start_step, stop_step=stop_step,
@@ -90,7 +90,7 @@ def host_batches(
 
 
 def prefetched(
-    rows: Iterator[Rows | Taught], mesh: Mesh, add_extras: Callable[[Batch], Batch] = lambda batch: batch, depth: int = 2
+    rows: Iterator[Rows], mesh: Mesh, add_extras: Callable[[Batch], Batch] = lambda batch: batch, depth: int = 2
 ) -> Generator[Batch, None, None]:
     """Yield batches on the devices, with `depth` of them in transfer, so that a step never waits for a transfer."""
     queue: deque[Batch] = deque()

@@ -20,12 +20,13 @@ from nash_mhc.checkpoint.run_folder import EVALUATIONS, RESULT, RunFolder
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import check_weights, count_bytes
-from nash_mhc.data.pack import AnyRows, Rows
+from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.model.lora import adapters_of, base_of, on_base
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch, Sums
+from nash_mhc.objectives.feed import OpenFeed
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep, Program
@@ -82,12 +83,12 @@ class Evaluator:
         tokenizer: Tokenizer,
         mesh: Mesh,
         *,
-        teach: Callable[[Batch], Batch] = lambda batch: batch,
+        feed: OpenFeed | None = None,
         all_rows: bool = False,
     ) -> None:
-        """Read the sample, or with `all_rows` all of a finite source; `teach` is applied to every batch."""
+        """Read the sample, or with `all_rows` all of a finite source."""
         self.held_out = held_out
-        self._mesh, self._teach = mesh, teach
+        self._mesh, self._read = mesh, (feed or OpenFeed()).reader(held_out)
         B = cfg.data.batch_size
         count = len(held_out) if all_rows and not held_out.endless else cfg.train.eval_batches * B
         numbers = fixed_sample(held_out, count)
@@ -115,8 +116,8 @@ class Evaluator:
     def batches(self) -> int:
         return len(self._rows)
 
-    def _batch(self, rows: AnyRows) -> Batch:
-        return self._teach(to_device(own_rows(rows, self._mesh), self._mesh))
+    def _batch(self, model: LanguageModel, rows: Rows) -> Batch:
+        return self._read(model, to_device(own_rows(rows, self._mesh), self._mesh))
 
     def questions(self, count: int) -> list[Question]:
         """Return the first prompts of the sample with their responses; none if the data has no prompts.
@@ -155,7 +156,7 @@ class Evaluator:
                 raise Stopped
             if rows is not None:
                 scored = rows if only is None else rows._replace(weights=rows.weights * only(rows))
-                running.append(self._sums(model, self._batch(scored)))
+                running.append(self._sums(model, self._batch(model, scored)))
             if len(running) > (rows is not None):  # read a batch while the next one runs
                 for name, part in jax.device_get(running.popleft()).items():
                     before, weight = total.get(name, (0.0, 0.0))

@@ -49,8 +49,9 @@ def infer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
     found |= ARCHITECTURES[values["model_kind"]].infers(values, found)
     if (platform := values["mesh.profile_for"]) is not None:
         found |= of_profile(platform, values)
-    if values["distill.teacher"] is not None:
-        check_model_folder("--distill-teacher", values["distill.teacher"])
+    for path, key in keys(values["model_kind"]).items():
+        if key.metadata.get("model_folder") and values[path] is not None:
+            check_model_folder(key.flag, values[path])
     so_far = {**values, **{path: value for path, (value, _) in found.items()}, **given}
     name = so_far["data.tokenizer"]
     if _BEGIN not in {**given, **found} and is_of_model(name):

@@ -21,7 +21,8 @@ from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_t
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.objectives.base import Batch
-from nash_mhc.objectives.registry import TEXT, named_objective
+from nash_mhc.objectives.feed import OpenFeed
+from nash_mhc.objectives.registry import TEXT, feed_of, named_objective
 from nash_mhc.parallel.board import from_leader, leader_first
 from nash_mhc.parallel.processes import check_same
 from nash_mhc.parallel.sharding import RULES
@@ -32,7 +33,6 @@ from nash_mhc.telemetry.sinks import check_wandb
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.resume import check_resume
-from nash_mhc.train.teacher import Teachers, check_drawn
 
 Say = Callable[[str], None]
 
@@ -46,13 +46,13 @@ class Inputs:
     source: RowSource
     evaluator: Evaluator | None  # on held-out data; None if there is none
     test: Evaluator | None  # on the test split, which is not used to choose a checkpoint; None if there is none
-    teachers: Teachers  # models that read every batch
+    feed: OpenFeed  # adds fields to batches
     floor: tuple[float, float] | None  # lowest possible loss: nats/token, bits/byte; None if unknown
 
     @property
     def identity(self) -> str:
-        """Return a digest of the data and the teachers."""
-        return self.teachers.identity(self.source)
+        """Return a digest of all that the run reads."""
+        return self.feed.identity(self.source)
 
     @property
     def sequences_per_step(self) -> int:
@@ -73,7 +73,7 @@ class Inputs:
     def abstract_batch(self, source: RowSource, accum: int, mesh: Mesh) -> Batch:
         """Return the shapes of the batches of a source, to compile programs before data is read."""
         batch = abstract_batch(self.cfg.data, accum, mesh, getattr(source, "extras", {}))
-        return self.teachers.abstract(source, batch)
+        return self.feed.abstract(source, batch)
 
 
 def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.ExitStack, say: Say) -> Inputs:
@@ -85,9 +85,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     watch.set_phase("preparing the data")
     tokenizer = _tokenizer(cfg.data, cfg.model.vocab_size, existing, cfg.train)
     floor = loss_floor(cfg.data, tokenizer)
-    options: dict[str, Any] = {
-        "align": cfg.model.alignment, "temperature": cfg.distill.temperature if cfg.reads_cache else None
-    }  # fmt: skip
+    options: dict[str, Any] = {"align": cfg.model.alignment, "opener": feed_of(cfg.objective.name).opener(cfg)}
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **options))
     takes, has = named_objective(cfg.objective.name).examples, getattr(source, "examples", TEXT)
     if takes not in (None, has):
@@ -98,21 +96,17 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     if cfg.train.epochs is not None:
         steps = _steps_of_epochs(cfg.train.epochs, cfg.data.batch_size * cfg.train.grad_accum, source, cfg.optim.warmup_steps)
         cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, total_steps=steps))
-    if cfg.reads_cache:  # the cache knows how many of its tokens are random
-        without = "make the cache again without --random"
-        check_drawn(f"--dataset {cfg.data.dataset}", source.random, source.drawn_from, cfg, without=without)  # type: ignore[attr-defined]
-        cfg = dataclasses.replace(cfg, distill=dataclasses.replace(cfg.distill, random=source.random))  # type: ignore[attr-defined]
-    teachers = Teachers(cfg, tokenizer, mesh, say)
-    identity = teachers.identity(source)
+    cfg, feed = feed_of(cfg.objective.name).open(cfg, source, tokenizer, mesh, say)
+    identity = feed.identity(source)
     if jax.process_count() > 1:
         check_same({f"the data of --dataset {cfg.data.dataset}": identity}, timeout=math.inf)  # opening data may take long
-    from_leader(lambda: check_resume(cfg, rows=identity))
+    from_leader(lambda: check_resume(cfg, rows=identity, also=feed.described))
     from_leader(lambda: check_wandb(cfg.telemetry))
 
     def evaluator(source: RowSource | None, *, all_rows: bool = False) -> Evaluator | None:
         if source is None:
             return None
-        return Evaluator(cfg, source, tokenizer, mesh, teach=teachers.reader(source), all_rows=all_rows)
+        return Evaluator(cfg, source, tokenizer, mesh, feed=feed, all_rows=all_rows)
 
     held_out = evaluator(leader_first(lambda: open_held_out(cfg.data, tokenizer, **options)))
     test = evaluator(leader_first(lambda: open_test(cfg.data, tokenizer, **options)), all_rows=True)
@@ -121,8 +115,9 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
         owner = _lock(folder, watch, stack, say, wait=cfg.train.wait_for_lock)
-        from_leader(lambda: check_resume(cfg, rows=identity))  # another run may have used the directory meanwhile
-    return Inputs(cfg, folder, owner, tokenizer, source, held_out, test, teachers, floor)
+        # Another run may have used the directory meanwhile.
+        from_leader(lambda: check_resume(cfg, rows=identity, also=feed.described))
+    return Inputs(cfg, folder, owner, tokenizer, source, held_out, test, feed, floor)
 
 
 def _describe_dataset(cfg: DataConfig, start: str | None) -> str:

@@ -24,7 +24,6 @@ from nash_mhc.config.schema import (
     ArchitectureConfig,
     ConfigError,
     ModelConfig,
-    ObjectiveConfig,
     RunConfig,
     TrainConfig,
 )
@@ -58,8 +57,11 @@ _SEQUENCES = "batch-size x grad-accum"  # sequences per step
 # --- checks before anything is written -------------------------------------------------------------------------------
 
 
-def check_resume(cfg: RunConfig, *, rows: str) -> None:
-    """Raise ConfigError unless the run fits what it would resume or start from; `rows` identifies its data."""
+def check_resume(cfg: RunConfig, *, rows: str, also: str = "") -> None:
+    """Raise ConfigError unless the run fits what it would resume or start from.
+
+    rows: identifies its data. also: what the data depends on in addition to --dataset, for the message.
+    """
     resume, directory, settings = cfg.train.resume, cfg.train.checkpoint_dir, flatten_config(cfg.to_dict())
     own = RunFolder(directory) if directory else None
     with as_config_error(f"--checkpoint-dir {directory}"):
@@ -90,7 +92,7 @@ def check_resume(cfg: RunConfig, *, rows: str) -> None:
     elif own and cfg.train.init_from is not None and not cfg.lora.rank:
         _check_same_init(own, cfg.train.init_from)
     if own and own.has_checkpoint():  # without a checkpoint, any shape and batch size fit
-        _check_same_run(own, settings, cfg.model, rows=rows)
+        _check_same_run(own, settings, cfg.model, rows=rows, also=also)
 
 
 def _check_nothing_is_lost(folder: RunFolder) -> None:
@@ -108,7 +110,9 @@ def _with_sequences(values: dict[str, Any]) -> dict[str, Any]:
     return values | {_SEQUENCES: values["data.batch_size"] * values["train.grad_accum"]}
 
 
-def _check_same_run(folder: RunFolder, now: dict[str, Any], model: ArchitectureConfig, *, rows: str | None) -> None:
+def _check_same_run(
+    folder: RunFolder, now: dict[str, Any], model: ArchitectureConfig, *, rows: str | None, also: str = ""
+) -> None:
     """Raise ConfigError unless the run in `folder` has the same model and, if `rows` is given, the same data.
 
     `now` are the settings of this run by path.
@@ -140,11 +144,9 @@ def _check_same_run(folder: RunFolder, now: dict[str, Any], model: ArchitectureC
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; {remedy}, or choose another --checkpoint-dir")
     check_drawn(model, described.drawn, str(folder))
     if rows is not None and described.rows != rows:
-        name = now.get("distill.teacher")
-        teacher = f" or the model in --distill-teacher {name}" if name else ""
         raise ConfigError(
-            f"{folder}: the data of --dataset {now['data.dataset']}{teacher} has changed since this run began; restore it, "
-            f"or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
+            f"{folder}: the data of --dataset {now['data.dataset']}{also and f' or {also}'} has changed since this run began; "
+            f"restore it, or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
         )
 
 
@@ -347,8 +349,7 @@ def warm_model(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str
     on_mesh = shardings(abstract_model(cfg.model), mesh)
     init = jax.jit(lambda key: architecture.init(cfg.model, key=key), out_shardings=on_mesh)
     execution = Execution(cfg.train.dtype, "none", cfg.train.attention, source.most_documents)
-    default = dataclasses.replace(cfg, objective=ObjectiveConfig())  # another objective may need a teacher
-    objective = make_objective(default, source, most_documents=source.most_documents)
+    objective = make_objective(cfg.with_next_token(), source, most_documents=source.most_documents)
 
     @functools.partial(jax.jit, out_shardings=named_sharding(mesh))
     def sums(model: Any, batch: Batch) -> Any:

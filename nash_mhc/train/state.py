@@ -64,7 +64,7 @@ class ProgramKey:
         if registry.carries(cfg.objective.name):  # the carry has the shape of a batch
             data = DataConfig(seq_len=cfg.data.seq_len, batch_size=cfg.data.batch_size)
             train = dataclasses.replace(train, grad_accum=cfg.train.grad_accum)
-        names = ("model", "objective", "lora", "distill", "precision", "of_kits")
+        names = ("model", "objective", "lora", "precision", "of_kits")
         shaping = RunConfig(data=data, optim=optim, train=train, **{name: getattr(cfg, name) for name in names})
         optimizer, objective = optimizers.OPTIMIZERS.get(cfg.optim.optimizer), registry.OBJECTIVES.get(cfg.objective.name)
         return ProgramKey(shaping, (architecture_of(cfg.model), optimizer, objective))

@@ -174,7 +174,8 @@ class Trainer:
         cfg, start, source = self.cfg, self.start, self.inputs.source
         span: dict[str, int] = {"start_step": start.step, "stop_step": max(start.step, cfg.train.total_steps)}
         rows = host_batches(cfg.data, source, self.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **span)
-        feed = prefetched(rows, self.mesh, self.inputs.teachers.reader(source))
+        read = self.inputs.feed.reader(source)
+        feed = prefetched(rows, self.mesh, lambda batch: read(self.state.model, batch))
         describe_epochs(self.inputs, self.say)
         self.reporter.begin(start.step)
         try:

@@ -474,7 +474,7 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --init-from x", "--init-from"),
         ("data --dataset x", "--dataset: `bench data` ignores it"),
         ("data --tokenizer x", "--tokenizer"),
-        ("step --objective distill", "--objective distill: `bench step` has no teacher"),
+        ("step --objective distill", "--objective distill: `bench step`"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | parts |"),

@@ -139,8 +139,8 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         ("dta:\n  seq_len: 3", "run.yaml:1: unknown key dta; did you mean data?"),
         (
             "[a]: 3",
-            "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, lora, distill, "
-            "precision, telemetry, quantize, model_size, model_kind, kit",
+            "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, lora, "
+            "precision, telemetry, distill, quantize, model_size, model_kind, kit",
         ),
         ("data:\n  split: a\n  split: b", "run.yaml:3: data.split is set twice, first on line 2; keep one of them"),
         ("data: {}\ntrain: {}\ndata: {}", "run.yaml:3: data is set twice, first on line 1; keep one of them"),

@@ -104,8 +104,8 @@ plain = load_plain_schema()
         ),
         (
             lambda: plain.RunConfig.from_dict({"dat": {}}),
-            "unknown section 'dat'; there are model_size, kit, model, data, mesh, optim, train, objective, lora, distill, "
-            "precision, telemetry, quantize",
+            "unknown section 'dat'; there are model_size, kit, model, data, mesh, optim, train, objective, lora, "
+            "precision, telemetry, distill, quantize",
         ),
         (lambda: plain.RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),
         (lambda: plain.RunConfig.from_dict({"data": {"seq_len": 1}}), "data.seq_len must be at least 2, not 1"),

@@ -18,12 +18,12 @@ from nash_mhc.checkpoint import __main__ as checkpoint
 from nash_mhc.config import parsing, reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data import __main__ as data
-from nash_mhc.distill import __main__ as distill
-from nash_mhc.distill.chain import read_chain
 from nash_mhc.doctor import __main__ as doctor
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.hub import __main__ as hub
+from nash_mhc.kits.distill import command as distill
+from nash_mhc.kits.distill.chain import read_chain
 from nash_mhc.parallel.mesh import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import RULES, logical_axes
@@ -244,7 +244,7 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     elif module == "plan":
         parsing.parse(words, own=plan.own_flags)
     elif command.kind == "distill cache":
-        parsing.parse(words[1:], own=distill._flags)
+        parsing.parse(words[1:], own=distill.cache_flags)
     elif command.kind == "distill chain":
         read_chain(Path(words[1]), tmp_path)
     elif command.kind == "bench corpus":

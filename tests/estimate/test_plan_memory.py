@@ -12,7 +12,6 @@ from nash_mhc.config import presets
 from nash_mhc.config.schema import (
     ConfigError,
     DataConfig,
-    DistillConfig,
     MeshConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -23,6 +22,8 @@ from nash_mhc.config.schema import (
 from nash_mhc.data.stories.corpus import StoryRows
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.estimate.memory import estimate
+from nash_mhc.kits.distill.feed import Teachers
+from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.kits.recursive.settings import RecursiveConfig
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
 from nash_mhc.model.architectures import architecture_of
@@ -30,7 +31,6 @@ from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.state import sharded_abstract_state
-from nash_mhc.train.teacher import Teachers
 
 # Many layers, which a loop compiles as fast as few, so that what grows with them counts as it does in a real model.
 _SIZES = {"vocab_size": 1000, "width": 128, "layers": 16, "heads": 8, "kv_heads": 8, "head_dim": 16, "ffn": 384}
@@ -154,7 +154,7 @@ def test_teachers_are_counted_as_the_compiler_counts_them(tmp_path):
         plain,
         train=dataclasses.replace(plain.train, init_from=str(tmp_path / "begun")),
         objective=ObjectiveConfig(name="distill"),
-        distill=DistillConfig(teacher=str(tmp_path / "teacher"), top_k=16, layers=0.3, anchor=0.5),
+        of_kits=(DistillConfig(teacher=str(tmp_path / "teacher"), top_k=16, layers=0.3, anchor=0.5),),
     )
     devices, step = small._compiled(cfg)
     teachers = Teachers(cfg, load_tokenizer("bytes"), devices, lambda text: None)
@@ -163,15 +163,14 @@ def test_teachers_are_counted_as_the_compiler_counts_them(tmp_path):
     batch = teachers.abstract(rows, bare)
     held = size_of(step.compile(sharded_abstract_state(cfg, devices), batch).memory_analysis())
     weights = 0
-    for one in teachers._each.values():
+    for one in teachers._online.values():
         weights += sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(one._loaded.model))
         reading = one.program(rows).compile(one._loaded.model, bare).memory_analysis()
         held += reading.output_size_in_bytes
     found = estimate(cfg, cfg.mesh.axes)
     assert found.teachers == weights > 0
     assert found.total == pytest.approx(held + weights, rel=0.15)
-    without = dataclasses.replace(cfg, objective=ObjectiveConfig(), distill=DistillConfig())
-    assert found.total - estimate(without, cfg.mesh.axes).total >= weights
+    assert found.total - estimate(cfg.with_next_token(), cfg.mesh.axes).total >= weights
 
 
 def test_a_teacher_larger_than_its_student_is_counted_while_it_reads(tmp_path):
@@ -180,7 +179,7 @@ def test_a_teacher_larger_than_its_student_is_counted_while_it_reads(tmp_path):
     described_run(tmp_path, dataclasses.replace(run("dense", (1, 1, 1), "full"), model=wide))
     student = dataclasses.replace(MODELS["dense"], layers=1)
     cfg = dataclasses.replace(run("dense", (1, 1, 1), "full"), model=student, objective=ObjectiveConfig(name="distill"))
-    taught = dataclasses.replace(cfg, distill=DistillConfig(teacher=str(tmp_path)))
+    taught = cfg.with_section(DistillConfig(teacher=str(tmp_path)))
     assert estimate(taught, cfg.mesh.axes).temporaries > estimate(cfg, cfg.mesh.axes).temporaries + 2**20
 
 

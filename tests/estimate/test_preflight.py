@@ -11,9 +11,10 @@ import small
 from runs import RUN, at, described_run
 
 from nash_mhc.config import ConfigError, parsing
-from nash_mhc.config.schema import DistillConfig, ObjectiveConfig
+from nash_mhc.config.schema import ObjectiveConfig
 from nash_mhc.estimate import preflight
 from nash_mhc.estimate.memory import estimate
+from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import __main__ as command
@@ -83,7 +84,7 @@ def test_a_teacher_and_an_anchor_count(monkeypatch, tmp_path):
     taught = dataclasses.replace(
         RUN,
         objective=ObjectiveConfig(name="distill"),
-        distill=DistillConfig(teacher=str(tmp_path / "teacher"), anchor=0.5, top_k=4),
+        of_kits=(DistillConfig(teacher=str(tmp_path / "teacher"), anchor=0.5, top_k=4),),
         train=dataclasses.replace(RUN.train, init_from=str(tmp_path / "teacher")),
     )
     cfg, mesh, total = sizes_of(taught)

@@ -16,13 +16,13 @@ from nash_mhc.config.parsing import parse
 from nash_mhc.data.__main__ import prepare_command
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer, prefix_of
-from nash_mhc.distill.__main__ import cache_command
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.generate.prompts import Prompt, asked
 from nash_mhc.hub import __main__ as hub
 from nash_mhc.hub.load import load, tokenizer_of
 from nash_mhc.hub.writing import import_folder
+from nash_mhc.kits.distill.command import cache_command
 from nash_mhc.train.inferred_settings import infer_settings
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from nash_mhc.ops.distill import Teacher, Weights, distill, distill_and_grads, distill_reference, likeliest
+from nash_mhc.kits.distill.logits import TeacherLogits, teacher_logits
+from nash_mhc.kits.distill.loss import DistillSums, LossWeights, distill, distill_and_grads
 
 B, T, D, V, REAL = 2, 6, 8, 24, 21  # a vocabulary with padding
 
@@ -23,7 +24,7 @@ def given():
     return x, w, targets, weights, teacher_x, teacher_w
 
 
-found_likeliest = jax.jit(likeliest, static_argnames=("vocab_size", "k", "tokens", "random", "temperature"))
+found_likeliest = jax.jit(teacher_logits, static_argnames=("vocab_size", "k", "vocabulary", "random", "temperature"))
 loss_and_grads = jax.jit(distill_and_grads, static_argnames=("vocab_size", "parts"))
 
 
@@ -34,19 +35,49 @@ def known(given, k, temperature=1.0, random=0, found_by=None):
         z = np.einsum("btd,vd->btv", *given[4:])[..., :REAL]
         ids = np.argsort(-z, axis=-1, kind="stable")[..., :k].astype(np.int32)
         lse = np.log(np.sum(np.exp(z / temperature), axis=-1))
-        return Teacher(*map(jnp.asarray, (ids, np.take_along_axis(z, ids, -1), lse)))
+        return TeacherLogits(*map(jnp.asarray, (ids, np.take_along_axis(z, ids, -1), lse)))
     how = {"vocab_size": REAL, "k": k, "random": random, "temperature": temperature}
     return found_likeliest(*given[4:], given[2], **how)
 
 
+def rest(p_rest, q_rest):
+    p = jnp.maximum(p_rest, 1e-7)
+    return jnp.where(p_rest > 1e-7, p * (jnp.log(p) - jnp.log(jnp.maximum(q_rest, 1e-7))), 0.0)
+
+
+def reference(x_BTD, w_VD, targets_BT, weights_BT, teacher, *, vocab_size, parts):
+    """Compute the sums from all logits at once."""
+    z_BTV = jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)[..., :vocab_size]
+    t = parts.temperature
+    logp_BTK = teacher.logits.astype(jnp.float32) / t - teacher.lse[..., None]
+    logq_BTK = jnp.take_along_axis(jax.nn.log_softmax(z_BTV / t), teacher.ids, axis=-1)
+    if parts.renormalised:
+        K = teacher.ids.shape[-1] - parts.random
+        logp_BTK, logq_BTK = logp_BTK[..., :K], logq_BTK[..., :K]
+        logp_BTK, logq_BTK = (a - jax.nn.logsumexp(a, axis=-1, keepdims=True) for a in (logp_BTK, logq_BTK))
+    counts_K = jnp.asarray(parts.counts(teacher.ids.shape[-1], vocab_size))[: logp_BTK.shape[-1]]
+    kl_BT = jnp.sum(counts_K[None, None] * jnp.exp(logp_BTK) * (logp_BTK - logq_BTK), axis=-1)
+    if not parts.renormalised and not parts.random:
+        p_rest_BT, q_rest_BT = (1 - jnp.sum(jnp.exp(a), axis=-1) for a in (logp_BTK, logq_BTK))
+        kl_BT += rest(p_rest_BT, q_rest_BT)
+    log_probs_BTV = jax.nn.log_softmax(z_BTV)
+    at = lambda ids_BT: -jnp.take_along_axis(log_probs_BTV, ids_BT[..., None], axis=-1)[..., 0]
+    first_BT, best_BT = teacher.ids[..., 0], jnp.argmax(z_BTV, axis=-1)
+    ce_BT, hard_BT = at(targets_BT), at(first_BT)
+    measured = (kl_BT, ce_BT, hard_BT, 1.0 * (best_BT == first_BT), 1.0 * (best_BT == targets_BT))
+    kl, ce, hard, agree, correct = (jnp.sum(a * weights_BT) for a in measured)
+    loss = parts.soft * kl + parts.text * ce + parts.hard * hard
+    return DistillSums(loss, kl, ce, hard, agree, correct, jnp.sum(weights_BT))
+
+
 CASES = {
-    "plain": Weights(),
-    "text and first choice": Weights(text=0.3, hard=0.05),
-    "warm": Weights(text=0.2, hard=0.1, temperature=2.0),
-    "renormalised": Weights(text=0.1, renormalised=True),
-    "renormalised and warm": Weights(temperature=3.0, renormalised=True),
-    "random": Weights(text=0.2, hard=0.1, temperature=2.0, random=7),
-    "random, and not looked at": Weights(renormalised=True, random=7),
+    "plain": LossWeights(),
+    "text and first choice": LossWeights(text=0.3, hard=0.05),
+    "warm": LossWeights(text=0.2, hard=0.1, temperature=2.0),
+    "renormalised": LossWeights(text=0.1, renormalised=True),
+    "renormalised and warm": LossWeights(temperature=3.0, renormalised=True),
+    "random": LossWeights(text=0.2, hard=0.1, temperature=2.0, random=7),
+    "random, and not looked at": LossWeights(renormalised=True, random=7),
 }
 
 
@@ -63,7 +94,7 @@ def test_chunks_give_the_values_and_gradients_of_the_plain_form(given, k, name):
     settings = {"vocab_size": REAL, "parts": parts}
 
     def plain(x, w):
-        found = distill_reference(x, w, targets, weights, teacher, **settings)
+        found = reference(x, w, targets, weights, teacher, **settings)
         return found.loss, found
 
     (dx, dw), want = jax.jit(jax.grad(plain, argnums=(0, 1), has_aux=True))(x, w)
@@ -87,7 +118,7 @@ def test_with_all_tokens_it_is_the_whole_divergence(given, temperature):
         return temperature**2 * jnp.sum(weights * jnp.sum(jnp.exp(p) * (p - q), axis=-1))
 
     teacher = known(given, REAL, temperature)
-    parts = Weights(temperature=temperature)
+    parts = LossWeights(temperature=temperature)
     got, dx, dw = loss_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=parts)
     want, grads = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(x, w)
     np.testing.assert_allclose(got.loss, want, rtol=1e-5)
@@ -109,7 +140,7 @@ def test_what_is_left_over_is_one_token_more(given):
         q = together(jax.nn.softmax(jnp.einsum("btd,vd->btv", x, w)[..., :REAL]))
         return jnp.sum(weights[..., None] * together(p) * jnp.log(together(p) / q))
 
-    got, dx, dw = loss_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights())
+    got, dx, dw = loss_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=LossWeights())
     want, grads = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(x, w)
     np.testing.assert_allclose(got.loss, want, rtol=1e-5)
     for a, b in zip((dx, dw), grads, strict=True):
@@ -125,8 +156,8 @@ def test_tokens_drawn_at_random_stand_for_all_others(given):
         assert set(drawn_R) == set(range(REAL)) - set(likeliest_K)  # none of the likeliest, each of the others
     z = np.einsum("btd,vd->btv", teacher_x, teacher_w)[..., :REAL]
     np.testing.assert_allclose(teacher.logits, np.take_along_axis(z, ids, -1), rtol=1e-5, atol=1e-5)
-    whole, dx, dw = loss_and_grads(x, w, targets, weights, known(given, REAL), vocab_size=REAL, parts=Weights())
-    drawn = loss_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights(random=many))
+    whole, dx, dw = loss_and_grads(x, w, targets, weights, known(given, REAL), vocab_size=REAL, parts=LossWeights())
+    drawn = loss_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=LossWeights(random=many))
     np.testing.assert_allclose(drawn[0].loss, whole.loss, rtol=0.01)
     np.testing.assert_allclose(drawn[1], dx, atol=0.02)
     np.testing.assert_allclose(drawn[2], dw, atol=0.05)
@@ -140,7 +171,7 @@ def test_places_without_weight_do_not_count(given):
     x, w, targets, weights, *_ = given
     teacher = known(given, 4)
     other = jax.tree.map(lambda a: jnp.where(weights.reshape(B, T, *(1,) * (a.ndim - 2)) > 0, a, a[:1, :1]), teacher)
-    run = lambda teacher: loss_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights(text=0.5))
+    run = lambda teacher: loss_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=LossWeights(text=0.5))
     (one, dx, dw), (two, other_dx, other_dw) = run(teacher), run(other)
     np.testing.assert_array_equal(one.loss, two.loss)
     np.testing.assert_array_equal(dw, other_dw)
@@ -152,13 +183,13 @@ def test_a_split_vocabulary_gives_the_same_teacher_and_the_same_loss(given):
     x, w, targets, weights, teacher_x, teacher_w = given
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    find = functools.partial(likeliest, vocab_size=REAL, k=5, random=3, vocab_axes=("tp",))
+    find = functools.partial(teacher_logits, vocab_size=REAL, k=5, random=3, vocab_axes=("tp",))
     found = jax.jit(split(find, in_specs=(P(), P("tp"), P()), out_specs=P()))(teacher_x, teacher_w, targets)
     teacher = known(given, 5, random=3)
     np.testing.assert_array_equal(found.ids, teacher.ids)
     np.testing.assert_allclose(found.logits, teacher.logits, rtol=1e-6)
     np.testing.assert_allclose(found.lse, teacher.lse, rtol=1e-6)
-    parts = Weights(text=0.2, hard=0.1, temperature=2.0, random=3)
+    parts = LossWeights(text=0.2, hard=0.1, temperature=2.0, random=3)
     settings = {"vocab_size": REAL, "parts": parts}
 
     def local(x, w):
@@ -174,15 +205,15 @@ def test_a_split_vocabulary_gives_the_same_teacher_and_the_same_loss(given):
 def test_no_array_has_all_logits(given):
     x, w, targets, weights, *_ = given
     teacher = known(given, 4)
-    run = lambda x, w: distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=Weights())
+    run = lambda x, w: distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=LossWeights())
     text = jax.jit(run).lower(x, w).as_text()
     assert f"tensor<{B}x{T}x{V}x" not in text and f"tensor<{B * T}x{V}x" not in text
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_teacher_is_found_as_it_is(given, temperature):
-    teacher = known(given, 6, temperature, found_by=likeliest)
-    assert isinstance(teacher, Teacher)
+    teacher = known(given, 6, temperature, found_by=teacher_logits)
+    assert isinstance(teacher, TeacherLogits)
     z = np.einsum("btd,vd->btv", *given[4:])[..., :REAL]
     ids = np.argsort(-z, axis=-1)[..., :6]
     np.testing.assert_array_equal(teacher.ids, ids)

@@ -1,5 +1,4 @@
-"""`python -m nash_mhc.distill cache`: what a teacher finds likely, written once for all students; `chain`: a whole
-recipe."""
+"""`python -m nash_mhc.distill`: cache a teacher's logits, or run a chain."""
 
 from __future__ import annotations
 
@@ -11,20 +10,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, run_path
 from nash_mhc.config.parsing import parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
+if TYPE_CHECKING:
+    from nash_mhc.kits.distill.cache import CacheSettings
+
 ABOUT = {
-    "cache": "a teacher reads a dataset once; what it finds likely at every place is kept for train --objective distill",
-    "chain": "a teacher, its cache and stages of a student, one after the other, from a file such as recipes/kd-qat-2bit.yaml",
+    "cache": "a teacher reads a dataset once; its top-k logits are stored for train --objective distill",
+    "chain": "runs a teacher, its cache and stages of a student from a file such as recipes/kd-qat-2bit.yaml",
 }
 USAGE = f"python -m nash_mhc.distill {' | '.join(ABOUT)} ..."
 
 
-def _flags(group: argparse._ArgumentGroup) -> None:
+def cache_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--teacher", type=run_path, metavar="DIR", help="run directory or Hugging Face folder (required)")
     group.add_argument("--teacher-step", type=int, metavar="INT", help="checkpoint of the teacher [the run's final one]")
     group.add_argument(
@@ -35,8 +37,9 @@ def _flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--temperatures", default="1", metavar="T,T", help="temperatures that students may use [1]")
 
 
-def _wanted(own: argparse.Namespace, batch_size: int, vocab_size: int) -> Any:
-    from nash_mhc.distill.cache import Wanted
+def _settings(own: argparse.Namespace, batch_size: int, vocab_size: int) -> CacheSettings:
+    """Return the checked settings of the cache; ConfigError."""
+    from nash_mhc.kits.distill.cache import CacheSettings
 
     if own.top_k < 1:
         raise ConfigError(f"--top-k must be at least 1, not {own.top_k}")
@@ -47,15 +50,17 @@ def _wanted(own: argparse.Namespace, batch_size: int, vocab_size: int) -> Any:
     except ValueError:
         temperatures = ()
     if not temperatures or not all(t > 0 and math.isfinite(t) for t in temperatures):
-        raise ConfigError(f"--temperatures {own.temperatures}: must be numbers above 0 with commas between them, such as 1,2")
+        raise ConfigError(f"--temperatures {own.temperatures}: must be comma-separated numbers above 0, such as 1,2")
     top_k = min(own.top_k, vocab_size)
     if own.random and top_k == vocab_size:
-        raise ConfigError(f"--random {own.random}: --top-k {own.top_k} keeps all {vocab_size} tokens; there are no others")
-    return Wanted(top_k, own.random, temperatures, batch_size)
+        raise ConfigError(
+            f"--random {own.random}: --top-k {own.top_k} has all {vocab_size} tokens; leave out --random or lower --top-k"
+        )
+    return CacheSettings(top_k, own.random, temperatures, batch_size)
 
 
 def cache_command(argv: Sequence[str]) -> int:
-    parsed = parse(argv, prog="python -m nash_mhc.distill cache", own=_flags)
+    parsed = parse(argv, prog="python -m nash_mhc.distill cache", own=cache_flags)
     if shown(parsed):
         return 0
     cfg, own = parsed.config, parsed.own
@@ -63,30 +68,30 @@ def cache_command(argv: Sequence[str]) -> int:
         if not value:
             raise ConfigError(f"{flag} is missing; name a folder, such as {flag} {example}")
     out = Path(own.out).expanduser()
-    _wanted(own, 1, 1 << 30)
+    _settings(own, 1, 1 << 30)  # check the flags first: the imports take seconds
     import jax
 
     from nash_mhc.data.prepared.manifest import Manifest
     from nash_mhc.data.workers import progress
-    from nash_mhc.distill.cache import check_room, make_cache, size_of
     from nash_mhc.hub import stored
     from nash_mhc.hub.load import load
+    from nash_mhc.kits.distill.cache import cache_size, check_disk_space, write_cache
     from nash_mhc.parallel.board import leader_first
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
     from nash_mhc.runtime.compiled import use_compilation_cache
     from nash_mhc.train.devices import join
 
-    join(cfg, **vars(own))  # first of all
+    join(cfg, **vars(own))  # before anything else uses jax
     mesh = make_mesh(cfg.mesh)
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if jax.process_index() == 0 else (lambda text: None)
     record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True, say=say)
     loaded = load(own.teacher, own.teacher_step, mesh=mesh, say=say)
     check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape, model_is_given=True)
-    leader_first(lambda: _rows(cfg, loaded, out, "data.tokenizer" in parsed.given))
-    wanted = _wanted(own, cfg.data.batch_size, loaded.tokenizer.vocab_size)
-    rows, needed = size_of(out, wanted)
-    check_room(out, needed)
-    say(f"{describe(mesh)}; {rows:,} rows, {needed / 1e6:,.1f} MB will be in {out}; compiling ...")
+    leader_first(lambda: _prepare(cfg, loaded, out, "data.tokenizer" in parsed.given))
+    settings = _settings(own, cfg.data.batch_size, loaded.tokenizer.vocab_size)
+    rows, needed = cache_size(out, settings)
+    check_disk_space(out, needed)
+    say(f"{describe(mesh)}; {rows:,} sequences, {needed / 1e6:,.1f} MB will be in {out}; compiling ...")
     use_compilation_cache(out.parent)
     began, done = time.monotonic(), 0
     seq_len = Manifest.read(out).recipe["seq_len"]
@@ -97,17 +102,19 @@ def cache_command(argv: Sequence[str]) -> int:
             done += read
             watch(done, rows, done * seq_len)
 
-        known = {k: v for k, v in record.items() if k != "folder"}  # wherever it lies: its hash says which one it is
-        make_cache(out, loaded, known, mesh, wanted, tick)
+        teacher = {k: v for k, v in record.items() if k != "folder"}  # the hash identifies it, wherever it is
+        write_cache(out, loaded, teacher, mesh, settings, tick)
     if jax.process_index() == 0:
-        print(f"{out}: {rows:,} rows with {wanted.top_k} tokens a place, in {time.monotonic() - began:.1f} s. Next:")
+        print(
+            f"{out}: {rows:,} sequences with {settings.top_k} tokens per position, in {time.monotonic() - began:.1f} s. Next:"
+        )
         command = module_command("nash_mhc.train", "runs/student", "--dataset", str(out), "--objective", "distill")
         print(f"  {command}")
     return 0
 
 
-def _rows(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
-    """Prepared rows in `out`: made there, or those of a prepared folder; ConfigError where they suit no teacher."""
+def _prepare(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
+    """Prepare the dataset in `out`, or copy a prepared folder there; ConfigError if it does not fit the teacher."""
     from nash_mhc.data.prepared.manifest import FILE, Manifest
     from nash_mhc.data.prepared.prepare import prepare
     from nash_mhc.data.recipe import make_recipe
@@ -116,26 +123,26 @@ def _rows(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
     from nash_mhc.data.workers import progress
     from nash_mhc.storage.folders import new_folder
 
-    tokenizer, given = loaded.tokenizer, Path(cfg.data.dataset)
+    tokenizer, dataset = loaded.tokenizer, Path(cfg.data.dataset)
     align = math.lcm(cfg.model.alignment, loaded.config.model.alignment)
     if has_tokenizer and load_tokenizer(cfg.data.tokenizer).fingerprint != tokenizer.fingerprint:
-        raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: is not the teacher's, whose tokens these would have to be")
-    if (given / FILE).exists():
-        recipe = Manifest.read(given).recipe
+        raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: is not the teacher's; leave it out")
+    if (dataset / FILE).exists():
+        recipe = Manifest.read(dataset).recipe
         if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
-                f"--dataset {given}: was prepared with another tokenizer than the teacher's; prepare it with that"
+                f"--dataset {dataset}: was prepared with another tokenizer than the teacher's; prepare it with the teacher's"
             )
         if recipe["align"] % loaded.config.model.alignment:
             raise ConfigError(
-                f"--dataset {given}: its documents start at multiples of {recipe['align']}, and the teacher needs "
-                f"{loaded.config.model.alignment}; prepare it again for that model"
+                f"--dataset {dataset}: its documents start at multiples of {recipe['align']}, the teacher needs "
+                f"{loaded.config.model.alignment}; prepare it again for the teacher"
             )
         if not (out / FILE).exists():
             with new_folder(out) as part:
-                shutil.copytree(given, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.teacher*", "teacher*.json"))
-        elif Manifest.read(out).identity != Manifest.read(given).identity:
-            raise ConfigError(f"--out {out}: holds other rows than --dataset {given}; choose another folder")
+                shutil.copytree(dataset, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.teacher*", "teacher*.json"))
+        elif Manifest.read(out).identity != Manifest.read(dataset).identity:
+            raise ConfigError(f"--out {out}: holds rows that are not from --dataset {dataset}; choose another folder")
         return
     corpus = open_corpus(cfg.data)
     with progress(f"preparing {cfg.data.dataset}") as watch:
@@ -149,7 +156,7 @@ def chain_command(argv: Sequence[str]) -> int:
         "--out", type=local_path, metavar="DIR", required=True, help="output folder; the same command resumes there"
     )
     args = parser.parse_strictly(argv, "the folder is --out {word}")
-    from nash_mhc.distill.chain import read_chain, results, run_chain, show
+    from nash_mhc.kits.distill.chain import read_chain, results, run_chain, show
 
     out = Path(args.out).expanduser()
     links = read_chain(Path(args.file).expanduser(), out)
@@ -165,12 +172,8 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"cache": cache_command, 
 
 def main() -> int:
     if not sys.argv[1:]:
-        raise ConfigError(f"what is to be done? {USAGE}")
+        raise ConfigError(f"no command is given; usage: {USAGE}")
     if (chosen := chosen_command(ABOUT, USAGE)) is None:
         return 0
     command, argv = chosen
     return _COMMANDS[command](argv)
-
-
-if __name__ == "__main__":
-    sys.exit(one_line_errors(main))

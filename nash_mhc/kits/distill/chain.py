@@ -1,5 +1,7 @@
-"""Several runs one after the other, from a file: a teacher, its cache, stages of a student that each begin with the one
-before. Each is the command that a user would type; what was stopped goes on, what is done is passed over."""
+"""Chains: a teacher, its cache, and stages of a student, run one after the other from a YAML file.
+
+Each is the command that a user would type. Stopped commands resume; finished ones are skipped.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,18 @@ from nash_mhc.config.key_names import find, keys
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.config.yaml_file import values_of
-from nash_mhc.data.prepared.taught import FILE
+from nash_mhc.kits.distill.cache import FILE
 
 TEACHER, CACHE = "teacher", "cache"
-_PARTS = (TEACHER, CACHE, "student", "stages", "pack")
-_OF_CACHE = ("top_k", "random", "temperatures")  # flags of `distill cache` that no run has
+_KEYS = (TEACHER, CACHE, "student", "stages", "pack")
+_CACHE_KEYS = ("top_k", "random", "temperatures")  # keys of `distill cache` that no run has
 
 
 class Link(NamedTuple):
     """One command of the chain."""
 
     name: str
-    folder: Path  # that it makes
+    folder: Path  # its output
     module: str
     argv: list[str]
 
@@ -38,7 +40,7 @@ class Link(NamedTuple):
 
 
 def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]:
-    """`total_steps: 300` -> `--total-steps 300`; ConfigError for what is no key."""
+    """Return `total_steps: 300` as `--total-steps 300`; ConfigError for unknown keys."""
     if not isinstance(settings, dict):
         raise ConfigError(f"{where}: must hold keys and values, such as total_steps: 300")
     words: list[str] = []
@@ -59,15 +61,16 @@ def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]
 
 
 def read_chain(file: Path, out: Path) -> list[Link]:
-    """Every command of it, checked; ConfigError says where in the file it is wrong."""
+    """Return the commands of a chain, checked; ConfigError names the place in the file."""
     chain = values_of(str(file))
     if not isinstance(chain, dict) or not isinstance(chain.get("stages"), list) or not chain["stages"]:
-        raise ConfigError(f"{file}: must have stages, a list of runs; recipes/kd-qat-2bit.yaml is an example")
-    if unknown := [name for name in chain if name not in _PARTS]:
-        raise ConfigError(f"{file}: unknown part {unknown[0]}{name_hint(str(unknown[0]), _PARTS)}")
+        raise ConfigError(f"{file}: must have a list of stages; see recipes/kd-qat-2bit.yaml")
+    if unknown := [name for name in chain if name not in _KEYS]:
+        raise ConfigError(f"{file}: unknown key {unknown[0]}{name_hint(str(unknown[0]), _KEYS)}")
     if not isinstance(student := chain.get("student", {}), dict):
         raise ConfigError(f"{file}: student: must hold keys and values of a run")
-    links, folders = [], {}
+    links: list[Link] = []
+    folders: dict[str, Path] = {}
     if isinstance(given := chain.get(TEACHER, {}), str):
         check_scheme(f"{file}: teacher", given)
         folders[TEACHER] = Path(given).expanduser()
@@ -75,17 +78,17 @@ def read_chain(file: Path, out: Path) -> list[Link]:
         folders[TEACHER] = out / TEACHER
         links.append(Link(TEACHER, out / TEACHER, "nash_mhc.train", [str(out / TEACHER), *_flags(f"{file}: {TEACHER}", given)]))
     cached = ["--teacher", str(folders[TEACHER]), "--out", str(out / CACHE)]
-    cached += _flags(f"{file}: {CACHE}", chain.get(CACHE, {}), _OF_CACHE)
+    cached += _flags(f"{file}: {CACHE}", chain.get(CACHE, {}), _CACHE_KEYS)
     links.append(Link(CACHE, out / CACHE, "nash_mhc.distill", ["cache", *cached]))
-    before = TEACHER
+    previous = TEACHER
     for number, stage in enumerate(chain["stages"], 1):
         where = f"{file}: stage {number}"
         if not isinstance(stage, dict) or not isinstance(stage.get("name"), str):
-            raise ConfigError(f"{where}: must have a name, and keys of a run")
+            raise ConfigError(f"{where}: needs a name and keys of a run")
         name, settings = stage["name"], {k: v for k, v in stage.items() if k not in ("name", "from")}
         if name in folders or name == CACHE or Path(name).name != name:
-            raise ConfigError(f"{where}: its name {name!r} must be a folder's, and no other's")
-        origin = stage.get("from", before)
+            raise ConfigError(f"{where}: name {name!r} must be a unique folder name")
+        origin = stage.get("from", previous)
         if not isinstance(origin, str) or (origin != "fresh" and origin not in folders):
             raise ConfigError(f"{where}: from {origin}{name_hint(str(origin), ['fresh', *folders])}")
         given = {"dataset": str(out / CACHE)} | student | settings
@@ -93,7 +96,7 @@ def read_chain(file: Path, out: Path) -> list[Link]:
             given["init_from"] = str(folders[origin])
         folders[name] = out / name
         links.append(Link(name, out / name, "nash_mhc.train", [str(out / name), *_flags(where, given)]))
-        before = name
+        previous = name
     for name in _named(chain.get("pack"), folders, file):
         words = ["pack", str(folders[name]), "--out", str(out / f"{name}-packed")]
         links.append(Link(f"{name}-packed", out / f"{name}-packed", "nash_mhc.hub", words))
@@ -122,21 +125,21 @@ def _is_done(link: Link) -> bool:
 
 
 def run_chain(links: list[Link]) -> int:
-    """The exit code of the first that fails, or 0."""
+    """Run the unfinished commands; return the exit code of the first that fails, or 0."""
     for number, link in enumerate(links, 1):
         if _is_done(link):
             continue
         print(f"== {number} of {len(links)}, {link.name}: {module_command(link.module, *link.argv)}", flush=True)
-        if code := _ended([sys.executable, "-m", link.module, *link.argv]):
-            if code != 2:  # a mistake, which has been said
+        if code := _exit_code([sys.executable, "-m", link.module, *link.argv]):
+            if code != 2:  # 2: the command has printed the mistake
                 again = module_command("nash_mhc.distill", *sys.argv[1:])
-                print(f"{link.name} has ended with {code}; to continue: {again}", file=sys.stderr)
+                print(f"{link.name} exited with {code}; to resume: {again}", file=sys.stderr)
             return code
     return 0
 
 
-def _ended(argv: list[str]) -> int:
-    """Run a command and return its exit code. Ctrl-C reaches the command too, and a run saves its last step then."""
+def _exit_code(argv: list[str]) -> int:
+    """Run a command and return its exit code. On Ctrl-C, wait: the run receives it too and saves its last step."""
     with subprocess.Popen(argv) as process:
         while True:
             with contextlib.suppress(KeyboardInterrupt):
@@ -144,17 +147,17 @@ def _ended(argv: list[str]) -> int:
 
 
 def results(links: list[Link]) -> list[dict[str, Any]]:
-    """The last evaluation of every run."""
+    """Return the last evaluation of every run."""
     found = []
     for link in links:
         if link.is_run and (rows := [row for row in RunFolder(link.folder).rows(EVALUATIONS) if "eval/loss" in row]):
-            best = rows[-1]
-            found.append({"name": link.name, "step": int(best["step"]), "loss": best["eval/loss"], "kl": best.get("eval/kl")})
+            last = rows[-1]
+            found.append({"name": link.name, "step": int(last["step"]), "loss": last["eval/loss"], "kl": last.get("eval/kl")})
     return found
 
 
 def show(found: list[dict[str, Any]], out: Path) -> str:
-    """A table. Losses are compared with that of the first stage: it has read the same held-out rows."""
+    """Return a table, and write chain.json. Losses are relative to the first stage's, on the same held-out rows."""
     lines = [f"{'':<24}{'steps':>8}{'held-out loss':>16}{'of the first':>14}{'KL from teacher':>18}"]
     first = next((row["loss"] for row in found if row["kl"] is not None), None)
     for row in found:

@@ -1,1 +1,0 @@
-"""Learning from a teacher: its choices, cached once."""

@@ -1,0 +1,319 @@
+"""The teacher's cache: a `NAME.teacher` file of records for each shard of prepared rows, and teacher.json.
+
+A record holds one sequence: K token ids per position (the top-k, then the random ones), K logits in float16 relative to
+the largest, and for each temperature the log-sum-exp (float32) relative to the largest logit. Every file is hashed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.data.pack import Extras, Rows
+from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files, write_file
+from nash_mhc.data.prepared.rows import PreparedRows, few_open_files
+from nash_mhc.hub.load import Loaded
+from nash_mhc.kits.distill.teacher import top_k_reader
+from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.objectives.base import Batch
+from nash_mhc.parallel.board import barrier, from_leader
+from nash_mhc.parallel.sharding import named_sharding
+from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.storage.files import digest_of, digest_of_file
+from nash_mhc.storage.json_files import check_types, read_json, reading
+from nash_mhc.train.device_batches import own_rows, to_device
+
+FILE = "teacher.json"
+_PARTIAL = "teacher.partial.json"  # settings of a cache that is being written
+_PROGRESS_INTERVAL = 16  # batches between two writes of the progress file
+_HOW = "python -m nash_mhc.distill cache --teacher RUN --dataset ... --out FOLDER makes one"
+_AGAIN = "make the cache again"
+Tick = Callable[[int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSettings:
+    top_k: int
+    random: int  # random other tokens per position
+    temperatures: tuple[float, ...]
+    batch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFormat:
+    seq_len: int
+    tokens: int  # per position: the top-k and the random ones
+    vocab_size: int
+    temperatures: tuple[float, ...]
+
+    @staticmethod
+    def of(manifest: Manifest, settings: CacheSettings) -> RecordFormat:
+        recipe, tokens = manifest.recipe, settings.top_k + settings.random
+        return RecordFormat(recipe["seq_len"], tokens, recipe["tokenizer"]["vocab_size"], settings.temperatures)
+
+    @property
+    def _ids(self) -> np.dtype:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    @property
+    def _offsets(self) -> tuple[int, ...]:
+        """Where ids, logits and log-sum-exps begin in a record, and where it ends."""
+        ids = self.seq_len * self.tokens * self._ids.itemsize
+        logits = ids + self.seq_len * self.tokens * 2
+        return 0, ids, logits, logits + self.seq_len * len(self.temperatures) * 4
+
+    @property
+    def record_bytes(self) -> int:
+        return self._offsets[-1]
+
+    def encode(self, ids: np.ndarray, logits: np.ndarray, lse: np.ndarray) -> np.ndarray:
+        """[B, T, K], [B, T, K] and [B, T, temperatures] -> bytes [B, record_bytes]."""
+        # Logits below the range of float16 have probability 0 either way.
+        clipped = np.maximum(logits, np.finfo(np.float16).min)
+        parts = (ids.astype(self._ids), clipped.astype("<f2"), lse.astype("<f4"))
+        return np.concatenate([np.ascontiguousarray(a).reshape(len(ids), -1).view(np.uint8) for a in parts], axis=1)
+
+    def decode(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        a, b, c, d = self._offsets
+        cut = lambda i, j, dtype: np.ascontiguousarray(records[:, i:j]).view(dtype).reshape(len(records), self.seq_len, -1)
+        return cut(a, b, self._ids).astype(np.int32), cut(b, c, "<f2"), cut(c, d, "<f4")
+
+
+def read_teacher_json(folder: Path) -> dict[str, Any]:
+    """Return the content of teacher.json; ConfigError if there is none or it is damaged."""
+    if not (folder / FILE).exists():
+        raise ConfigError(f"--dataset {folder}: is no teacher's cache; {_HOW}")
+    about = read_json(folder / FILE, _AGAIN, Damaged)
+    with reading(folder / FILE, _AGAIN, Damaged):
+        check_types(about, rows=str, top_k=int, temperatures=list, files=dict)
+        check_types({"random": 0, "vocab_size": 0} | about, random=int, vocab_size=int)
+        for temperature in about["temperatures"]:
+            check_types({"temperature": temperature}, temperature=float)
+        for digest in about["files"].values():
+            check_types({"hash": digest}, hash=str)
+        return about
+
+
+class RowsWithLogits(NamedTuple):
+    """`Rows`, then the teacher's logits."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    segments: np.ndarray
+    weights: np.ndarray
+    ids: np.ndarray  # [B, T, K]
+    logits: np.ndarray  # [B, T, K], relative to the largest
+    lse: np.ndarray  # [B, T], over the whole vocabulary at the run's temperature, relative to the largest logit
+
+
+class CachedRows(PreparedRows):
+    """The sequences of one split with the teacher's logits at one temperature."""
+
+    def __init__(self, folder: Path, split: str, temperature: float, *, vocab_size: int | None = None, name: str = "") -> None:
+        super().__init__(folder, split, vocab_size=vocab_size, name=name)
+        about = read_teacher_json(folder)
+        if about["rows"] != self.manifest.identity:
+            raise ConfigError(f"--dataset {self.name}: its text has changed since the teacher read it; {_HOW}")
+        self.random = int(about.get("random", 0))
+        self.random_vocab = int(about.get("vocab_size", 0))  # size of the vocabulary that the random tokens are from
+        if temperature not in about["temperatures"]:
+            known = ", ".join(f"{t:g}" for t in about["temperatures"])
+            raise ConfigError(
+                f"--distill-temperature {temperature:g}: the cache {self.name} was made for {known}; choose one of them, or "
+                "make it again with --temperatures"
+            )
+        seq_len, tokens = self.form.seq_len, int(about["top_k"]) + self.random
+        self.extras: Extras = {
+            "ids": ("int32", (seq_len, tokens)), "logits": ("float16", (seq_len, tokens)), "lse": ("float32", (seq_len,)),
+        }  # fmt: skip
+        self._records = RecordFormat(seq_len, tokens, self.form.vocab_size, tuple(about["temperatures"]))
+        self._temperature = about["temperatures"].index(temperature)
+        self._teacher_paths = [folder / f"{shard.name}.teacher" for shard in self.shards]
+        self._open_teacher = few_open_files(self._teacher_paths)
+        self._teacher_identity = digest_of(
+            {k: about[k] for k in ("teacher", "rows", "top_k", "random", "temperatures", "files") if k in about}
+        )
+        size = self._records.record_bytes
+        sizes = {f"{shard.name}.teacher": shard.rows * size for shard in self.shards}
+        if missing := [name for name in sizes if name not in about["files"]]:
+            raise Damaged(f"{folder / FILE}: does not list {missing[0]}; {_AGAIN}")
+        check_files(folder, {name: (sizes[name], about["files"][name]) for name in sizes})
+
+    @property
+    def identity(self) -> str:
+        return digest_of([super().identity, self._teacher_identity])
+
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in super().__getstate__().items() if k != "_open_teacher"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._open_teacher = few_open_files(self._teacher_paths)
+
+    def take(self, indices: np.ndarray | list[int]) -> RowsWithLogits:  # type: ignore[override]  # has the fields of Rows
+        size = self._records.record_bytes
+        buffer = np.empty((len(indices), size), np.uint8)
+        for at, index in enumerate(indices):
+            shard, row = self.locate(int(index))
+            file = self._open_teacher(shard)
+            if os.preadv(file.number, [buffer[at]], row * size) != size:
+                raise Damaged(f"{self._teacher_paths[shard]}: the file is too short; {_AGAIN}")
+        ids, logits, lse = self._records.decode(buffer)
+        return RowsWithLogits(*super().take(indices), ids, logits, np.ascontiguousarray(lse[..., self._temperature]))
+
+
+def cache_size(folder: Path, settings: CacheSettings) -> tuple[int, int]:
+    """Return the number of prepared rows in the folder, and the bytes of their cache."""
+    manifest = Manifest.read(folder)
+    rows = sum(split.rows for split in manifest.splits.values())
+    return rows, rows * RecordFormat.of(manifest, settings).record_bytes
+
+
+def check_disk_space(folder: Path, needed: int) -> None:
+    """ConfigError if the disk has fewer bytes left."""
+    written = sum(f.stat().st_size for f in folder.glob("*.teacher*"))
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(folder).free) + written < needed:
+            raise ConfigError(
+                f"--out {folder}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; lower --top-k or "
+                "--max-documents"
+            )
+
+
+def write_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mesh, settings: CacheSettings, tick: Tick) -> None:
+    """Write the records of all splits, then teacher.json; ConfigError if another teacher's cache was begun there.
+
+    Every process calls it, and they share the folder. A stopped call resumes with the same bytes.
+    """
+    manifest = Manifest.read(folder)
+    about = {
+        "teacher": teacher, "rows": manifest.identity, "top_k": settings.top_k, "temperatures": list(settings.temperatures),
+        "batch_size": settings.batch_size, "dtype": loaded.dtype,
+        "lse_vocab_size": loaded.config.model.vocab_size,
+    }  # fmt: skip
+    if settings.random:
+        about |= {"random": settings.random, "vocab_size": loaded.config.model.vocab_size}
+    from_leader(lambda: _begin(folder, about))
+    form, files = RecordFormat.of(manifest, settings), {}
+    for split in manifest.splits:
+        if not manifest.splits[split].rows:
+            continue
+        source = PreparedRows(folder, split)
+        read = _compiled_reader(loaded, source, mesh, settings)
+        for number, shard in enumerate(source.shards):
+            first = sum(other.rows for other in source.shards[:number])
+            path = folder / f"{shard.name}.teacher"
+            if not from_leader(path.exists):
+                rows = range(first, first + shard.rows)
+                _write_shard(path, source, rows, form, read, loaded.model, mesh, settings.batch_size, tick)
+            else:
+                tick(shard.rows)
+            files[path.name] = from_leader(lambda path=path: digest_of_file(path))  # type: ignore[misc]
+    from_leader(lambda: _end(folder, about | {"files": files}))
+
+
+def _begin(folder: Path, about: dict[str, Any]) -> None:
+    partial = folder / _PARTIAL
+    for path in (folder / FILE, partial):
+        if path.exists():
+            before = json.loads(path.read_text())
+            if changed := [name for name in {**about, **before} if name != "files" and before.get(name) != about.get(name)]:
+                raise ConfigError(
+                    f"--out {folder}: holds a cache with another {changed[0].replace('_', ' ')}; choose another folder or "
+                    "remove it"
+                )
+    write_file(partial, json.dumps(about).encode())
+
+
+def _end(folder: Path, about: dict[str, Any]) -> None:
+    write_file(folder / FILE, json.dumps(about, indent=1, sort_keys=True).encode() + b"\n")
+    (folder / _PARTIAL).unlink()
+
+
+def _compiled_reader(loaded: Loaded, source: PreparedRows, mesh: Mesh, settings: CacheSettings) -> CompiledStep:
+    """Return the program (model, batch of one microbatch) -> (ids, logits, lse per temperature)."""
+    read = top_k_reader(
+        loaded, source, mesh, seq_len=source.form.seq_len, top_k=settings.top_k, random=settings.random,
+        temperatures=settings.temperatures, vocabulary=min(source.form.vocab_size, loaded.config.model.vocab_size),
+    )  # fmt: skip
+    only_part = lambda model, batch: read(model, jax.tree.map(lambda a: a[0], batch))[:3]
+    places = named_sharding(mesh, "batch", "time", "candidates")
+    return CompiledStep(only_part, mesh, out_shardings=(places, places, places), warn=lambda text: None)
+
+
+def _write_shard(
+    path: Path,
+    source: PreparedRows,
+    rows: range,
+    form: RecordFormat,
+    read: CompiledStep,
+    model: LanguageModel,
+    mesh: Mesh,
+    batch_size: int,
+    tick: Tick,
+) -> None:
+    """Write the records of these rows, from the recorded progress on; rename the file once it is complete."""
+    partial, progress = path.with_name(path.name + ".partial"), path.with_name(path.name + ".note")
+    done: int = from_leader(lambda: int(progress.read_text()) if progress.exists() and partial.exists() else 0)
+    tick(done)
+    size = form.record_bytes
+    handle = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        running: deque[tuple[int, Any]] = deque()
+        for at in [*range(done, len(rows), batch_size), None]:
+            if at is not None:
+                batch = _batch(source, rows[at : at + batch_size], batch_size, mesh)
+                running.append((at, read(model, batch)))
+            if running and len(running) > (at is not None):  # write one batch while the next one runs
+                begun, found = running.popleft()
+                for row, record in _own_records(found, form):
+                    if begun + row < len(rows):
+                        os.pwrite(handle, record, (begun + row) * size)
+                tick(min(batch_size, len(rows) - begun))
+                if (begun - done) // batch_size % _PROGRESS_INTERVAL == _PROGRESS_INTERVAL - 1:
+                    _flush(handle)
+                    from_leader(lambda n=begun + batch_size: write_file(progress, str(n).encode()))  # type: ignore[misc]
+        _flush(handle)
+    finally:
+        os.close(handle)
+
+    def rename() -> None:
+        partial.rename(path)
+        progress.unlink(missing_ok=True)
+
+    from_leader(rename)
+
+
+def _flush(handle: int) -> None:
+    """Wait until every process has written its records to disk."""
+    os.fsync(handle)
+    barrier()
+
+
+def _batch(source: PreparedRows, numbers: range, size: int, mesh: Mesh) -> Batch:
+    """Return a batch of that many rows, filled up with copies of the last one: one program serves all batches."""
+    rows = source.take([*numbers, *[numbers[-1]] * (size - len(numbers))])
+    return to_device(own_rows(Rows(*(a[None] for a in rows)), mesh), mesh)
+
+
+def _own_records(found: tuple[Array, Array, Array], form: RecordFormat) -> Iterator[tuple[int, bytes]]:
+    """Yield (row of the batch, its record) for the rows that this process must write."""
+    parts = [sorted((s for s in a.addressable_shards if s.replica_id == 0), key=lambda s: s.index[0].start or 0) for a in found]
+    for ids, logits, lse in zip(*parts, strict=True):
+        first = ids.index[0].start or 0
+        records = form.encode(*(np.asarray(s.data) for s in (ids, logits, lse)))
+        for row, record in enumerate(records):
+            yield first + row, record.tobytes()

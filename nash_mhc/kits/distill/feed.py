@@ -1,0 +1,145 @@
+"""The feed of distillation: batches from a cache or with the logits of online teachers, and the memory it needs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
+from nash_mhc.data.pack import RowSource
+from nash_mhc.data.sources import Opener, Opening, check_recipe
+from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.hub.load import shape_of
+from nash_mhc.kits.distill.cache import CachedRows, read_teacher_json
+from nash_mhc.kits.distill.logits import TeacherLogits
+from nash_mhc.kits.distill.settings import DistillConfig
+from nash_mhc.kits.distill.teacher import OnlineTeacher, Say, check_random_vocab
+from nash_mhc.model.architectures import architecture_of
+from nash_mhc.model.protocol import Execution
+from nash_mhc.objectives.base import Batch
+from nash_mhc.objectives.feed import Feed, FeedMemory, OpenFeed
+from nash_mhc.ops.xent import chunk_length
+from nash_mhc.parallel.sharding import RULES, logical_axes
+from nash_mhc.storage.files import digest_of
+
+_TOKEN_BYTES = 6  # of one of the K tokens: its id as int32, its logit as float16
+
+
+class Teachers(OpenFeed):
+    """The online teachers of a run: `teacher`, unless a cache has its logits, and `anchor`, the initial model."""
+
+    def __init__(self, cfg: RunConfig, tokenizer: Tokenizer, mesh: Mesh, say: Say) -> None:
+        d, self._online = cfg.section(DistillConfig), dict[str, OnlineTeacher]()
+        self.described = f"the model in --distill-teacher {d.teacher}" if d.teacher else ""
+        if d.layers and d.teacher is None:
+            raise ConfigError("--distill-layers: a cache has no layers; name a model with --distill-teacher")
+        if d.anchor and cfg.train.init_from is None:
+            raise ConfigError("--distill-anchor: needs an initial model; name one with --init-from")
+        make = functools.partial(OnlineTeacher, cfg=cfg, tokenizer=tokenizer, mesh=mesh, say=say)
+        if d.teacher is not None:
+            self._online["teacher"] = make("--distill-teacher", d.teacher, temperature=d.temperature, layers=d.layers > 0)
+        if d.anchor:
+            initial = str(cfg.train.init_from)
+            self._online["anchor"] = make("--init-from", initial, temperature=1.0, layers=False, step=cfg.train.init_step)
+
+    def identity(self, source: RowSource) -> str:
+        teachers = {name: teacher.identity for name, teacher in self._online.items()}
+        return digest_of([source.identity, teachers]) if teachers else source.identity
+
+    def abstract(self, source: RowSource, batch: Batch) -> Batch:
+        bare = batch._replace(extras={})
+        online: dict[str, Any] = {name: teacher.abstract(source, bare) for name, teacher in self._online.items()}
+        return batch._replace(extras=_cached(batch) | online)
+
+    def reader(self, source: RowSource) -> Callable[[Any, Batch], Batch]:
+        readers = {name: teacher.reader(source) for name, teacher in self._online.items()}
+
+        def read(model: Any, batch: Batch) -> Batch:
+            bare = batch._replace(extras={})
+            online: dict[str, Any] = {name: reader(bare) for name, reader in readers.items()}
+            return batch._replace(extras=_cached(batch) | online)
+
+        return read
+
+
+def _cached(batch: Batch) -> dict[str, Any]:
+    """Return the batch's extras, with the fields of `CachedRows` as one."""
+    extras = batch.extras
+    return {"teacher": TeacherLogits(**extras)} if set(extras) == {"ids", "logits", "lse"} else extras
+
+
+class DistillFeed(Feed):
+    def opener(self, cfg: RunConfig) -> Opener | None:
+        d = cfg.section(DistillConfig)
+        return functools.partial(_open_cache, temperature=d.temperature) if d.teacher is None else None
+
+    def open(self, cfg: RunConfig, source: RowSource, tokenizer: Tokenizer, mesh: Mesh, say: Say) -> tuple[RunConfig, OpenFeed]:
+        if isinstance(source, CachedRows):  # the cache knows its number of random tokens
+            remedy = "make the cache again without --random"
+            check_random_vocab(f"--dataset {cfg.data.dataset}", source.random, source.random_vocab, cfg, remedy=remedy)
+            cfg = cfg.with_section(replace(cfg.section(DistillConfig), random=source.random))
+        return cfg, Teachers(cfg, tokenizer, mesh, say)
+
+    def models(self, cfg: RunConfig) -> list[ArchitectureConfig]:
+        return [its.model for its, _ in _shapes(cfg)]
+
+    def memory(self, cfg: RunConfig, mesh: Mapping[str, int]) -> FeedMemory:
+        rows, d = cfg.data.batch_size // _split(mesh, "batch"), cfg.section(DistillConfig)
+        tokens = cfg.train.grad_accum * rows * cfg.data.seq_len
+        token_bytes = _TOKEN_BYTES * (min(d.top_k, cfg.model.vocab_size) + d.random) + 4
+        logits = float(tokens * token_bytes * (1 + bool(d.anchor)))
+        width = next(length.size for length in cfg.model.lengths() if length.axis == "embed")
+        layers = tokens * cfg.model.depth * width * (2.0 if cfg.train.dtype == "bfloat16" else 4.0) * bool(d.layers)
+        teachers = _shapes(cfg)
+        weights = sum(_weights(model, mesh) for _, model in teachers)
+        reading = max((_reading(its.model, cfg, mesh, rows) for its, _ in teachers), default=0.0)
+        return FeedMemory(weights, logits + layers, layers, reading)
+
+
+def _open_cache(opening: Opening, *, temperature: float) -> RowSource:
+    cfg, tokenizer, split, _, align = opening
+    folder = Path(cfg.dataset)
+    read_teacher_json(folder)  # a folder without a cache is a clear error
+    check_recipe(folder, cfg, tokenizer, align)
+    return CachedRows(folder, split, temperature, vocab_size=tokenizer.vocab_size, name=cfg.dataset)  # type: ignore[return-value]
+
+
+_cached_shape = functools.lru_cache(8)(shape_of)
+
+
+def _shapes(cfg: RunConfig) -> list[tuple[RunConfig, Any]]:
+    """Return (configuration, tree of shapes) of each online teacher; ConfigError for a folder that holds no model."""
+    d = cfg.section(DistillConfig)
+    named = [("--distill-teacher", d.teacher), ("--init-from", cfg.train.init_from if d.anchor else None)]
+    return [_cached_shape(name, flag) for flag, name in named if name is not None]
+
+
+def _split(mesh: Mapping[str, int], axis: str) -> int:
+    return math.prod(mesh[a] for a in RULES[axis])
+
+
+def _weights(model: Any, mesh: Mapping[str, int]) -> float:
+    is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
+    names = jax.tree.leaves(logical_axes(model), is_leaf=is_names)
+    local = lambda array, axes: array.size * array.dtype.itemsize / math.prod(_split(mesh, axis) for axis in axes)
+    return sum(local(array, axes) for array, axes in zip(jax.tree.leaves(model), names, strict=True))
+
+
+def _reading(teacher: ArchitectureConfig, cfg: RunConfig, mesh: Mapping[str, int], rows: int) -> float:
+    """Return the bytes of one layer's activations or of a chunk of logits: without gradients, nothing is saved."""
+    count = architecture_of(teacher).activations
+    if count is None:
+        return 0.0
+    T, tp = cfg.data.seq_len, _split(mesh, "time_split")
+    held = count(teacher, Execution(cfg.train.dtype, "none", cfg.train.attention), rows, T, tp)
+    columns = teacher.padded_vocab // _split(mesh, "vocab")
+    chunk = rows * chunk_length(rows, T, columns) * columns * 8.0
+    layer = 2 * held.streams / teacher.depth + held.forward
+    return max(layer, chunk) + held.gathered

@@ -1,0 +1,171 @@
+"""Read sequences with a teacher: once for a cache, or online, on the student's mesh, batch by batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
+from nash_mhc.data.pack import RowSource
+from nash_mhc.data.tokenizer import Tokenizer
+from nash_mhc.hub import stored
+from nash_mhc.hub.load import Loaded, config_of, load
+from nash_mhc.kits.distill.logits import TeacherLogits, sharded_teacher_logits
+from nash_mhc.kits.distill.settings import DistillConfig
+from nash_mhc.model.architectures import for_platform
+from nash_mhc.model.protocol import Execution, LanguageModel
+from nash_mhc.objectives.base import Batch
+from nash_mhc.parallel.mesh import check_fit
+from nash_mhc.parallel.sharding import named_sharding
+from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.storage.files import digest_of
+from nash_mhc.train.step import padded_attention_length
+
+Say = Callable[[str], None]
+
+
+class TopK(NamedTuple):
+    """The teacher's logits of a microbatch."""
+
+    ids: Array
+    logits: Array  # relative to the largest
+    lse: Array  # for each temperature, over the whole vocabulary, relative to the largest logit
+    layers: Array | None
+
+
+def top_k_reader(
+    loaded: Loaded,
+    source: RowSource,
+    mesh: Mesh,
+    *,
+    seq_len: int,
+    vocabulary: int,
+    top_k: int,
+    temperatures: tuple[float, ...],
+    random: int = 0,
+    layers: bool = False,
+) -> Callable[[LanguageModel, Batch], TopK]:
+    """Return the function (model, microbatch) -> TopK; `layers`: with the outputs of the layers."""
+    cfg = RunConfig(
+        model=loaded.config.model,
+        data=dataclasses.replace(loaded.config.data, seq_len=seq_len),
+        train=TrainConfig(dtype=loaded.dtype, remat="none"),
+    )
+    cfg = for_platform(cfg, mesh.devices.flat[0].platform)
+    length = padded_attention_length(cfg.model.alignment, source)
+    execution = Execution(
+        cfg.train.dtype, "none", cfg.train.attention, source.most_documents, length,
+        captures=("layer_output",) if layers else (),
+        evaluates=True,
+    )  # fmt: skip
+
+    def read(model: LanguageModel, batch: Batch) -> TopK:
+        x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
+        options = {"vocab_size": model.cfg.vocab_size, "vocabulary": vocabulary, "k": top_k, "random": random}
+        found = [
+            sharded_teacher_logits(x_BTD, model.unembed_VD, batch.inputs, temperature=t, **options)
+            for t in temperatures  # only the log-sum-exps differ
+        ]
+        largest_BT = found[0].logits[..., 0]
+        lse = [each.lse - largest_BT / t for each, t in zip(found, temperatures, strict=True)]
+        outputs = model.after_layers(report) if layers else None  # type: ignore[attr-defined]
+        return TopK(found[0].ids, found[0].logits - largest_BT[..., None], jnp.stack(lse, axis=-1), outputs)
+
+    return read
+
+
+def check_random_vocab(subject: str, random: int, random_vocab: int, cfg: RunConfig, *, remedy: str) -> None:
+    """ConfigError if random tokens are from a vocabulary of another size than the student's."""
+    if random and random_vocab != cfg.model.vocab_size:
+        is_given = cfg.train.init_from is not None  # the size comes with the weights
+        raise ConfigError(
+            f"{subject}: its random tokens are from a vocabulary of {random_vocab}, the model has {cfg.model.vocab_size}; "
+            + (remedy if is_given else f"set --model-vocab-size {random_vocab}, or {remedy}")
+        )
+
+
+class OnlineTeacher:
+    """A frozen model, in its own dtype, that reads batches and gives what its cache would hold."""
+
+    def __init__(
+        self,
+        flag: str,
+        name: str,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        say: Say,
+        *,
+        temperature: float,
+        layers: bool,
+        step: int | None = None,
+    ) -> None:
+        """`step`: the checkpoint; None: the one that the run ends with."""
+        d, own = cfg.section(DistillConfig), config_of(name, flag).model
+        if cfg.model.alignment % own.alignment:
+            raise ConfigError(
+                f"{flag} {name}: its documents start at multiples of {own.alignment}, the student's at multiples of "
+                f"{cfg.model.alignment}; use a cache instead (python -m nash_mhc.distill cache)"
+            )
+        sizes, wanted = ([getattr(model, key, None) for key in ("layers", "width")] for model in (own, cfg.model))
+        if layers and (None in sizes or sizes != wanted):
+            raise ConfigError(
+                f"--distill-layers: {name} has {sizes[0]} layers of width {sizes[1]}, the student {wanted[0]} of {wanted[1]}; "
+                "leave it out, or make them equal"
+            )
+        remedy = "leave out --distill-random"
+        check_random_vocab(f"{flag} {name}", d.random, own.vocab_size, cfg, remedy=remedy)
+        check_fit(dataclasses.replace(cfg, model=own), mesh.shape, model_is_given=True)
+        record = stored.find(flag, name, step, hashed=True, say=say)
+        self.identity = digest_of({k: v for k, v in record.items() if k != "folder"})  # a moved folder is the same teacher
+        self._loaded = load(name, step, mesh=mesh, say=say)
+        if self._loaded.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise ConfigError(f"{flag} {name}: its tokenizer is not {cfg.data.tokenizer}; give both the same")
+        if d.random and d.top_k >= tokenizer.vocab_size:
+            raise ConfigError(
+                f"--distill-random {d.random}: --distill-top-k {d.top_k} has all {tokenizer.vocab_size} tokens; {remedy}"
+            )
+        self._mesh, self._layers = mesh, layers
+        self._options: dict[str, Any] = {
+            "seq_len": cfg.data.seq_len, "vocabulary": tokenizer.vocab_size, "temperatures": (temperature,),
+            "top_k": min(d.top_k, tokenizer.vocab_size), "layers": layers,
+            "random": d.random,
+        }  # fmt: skip
+
+    def _read(self, source: RowSource) -> Callable[[LanguageModel, Batch], TeacherLogits]:
+        """Return the function (model, batch of several microbatches) -> logits, rounded as in a cache."""
+        read = top_k_reader(self._loaded, source, self._mesh, **self._options)
+
+        def read_all(model: LanguageModel, batch: Batch) -> TeacherLogits:
+            found = jax.lax.map(lambda part: read(model, part), batch)
+            logits = jnp.maximum(found.logits, jnp.finfo(jnp.float16).min).astype(jnp.float16)
+            return TeacherLogits(found.ids, logits, found.lse[..., 0], found.layers)
+
+        return read_all
+
+    @property
+    def _shardings(self) -> TeacherLogits:
+        tokens = ("parts", "batch", "time")
+        candidates = named_sharding(self._mesh, *tokens, "candidates")
+        layers = named_sharding(self._mesh, "parts", "layers", "batch", "time", "width") if self._layers else None
+        return TeacherLogits(candidates, candidates, named_sharding(self._mesh, *tokens), layers)  # type: ignore[arg-type]
+
+    def abstract(self, source: RowSource, batch: Batch) -> TeacherLogits:
+        """Return shapes and shardings of the logits of a batch."""
+        with jax.set_mesh(self._mesh):
+            shapes = jax.eval_shape(self._read(source), self._loaded.model, batch)
+        place = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+        return jax.tree.map(place, shapes, self._shardings)
+
+    def program(self, source: RowSource) -> CompiledStep:
+        return CompiledStep(self._read(source), self._mesh, out_shardings=self._shardings, warn=lambda text: None)
+
+    def reader(self, source: RowSource) -> Callable[[Batch], TeacherLogits]:
+        program = self.program(source)
+        return lambda batch: program(self._loaded.model, batch)
