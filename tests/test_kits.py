@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from outside_kit import outside_kit
 
 from nash_mhc.config import kits, parsing
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
@@ -143,20 +144,10 @@ def sign(h, model):
 
 @pytest.fixture
 def kit(tmp_path, monkeypatch):
-    """A kit outside of the package, of which nothing stays loaded."""
-    folder = tmp_path / "elsewhere" / "chilly"
-    folder.mkdir(parents=True)
-    for name, text in {"__init__.py": INIT, "settings.py": SETTINGS, "model.py": MODEL}.items():
-        (folder / name).write_text(text)
-    monkeypatch.setenv(kits.OUTSIDE, "")
-    import nash_mhc.kits as package
-
-    monkeypatch.setattr(package, "__path__", list(package.__path__))
-    yield folder
-    for module in [name for name in sys.modules if name.startswith("nash_mhc.kits.chilly")]:
-        del sys.modules[module]
-    vars(package).pop("chilly", None)
-    kits.forget()
+    """A kit outside of the package, unloaded afterwards."""
+    files = {"__init__.py": INIT, "settings.py": SETTINGS, "model.py": MODEL}
+    with outside_kit(tmp_path / "elsewhere" / "chilly", files, monkeypatch) as folder:
+        yield folder
 
 
 def python(*words, cwd, **env):

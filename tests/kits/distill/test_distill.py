@@ -311,7 +311,7 @@ def test_a_prepared_folder_is_copied_and_one_of_another_tokenizer_refused(teache
     (["--teacher", "x"], "--out is missing"),
     (["--teacher", "x", "--out", "y", "--top-k", "0"], "--top-k must be at least 1"),
     (["--teacher", "x", "--out", "y", "--random", "-1"], "--random must be at least 0"),
-    (["--teacher", "x", "--out", "y", "--temperatures", "1,warm"], "--temperatures 1,warm: must be numbers above 0"),
+    (["--teacher", "x", "--out", "y", "--temperatures", "1,warm"], "--temperatures 1,warm: .*above 0"),
 ])  # fmt: skip
 def test_flags_that_make_no_sense(flags, said):
     with pytest.raises(ConfigError, match=said):
