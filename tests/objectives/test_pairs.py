@@ -152,8 +152,8 @@ def test_an_objective_on_pairs_trains_on_eight_devices_and_is_evaluated(kit, tmp
     more = parsing.parse([*argv, "--total-steps", "22", "--pairs-margin", "3"], found=found_settings).config
     assert run(more, quiet=True).evaluation["eval/loss"] > result.evaluation["eval/loss"]
     # The evaluation command rebuilds the objective from the run.
-    loaded = load(str(out), None)
-    found = of_the_run(loaded, make_mesh(cfg.mesh), batch_size=8)
+    mesh = make_mesh(cfg.mesh)
+    found = of_the_run(load(str(out), None, mesh=mesh), mesh, batch_size=8)
     assert found["loss"] == pytest.approx(rows(out, "eval.jsonl")[-1]["eval/loss"], rel=1e-3)
 
 
