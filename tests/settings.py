@@ -20,10 +20,7 @@ REQUIRED = {
 
 
 def leaf(config: RunConfig, path: str) -> object:
-    value: object = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    return parsing.keys(config.model_kind)[path].of(config.to_dict())
 
 
 def error(*argv: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nash_mhc
+from nash_mhc.config import kits
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.key_names import keys
 from nash_mhc.config.schema import ConfigError
@@ -67,7 +68,11 @@ def test_an_unknown_scheme_is_refused_by_name(words, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     command, *argv = (word.replace("X", NAME) for word in words)
     monkeypatch.setattr(sys, "argv", [command, *argv])
-    code = one_line_errors(importlib.import_module(f"nash_mhc.{command}.__main__").main)
+    of_kits = kits.commands()
+    main = (
+        kits.load(of_kits[command].main) if command in of_kits else importlib.import_module(f"nash_mhc.{command}.__main__").main
+    )
+    code = one_line_errors(main)
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and err.count("\n") == 1
     assert "s3:// is not supported" in err and NAME in err

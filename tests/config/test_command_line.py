@@ -12,7 +12,7 @@ import yaml
 from settings import REQUIRED
 
 from nash_mhc.config import commands, parsing, presets
-from nash_mhc.config.key_names import FURTHER
+from nash_mhc.config.key_names import further
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.train.inferred_settings import infer_settings
 
@@ -28,7 +28,7 @@ def test_help(columns, capsys, monkeypatch):
     assert out.count("\n  python -m nash_mhc.train ") == 3, "three examples"
     assert max(map(len, out.splitlines())) <= (100 if columns == "200" else 80)
     words = set(out.replace(",", " ").split())
-    shown = [k for k in parsing.keys().values() if k.section not in FURTHER]
+    shown = [k for k in parsing.keys().values() if k.section not in further()]
     flags = {k.flag for k in shown} | set(REQUIRED)
     assert flags | {"--config", "--print-config", "--help", "-h", "--use-small-model"} <= words
     flat = " ".join(out.split())
@@ -44,7 +44,7 @@ def test_help_of_a_section(capsys):
     with pytest.raises(SystemExit):
         parsing.parse(["--help"])
     whole = capsys.readouterr().out
-    for section in {*parsing.sections(), *FURTHER}:
+    for section in {*parsing.sections(), *further()}:
         with pytest.raises(SystemExit) as caught:
             parsing.parse(["--help", section])
         assert caught.value.code == 0
@@ -52,7 +52,7 @@ def test_help_of_a_section(capsys):
         mine = [key for key in parsing.keys().values() if key.section == section]
         assert mine and all(f"  {key.flag} " in out for key in mine)
         assert out.count("\n  --") == len(mine)
-        assert (f"--help {section} " in whole) == (section in FURTHER) == (f" ({section}.*):" not in whole)
+        assert (f"--help {section} " in whole) == (section in further()) == (f" ({section}.*):" not in whole)
     with pytest.raises(ConfigError, match=r"^--help optm: no such section; did you mean optim\?$"):
         parsing.parse(["--help", "optm"])
 

@@ -12,7 +12,7 @@ import pytest
 from settings import REQUIRED, error, leaf
 
 from nash_mhc.config import kits, parsing, presets
-from nash_mhc.config.key_names import FURTHER
+from nash_mhc.config.key_names import further
 
 # --- every key, three ways ----------------------------------------------------------------------------------------
 
@@ -53,6 +53,7 @@ def test_every_key_by_flag_path_short_form_and_yaml(path, write):
     both = ["--format", "fields", "--prompt-template", "{q}", "--response-template", "{a}"]  # neither without the other
     needed = {"train.init_step": ["--init-from", "runs/base"], "train.remat_keep": ["--remat", "dots"]}
     needed |= {"data.prompt_template": both, "data.response_template": both, "model.mixer": ["--model-scales", "1"]}
+    needed |= {f"distill.{name}": ["--objective", "distill"] for name in ("teacher", "layers", "anchor")}
     for argv in ways:
         parsed = parsing.parse([*needed.get(path, []), *argv])
         assert leaf(parsed.config, path) == expected, argv
@@ -69,7 +70,7 @@ def test_required_flags(flag):
 
 def test_names_are_unambiguous_and_few():
     keys = list(parsing.keys().values())
-    assert len([key for key in keys if key.section not in FURTHER]) < 90  # what pretraining has
+    assert len([key for key in keys if key.section not in further()]) < 90  # what pretraining has
     for attribute in ("flag", "short", "path"):
         assert len({getattr(k, attribute) for k in keys}) == len(keys)
     assert {"--num-devices", "--platform", "--mesh-tp", "--model-qk-norm", "--model-size"} <= {k.flag for k in keys}

@@ -334,7 +334,7 @@ pack: few
 
 def test_a_chain_makes_what_is_missing_and_its_mistakes_are_found_before_anything_begins(teacher, tmp_path, monkeypatch):
     """As after a stop: its teacher has taken all of its steps, its cache is there, made by the chain's very words."""
-    monkeypatch.setattr(chain, "_ended", lambda argv: CommandProcess(argv[1:], tmp_path).end().returncode)
+    monkeypatch.setattr(chain, "_exit_code", lambda argv: CommandProcess(argv[1:], tmp_path).end().returncode)
     file, out = tmp_path / "chain.yaml", tmp_path / "out"
     file.write_text(CHAIN)
     links = read_chain(file, out)
