@@ -20,7 +20,10 @@ REQUIRED = {
 
 
 def leaf(config: RunConfig, path: str) -> object:
-    return parsing.keys(config.model_kind)[path].of(config.to_dict())
+    if (key := parsing.keys(config.model_kind).get(path)) is not None:
+        return key.of(config.to_dict())
+    section, _, name = path.partition(".")  # a property
+    return getattr(getattr(config, section), name)
 
 
 def error(*argv: str) -> str:
