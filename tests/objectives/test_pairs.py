@@ -14,7 +14,7 @@ from nash_mhc.evaluate.held_out import of_the_run
 from nash_mhc.hub.load import load
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import run
-from nash_mhc.train.inferred_settings import found_settings
+from nash_mhc.train.inferred_settings import infer_settings
 
 INIT = """
 from nash_mhc.config.kits import Figure, Kit
@@ -141,7 +141,7 @@ def kit(tmp_path, monkeypatch):
 def test_an_objective_on_pairs_trains_on_eight_devices_and_is_evaluated(kit, tmp_path):
     out = tmp_path / "run"
     argv = ["--kit", str(kit), *FLAGS, "--dataset", "pairs", "--checkpoint-dir", str(out)]
-    cfg = parsing.parse(argv, found=found_settings).config
+    cfg = parsing.parse(argv, found=infer_settings).config
     result = run(cfg, quiet=True)
     recorded = json.loads((out / "run.json").read_text())["config"]
     assert recorded["pairs"] == {"beta": 4.0, "margin": 0.5}
@@ -149,7 +149,7 @@ def test_an_objective_on_pairs_trains_on_eight_devices_and_is_evaluated(kit, tmp
     assert last["eval/loss"] < 0.5 * first["eval/loss"] and last["eval/preferred"] > 0.9
     assert rows(out)[-1]["preferred"] > 0.9
     # Resume with another margin: a setting of the program, known by its flag and by the run.
-    more = parsing.parse([*argv, "--total-steps", "22", "--pairs-margin", "3"], found=found_settings).config
+    more = parsing.parse([*argv, "--total-steps", "22", "--pairs-margin", "3"], found=infer_settings).config
     assert run(more, quiet=True).evaluation["eval/loss"] > result.evaluation["eval/loss"]
     # The evaluation command rebuilds the objective from the run.
     mesh = make_mesh(cfg.mesh)
@@ -160,4 +160,4 @@ def test_an_objective_on_pairs_trains_on_eight_devices_and_is_evaluated(kit, tmp
 def test_pairs_need_their_own_data(kit, tmp_path):
     argv = ["--kit", str(kit), *FLAGS, "--dataset", "stories", "--checkpoint-dir", str(tmp_path / "run")]
     with pytest.raises(parsing.ConfigError, match=r"--objective pairs .*--dataset stories"):
-        run(parsing.parse(argv, found=found_settings).config, quiet=True)
+        run(parsing.parse(argv, found=infer_settings).config, quiet=True)
