@@ -10,7 +10,7 @@ from outside_kit import outside_kit
 from runs import rows
 
 from nash_mhc.config import parsing
-from nash_mhc.evaluate.held_out import of_the_run
+from nash_mhc.evaluate.held_out import held_out
 from nash_mhc.hub.load import load
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import run
@@ -153,7 +153,7 @@ def test_an_objective_on_pairs_trains_on_eight_devices_and_is_evaluated(kit, tmp
     assert run(more, quiet=True).evaluation["eval/loss"] > result.evaluation["eval/loss"]
     # The evaluation command rebuilds the objective from the run.
     mesh = make_mesh(cfg.mesh)
-    found = of_the_run(load(str(out), None, mesh=mesh), mesh, batch_size=8)
+    found = held_out(load(str(out), None, mesh=mesh), mesh, batch_size=8)
     assert found["loss"] == pytest.approx(rows(out, "eval.jsonl")[-1]["eval/loss"], rel=1e-3)
 
 
