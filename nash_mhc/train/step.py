@@ -60,10 +60,10 @@ def make_train_step(
         is_spike = (jnp.max(scores_M) > h.spike_score) & ~is_empty
         recent = spikes.remember(state.recent, jnp.where(is_empty, jnp.nan, measured_M), is_spike)
         is_good = jnp.isfinite(measured_M).all() & ~(is_spike & (h.skip_spikes > 0))
-        applies = is_good & ~is_empty
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
         metrics |= {"skipped": 1.0 * ~(is_good | is_empty), "empty": 1.0 * is_empty}
         metrics |= {"spike": 1.0 * is_spike, "spikes": recent.spikes}
+        applies = is_good & ~is_empty
 
         with jax.named_scope("optimizer"):
             trained, opt_state, update_norm = training.update(h, trained, gradients, state.opt_state, applies, update_salt)
