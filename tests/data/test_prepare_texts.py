@@ -203,5 +203,5 @@ def test_a_tokenizer_is_trained_on_all_parts_of_a_mixture(tmp_path: Path, capsys
 
 def test_large_vocabularies_get_wide_tokens() -> None:
     forms = [RowFormat(64, size, 0) for size in (257, 1 << 16, (1 << 16) + 1)]
-    assert [f.dtype.itemsize for f in forms] == [2, 2, 4]
-    assert [f.record_bytes for f in forms] == [4 + 65 * 2 + 16, 4 + 65 * 2 + 16, 4 + 65 * 4 + 16]
+    assert [f.record["tokens"].base.itemsize for f in forms] == [2, 2, 4]
+    assert [f.record.itemsize for f in forms] == [4 + 65 * 2 + 16, 4 + 65 * 2 + 16, 4 + 65 * 4 + 16]

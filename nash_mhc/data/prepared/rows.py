@@ -28,33 +28,23 @@ class RowFormat:
     end: int
 
     @property
-    def dtype(self) -> np.dtype:
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-
-    @property
-    def _bounds(self) -> tuple[int, ...]:
-        """Where tokens, starts and scored bits begin in a record, and where it ends."""
-        bits = -(-self.seq_len // 8)
-        tokens = 4 + (self.seq_len + 1) * self.dtype.itemsize
-        return 4, tokens, tokens + bits, tokens + 2 * bits
-
-    @property
-    def record_bytes(self) -> int:
-        return self._bounds[-1]
+    def record(self) -> np.dtype:
+        token = "<u2" if self.vocab_size <= 1 << 16 else "<u4"
+        bits = (-(-self.seq_len // 8),)
+        return np.dtype([("used", "<u4"), ("tokens", token, (self.seq_len + 1,)), ("starts", "u1", bits), ("scored", "u1", bits)])
 
     def encode(self, stored: StoredRows) -> bytes:
-        used = np.ascontiguousarray(stored.used.astype("<u4")).view(np.uint8).reshape(-1, 4)
-        tokens = np.ascontiguousarray(stored.tokens.astype(self.dtype)).view(np.uint8).reshape(len(used), -1)
-        bits = [np.packbits(a, axis=1) for a in (stored.starts, stored.scored)]
-        return np.concatenate([used, tokens, *bits], axis=1).tobytes()
+        records = np.empty(len(stored.used), self.record)
+        records["used"], records["tokens"] = stored.used, stored.tokens
+        records["starts"], records["scored"] = (np.packbits(a, axis=1) for a in (stored.starts, stored.scored))
+        return records.tobytes()
 
-    def decode(self, records: np.ndarray) -> StoredRows:
-        """Decode bytes [rows, record_bytes]."""
-        a, b, c, d = self._bounds
-        used = np.ascontiguousarray(records[:, :a]).view("<u4")[:, 0]
-        tokens = np.ascontiguousarray(records[:, a:b]).view(self.dtype)
-        starts, scored = (np.unpackbits(records[:, i:j], axis=1, count=self.seq_len) for i, j in ((b, c), (c, d)))
-        return StoredRows(tokens.astype(np.int32), starts.view(bool), scored.view(bool), used.astype(np.int32))
+    def decode(self, buffer: np.ndarray) -> StoredRows:
+        """Decode bytes [rows, record size]."""
+        records = buffer.view(self.record)[:, 0]
+        starts, scored = (np.unpackbits(records[name], axis=1, count=self.seq_len) for name in ("starts", "scored"))
+        used, tokens = records["used"].astype(np.int32), records["tokens"].astype(np.int32)
+        return StoredRows(tokens, starts.view(bool), scored.view(bool), used)
 
 
 class _File:
@@ -97,7 +87,7 @@ class PreparedRows(RowsByTake):
         self._paths = [folder / f"{shard.name}.rows" for shard in self.shards]
         self._ends = list(accumulate(shard.rows for shard in self.shards))
         self._open = few_open_files(self._paths)
-        size = self.form.record_bytes
+        size = self.form.record.itemsize
         check_files(folder, {f"{s.name}.rows": (s.rows * size, s.sha256) for s in self.shards})
 
     @property
@@ -124,7 +114,7 @@ class PreparedRows(RowsByTake):
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         """Return rows by number, in that order."""
-        size = self.form.record_bytes
+        size = self.form.record.itemsize
         buffer = np.empty((len(indices), size), np.uint8)
         for at, index in enumerate(indices):
             shard, row = self.locate(int(index))
