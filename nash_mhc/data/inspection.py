@@ -162,7 +162,7 @@ def _statistics(source: PreparedRows) -> str:
         [
             manifest.summary(),
             f"{manifest.bytes / max(tokens, 1):.2f} bytes/token; documents start at multiples of {recipe['align']}",
-            f"documents per sequence: {documents.mean():.1f} on average, at most {documents.max()} (of {len(documents):,})",
+            f"documents/sequence: {documents.mean():.1f} on average, at most {documents.max()} ({len(documents):,} sampled)",
             f"tokenizer: {recipe['tokenizer']['vocab_size']:,} tokens, {recipe['tokenizer']['fingerprint'][:16]}",
             f"content {recipe['content'][:16]}, rows {manifest.identity[:16]}; all hashes match",
         ]

@@ -30,8 +30,8 @@ class RowFormat:
     @property
     def record(self) -> np.dtype:
         token = "<u2" if self.vocab_size <= 1 << 16 else "<u4"
-        bits = (-(-self.seq_len // 8),)
-        return np.dtype([("used", "<u4"), ("tokens", token, (self.seq_len + 1,)), ("starts", "u1", bits), ("scored", "u1", bits)])
+        tokens, bits = (self.seq_len + 1,), (-(-self.seq_len // 8),)
+        return np.dtype([("used", "<u4"), ("tokens", token, tokens), ("starts", "u1", bits), ("scored", "u1", bits)])
 
     def encode(self, stored: StoredRows) -> bytes:
         records = np.empty(len(stored.used), self.record)
