@@ -126,13 +126,13 @@ def _show(command: str, figures: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def _found(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import infer_settings  # with JAX: after the flags
+def _infer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+    from nash_mhc.train.inferred_settings import infer_settings  # imports JAX, so only after parsing the flags
 
     return infer_settings(given, values)
 
 
-def _found_for_figures(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
+def _infer_without_tokenizer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
     from nash_mhc.train.inferred_settings import infer_without_tokenizer
 
     return infer_without_tokenizer(given, values)
@@ -144,19 +144,18 @@ def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
     return recorded_settings(folder, given)
 
 
-def _refuse_without_meaning(command: str, given: Mapping[str, Any]) -> None:
+def _check_flags(command: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for a flag of `train` that the benchmark would ignore."""
     from nash_mhc.objectives.registry import OBJECTIVES
 
     if command == "telemetry":  # a real run
         return
     folders = ("train.init_from", "train.resume_from", "train.checkpoint_dir")
-    own, fresh = "it generates its data", "every variant starts from random weights"
-    refused = {
-        "data": dict.fromkeys(("data.dataset", "data.tokenizer", *folders), own),
-        "quality": dict.fromkeys(folders, fresh),
+    ignored = {
+        "data": dict.fromkeys(("data.dataset", "data.tokenizer", *folders), "it generates its data"),
+        "quality": dict.fromkeys(folders, "every variant starts from random weights"),
     }.get(command, {})
-    for path, why in refused.items():
+    for path, why in ignored.items():
         if given.get(path):
             raise ConfigError(f"{keys()[path].flag}: `bench {command}` ignores it, as {why}; leave it out")
     name = given.get("objective.name")
@@ -173,13 +172,13 @@ def main() -> int:
 
         return corpus_command(argv)
     own = lambda group: _own_flags(command, group)
-    how: dict[str, Any] = {"found": _found_for_figures, "folder": "train.checkpoint_dir", "recorded": _recorded}
+    options: dict[str, Any] = {"found": _infer_without_tokenizer, "folder": "train.checkpoint_dir", "recorded": _recorded}
     if command in ("quality", "telemetry"):  # these train on the user's data
-        how = {"found": _found}
-    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **how)
+        options = {"found": _infer}
+    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
     if shown(parsed):
         return 0
-    _refuse_without_meaning(command, parsed.given)
+    _check_flags(command, parsed.given)
     file = file_to_write("--json", parsed.own.json) if parsed.own.json != "-" else None
     picture_file = file_to_write("--picture", getattr(parsed.own, "picture", None))
     figures = _run(command, parsed.config, parsed.own)

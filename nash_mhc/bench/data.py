@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.loader import batches
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
@@ -67,17 +67,17 @@ def library_rate(tokenizer_file: Path, texts: list[str]) -> float:
     return count / (time.perf_counter() - began)
 
 
-def read_rate(source: PreparedRows, cfg: RunConfig) -> float:
+def read_rate(source: PreparedRows, data: DataConfig, accum: int, seed: int) -> float:
     """Return the tokens/s of reading sequences in the order of a run."""
-    size, accum = max(cfg.data.batch_size, _ROWS), cfg.train.grad_accum
-    reader = batches(source, batch_size=size, grad_accum=accum, seed=cfg.train.seed, buffer=cfg.data.worker_buffer_size)
+    size = max(data.batch_size, _ROWS)
+    reader = batches(source, batch_size=size, grad_accum=accum, seed=seed, buffer=data.worker_buffer_size)
     try:
         next(reader)
         began, steps = time.perf_counter(), 0
         while time.perf_counter() - began < _SECONDS:
             next(reader)
             steps += 1
-        return steps * size * accum * cfg.data.seq_len / (time.perf_counter() - began)
+        return steps * size * accum * data.seq_len / (time.perf_counter() - began)
     finally:
         reader.close()  # type: ignore[attr-defined]
 
@@ -152,7 +152,7 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
         library = max(before, library_rate(folder / "bpe" / "tokenizer.json", texts))
         rows, bytes_rate = prepared(ByteTokenizer(), "rows-bytes")
         say("reading ...")
-        read = read_rate(bpe, cfg)
+        read = read_rate(bpe, cfg.data, cfg.train.grad_accum, cfg.train.seed)
         say("measuring memory ...")
         seq_len = ["--seq-len", str(cfg.data.seq_len)]
         memory = {}

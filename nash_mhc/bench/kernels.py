@@ -46,7 +46,8 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     cfg, mesh = resolve(cfg)
     state = create_state(cfg, mesh)
     state = dataclasses.replace(state, model=jax.jit(_with_noise)(state.model))
-    batch = to_device(_rows(cfg), mesh)
+    rows = random_rows(cfg.data, cfg.train.grad_accum, cfg.model.vocab_size)
+    batch = to_device(_with_documents(rows, cfg.model.alignment), mesh)
     step = make_train_step(make_objective(cfg, most_documents=_DOCUMENTS), Training.of(cfg))
     errors: dict[str, list[_Error]] = {}
     # Otherwise XLA may skip roundings, but only in the plain forms.
@@ -66,9 +67,8 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
-def _rows(cfg: RunConfig) -> Rows:
-    """Return random tokens in documents of all lengths, which begin anywhere in a kernel's tiles."""
-    rows, unit = random_rows(cfg, 0), cfg.model.alignment
+def _with_documents(rows: Rows, unit: int) -> Rows:
+    """Divide each sequence into documents of all lengths, which begin anywhere in a kernel's tiles."""
     A, B, T = rows.segments.shape
     blocks = np.random.default_rng(0).integers(1, _DOCUMENTS + 1, (A, B, -(-T // unit)), np.int32)
     return rows._replace(segments=np.repeat(np.sort(blocks, axis=-1), unit, axis=-1)[..., :T])

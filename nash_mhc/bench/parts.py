@@ -31,7 +31,7 @@ from rich.table import Table
 
 from nash_mhc.bench.step import bench_step, random_rows
 from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, one_group, parts_and_arrays
-from nash_mhc.config.schema import ModelConfig, RunConfig
+from nash_mhc.config.schema import ModelConfig, RunConfig, TrainConfig
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.compiled import CompiledStep
@@ -56,12 +56,12 @@ class Rates(NamedTuple):
         return max(flops / self.flops, moved / self.bytes)
 
 
-def _program(part: Part, cfg: RunConfig, *, backward: bool) -> Callable[[list[Arrays], Any], Any]:
+def _program(part: Part, train: TrainConfig, *, backward: bool) -> Callable[[list[Arrays], Any], Any]:
     """Return a program that runs the part on several copies of its arrays.
 
     All copies are separate arguments: XLA can neither merge two results nor fold constants.
     """
-    dtype, policy = jnp.dtype(cfg.train.dtype), remat_policy(cfg.train.kept)
+    dtype, policy = jnp.dtype(train.dtype), remat_policy(train.kept)
 
     def once(arrays: Arrays) -> Any:
         def run(weights: Any, inputs: Any) -> Any:
@@ -103,7 +103,7 @@ class _Program(NamedTuple):
 
 
 def _compiled(
-    cfg: RunConfig, mesh: Mesh, rates: Rates, parts: dict[str, Part], arrays: dict[str, Arrays]
+    train: TrainConfig, mesh: Mesh, rates: Rates, parts: dict[str, Part], arrays: dict[str, Arrays]
 ) -> dict[tuple[str, bool], _Program]:
     """Return the programs by (name of the part, whether with the backward pass), compiled in parallel."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -113,7 +113,7 @@ def _compiled(
         part, abstract = parts[name], jax.tree.map(shape, arrays[name])
         floor = rates.floor(*least(part, abstract, backward=backward))
         copies = 1 if on_cpu else min(_MOST_COPIES, math.ceil(_CALL_S / floor))
-        step = CompiledStep(_program(part, cfg, backward=backward), mesh, deterministic=cfg.train.deterministic)
+        step = CompiledStep(_program(part, train, backward=backward), mesh, deterministic=train.deterministic)
         return _Program(step.compile([abstract] * copies, ()), copies)
 
     wanted = [(name, backward) for name in arrays for backward in ([False, True] if parts[name].has_gradient else [False])]
@@ -158,20 +158,23 @@ def bench_parts(
 ) -> dict[str, Any]:
     """Return the figures of each part, the largest loss first. Each program is timed for `seconds`."""
     cfg, mesh = resolve(cfg)
-    check(cfg, mesh.size)
+    check(cfg.model, cfg.objective.name, mesh.size)
     device, start = mesh.devices.flat[0], time.perf_counter()
     rates = lambda: Rates(matmul_rate(cfg.train.dtype, device, seconds), memory_rate(device, seconds))
     with jax.set_mesh(mesh):  # check the names before anything is measured
         shapes = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
         names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *shapes))[0]), only)
     before = rates()
-    state, batch = create_state(one_group(cfg), mesh), to_device(random_rows(cfg, 0), mesh)
+    state, batch = (
+        create_state(one_group(cfg), mesh),
+        to_device(random_rows(cfg.data, cfg.train.grad_accum, cfg.model.vocab_size), mesh),
+    )
     wanted = lambda walk: lambda model, batch: {name: a for name, a in walk(model, batch).items() if name in names}
     run = lambda walk: CompiledStep(wanted(walk), mesh, deterministic=cfg.train.deterministic)(state.model, batch)
     parts, arrays = parts_and_arrays(cfg, run)
     del state
     print(f"compiling {sum(1 + parts[name].has_gradient for name in names)} programs ...", file=sys.stderr, flush=True)
-    programs = _compiled(cfg, mesh, before, parts, arrays)
+    programs = _compiled(cfg.train, mesh, before, parts, arrays)
     prepared_s = time.perf_counter() - start
     queued = 0 if device.platform == "cpu" else _QUEUED
     times = {

@@ -20,7 +20,7 @@ from rich.console import Console
 from nash_mhc.bench.findings import Figures, compare, verdict
 from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
@@ -56,11 +56,11 @@ def chosen(names: str) -> list[str]:
     return variants
 
 
-def base_model(cfg: RunConfig) -> ModelConfig:
+def base_model(model: ArchitectureConfig) -> ModelConfig:
     """Return the run's model. Raise ConfigError for another architecture."""
-    if not isinstance(cfg.model, ModelConfig):
-        raise ConfigError(f"bench quality compares variants of {ModelConfig.architecture}, not of {cfg.model.architecture}")
-    return cfg.model
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"bench quality compares variants of {ModelConfig.architecture}, not of {model.architecture}")
+    return model
 
 
 def matched(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
@@ -75,7 +75,7 @@ def relative(name: str, cfg: RunConfig, base: RunConfig, mesh: Mesh) -> RunConfi
     if not VARIANTS[name]:
         return base
     target = count_parameters(cfg.model)
-    model = matched(dataclasses.replace(base_model(cfg), **VARIANTS[name]), target, math.lcm(8, mesh.shape["tp"]))
+    model = matched(dataclasses.replace(base_model(cfg.model), **VARIANTS[name]), target, math.lcm(8, mesh.shape["tp"]))
     if abs((count := count_parameters(model)) / target - 1) > _TOLERANCE:
         raise ConfigError(
             f"variant {name}: no FFN width gives {target:,} parameters within {_TOLERANCE:.0%} (the nearest, {model.ffn}, "
@@ -165,10 +165,10 @@ def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None])
         watch(total, losses[-1])
     finally:
         rows.close()  # type: ignore[attr-defined]
-    each = -(-total // _CURVE)
+    stride = -(-total // _CURVE)
     curve: list[list[int | float | None]] = []
-    for at in range(0, total, each):
-        end = min(at + each, total)
+    for at in range(0, total, stride):
+        end = min(at + stride, total)
         curve.append([end * tokens, seconds[end - 1] - began, _finite(statistics.fmean(losses[at:end]))])
     last = {k.removeprefix("health/"): v for k, v in jax.device_get(metrics).items() if k.startswith("health/scale")}
     health = {name: value.tolist() for name, value in last.items() if np.isfinite(value).all()}
@@ -192,13 +192,13 @@ def by_position(model: LM, evaluator: Evaluator, seq_len: int, task: str) -> dic
     distance = lambda rows: distances(rows.inputs)
     position = lambda rows: np.broadcast_to(np.arange(seq_len), rows.inputs.shape)
     place = distance if recall else position
-    found = {}
+    figures = {}
     for low, high in _octaves(seq_len):
         scored = evaluator.evaluate(model, only=functools.partial(_within, low, high, place))
         value = scored["eval/accuracy" if recall else "eval/loss"]
         if math.isfinite(value):
-            found[f"{low} to {high - 1}"] = value
-    return {"accuracy_by_distance" if recall else "loss_by_position": found}
+            figures[f"{low} to {high - 1}"] = value
+    return {"accuracy_by_distance" if recall else "loss_by_position": figures}
 
 
 def _with(cfg: RunConfig, *, rate: float | None = None, seed: int | None = None, steps: int | None = None) -> RunConfig:
@@ -216,7 +216,7 @@ class Contestant:
     def __init__(self, name: str, cfg: RunConfig, setting: Setting) -> None:
         self.name, self.cfg, self._setting = name, cfg, setting
         say = setting.progress.say
-        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {base_model(cfg).ffn}; compiling ...")
+        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {base_model(cfg.model).ffn}; compiling ...")
         setting.progress.status.update(f"{name}: compiling ...")
         step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg), warn=say)
         step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
@@ -280,10 +280,10 @@ class Contestant:
         self.figures["equal_seconds"] = {"seconds": seconds, "steps": steps, "held_out": loss}
 
 
-def rates_of(text: str | None, cfg: RunConfig) -> list[float]:
+def rates_of(text: str | None, default: float) -> list[float]:
     """Parse `1e-3,2e-3` into sorted learning rates; without any, return the run's own."""
     if text is None:
-        return [cfg.optim.learning_rate]
+        return [default]
     try:
         rates = sorted({float(rate) for rate in text.split(",")})
     except ValueError:
@@ -303,10 +303,10 @@ def bench_quality(
     task: str = "text",
 ) -> Figures:
     """Check everything, then train and compare the variants, one at a time."""
-    names, model, B = chosen(variants), base_model(cfg), cfg.data.batch_size
+    names, model, B = chosen(variants), base_model(cfg.model), cfg.data.batch_size
     if seeds < 1 or (eval_rows is not None and eval_rows < 1):
         raise ConfigError("--seeds and --eval-rows must be at least 1")
-    rates = rates_of(learning_rates, cfg)
+    rates = rates_of(learning_rates, cfg.optim.learning_rate)
     if model.scales == 1 or model.residual == "plain":
         raise ConfigError("bench quality needs the full model: --model-scales above 1 and --model-residual mhc or mhc-layer")
     base, mesh = resolve(cfg)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.model.architectures import count_parameters, for_platform
@@ -35,10 +35,10 @@ from nash_mhc.train.step import compile_train_step
 DOCUMENTS = 2  # per sequence
 
 
-def random_rows(cfg: RunConfig, seed: int) -> Rows:
+def random_rows(data: DataConfig, grad_accum: int, vocab_size: int) -> Rows:
     """Return a batch of random tokens, with two documents per sequence. The content does not affect the speed."""
-    shape = (cfg.train.grad_accum, cfg.data.batch_size, cfg.data.seq_len)
-    tokens = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (*shape[:2], shape[2] + 1), np.int32)
+    shape = (grad_accum, data.batch_size, data.seq_len)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (*shape[:2], shape[2] + 1), np.int32)
     segments = np.broadcast_to(1 + np.arange(shape[2]) * DOCUMENTS // shape[2], shape).astype(np.int32)
     return Rows(tokens[..., :-1], tokens[..., 1:], segments, np.ones(shape, np.float32))
 
@@ -56,7 +56,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     cfg, mesh = resolve(cfg)
     device = mesh.devices.flat[0]
     state = create_state(cfg, mesh)
-    batch = to_device(random_rows(cfg, 0), mesh)
+    batch = to_device(random_rows(cfg.data, cfg.train.grad_accum, cfg.model.vocab_size), mesh)
     step_fn = compile_train_step(cfg, mesh, most_documents=DOCUMENTS)
     compiled = step_fn.compile(state, batch)
     rate_before = matmul_rate(cfg.train.dtype, device, seconds=1.0)
@@ -113,9 +113,9 @@ def count_collectives(compiled: Any) -> dict[str, int]:
     return dict(sorted(Counter(_COLLECTIVE.findall(communicating(compiled.as_text()))).items()))
 
 
-def _tpu_mesh(cfg: RunConfig, topology: str) -> Mesh:
+def _tpu_mesh(cfg: MeshConfig, topology: str) -> Mesh:
     """Return the mesh of an absent TPU."""
-    axes, shape = tuple(cfg.mesh.axes), tuple(cfg.mesh.axes.values())
+    axes, shape = tuple(cfg.axes), tuple(cfg.axes.values())
     try:
         # A host has four chips, except in a topology of one chip.
         single: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if re.fullmatch(r"[^:]+:1(x1)*", topology) else {}
@@ -140,7 +140,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
 
 def _compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     emulated = dataclasses.replace(cfg.mesh, platform="cpu")
-    mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg, topology)
+    mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg.mesh, topology)
     check_fit(cfg, mesh.shape)
     cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
     step = compile_train_step(cfg, mesh)

@@ -18,7 +18,7 @@ import optax
 
 from nash_mhc.bench.step import DOCUMENTS
 from nash_mhc.config.commands import name_hint
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.layer import mixer_class, residual_class
 from nash_mhc.model.lm import kernel_for, stacks_of_group
@@ -135,7 +135,7 @@ def _walk(cfg: RunConfig, model: ModelConfig, sides: tuple[Any, Any], batch: Bat
         conv = lambda own, x, segments_BT: own(x, segments_BT)
         module = of_layer(lambda layer: layer.attention_conv)
         mixed_BTD = recorder.run("conv", accum * model.layers, conv, module, mixed_BTD, batch.segments)
-    y_BTD = _run_mixers(cfg, model, recorder, lambda i: of_layer(lambda layer: layer.attention, i), mixed_BTD, batch)
+    y_BTD = _run_mixers(cfg.train, model, recorder, lambda i: of_layer(lambda layer: layer.attention, i), mixed_BTD, batch)
 
     no_weights = of_layer(lambda layer: _only(layer.attention_residual, ()))
     if model.mixings:
@@ -159,16 +159,17 @@ def _walk(cfg: RunConfig, model: ModelConfig, sides: tuple[Any, Any], batch: Bat
         "loss", accum, loss, whole("embed_VD" if model.tied_embeddings else "output_VD"), normed_BTD,
         (batch.targets, batch.weights), in_layer=False, rereads_inputs=False, rows=model.vocab_size,
     )  # fmt: skip
-    _run_updates(cfg, model, recorder, sides[0])
+    training, h = Training.of(cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(cfg.optim, cfg.train))
+    _run_updates(training, h, bool(cfg.optim.ema_decay), model, recorder, sides[0])
     return recorder
 
 
 def _run_mixers(
-    cfg: RunConfig, model: ModelConfig, recorder: _Recorder, module: Callable[[int], Any], x_BTD: Any, batch: Batch
+    train: TrainConfig, model: ModelConfig, recorder: _Recorder, module: Callable[[int], Any], x_BTD: Any, batch: Batch
 ) -> Any:
     """Run the mixer of each kind and window."""
     B, T = batch.segments.shape
-    execution = Execution(cfg.train.dtype, cfg.train.kept, cfg.train.attention, DOCUMENTS)
+    execution = Execution(train.dtype, train.kept, train.attention, DOCUMENTS)
     kernel = kernel_for(execution, T, model.head_dim, model.window)
     layout = attention_layout((B, T), batch.segments, model.strides, kernel, DOCUMENTS)
     y_BTD, groups = None, model.layers // len(model.group)
@@ -179,18 +180,19 @@ def _run_mixers(
         attention = forward - 2.0 * _matrix_size(eqx.combine(*module(i)), None)
         mix = lambda own, x_BTD, layout, window=window: own(x_BTD, layout, window=window, kernel=kernel)
         y_BTD = recorder.run(
-            f"mixer-{name}-{window or 'full'}", cfg.train.grad_accum * groups * count, mix, module(i), x_BTD, layout,
+            f"mixer-{name}-{window or 'full'}", train.grad_accum * groups * count, mix, module(i), x_BTD, layout,
             flops=B * T * attention,
         )  # fmt: skip
     return y_BTD
 
 
-def _run_updates(cfg: RunConfig, model: ModelConfig, recorder: _Recorder, trained: Any) -> None:
+def _run_updates(
+    training: Training, h: Hyperparameters, has_ema: bool, model: ModelConfig, recorder: _Recorder, trained: Any
+) -> None:
     """Run the optimizer on a few layers, and on everything else.
 
     The step updates a stack of all layers. With the arrays of one layer, launch overhead would dominate.
     """
-    training, h = Training.of(cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(cfg.optim, cfg.train))
     others = tuple(name for name in named_leaves(trained) if not name.startswith(("layers.", "layers[")))
     stacked = model.layers // (len(trained.layers) if isinstance(trained.layers, tuple) else 1)
     few = math.gcd(stacked, _LAYERS_AT_ONCE)
@@ -204,7 +206,7 @@ def _run_updates(cfg: RunConfig, model: ModelConfig, recorder: _Recorder, traine
 
     for name, times, params in (("layers", stacked // few, layers), ("others", 1, _only(trained, others))):
         if jax.tree.leaves(params):
-            ema = jax.tree.map(to_float32, params) if cfg.optim.ema_decay else None
+            ema = jax.tree.map(to_float32, params) if has_ema else None
             sums = jax.tree.map(lambda p: 0.5 * p, params)
             known = (params, sums, training.fresh_state(h, params), ema, h, jnp.ones((), bool))
             recorder.run(
@@ -249,14 +251,12 @@ def least(part: Part, arrays: Arrays, *, backward: bool) -> Least:
     return Least(part.flops + part.flops_backward, moved)
 
 
-def check(cfg: RunConfig, devices: int) -> None:
-    """Raise ConfigError for a model, loss or mesh that is not supported."""
-    if not isinstance(cfg.model, ModelConfig):
-        raise ConfigError(
-            f"bench parts supports the model {ModelConfig.architecture}, not {cfg.model.architecture}; use bench step"
-        )
-    if cfg.objective.name not in ("next_token", "smoothed"):
-        raise ConfigError(f"bench parts supports --objective next_token and smoothed, not {cfg.objective.name}")
+def check(model: ArchitectureConfig, objective: str, devices: int) -> None:
+    """Raise ConfigError for a model, objective or mesh that is not supported."""
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"bench parts supports {ModelConfig.architecture}, not {model.architecture}; use bench step")
+    if objective not in ("next_token", "smoothed"):
+        raise ConfigError(f"bench parts supports --objective next_token and smoothed, not {objective}")
     if devices > 1:
         raise ConfigError(f"bench parts runs on one device, but the mesh has {devices}; leave out the --mesh flags")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig
+from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
 from nash_mhc.hub.config_json import family_config, family_of
 
 _PROJECTIONS = {
@@ -39,7 +39,7 @@ def _check(cfg: RunConfig) -> None:
     wanted = ["torch", "transformers", *(["peft"] if cfg.lora.rank else [])]
     if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"--against torch: {missing[0]} is not installed; pip install {' '.join(missing)}")
-    _targets(cfg)
+    _targets(cfg.lora)
 
 
 def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
@@ -60,10 +60,10 @@ def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _targets(cfg: RunConfig) -> list[str]:
+def _targets(cfg: LoraConfig) -> list[str]:
     known = [name for names in _PROJECTIONS.values() for name in names]
-    words = cfg.lora.targets.split(",") if cfg.lora.targets not in _PROJECTIONS else _PROJECTIONS[cfg.lora.targets]
-    targets = known if cfg.lora.targets == "all" else [word.strip() for word in words]
+    words = cfg.targets.split(",") if cfg.targets not in _PROJECTIONS else _PROJECTIONS[cfg.targets]
+    targets = known if cfg.targets == "all" else [word.strip() for word in words]
     if unknown := [name for name in targets if name not in known]:
         raise ConfigError(f"--against torch: unknown --lora-targets {unknown[0]}; use some of {', '.join(known)}")
     return targets
@@ -86,7 +86,7 @@ def _model(cfg: RunConfig, device: Any) -> Any:
         lora = cfg.lora
         settings: dict[str, Any] = {
             "r": lora.rank, "lora_alpha": 2 * lora.rank if lora.alpha is None else lora.alpha, "lora_dropout": lora.dropout,
-            "target_modules": _targets(cfg), "use_rslora": lora.rslora, "task_type": "CAUSAL_LM",
+            "target_modules": _targets(lora), "use_rslora": lora.rslora, "task_type": "CAUSAL_LM",
         }  # fmt: skip
         model = peft.get_peft_model(model.to(getattr(torch, lora.base_dtype)), peft.LoraConfig(**settings))
     return model.train()
@@ -125,13 +125,6 @@ def _time_within_memory(cfg: RunConfig, device: Any, compiled: bool, steps: int,
     return None
 
 
-def _batch(cfg: RunConfig, device: Any) -> Any:
-    import torch
-
-    shape = (cfg.data.batch_size, cfg.data.seq_len)
-    return torch.from_numpy(np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape)).to(device)
-
-
 def _losses(cfg: RunConfig, model: Any, device: Any) -> Iterator[Any]:
     """Train, and yield the loss of each step, on the device."""
     import torch
@@ -141,7 +134,8 @@ def _losses(cfg: RunConfig, model: Any, device: Any) -> Iterator[Any]:
     optimizer = torch.optim.AdamW(
         trained, lr=o.learning_rate, betas=(o.b1, o.b2), weight_decay=o.weight_decay, fused=True
     )  # fmt: skip
-    tokens_BT = _batch(cfg, device)
+    shape = (cfg.data.batch_size, cfg.data.seq_len)
+    tokens_BT = torch.from_numpy(np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape)).to(device)
     while True:
         losses = []
         for _ in range(cfg.train.grad_accum):

@@ -91,7 +91,7 @@ def count_parameters(cfg: ArchitectureConfig) -> int:
 def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
     """Resolve the settings that are `auto`. Raise ConfigError for an attention kernel that cannot run there."""
     dtype = cfg.train.dtype if cfg.train.dtype != "auto" else ("float32" if platform == "cpu" else "bfloat16")
-    attention = _attention_kernel(cfg, platform, dtype)
+    attention = _attention_kernel(cfg.model, cfg.train.attention, platform, dtype, cfg.data.seq_len)
     unroll = cfg.train.unroll
     if unroll == "auto":  # not with several devices (not measured) or many layers (minutes to compile)
         one_gpu = platform == "gpu" and set(cfg.mesh.axes.values()) == {1}
@@ -99,13 +99,13 @@ def for_platform(cfg: RunConfig, platform: str) -> RunConfig:
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype, attention=attention, unroll=unroll))
 
 
-def _attention_kernel(cfg: RunConfig, platform: str, dtype: str) -> str:
-    attention = architecture_of(cfg.model).attention(cfg.model)
-    if attention is None:
+def _attention_kernel(model: ArchitectureConfig, kernel: str, platform: str, dtype: str, seq_len: int) -> str:
+    shape = architecture_of(model).attention(model)
+    if shape is None:
         return "xla"
-    shape = (platform, dtype, cfg.data.seq_len, *attention)
-    if cfg.train.attention == "auto":
-        return best_kernel(*shape)
-    if reason := unsupported_reason(cfg.train.attention, *shape):
-        raise ConfigError(f"--attention {cfg.train.attention} {reason}; use auto ({best_kernel(*shape)} here)")
-    return cfg.train.attention
+    args = (platform, dtype, seq_len, *shape)
+    if kernel == "auto":
+        return best_kernel(*args)
+    if reason := unsupported_reason(kernel, *args):
+        raise ConfigError(f"--attention {kernel} {reason}; use auto ({best_kernel(*args)} here)")
+    return kernel

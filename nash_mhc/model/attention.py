@@ -74,24 +74,27 @@ def attention_layout(
     return AttentionLayout(segments_BT, positions_in_segments(segments_BT), documents, slots_BT=segments_BT)
 
 
-def on_rows(
-    run: Callable[..., Any], each: Sequence[AttentionInput], kernels: Sequence[str], out_axes: Any
+def sharded_attention(
+    run: Callable[..., Any], inputs: Sequence[AttentionInput], kernels: Sequence[str], out_axes: Any
 ) -> Callable[..., Any]:
-    """`run` over rows of several resolutions,
-    on each device's own ones where a kernel cannot be split by the partitioner."""
+    """Return `run(inputs)`, on each device's own sequences and heads if the partitioner cannot split a kernel."""
     if set(kernels) <= set(PLAIN_KERNELS):
         return run
-    of_batch = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
-    of_rows: Any = lambda rows: (of_batch(rows.segments_BI, "time"), of_batch(rows.documents, "documents"))
-    axes = tuple(AttentionInput._make((PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, *of_rows(rows))) for rows in each)
-    return on_shards(run, [axes], (out_axes,) * len(each))
+    batch_axes = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
+    axes = tuple(
+        AttentionInput(
+            PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, batch_axes(x.segments_BI, "time"), batch_axes(x.documents, "documents")  # type: ignore[arg-type]
+        )
+        for x in inputs
+    )  # fmt: skip
+    return on_shards(run, [axes], (out_axes,) * len(inputs))
 
 
-def per_head(rows: AttentionInput) -> AttentionInput:
-    """Heads apart, each device all of the time."""
-    return rows._replace(
-        q_BTNH=constrain(rows.q_BTNH, *PER_HEAD), k_BIKH=constrain(rows.k_BIKH, *PER_KV_HEAD),
-        v_BIKH=constrain(rows.v_BIKH, *PER_KV_HEAD),
+def constrain_per_head(inputs: AttentionInput) -> AttentionInput:
+    """Shard queries, keys and values by head, with the whole sequence on each device."""
+    return inputs._replace(
+        q_BTNH=constrain(inputs.q_BTNH, *PER_HEAD), k_BIKH=constrain(inputs.k_BIKH, *PER_KV_HEAD),
+        v_BIKH=constrain(inputs.v_BIKH, *PER_KV_HEAD),
     )  # fmt: skip
 
 
@@ -200,19 +203,21 @@ class Attention(eqx.Module):
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
-        rows = AttentionInput(*self.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
-        mixed_BTNH = self.attend(rows, window=window, kernel=kernel)
+        inputs = AttentionInput(*self.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
+        mixed_BTNH = self.attend(inputs, window=window, kernel=kernel)
         return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width")
 
-    def attend(self, rows: AttentionInput, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
-        kernel = supported_kernel(kernel, str(rows.v_BIKH.dtype), rows.q_BTNH.shape[1], rows.q_BTNH.shape[-1], window)
+    def attend(self, inputs: AttentionInput, *, window: int | None, kernel: str) -> Float[Array, "B T N H"]:
+        T, H, dtype = inputs.q_BTNH.shape[1], inputs.q_BTNH.shape[-1], str(inputs.v_BIKH.dtype)
+        kernel = supported_kernel(kernel, dtype, T, H, window)
         if kernel in PLAIN_KERNELS:
             # The partitioner splits array code by these constraints. (Differentiating it inside shard_map crashes the
             # CPU compiler of jax 0.11.2.)
-            rows = per_head(rows)
-        run = on_rows(lambda each: (attend(*each[0], window=window, kernel=kernel),), [rows], [kernel], PER_HEAD)
+            inputs = constrain_per_head(inputs)
+        run_one = lambda inputs: (attend(*inputs[0], window=window, kernel=kernel),)
+        run = sharded_attention(run_one, [inputs], [kernel], PER_HEAD)
         with jax.named_scope("attention"):
-            (mixed_BTNH,) = run((rows,))
+            (mixed_BTNH,) = run((inputs,))
         return mixed_BTNH
 
     @staticmethod

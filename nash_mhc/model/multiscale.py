@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, AttentionLayout, on_rows, per_head
+from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, AttentionLayout, constrain_per_head, sharded_attention
 from nash_mhc.model.captures import capture, game_report
 from nash_mhc.model.kv_cache import KeyValues, TokenAt, layer_of, write_row
 from nash_mhc.model.parts import init_small
@@ -116,37 +116,38 @@ class Multiscale(eqx.Module):
                 inputs.append(AttentionInput(rotated[c], late(keys), late(v), segments_BI, coarse_documents))
         return inputs
 
-    def attend(self, each: Sequence[AttentionInput], *, window: int | None, kernel: str) -> tuple[AttentionOutput, ...]:
+    def attend(self, inputs: Sequence[AttentionInput], *, window: int | None, kernel: str) -> tuple[AttentionOutput, ...]:
         """Return the output and log-sum-exp of every token at each of these scales."""
-        each = [per_head(rows) for rows in each]
-        windows = tuple(window if rows.stride == 1 else None for rows in each)
-        H, dtype = each[0].v_BIKH.shape[-1], str(each[0].v_BIKH.dtype)
+        inputs = [constrain_per_head(x) for x in inputs]
+        windows = tuple(window if x.stride == 1 else None for x in inputs)
+        H, dtype = inputs[0].v_BIKH.shape[-1], str(inputs[0].v_BIKH.dtype)
         wanted = kernel if kernel in (*LSE_KERNELS, SHAPES_ONLY) else "xla"
         kernels = tuple(
-            supported_kernel(wanted, dtype, rows.k_BIKH.shape[1], H, window) for rows, window in zip(each, windows, strict=True)
+            supported_kernel(wanted, dtype, x.k_BIKH.shape[1], H, window) for x, window in zip(inputs, windows, strict=True)
         )
         run = functools.partial(attend_with_lse, windows=windows, kernels=kernels)
+        out_axes = AttentionOutput._make((PER_HEAD, PER_HEAD[:3]))
         with jax.named_scope("attention"):
-            found = on_rows(run, each, kernels, AttentionOutput._make((PER_HEAD, PER_HEAD[:3])))(tuple(each))
-        return tuple(f._replace(out_BTNH=constrain(f.out_BTNH, *PER_HEAD)) for f in found)
+            outputs = sharded_attention(run, inputs, kernels, out_axes)(tuple(inputs))
+        return tuple(out._replace(out_BTNH=constrain(out.out_BTNH, *PER_HEAD)) for out in outputs)
 
     def solve_game(
-        self, found: tuple[AttentionOutput, ...], positions_BT: Int[Array, "B T"]
+        self, outputs: tuple[AttentionOutput, ...], positions_BT: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B T N"], ...], Float[Array, "B T N"]]:
         """Return (weighted sum of the scales' outputs, weights, residual of the game)."""
         with jax.named_scope("nash"):
-            bids = [found[0].lse_BTN]
-            for offset_N, stride, f in zip(self.offset_CN, self.strides[1:], found[1:], strict=True):
+            bids = [outputs[0].lse_BTN]
+            for offset_N, stride, out in zip(self.offset_CN, self.strides[1:], outputs[1:], strict=True):
                 # A coarse scale is present once a block before the token's own has ended.
                 present_BT1 = positions_BT[..., None] >= stride
-                bids.append(jnp.where(present_BT1, f.lse_BTN + offset_N[None, None], -jnp.inf))
-            C, scalars = len(found), PER_HEAD[:3]
+                bids.append(jnp.where(present_BT1, out.lse_BTN + offset_N[None, None], -jnp.inf))
+            C, scalars = len(outputs), PER_HEAD[:3]
             run = on_shards(
                 functools.partial(aggregate, rules=self.rules),
                 [(PER_HEAD,) * C, (scalars,) * C, ("heads",)],
                 (PER_HEAD, (scalars,) * C, scalars),
             )
-            return run(tuple(f.out_BTNH for f in found), tuple(bids), jax.nn.softplus(self.tau_N))
+            return run(tuple(out.out_BTNH for out in outputs), tuple(bids), jax.nn.softplus(self.tau_N))
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], layout: AttentionLayout, *, window: int | None, kernel: str

@@ -101,9 +101,9 @@ def _maps_of(eps: float, xs: Streams, squares_BTR: Array, projection: Projection
 
 
 def _read_forward(eps, xs, squares_BTR, projection):  # type: ignore[no-untyped-def]
-    maps, aside = _maps_of(eps, xs, squares_BTR, projection)
+    maps, residuals = _maps_of(eps, xs, squares_BTR, projection)
     x_BTD = checkpoint_name(constrain(residual_streams.read(xs, maps.all_BTM), *_TOKENS), READ)
-    return (x_BTD, maps), (xs, projection, aside, maps.all_BTM)
+    return (x_BTD, maps), (xs, projection, residuals, maps.all_BTM)
 
 
 def _read_backward(eps, saved, cotangents):  # type: ignore[no-untyped-def]
@@ -138,18 +138,21 @@ read_streams.defvjp(_read_forward, _read_backward)
 def read_and_norm_streams(
     eps: float, xs: Streams, squares_BTR: Float[Array, "B T R"], projection: Projection, scale_D: Float[Array, "D"]
 ) -> tuple[Float[Array, "B T D"], Maps]:
-    """`read_streams`, then RMSNorm of what was read, in kernels for a GPU: there and back, the streams are read once,
-    and what they come to is never written down. Of the result, which is kept, nothing has to be computed again."""
+    """Compute `read_streams` and its RMSNorm with GPU kernels.
+
+    Forward and backward each read the streams once and never store the unnormalized input. The result is saved, so
+    remat recomputes nothing of it.
+    """
     return _read_and_norm_forward(eps, xs, squares_BTR, projection, scale_D)[0]
 
 
 def _read_and_norm_forward(eps, xs, squares_BTR, projection, scale_D):  # type: ignore[no-untyped-def]
-    maps, aside = _maps_of(eps, xs, squares_BTR, projection)
+    maps, residuals = _maps_of(eps, xs, squares_BTR, projection)
     streams = (_TOKENS,) * len(xs)
     read = functools.partial(residual_streams.read_and_norm, eps=eps)
     normed_BTD, inverse_BT = on_shards(read, [streams, _MAPS, _WIDTH], (_TOKENS, _NUMBER))(xs, maps.all_BTM, scale_D)
     normed_BTD = checkpoint_name(constrain(normed_BTD, *_TOKENS), READ)
-    return (normed_BTD, maps), ((xs, projection, aside, maps.all_BTM), scale_D, _named(inverse_BT))
+    return (normed_BTD, maps), ((xs, projection, residuals, maps.all_BTM), scale_D, _named(inverse_BT))
 
 
 def _read_and_norm_backward(eps, saved, cotangents):  # type: ignore[no-untyped-def]

@@ -89,7 +89,10 @@ def test_the_least_bytes_are_those_of_the_design():
 
 def test_they_come_to_what_the_layer_computes():
     cfg, mesh = dataclasses.replace(NASH, train=small.config().train), make_mesh(small.config().mesh)
-    model, batch = small.generic_model(one_group(cfg).model), to_device(bench.random_rows(cfg, 0), mesh)
+    model, batch = (
+        small.generic_model(one_group(cfg).model),
+        to_device(bench.random_rows(cfg.data, 1, cfg.model.vocab_size), mesh),
+    )
 
     def both(walk):
         def compared(model, batch):
