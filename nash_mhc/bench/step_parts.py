@@ -22,12 +22,13 @@ from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig,
 from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.layer import mixer_class, residual_class
 from nash_mhc.model.lm import kernel_for, stacks_of_group
+from nash_mhc.model.lora import base_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import StreamState
 from nash_mhc.model.weights import Weight
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_xent
-from nash_mhc.optim.adamw import Gradients
+from nash_mhc.optim.adamw import Gradients, cast_moments
 from nash_mhc.optim.optimizers import updated_average
 from nash_mhc.optim.rounding import salt_of, to_float32
 from nash_mhc.optim.schedule import Hyperparameters
@@ -175,9 +176,9 @@ def _run_mixers(
     y_BTD, groups = None, model.layers // len(model.group)
     for (name, window), count in Counter((kind.mixer, kind.window) for kind in model.group).items():
         i, kind = next((i, k) for i, k in enumerate(model.group) if (k.mixer, k.window) == (name, window))
-        # A class counts its weights, too, and 3 FLOPs of training for each FLOP of the forward pass.
+        # The class counts its weights (without adapters), and three FLOPs of training per FLOP of the forward pass.
         forward = mixer_class(kind).flops_per_token(model, window, T // DOCUMENTS) / 3
-        attention = forward - 2.0 * _matrix_size(eqx.combine(*module(i)), None)
+        attention = forward - 2.0 * _matrix_size(base_of(eqx.combine(*module(i))), None)
         mix = lambda own, x_BTD, layout, window=window: own(x_BTD, layout, window=window, kernel=kernel)
         y_BTD = recorder.run(
             f"mixer-{name}-{window or 'full'}", train.grad_accum * groups * count, mix, module(i), x_BTD, layout,
@@ -208,7 +209,9 @@ def _run_updates(
         if jax.tree.leaves(params):
             ema = jax.tree.map(to_float32, params) if has_ema else None
             sums = jax.tree.map(lambda p: 0.5 * p, params)
-            known = (params, sums, training.fresh_state(h, params), ema, h, jnp.ones((), bool))
+            opt_state = training.make_optimizer(h, params).init(jax.tree.map(to_float32, params))
+            opt_state = cast_moments(opt_state, params, training.moments)
+            known = (params, sums, opt_state, ema, h, jnp.ones((), bool))
             recorder.run(
                 f"update-{name}", times, update, (_only(trained, ()),) * 2, constants=known, in_layer=False, has_gradient=False
             )
