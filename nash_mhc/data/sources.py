@@ -148,8 +148,7 @@ def source_of(dataset: str, form: str) -> DataSource | None:
 def _open_documents(request: Opening) -> RowSource:
     cfg, tokenizer, split, seed, align = request
     if cfg.streaming:
-        hub = Hub(cfg.dataset.removeprefix("hf:"), cfg) if _is_hub(cfg.dataset) else None
-        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, hub=hub)
+        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, is_hub=_is_hub(cfg.dataset))
     return _open_in_cache(cfg, tokenizer, split, align)
 
 

@@ -87,7 +87,7 @@ class ParquetLanes:
     def lanes_of(self, split: str) -> int:
         return max(1, min(LANES, len(self.units), self._documents // LEAST_DOCUMENTS))
 
-    def read(self, lane: int, lanes: int, split: str, state: Any) -> Iterator[Positioned]:
+    def read_lane(self, lane: int, lanes: int, split: str, state: Any) -> Iterator[Positioned]:
         """Yield the documents of a lane from a position on: finished units, rows read of the next one."""
         units = self.units[lane::lanes]
         first, skip = state or (0, 0)
@@ -99,30 +99,24 @@ class ParquetLanes:
             skip = 0
 
 
-class HubLanes:
+class HubLanes(Hub):
     """Shards of a Hugging Face dataset, dealt to lanes by the library."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub, self.names, self.content = hub, hub.names, hub.content
-        self.splits, self.total, self.format = hub.splits, hub.total, hub.format
-        self._tables: dict[str, Any] = {}
-
-    def _table(self, split: str) -> Any:
-        if split not in self._tables:  # opening is slow
-            self._tables[split] = self._hub.table(split, least=LEAST_DOCUMENTS)
-        return self._tables[split]
+    def __init__(self, name: str, cfg: DataConfig) -> None:
+        super().__init__(name, cfg)
+        self._sharded = functools.cache(lambda split: self.table(split, least=LEAST_DOCUMENTS))  # opening is slow
 
     def lanes_of(self, split: str) -> int:
-        return max(1, min(LANES, self._table(split).num_shards))
+        return max(1, min(LANES, self._sharded(split).num_shards))
 
-    def read(self, lane: int, lanes: int, split: str, state: Any) -> Iterator[Positioned]:
+    def read_lane(self, lane: int, lanes: int, split: str, state: Any) -> Iterator[Positioned]:
         """Yield the documents of a lane from a position on."""
-        table, first = self._table(split).shard(lanes, lane), 0
+        table, first = self._sharded(split).shard(lanes, lane), 0
         if state is not None:
             first = state["documents"]
             table.load_state_dict(state["table"])
         for row, record in enumerate(table, start=first + 1):
-            yield self._hub.record(row, record), lambda row=row: {"documents": row, "table": table.state_dict()}
+            yield self.record(row, record), lambda row=row: {"documents": row, "table": table.state_dict()}
 
 
 class Lane:
@@ -207,7 +201,7 @@ class StreamRows(RowsByTake):
         at, reader = lane.reader or (None, iter(()))
         lane.reader = None
         if at != volume:
-            reader = self._lanes.read(number, self.count, self._split, state)
+            reader = self._lanes.read_lane(number, self.count, self._split, state)
         # The first volume of each lane has another size, so that the lanes do not all finish volumes in the same step.
         wanted = self._text if volume else self._text * (number + 1) // self.count
         documents: list[Document] = []
@@ -235,10 +229,10 @@ class StreamRows(RowsByTake):
             lane.volumes.popitem(last=False)
 
 
-def open_stream(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int, hub: Hub | None) -> StreamRows:
+def open_stream(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int, is_hub: bool) -> StreamRows:
     if cfg.num_workers:
         raise ConfigError("--streaming packs rows in the training process; leave out --num-workers")
     if cfg.max_documents is not None:
         raise ConfigError("--streaming reads all of the data; leave out --max-documents, or --streaming")
-    lanes = HubLanes(hub) if hub is not None else ParquetLanes(cfg.dataset, cfg)
+    lanes = HubLanes(cfg.dataset.removeprefix("hf:"), cfg) if is_hub else ParquetLanes(cfg.dataset, cfg)
     return StreamRows(lanes, cfg, tokenizer, split=split, seed=seed, align=align)

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +17,7 @@ import numpy as np
 
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.storage.folders import download_command, model_name
+from nash_mhc.storage.folders import check_is_new, download_command, model_name, new_folder
 from nash_mhc.storage.json_files import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not (yet) a character
@@ -343,8 +342,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, *, show_progress
 
     if vocab_size < _LEAST_BPE:
         raise ConfigError(f"--vocab-size must be at least {_LEAST_BPE} (every byte and the end token), not {vocab_size}")
-    if out.exists():
-        raise ConfigError(f"--out {out}: already exists; choose another folder")
+    check_is_new(out)
     nonempty = filter(None, texts)
     if (first := next(nonempty, None)) is None:
         raise ConfigError("--dataset: has no document with text to train a tokenizer on")
@@ -356,13 +354,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, *, show_progress
         vocab_size=vocab_size, special_tokens=[BPE_END], initial_alphabet=alphabet, show_progress=show_progress
     )
     backend.train_from_iterator(itertools.chain([first], nonempty), trainer)
-    part = out.with_name(out.name + ".partial")
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        backend.save(str(part / "tokenizer.json"))
-        write_tokenizer_config(part, BPE_END)
-        part.rename(out)
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
+    with new_folder(out) as folder:
+        backend.save(str(folder / "tokenizer.json"))
+        write_tokenizer_config(folder, BPE_END)
     return int(backend.get_vocab_size())

@@ -28,7 +28,7 @@ from nash_mhc.data.pack import Rows, RowsByTake, pack
 from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, WordList, sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.errors import as_config_error
-from nash_mhc.storage.files import digest_of
+from nash_mhc.storage.files import digest_of, write_atomic
 
 SPLITS = ("train", "validation")
 
@@ -148,12 +148,9 @@ def write_questions(out: Path, count: int, seed: int) -> None:
     """Write questions as JSON lines; ConfigError if the file exists or cannot be written."""
     if out.exists():
         raise ConfigError(f"--out {out}: already exists; choose another file, or remove it first")
-    part = out.with_name(f".{out.name}.part")
     with as_config_error(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in questions(count, seed))
-        part.rename(out)
+        write_atomic(out, "".join(json.dumps(record) + "\n" for record in questions(count, seed)))
 
 
 class Stories:
