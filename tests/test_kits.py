@@ -227,7 +227,9 @@ SMALL = (
 
 
 def test_the_core_trains_without_a_kit(tmp_path):
-    shutil.copytree(ROOT / "nash_mhc", tmp_path / "nash_mhc", ignore=shutil.ignore_patterns("__pycache__", "recursive"))
+    shutil.copytree(
+        ROOT / "nash_mhc", tmp_path / "nash_mhc", ignore=shutil.ignore_patterns("__pycache__", "recursive", "quantize")
+    )
     done = python("-m", "nash_mhc.train", *SMALL, "--checkpoint-dir", "./run", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0 and str(tmp_path) not in done.stderr, done.stderr
 
