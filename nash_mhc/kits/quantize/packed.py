@@ -164,7 +164,7 @@ def read_packed(folder: Path, like: Any) -> Any:
     weights = _about(folder)["weights"]
     try:
         tensors = load_file(folder / WEIGHTS)
-    except Exception as error:  # the library has errors of its own
+    except Exception as error:  # safetensors defines no common base class
         raise ConfigError(f"{folder / WEIGHTS}: cannot be read ({error}); {_REMEDY}") from None
     leaves = []
     for name, leaf in named_leaves(like).items():

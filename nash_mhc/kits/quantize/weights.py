@@ -27,7 +27,7 @@ _CHECKS_AT_REST = 2  # consecutive checks without movement that freeze a magnitu
 
 
 class Exported(NamedTuple):
-    """What a packed file stores of a quantized weight."""
+    """The arrays of a quantized weight in a packed file."""
 
     codes: Array  # u8, in the shape of the parameter
     levels_L: Array
@@ -54,7 +54,7 @@ class Quantized(DerivedParam, Weight):
     rests_R: Float[Array, "..."] | None = param("rank", role=STATE)  # consecutive checks without movement
     steps_K: Float[Array, "..."] | None = param("levels", role=SCALE)  # of a trained table
     bits: int = eqx.field(static=True)
-    axes: int = eqx.field(static=True)  # of the parameter, without the layer axis of a stack
+    axes: int = eqx.field(static=True)  # dimensions of the parameter in one layer
     inputs: int = eqx.field(static=True)  # number of input axes
     rest: float = eqx.field(static=True)  # largest relative movement of a magnitude at rest; 0: never checked
 
@@ -96,7 +96,7 @@ class Quantized(DerivedParam, Weight):
         return eqx.tree_at(lambda w: (w.seen_R, w.rests_R), self, chosen)
 
     def exported(self) -> Exported:
-        """Return what a packed file stores; of a stack, with a layer axis."""
+        """Return the arrays of a packed file, stacked like the weight."""
         return (jax.vmap(Quantized._exported) if self.is_stack else Quantized._exported)(self)
 
     def _exported(self) -> Exported:

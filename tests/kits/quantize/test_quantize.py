@@ -1,4 +1,4 @@
-"""Weights of few bits: the error that is left, the gradients, and what a packed file holds."""
+"""Quantization of arrays: squared error, gradients, packed codes."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from nash_mhc.kits.quantize import ops as q
 BITS = (2, 3, 4)
 
 
-# Each is one program a shape: by themselves, these are dozens of operations.
+# Jitted: dozens of single operations would each be compiled.
 snap, spread_out, product_scales, table_levels = (
     jax.jit(q.quantized), jax.jit(q.spread_groups, static_argnums=1), jax.jit(q.product_scales), jax.jit(q.table_levels),
 )  # fmt: skip
@@ -26,7 +26,7 @@ def relative_error(w, snapped):
 
 
 def uniform_steps(bits):
-    """The numbers whose table is the uniform one: the first step is half as long as the others."""
+    """Parameters of a table whose levels are the uniform ones; the first step is half as long as the others."""
     return np.log(np.where(np.arange(2 ** (bits - 1)) == 0, 0.5, 1.0).astype(np.float32))
 
 
@@ -37,7 +37,7 @@ def by_groups(w, bits, group=32):
 
 
 @pytest.mark.parametrize("bits, most, of_largest", [(2, 0.125, 0.6), (3, 0.04, 0.8), (4, 0.012, 1.0)])
-def test_fitted_scales_leave_little_of_gaussian_weights(bits, most, of_largest):
+def test_fitted_scales_have_a_small_error_on_gaussian_weights(bits, most, of_largest):
     w = gaussian()
     snapped, _, levels = by_groups(w, bits)
     assert relative_error(w, snapped) <= most
@@ -54,7 +54,7 @@ def test_no_other_scale_of_a_group_is_much_better():
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_what_was_snapped_stays(bits):
+def test_quantizing_twice_changes_nothing(bits):
     w = gaussian(seed=1)
     snapped, s, levels = by_groups(w, bits)
     np.testing.assert_array_equal(snap(snapped, s, levels), snapped)
@@ -63,9 +63,9 @@ def test_what_was_snapped_stays(bits):
     np.testing.assert_array_equal(snap(once, scales, levels), once)
 
 
-def test_a_product_of_enough_columns_is_no_worse_than_groups():
-    """Of rank one it is coarser than groups; the more columns, the nearer, and rows have scales of their own."""
-    w = gaussian() * (1 + np.arange(64, dtype=np.float32))[None] / 32  # outputs of different size, as they are in a model
+def test_a_product_of_high_rank_is_at_least_as_good_as_groups():
+    """The error falls with the rank; at rank one it is above that of groups."""
+    w = gaussian() * (1 + np.arange(64, dtype=np.float32))[None] / 32  # outputs of different sizes, as in a trained model
     levels = jnp.asarray(q.uniform_levels(2))
     error = {
         rank: relative_error(w, snap(w, product_scales(*q.fitted_product(w, 32, rank, levels)), levels)) for rank in (1, 8, 32)
@@ -74,7 +74,7 @@ def test_a_product_of_enough_columns_is_no_worse_than_groups():
     assert error[32] < relative_error(w, by_groups(w, 2)[0])
 
 
-def test_zeros_and_a_row_of_zeros_are_no_trouble():
+def test_columns_of_zeros_are_fitted():
     w = gaussian(64, 8)
     w[:, 0] = w[:32, 1] = 0
     levels = jnp.asarray(q.uniform_levels(2))
@@ -90,7 +90,7 @@ def test_gradients_are_the_finite_differences_of_the_relaxed_form(bits, trained)
     with jax.enable_x64(True):
         rng = np.random.default_rng(bits)
         w = rng.normal(size=(16, 6)) * 1.5
-        s = rng.uniform(0.3, 1.2, size=(1, 6))  # small enough that some weights lie outside of the cells
+        s = rng.uniform(0.3, 1.2, size=(1, 6))  # so small that some weights are outside of the cells
         steps = uniform_steps(bits) + (rng.normal(size=2 ** (bits - 1)) * 0.3 if trained else 0)
         levels = np.asarray(table_levels(np.asarray(steps, np.float64)))
         out = rng.normal(size=w.shape)
@@ -114,12 +114,12 @@ def test_gradients_are_the_finite_differences_of_the_relaxed_form(bits, trained)
             assert d_w[place] == pytest.approx(slope(lambda w: still(w, s), w, place), abs=1e-6)
         for column in range(6):
             assert d_s[0, column] == pytest.approx(slope(lambda s: still(w, s), s, (0, column)), abs=1e-5)
-        for number in range(len(levels)):  # of a level: by its elements, which stay with it
+        for number in range(len(levels)):  # a level: the codes stay constant
             assert d_levels[number] == pytest.approx(slope(at_levels, levels, number), abs=1e-5)
-        assert (d_w == 0).any() and (d_w != 0).any()  # both kinds were there
+        assert (d_w == 0).any() and (d_w != 0).any()  # weights inside and outside of the cells
 
 
-def test_a_trained_table_is_symmetric_ascending_and_begins_as_the_uniform_one():
+def test_a_table_is_symmetric_and_ascending_and_can_be_uniform():
     for bits in BITS:
         np.testing.assert_allclose(table_levels(uniform_steps(bits)), q.uniform_levels(bits), atol=1e-6)
     levels = np.asarray(table_levels(np.random.default_rng(3).normal(size=8).astype(np.float32) * 3))
@@ -129,7 +129,7 @@ def test_a_trained_table_is_symmetric_ascending_and_begins_as_the_uniform_one():
 
 @pytest.mark.parametrize("inputs", [1, 7, 32, 45])
 @pytest.mark.parametrize("bits", BITS)
-def test_packed_codes_come_back(bits, inputs):
+def test_packed_codes_are_unpacked(bits, inputs):
     codes = np.random.default_rng(0).integers(0, 2**bits, size=(5, inputs))
     held = q.packed(codes, bits)
     assert held.dtype == np.uint8 and held.shape == (5, -(-inputs * bits // 8))
@@ -138,8 +138,8 @@ def test_packed_codes_come_back(bits, inputs):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_levels_of_a_table_begin_as_the_means_of_what_is_near_them(bits):
-    """Of weights with a few large ones, which equal steps would serve badly."""
+def test_the_initial_levels_of_a_table_are_the_means_of_their_cells(bits):
+    """On heavy-tailed weights, for which equal steps are a bad choice."""
     w = np.random.default_rng(0).laplace(size=(256, 64)).astype(np.float32)
     largest = np.max(np.abs(w))
     levels = table_levels(q.nearest_steps(w / largest, bits))
@@ -147,7 +147,7 @@ def test_the_levels_of_a_table_begin_as_the_means_of_what_is_near_them(bits):
     half, size = np.asarray(levels)[2 ** (bits - 1) :], np.abs(w / largest)
 
     def off(scale):
-        """How far the levels, times a scale, are from the means of what is nearest to them."""
+        """Return how far the levels, times a scale, are from the means of their cells."""
         codes = np.sum(size[..., None] >= scale * (half[:-1] + half[1:]) / 2, axis=-1)
         means = [size[codes == i].mean() if (codes == i).any() else np.inf for i in range(len(half))]
         return np.max(np.abs(np.array(means) / (scale * half) - 1))

@@ -1,4 +1,4 @@
-"""Training with weights of few bits: on any mesh, resumed, and with the very numbers that are used afterwards."""
+"""Training with quantized weights on a mesh and resumed; packed files have the same numbers as training."""
 
 import dataclasses
 import functools
@@ -31,13 +31,13 @@ from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.state import abstract_state, initial_state, state_shardings
 from nash_mhc.train.step import compile_train_step
 
-# Each has groups in one part and narrow matrices in the other, since these compile for seconds. A program grows with
-# the levels, too, and so the one that is trained has as few as there can be.
+# Each has groups in one part and low-rank scales in the other, which take seconds to compile. The trained form has the
+# fewest levels, since programs grow with them.
 FORMS = {
     "uniform": QuantizeConfig(weights="3/4,4/0", group=8),
     "magnitudes, table": QuantizeConfig(weights="2/0,2/4", group=8, magnitudes=True, levels="table", rest=0.05),
 }
-# The one that is trained; unrolled or not as a run resolves it, so that its step is theirs.
+# Not unrolled, like a run on this machine, so that runs and tests share a compiled step.
 TRAINED = "magnitudes, table"
 CONFIG = small.config(train__unroll="no").with_section(FORMS[TRAINED])
 
@@ -49,7 +49,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def fitted(plain):
-    """A form -> the model in it: fitted once, for all tests and what is trained in them."""
+    """Return a function from a form to the fitted model, which all tests share."""
     return functools.cache(lambda form: jax.jit(lambda model: quantized(model, FORMS[form]))(plain))
 
 
@@ -62,7 +62,7 @@ forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))
 
 
 def snapped(model):
-    """With every weight on its level: it computes what it did, and nothing is left between the levels."""
+    """Return the model with every trained array rounded to its levels."""
     put = lambda x: dataclasses.replace(x, base=materialized(x)) if is_quantized(x) else x
     return jax.tree.map(put, model, is_leaf=is_quantized)
 
@@ -71,7 +71,7 @@ def weights_of(model):
     return [x for x in jax.tree.leaves(model, is_leaf=is_quantized) if is_quantized(x)]
 
 
-def test_each_projection_has_few_levels_and_nothing_else_has(few, plain):
+def test_projections_and_nothing_else_are_quantized(few, plain):
     made = named_leaves(jax.jit(materialized)(few))
     assert set(made) == set(named_leaves(plain))
     changed = {name for name, leaf in named_leaves(plain).items() if (np.asarray(leaf) != np.asarray(made[name])).any()}
@@ -83,11 +83,11 @@ def test_each_projection_has_few_levels_and_nothing_else_has(few, plain):
         assert codes.min() >= 0 and codes.max() < 2**weight.bits == levels.shape[1]
 
 
-def test_the_baked_model_and_the_snapped_one_compute_the_same_bit_for_bit(few):
+def test_the_plain_and_the_rounded_model_compute_the_same_bit_for_bit(few):
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     want = forward(few, tokens_BT)
     np.testing.assert_array_equal(forward(jax.jit(materialized)(few), tokens_BT), want)
-    # Samples and prompts make the weights of all layers once, before the first token.
+    # Decoding materializes the weights of all layers once, before the first token.
     np.testing.assert_array_equal(forward(jax.jit(lambda model: for_compute(model, jnp.float32))(few), tokens_BT), want)
     once = jax.jit(snapped)(few)
     np.testing.assert_array_equal(forward(once, tokens_BT), want)
@@ -97,7 +97,7 @@ def test_the_baked_model_and_the_snapped_one_compute_the_same_bit_for_bit(few):
 
 def gradients(fitted, form, one_device):
     if form == TRAINED:
-        return one_device[0].opt_state[1].mu  # made of those of three steps, which are compiled anyway
+        return one_device[0].opt_state[1].mu  # moments of three steps, which other tests compile
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     return jax.jit(jax.grad(lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)))(fitted(form))
 
@@ -108,32 +108,32 @@ def test_every_part_of_every_layer_has_a_gradient(fitted, form, one_device):
     assert len(grads) == 7
     for weight in grads:
         for name, leaf in named_leaves(weight).items():
-            if name in ("seen_R", "rests_R"):  # looked at, not trained
+            if name in ("seen_R", "rests_R"):  # not trained
                 continue
             largest = np.abs(np.asarray(leaf)).reshape(leaf.shape[0], -1).max(axis=1)
             assert (largest > 0).all() and np.isfinite(largest).all(), name
 
 
 @pytest.mark.parametrize("text", ["2/32", "5/8,4/8", "2/32,none/2", "q2a3", "none,none"])
-def test_what_is_no_such_thing_is_refused(text):
+def test_a_malformed_quantize_flag_is_refused(text):
     with pytest.raises(ConfigError, match="--quantize"):
         QuantizeConfig(weights=text)
 
 
-def test_presets_and_pairs_say_the_same():
+def test_presets_are_names_of_bits_and_ranks():
     assert QuantizeConfig(weights="q2a4").mlp == QuantizeConfig(weights="2/32,4/8").mlp == (2, 32)
     assert QuantizeConfig(weights="q2a4").attention == (4, 8)
     assert QuantizeConfig(weights="none,4/0").mlp is None
 
 
 def begun(cfg, model, mesh):
-    """The state before the first step of a model that has its few bits already: to fit them again is seconds."""
+    """Return the state before the first step of a fitted model; fitting it again would take seconds."""
     state = jax.jit(lambda model: initial_state(cfg, model))(model)
     return jax.tree.map(lambda a, s: jax.device_put(np.asarray(a), s), state, state_shardings(cfg, mesh))
 
 
 def trained_model(cfg, model, count=3):
-    """(the last state, the losses)"""
+    """Return the last state and the losses."""
     mesh = make_mesh(cfg.mesh)
     state, step, losses = begun(cfg, model, mesh), compile_train_step(cfg, mesh), []
     for seed in range(count):
@@ -147,8 +147,8 @@ def one_device(fitted):
     return trained_model(CONFIG, fitted(TRAINED))
 
 
-def test_a_mesh_trains_them_as_one_device_does(fitted, one_device):
-    """Groups and narrow matrices with magnitudes, of levels that are trained as well."""
+def test_a_mesh_trains_quantized_weights_as_one_device_does(fitted, one_device):
+    """With group scales, low-rank scales with magnitudes, and a trained table."""
     (state, losses), model = one_device, fitted(TRAINED)
     sharded, on_mesh = trained_model(small.mesh_config(CONFIG, 2, 2, 2), model)
     np.testing.assert_allclose(on_mesh, losses, rtol=2e-5)
@@ -170,23 +170,23 @@ def is_scale(name):
     return name.rpartition(".")[2] in SCALES
 
 
-# One with pairs of narrow matrices, the other with groups: which leaves are whose is asked of both together.
+# One with low-rank scales, the other with groups; the names are checked for both together.
 @pytest.mark.parametrize(
     ("trains", "weights"), [pytest.param("weights", "none,2/4", marks=pytest.mark.long), ("scales", "2/0,none")]
 )
-def test_only_what_is_named_is_trained(fitted, trains, weights):
+def test_quantize_trains_selects_weights_or_scales(fitted, trains, weights):
     section = dataclasses.replace(FORMS[TRAINED], trains=trains)
     cfg = CONFIG.with_section(section)
     names = named_leaves(Training.of(cfg).split(abstract_state(cfg).model)[0])
     asked = lambda names: {name for name in names if is_scale(name) == (trains == "scales") and not is_watched(name)}
     assert set(names) == asked(named_leaves(abstract_state(cfg).model))
     cfg = cfg.with_section(dataclasses.replace(section, weights=weights))
-    if trains == "weights":  # the fitted model, with few bits in attention alone
+    if trains == "weights":  # the fitted model, with plain MLP weights
         of_ffn = lambda path: ".ffn." in jax.tree_util.keystr(path)
         given = jax.tree_util.tree_map_with_path(
             lambda path, x: x.base if is_quantized(x) and of_ffn(path) else x, fitted(TRAINED), is_leaf=is_quantized
         )
-    else:  # as a fresh run fits them; of groups, that is quick
+    else:  # fitted by a fresh run; groups are fast
         given = small.start(cfg, make_mesh(cfg.mesh)).model
     before = {name: np.asarray(leaf) for name, leaf in named_leaves(given).items()}
     state, _ = trained_model(cfg, given, 2)
@@ -196,7 +196,7 @@ def test_only_what_is_named_is_trained(fitted, trains, weights):
     assert len(moments) == 2 * len(changed)
 
 
-def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
+def test_a_packed_model_has_the_weights_of_training_bit_for_bit(few, tmp_path):
     loaded = Loaded(CONFIG, ByteTokenizer(), few, 7, "float32", ())
     sizes = {size.name: size for size in write_packed(loaded, tmp_path / "packed")}
     assert format_of(tmp_path / "packed") is FORMAT
@@ -218,13 +218,13 @@ def test_a_packed_model_has_the_very_numbers_of_training(few, tmp_path):
 
 @pytest.fixture(scope="module")
 def quantized_run(fitted, tmp_path_factory):
-    """Begun with the model that is fitted already; its step is that of the tests above."""
+    """A run that starts from the fitted model; it shares its compiled step with the tests above."""
     folder, cfg = tmp_path_factory.mktemp("quantized"), with_bits(FORMS[TRAINED].weights)
     untrained_run(folder / "fitted", cfg, fitted(TRAINED))
     return at(folder / "few", cfg, evaluated=False, init_from=str(folder / "fitted"))
 
 
-def test_what_corrects_a_quantized_run_is_packed_with_its_codes(quantized_run, plain, tmp_path):
+def test_lora_on_a_quantized_run_is_packed_with_its_codes(quantized_run, plain, tmp_path):
     train = dataclasses.replace(RUN.train, init_from=str(quantized_run.folder), total_steps=2)
     cfg = dataclasses.replace(RUN, lora=LoraConfig(rank=2, targets="down_proj,q_proj"), train=train)
     run = at(tmp_path / "corrected", cfg, evaluated=False)
@@ -239,11 +239,11 @@ def test_what_corrects_a_quantized_run_is_packed_with_its_codes(quantized_run, p
         load_quantized(str(untrained_run(tmp_path / "plain", with_bits(None), plain)))
 
 
-def test_magnitudes_that_have_come_to_rest_stay(fitted, monkeypatch):
+def test_magnitudes_at_rest_are_frozen(fitted, monkeypatch):
     monkeypatch.setattr(quantizing, "_CHECK_INTERVAL", 2)
     model = fitted(TRAINED)
     weight = model.layers.attention.q_DNH
-    grow = jnp.asarray([1.0, 1.01, 1.2, 1.0])  # a step: the third does not rest
+    grow = jnp.asarray([1.0, 1.01, 1.2, 1.0])  # per step: the third keeps moving
     looked, look = [], jax.jit(lambda w, step, changed: w.after_update(step, changed, {}))
     for step in range(1, 7):
         weight = dataclasses.replace(weight, magnitude_R=weight.magnitude_R * grow[None])
@@ -256,7 +256,7 @@ def test_magnitudes_that_have_come_to_rest_stay(fitted, monkeypatch):
     assert (looked[-1][:, 2] > 1.3 * looked[3][:, 2]).all()
     grads = jax.jit(jax.grad(lambda w: jnp.sum(w.array() ** 2)))(weight)
     assert (np.asarray(grads.magnitude_R)[:, [0, 1, 3]] == 0).all() and (np.asarray(grads.magnitude_R)[:, 2] != 0).all()
-    skipped = look(weight, jnp.asarray(8), jnp.asarray(False))  # a step that changed nothing
+    skipped = look(weight, jnp.asarray(8), jnp.asarray(False))  # a skipped step
     assert_equal_states(skipped, weight)
     split = Training().split(model)[0].layers.attention.q_DNH
     assert split.seen_R is None and split.rests_R is None and split.magnitude_R is not None
@@ -273,22 +273,24 @@ def test_a_damaged_packed_folder_is_one_line(fitted, tmp_path):
         load(tmp_path / "packed")
 
 
-@pytest.mark.parametrize("few", ["uniform"], indirect=True)  # materialized, they are all the same kind of arrays
-def test_a_recovering_adapter_learns_through_the_quantized_base_from_the_first_layer_on(few):
-    """The base is frozen, and what comes back through it reaches the adapters of layer 0."""
+@pytest.mark.parametrize("few", ["uniform"], indirect=True)  # the plain arrays of all forms are alike
+def test_adapters_of_all_layers_get_gradients_through_a_quantized_base(few):
+    """Also those of layer 0, although the base is frozen."""
     model = jax.jit(lambda few: adapted(materialized(few), LoraConfig(rank=2), jax.random.key(1)))(few)
     tokens_BT = jax.random.randint(jax.random.key(3), (2, 16), 0, 257)
     loss = lambda model: jnp.mean(jax.nn.log_softmax(model(tokens_BT)) ** 2)
     trained, base = Training(adapters=True).split(model)
     grads = named_leaves(jax.jit(jax.grad(lambda trained: loss(eqx.combine(trained, base))))(trained))
-    of_b = {name: leaf for name, leaf in grads.items() if name.endswith("lora_b")}  # A has none while B is zero
+    of_b = {
+        name: leaf for name, leaf in grads.items() if name.endswith("lora_b")
+    }  # lora_a has no gradient while lora_b is zero
     assert len(of_b) == 7
     for name, leaf in of_b.items():
         assert np.abs(np.asarray(leaf)[0]).max() > 0, name
 
 
-def test_a_run_begins_with_quantized_weights_as_they_are_or_fits_them_anew(quantized_run):
-    """With the same bits and ranks, bit for bit; with other ones, from what was computed with."""
+def test_a_run_starts_from_the_same_quantized_weights_or_refits_others(quantized_run):
+    """With the same bits and ranks, bit for bit; with others, from the arrays that the run computed with."""
     first = quantized_run
     cfg = dataclasses.replace(RUN.train, init_from=str(first.folder), total_steps=1)
     kept = stored.read(
