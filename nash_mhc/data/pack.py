@@ -59,8 +59,8 @@ class RowSource(Protocol):
         """Return the epochs of each finite dataset that are read before this position."""
 
 
-class RowsByTake:
-    """Base of row sources that implement `take`; the defaults are those of endless text."""
+class RowSourceBase:
+    """Base class of row sources that implement `take`, with the defaults of endless text."""
 
     most_documents: int | None = None
     padded_length: int | None = None

@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.documents.files import Corpus, Files
 from nash_mhc.data.documents.hub import Hub, is_saved
 from nash_mhc.data.order import BLOCK, assign_sources, counts_before, exact_shares, permuted, shuffled
-from nash_mhc.data.pack import NothingHeldOut, Rows, RowsByTake, RowSource
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, RowSourceBase
 from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
@@ -33,7 +33,7 @@ from nash_mhc.storage.folders import model_name
 _SAMPLE_KEY = 2512_24880  # of the permutation that chooses the evaluated rows; never change it
 
 
-class Mixture(RowsByTake):
+class Mixture(RowSourceBase):
     """Endless rows of several sources by weight; finite sources are reread in a new order each epoch."""
 
     endless = True

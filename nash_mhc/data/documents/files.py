@@ -217,10 +217,9 @@ class Files:
                     with _decompressed(path) as file:
                         if kind == "registered":
                             yield from _read_registered(number, path, file, self._columns)
-                            continue
-                        for line, content in enumerate(file, start=1):
-                            if content.strip():
-                                yield Raw(number, line, content, len(content), "jsonl")
+                        else:
+                            lines = enumerate(file, start=1)
+                            yield from (Raw(number, line, data, len(data), "jsonl") for line, data in lines if data.strip())
 
 
 def _decompressed(path: Path) -> io.BufferedReader:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.pack import NothingHeldOut, Rows, RowsByTake, StoredRows, unpack
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowSourceBase, StoredRows, unpack
 from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files
 
 
@@ -63,7 +63,7 @@ def few_open_files(paths: list[Path], at_once: int = 256) -> Callable[[int], _Fi
     return functools.lru_cache(maxsize=at_once)(lambda number: _File(paths[number]))
 
 
-class PreparedRows(RowsByTake):
+class PreparedRows(RowSourceBase):
     """The rows of one split of a prepared folder, whose files are hashed when it is opened."""
 
     endless = False
