@@ -274,10 +274,10 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
     # Asked where runs begin: a run would have begun to compile the step of another model meanwhile.
     mesh = small.make_mesh(RUN.mesh)
     with Store(tmp_path / "new") as store:
-        with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* wants \(2, 32, 32\)"):
+        with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* needs \(2, 32, 32\)"):
             starting_state(new(model__ffn=32), mesh, store, print)
         with pytest.raises(
-            ConfigError, match=r"holds model\.layers\.attention\.k_norm\.scale_D, which this model has no place"
+            ConfigError, match=r"contains model\.layers\.attention\.k_norm\.scale_D, which this model does not have"
         ):
             starting_state(new(model__qk_norm=False), mesh, store, print)
     with pytest.raises(ConfigError, match=r"--resume-from .*--init-from"):
