@@ -94,7 +94,7 @@ def test_the_run_says_when_more_scales_go_without_weight(capsys):
     row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.0, "tokens_seen": 1}
     for step, unused in enumerate([[0.0, 0.0], [0.0, 2.0], [0.0, 2.0], [1.0, 2.0]], 1):
         reporter.row(step, row | {"health/scales_unused": unused})
-    said = [line for line in capsys.readouterr().out.splitlines() if "had no weight" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "had zero weight" in line]
     assert said == [
         "step 2: 2 head scales had zero weight since the last row, in layers 1 (health/scales_unused)",
         "step 4: 3 head scales had zero weight since the last row, in layers 0, 1 (health/scales_unused)",
