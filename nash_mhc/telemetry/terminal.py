@@ -187,7 +187,13 @@ class LivePanel(Reporter):
         self._step, self._row, self._losses = 0, dict[str, Any](), list[float]()
         self._held_out, self._waiting_for, self._since = "", "", 0.0
         self._training = False
-        self._live = Live(self, console=self._console, refresh_per_second=4, auto_refresh=True)
+        self._live = Live(self, console=self._console, refresh_per_second=4)
+
+    def _restart(self, *, transient: bool) -> None:
+        """Leave what was drawn on the screen and start below it; `transient` drawings disappear at their end."""
+        self._live.stop()
+        self._live = Live(self, console=self._console, refresh_per_second=4, transient=transient)
+        self._live.start()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         if self._waiting_for:
@@ -236,15 +242,13 @@ class LivePanel(Reporter):
     def wait_for(self, text: str) -> None:
         super().wait_for(text)
         self._waiting_for, self._since = text.removesuffix(" ..."), time.monotonic()
-        self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
-        self._live.start()
+        self._restart(transient=True)
 
     def begin(self, step: int) -> None:
         super().begin(step)
         self._live.stop()
         self._waiting_for, self._step, self._training = "", step, True
-        self._live = Live(self, console=self._console, refresh_per_second=4)
-        self._live.start()
+        self._restart(transient=False)
 
     def advance(self, step: int) -> None:
         self._step = step
