@@ -1,4 +1,4 @@
-"""The notebook's cell that installs the package, run for real where it is not installed: with git and pip."""
+"""The cell that installs the package, run with git and pip in an environment without it."""
 
 import os
 import re
@@ -19,7 +19,7 @@ CELL = "\n".join(cell.source for cell in CELLS[:2])
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """An environment without the package, which finds pip and setuptools in this one."""
+    """An environment without the package, with this one's pip and setuptools."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -29,7 +29,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A small repository of the package's name."""
+    """A small git repository named like the package."""
     folder = tmp_path_factory.mktemp("origin") / "nash_mhc"
     (folder / "nash_mhc").mkdir(parents=True)
     (folder / "nash_mhc" / "__init__.py").write_text("__version__ = '7.0'\n")
@@ -44,7 +44,7 @@ def source(tmp_path_factory):
 
 
 def run(python, folder, *, then="", **env):
-    """(exit code, all output) of the cell in that folder; pip needs no network."""
+    """Run the cell in that folder; return (exit code, output). pip needs no network."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHONPATH", "PIP_"))}
     env = clean | {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"} | env
     done = subprocess.run(
@@ -54,14 +54,14 @@ def run(python, folder, *, then="", **env):
     return done.returncode, done.stdout
 
 
-def test_without_an_address_or_a_clone_it_says_what_to_fill_in(python, tmp_path):
+def test_without_a_clone_the_cell_asks_for_repo(python, tmp_path):
     code, out = run(python, tmp_path)
     assert code == 1 and "fill in REPO" in out and "Traceback" not in out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_after_a_failure_it_is_run_again_and_takes_the_clone_that_is_there(python, source, tmp_path):
-    """A failed pip leaves a clone, which hides what is installed later by its name, were it not for PYTHONPATH."""
+def test_the_cell_uses_an_existing_clone_after_a_failure(python, source, tmp_path):
+    """The clone of a failed installation would hide the installed package without PYTHONPATH."""
     subprocess.run(["git", "clone", "-q", str(source), str(tmp_path / "nash_mhc")], check=True)
     code, out = run(python, tmp_path, PIP_RETRIES="some")  # which is no number
     assert code == 1 and "failed, see above" in out
@@ -73,7 +73,7 @@ def test_after_a_failure_it_is_run_again_and_takes_the_clone_that_is_there(pytho
 
 
 @pytest.mark.long
-def test_an_interrupted_clone_is_made_again(python, source, tmp_path):
+def test_an_interrupted_clone_is_repeated(python, source, tmp_path):
     (tmp_path / "nash_mhc_source" / ".git").mkdir(parents=True)
     subprocess.run([python, "-m", "pip", "-q", "uninstall", "-y", "nash_mhc"], check=False, capture_output=True)
     code, out = run(python, tmp_path, NASH_MHC_REPO=str(source))
@@ -81,7 +81,7 @@ def test_an_interrupted_clone_is_made_again(python, source, tmp_path):
 
 
 @pytest.mark.parametrize(("version", "extra"), [("12.4", "cuda12"), ("13.0", "cuda")])
-def test_an_older_driver_gets_the_older_cuda(tmp_path, version, extra):
+def test_an_older_driver_selects_the_older_cuda_extra(tmp_path, version, extra):
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho '| Driver Version: 1 CUDA Version: {version} |'\n")
     smi.chmod(0o755)

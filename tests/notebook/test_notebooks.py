@@ -1,5 +1,4 @@
-"""The notebooks, executed from top to bottom as a person would, with a model of a few thousand parameters; and what
-they are made of."""
+"""The notebooks, executed from top to bottom with a tiny model, and the package behind them."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ _HANGS_S = 900.0  # as in training_process.py
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries_of_notebooks():
-    """Imported by the worker that runs these tests alone, not by all that collect them: it takes seconds."""
+    """Import slow libraries only in the worker that runs these tests."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
@@ -57,7 +56,7 @@ def libraries_of_notebooks():
 
 
 def execute(notebook, folder, *, meanwhile=None, **env):
-    """Runs all cells in a kernel whose working directory is `folder`; `meanwhile(client)` runs beside them."""
+    """Run all cells in a kernel with working directory `folder`, and `meanwhile(client)` in a thread."""
     folder.mkdir(exist_ok=True)
     client = NotebookClient(notebook, timeout=_HANGS_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     helper = threading.Thread(target=meanwhile or (lambda _: None), args=(client,), daemon=True)
@@ -76,14 +75,14 @@ def read(path):
 
 
 def shown(notebook, kind):
-    """Everything of that kind (stream, text/plain, image/png) that the cells show, in their order."""
+    """Return all outputs of one kind (stream, text/plain, image/png) in order."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     found = [o.text if o.output_type == "stream" else o.get("data", {}).get(kind) for o in outputs]
     return [text for o, text in zip(outputs, found, strict=True) if text and (o.output_type == "stream") == (kind == "stream")]
 
 
 def process_of(notebook):
-    """The number of the training process, as soon as a cell shows it."""
+    """Return the id of the training process as soon as a cell shows it."""
     end = time.monotonic() + _HANGS_S
     while time.monotonic() < end:
         for text in shown(notebook, "text/plain"):
@@ -117,13 +116,13 @@ def executed(tmp_path_factory):
     return Executed(unbroken, inside, execute(read(TRAIN), folder, NASH_MHC_RUN_FOLDER=str(run), **steps), run)
 
 
-def test_the_training_notebook_continues_a_run_and_ends_as_the_unbroken_one(executed):
+def test_the_training_notebook_resumes_with_the_same_losses(executed):
     assert losses(executed.folder) == losses(executed.unbroken)
     assert [row[0] for row in losses(executed.folder)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.long
-def test_a_stopped_notebook_continues_when_it_is_executed_again_and_the_other_trains_for_itself(executed, tmp_path):
+def test_a_stopped_notebook_resumes_and_look_inside_trains_its_own_model(executed, tmp_path):
     run, env = tmp_path / "run", {"NASH_MHC_STEPS": str(STEPS), "NASH_MHC_RUN_FOLDER": str(tmp_path / "run")}
 
     def stop(client):
@@ -143,7 +142,7 @@ def test_a_stopped_notebook_continues_when_it_is_executed_again_and_the_other_tr
     assert losses(tmp_path / "alone") == losses(executed.unbroken)
 
 
-def test_the_training_notebook_shows_what_it_promises(executed, tmp_path):
+def test_the_outputs_of_the_training_notebook(executed, tmp_path):
     text = shown(executed.train, "stream")
     assert re.match(r"This is a CPU with [\d.]+ cores?: there is no accelerator.\nProposed: tiny on a 1x1x1 mesh", text[2])
     assert re.match(rf"\S*python\S* -m nash_mhc.train {executed.folder} --model-size tiny --mesh-data 1 ", text[3])
@@ -161,7 +160,7 @@ def test_the_training_notebook_shows_what_it_promises(executed, tmp_path):
 
 
 @pytest.mark.long
-def test_the_commands_that_the_notebook_prints_run(executed, tmp_path):
+def test_the_printed_commands_run(executed, tmp_path):
     code, out = typed(shown(executed.train, "stream")[3], executed.folder.parent)
     assert code == 0, out
     with zipfile.ZipFile(executed.folder.parent / "nash_mhc-run.zip") as archive:
@@ -174,15 +173,15 @@ def test_the_commands_that_the_notebook_prints_run(executed, tmp_path):
         assert code == 0, out
 
 
-def test_the_notebook_that_looks_inside_shows_every_picture(executed):
+def test_look_inside_shows_all_figures(executed):
     told = f"step {STEPS} of {executed.unbroken}: 2 layers, 2 scales, 2 heads; the text has 17 tokens\n"
     assert shown(executed.inside, "stream") == [told]
     assert len(shown(executed.inside, "image/png")) == 6
 
 
 @pytest.mark.long
-def test_interrupting_the_cell_stops_the_run_with_one_signal(tmp_path):
-    """Sent to all processes of the kernel's group, as "interrupt the kernel" is; a second one would mean "at once"."""
+def test_interrupting_the_cell_sends_one_signal_to_the_run(tmp_path):
+    """A second signal would stop the run without saving."""
     cell = "from nash_mhc.notebook import training\ntraining.follow(training.start('run', []))"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
 
@@ -198,7 +197,7 @@ def test_interrupting_the_cell_stops_the_run_with_one_signal(tmp_path):
     assert (ended.value.ename, ended.value.evalue, ended.value.traceback.count("Traceback")) == ("Stopped", told, 0)
 
 
-def test_an_interrupt_before_anything_is_shown_stops_the_run_as_well(tmp_path, monkeypatch):
+def test_an_early_interrupt_stops_the_run(tmp_path, monkeypatch):
     def interrupted(*_, **__):
         while not catches(training.process.pid, signal.SIGTERM):
             time.sleep(0.001)
@@ -213,7 +212,7 @@ def test_an_interrupt_before_anything_is_shown_stops_the_run_as_well(tmp_path, m
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_as_it_was_written(path):
+def test_notebooks_are_committed_without_outputs(path):
     notebook = json.loads(path.read_text())
     assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
     assert notebook["metadata"]["language_info"] == {"name": "python"}
@@ -245,18 +244,18 @@ CHIP, V6E = 33_550_000_000, "TPU v6 lite"  # bytes of a v6e that a program may u
         (Found("gpu", "X", 1, 2**30, 1.0), "This is one X GPU with 1.0 GiB; {}", "tiny", "1x1x1", (8, 1)),
     ],
 )
-def test_what_is_proposed_fits_the_devices(found, sentence, size, mesh, batch):
+def test_the_proposal_fits_the_devices(found, sentence, size, mesh, batch):
     proposal = propose(found)
     assert device_sentence(found) == proposal.sentence == sentence.format("a 2x2x2 mesh needs eight.")
     assert (proposal.size, proposal.mesh, (proposal.batch_size, proposal.grad_accum)) == (size, mesh, batch)
 
 
-def test_a_chip_that_does_not_say_how_much_it_holds_is_known_by_its_kind():
+def test_known_chips_have_a_memory_size():
     assert [known_memory(kind) for kind in (V6E, "TPU v5 lite", "TPU v5p", "X")] == [32 * 10**9, 16 * 10**9, 95 * 10**9, None]
     assert device_memory(jax.devices("cpu")[0]) is None
 
 
-def test_mistakes_are_one_line(tmp_path, monkeypatch):
+def test_notebook_errors_are_one_line(tmp_path, monkeypatch):
     assert mesh_flags("2x-1x1") == ["--mesh-data", "2", "--mesh-fsdp", "-1", "--mesh-tp", "1"]
     for wrong in ("2x2", "axbxc", "0x1x1", ""):
         with pytest.raises(ConfigError, match=r"three numbers, .*2x2x2") as error:
@@ -276,7 +275,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
         detect()
 
 
-def test_tokens_have_names_and_only_some_layers_of_a_deep_model_are_shown():
+def test_token_labels_and_selected_layers():
     assert pictures.labels([256, 65, 10, 36], ByteTokenizer()) == ["|", "A", "\\n", "\\$"]
     assert pictures._some(2) == [0, 1]
     assert pictures._some(28) == [0, 5, 11, 16, 22, 27]
