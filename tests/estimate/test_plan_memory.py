@@ -1,4 +1,4 @@
-"""The estimate of a device's memory, held against the compiler's own figures, and what must be true of it anywhere."""
+"""The memory estimate, compared with the compiler, and its invariants."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.state import sharded_abstract_state
 
-# Many layers, which a loop compiles as fast as few, so that what grows with them counts as it does in a real model.
+# Many layers (a loop compiles them as fast as few), so that per-layer memory has a realistic share.
 _SIZES = {"vocab_size": 1000, "width": 128, "layers": 16, "heads": 8, "kv_heads": 8, "head_dim": 16, "ffn": 384}
 MODELS = {
     "dense": ModelConfig(**_SIZES, scales=1, conv_taps=0, residual="plain"),
@@ -68,7 +68,7 @@ def run(model: str, mesh: tuple[int, int, int], remat: str, **data: int) -> RunC
 # the one whose devices share the streams along time.
 COMPILED = [("dense", (1, 8, 1), "full"), ("dense", (2, 2, 2), "dots+ffn-up")]
 COMPILED += [("once", (1, 1, 8), "full+read,mixed,coefficients")]
-# Of the other kinds each unit and each mixer once, with every remat among them.
+# The other model kinds: each unit and mixer once, with every remat.
 COMPILED += [("attending", (2, 2, 2), "dots"), ("tanh", (8, 1, 1), "none")]
 COMPILED += [("recursive", (1, 8, 1), "none"), ("puzzle", (2, 2, 2), "full")]
 _LONG = [("dense", (1, 1, 8), "dots"), ("nash", (2, 2, 2), "dots")]
@@ -76,7 +76,7 @@ COMPILED += [pytest.param(*case, marks=pytest.mark.long) for case in _LONG]
 
 
 def size_of(found):
-    """Bytes that a compiled program holds at the worst moment."""
+    """Return the peak bytes of a compiled program."""
     return (
         found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
     )  # fmt: skip
@@ -104,14 +104,14 @@ def test_parameters_and_moments_are_those_of_the_sharded_state(mesh):
 
 @pytest.mark.parametrize("model", ["nash", "reservoir", "tanh", "recursive", "puzzle"])
 def test_what_is_computed_again_is_not_held(model):
-    mesh, rows = {"data": 2, "fsdp": 2, "tp": 2}, {"batch_size": 1024}  # so many that they are what is held most of
+    mesh, rows = {"data": 2, "fsdp": 2, "tp": 2}, {"batch_size": 1024}  # so many that they dominate
     by_remat = [
         estimate(run(model, (2, 2, 2), remat, **rows), mesh) for remat in ("none", "dots", "full", "full+ffn-up", "dots+ffn-up")
     ]
     *kept, with_up, with_both = [m.streams + m.activations for m in by_remat]
     assert kept == sorted(kept, reverse=True) and kept[0] > 2 * kept[1] > 2 * kept[2]
     assert kept[2] < with_up < with_both < kept[0] and kept[1] < with_both
-    assert by_remat[0].streams == by_remat[1].streams  # which enter a layer whatever is kept of it
+    assert by_remat[0].streams == by_remat[1].streams  # independent of remat
 
 
 def test_what_an_objective_carries_is_counted():
@@ -145,8 +145,7 @@ def test_averaged_weights_and_parts_of_a_batch_are_counted():
 
 @pytest.mark.long
 def test_teachers_are_counted_as_the_compiler_counts_them(tmp_path):
-    """Of a teacher whose layers are compared, and an anchor: their weights, what they say of this batch and of the
-    next one, and the step of the student."""
+    """A teacher with layer comparison and an anchor: their weights, outputs for two batches, and the student's step."""
     plain = run("dense", (2, 2, 2), "dots")
     for name in ("teacher", "begun"):
         drawn_run(tmp_path / name, plain)
@@ -174,7 +173,7 @@ def test_teachers_are_counted_as_the_compiler_counts_them(tmp_path):
 
 
 def test_a_teacher_larger_than_its_student_is_counted_while_it_reads(tmp_path):
-    """Its rows are wide: what it works with is more than a step of the student needs."""
+    """A wide teacher needs more working memory than a step of the student."""
     wide = dataclasses.replace(MODELS["dense"], width=1024, heads=64, kv_heads=64, ffn=16384, layers=1)
     described_run(tmp_path, dataclasses.replace(run("dense", (1, 1, 1), "full"), model=wide))
     student = dataclasses.replace(MODELS["dense"], layers=1)

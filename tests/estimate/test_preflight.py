@@ -1,4 +1,4 @@
-"""What cannot fit is refused before it begins, with settings that do; where memory runs out, there is advice, too."""
+"""Runs that cannot fit are refused with settings that would; running out of memory gives advice, too."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def sizes_of(cfg):
 
 
 def with_flags(cfg, flags):
-    """As a user would type them after the others."""
+    """Apply flags as if typed after the others."""
     words = shlex.split(flags)
     given = parsing.parse(words).given
     sections = {
@@ -78,7 +78,7 @@ def test_who_insists_gets_a_warning_and_a_run_that_knows_what_was_expected(monke
 
 
 def test_a_teacher_and_an_anchor_count(monkeypatch, tmp_path):
-    """Where there is room for the student alone, a run with teachers is refused, and what holds most is named."""
+    """If only the student fits, a run with teachers is refused, and the largest parts are named."""
     wide = dataclasses.replace(small.MODEL, width=512, ffn=1024, head_dim=64)
     described_run(tmp_path / "teacher", dataclasses.replace(RUN, model=wide))
     taught = dataclasses.replace(
@@ -116,7 +116,7 @@ def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
     assert found
     for flags in found:
         assert sizes_of(with_flags(cfg, flags))[2] < 0.85 * total
-    # The parts that are named are the largest ones, each with what makes it.
+    # The largest parts are named, with their causes.
     memory = estimate(cfg, mesh.shape)
     parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
     for name in sorted(parts, key=lambda n: -parts[n])[:3]:
@@ -124,7 +124,7 @@ def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
 
 
 def test_what_was_known_to_be_too_much_is_answered_with_what_there_is_room_for(monkeypatch):
-    """Who insisted gets settings that fit the devices, not merely less than far too much."""
+    """After --no-preflight, the remedies fit the devices, not only need less than the estimate."""
     cfg, _, total = sizes_of(NASH)
     monkeypatch.setattr(command, "device_capacity", lambda mesh: 0.7 * total)
     found = settings_in(str(command.out_of_memory(NASH, RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))))
@@ -144,7 +144,7 @@ def test_the_best_mesh_for_the_devices_here_is_taken():
     assert said[0].startswith("--mesh-auto: --mesh-data ")
     kept = preflight.fastest_here(asked, {"mesh.tp": 2, "train.remat": "full"}, said.append)
     assert kept.mesh.tp == 2
-    assert kept.train.remat == asked.train.remat  # what the user has set stays
+    assert kept.train.remat == asked.train.remat  # the user's settings stay
 
 
 def test_a_mesh_that_does_not_fit_is_not_taken(monkeypatch):

@@ -1,5 +1,4 @@
-"""The objective is a seam: what is measured,
-evaluated and written down follows from the names that it gives its sums."""
+"""Objectives can be registered; the names of their sums determine what is logged and evaluated."""
 
 import dataclasses
 import json
@@ -25,12 +24,12 @@ def with_objective(cfg, name, **settings):
 
 def test_the_parts_of_a_smoothed_loss_are_named_and_add_up():
     cfg = with_objective(small.nash_config(optim__z_loss=1e-3, optim__sparsity=1e-2), "smoothed", label_smoothing=0.2)
-    # Scales, for the sparsity is theirs; streams and the convolution have no part in the loss.
+    # With scales, for the sparsity penalty; streams and the convolution do not affect the loss.
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, residual="plain", conv_taps=0))
     cfg = small.mesh_config(cfg, 2, 2, 2)
     mesh = small.make_mesh(cfg.mesh)
     model, batch = small.start(cfg, mesh).model, small.to_device(small.random_rows(cfg, 0), mesh)
-    # By the form that a step uses, which makes gradients as well; what they go through on the way back adds nothing.
+    # With gradients, as in a step; the backward pass adds nothing to the reports.
     objective = make_objective(cfg)
     of_norm = lambda norm, model, batch: objective(dataclasses.replace(model, norm=norm), batch)
     with jax.set_mesh(mesh):
@@ -40,22 +39,21 @@ def test_the_parts_of_a_smoothed_loss_are_named_and_add_up():
     parts = [row[name] for name in ("loss", "loss/z", "loss/smoothing", "loss/sparsity")]
     assert all(abs(part) > 1e-6 for part in parts)
     assert row["objective"] == pytest.approx(sum(parts), rel=1e-5)
-    # At the start all tokens are nearly as likely: neither target is harder than the other.
+    # At the start all tokens are almost equally likely, so neither target is harder.
     assert abs(row["loss/smoothing"]) < 0.05 * row["loss"]
 
 
 def test_smoothing_keeps_a_model_from_being_sure(tmp_path):
     sure = at(tmp_path / "sure", total_steps=6, eval_interval=0)
     unsure = at(tmp_path / "unsure", with_objective(RUN, "smoothed", label_smoothing=0.9), total_steps=6, eval_interval=0)
-    # Evaluations are of the cross-entropy, whatever is minimized.
+    # Evaluations measure the cross-entropy for every objective.
     assert unsure.evaluation["eval/loss"] > sure.evaluation["eval/loss"]
     assert "loss/smoothing" in rows(unsure.folder)[-1]
     assert "loss/smoothing" not in rows(sure.folder)[-1]
 
 
 def every_second(cfg, execution):
-    """A loss of its own, with sums over other things than tokens: distances to the next token at even places, and rows;
-    and a report of the model's health, a mean over rows."""
+    """An objective with sums over even positions and over sequences, and a health report that is a mean."""
 
     def objective(model, batch):
         x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
@@ -117,7 +115,7 @@ def test_accumulated_parts_of_a_registered_objective_add_up(another):
 
 
 def test_another_objective_under_the_same_name_is_another_program(another):
-    """As in a notebook, whose cell is run again with a change."""
+    """As in a notebook whose cell is edited and run again."""
     cfg = with_objective(small.config(), "every_second")
     rows_ = [small.random_rows(cfg, 0)]
     before = small.train(cfg, rows_)[1][0]["loss"]
@@ -146,7 +144,7 @@ class Pairs(NamedTuple):
 
 
 def prefers(cfg, execution):
-    """The softplus of how much less likely the chosen targets are than the rejected ones."""
+    """Return the softplus of the rejected minus the chosen log-likelihood."""
 
     def objective(model, batch):
         x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
@@ -166,7 +164,7 @@ def test_an_objective_sees_the_fields_that_its_examples_have_of_their_own(anothe
     _, history, _ = small.train(cfg, [pairs] * 4)
     assert history[-1]["loss"] < history[0]["loss"] < 10
     _, same, _ = small.train(cfg, [pairs._replace(rejected=rows_.targets)])
-    assert same[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)  # neither is more likely
+    assert same[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)  # equally likely
 
 
 def test_an_unknown_objective_is_one_line(another):

@@ -1,4 +1,4 @@
-"""The chunked loss against the plain one: sums and gradients, on one device and split over a mesh."""
+"""The chunked loss against the plain one: sums and gradients, on one device and on a mesh."""
 
 import contextlib
 import functools
@@ -50,7 +50,7 @@ def test_sums_and_gradients_equal_the_plain_form(shape, weights):
     run = jax.jit(jax.value_and_grad(lambda *a: chunked(*a, *weights), argnums=(0, 1), has_aux=True))
     with contextlib.nullcontext() if shape is None else jax.set_mesh(make_mesh(MeshConfig(*shape))):
         (_, got), grads = run(*arguments)
-        if not any(weights):  # the entropy is for evaluations, which ask for no gradient
+        if not any(weights):  # the entropy is only for evaluations, without a gradient
             got = got._replace(entropy=jax.jit(lambda *a: chunked(*a, *weights)[1].entropy)(*arguments))
     for name in want._fields if not any(weights) else want._fields[:-1]:
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, err_msg=name)

@@ -1,4 +1,4 @@
-"""The optimizer against a hand-written one, and the learning rate at the corners of its schedule."""
+"""AdamW against a reference implementation, and the learning rate at the corners of its schedules."""
 
 import dataclasses
 from typing import Any
@@ -33,7 +33,7 @@ def config(total: int = 100, **optim: Any) -> RunConfig:
 
 
 def rates(cfg: RunConfig) -> np.ndarray:
-    """The learning rate of update 1, 2, ..., total, at index 0, 1, ..."""
+    """Return the learning rates of updates 1 to total."""
     return np.array([float(learning_rate(cfg, count)) for count in range(cfg.train.total_steps)])
 
 
@@ -45,14 +45,14 @@ def test_warm_up_is_linear_and_ends_at_the_peak(schedule: str) -> None:
     got = rates(config(schedule=schedule))
     np.testing.assert_allclose(got[:10], PEAK * np.arange(1, 11) / 10, rtol=1e-6)
     assert got.max() == pytest.approx(PEAK)
-    assert got[0] > 0  # the first update is not wasted
+    assert got[0] > 0  # the first update has an effect
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1 * PEAK), ("wsd", 0.1 * PEAK), ("constant", PEAK)])
 def test_last_step(schedule: str, last: float) -> None:
     cfg = config(schedule=schedule)
     assert rates(cfg)[-1] == pytest.approx(last, rel=1e-5)
-    assert float(learning_rate(cfg, 1000)) == pytest.approx(last, rel=1e-5)  # and ever after
+    assert float(learning_rate(cfg, 1000)) == pytest.approx(last, rel=1e-5)  # and later
 
 
 def test_cosine_is_half_way_down_in_the_middle_and_never_rises() -> None:
@@ -94,7 +94,7 @@ def test_a_run_that_is_all_warm_up_ends_at_the_peak(schedule: str) -> None:
 
 
 def test_rate_is_the_same_traced() -> None:
-    """With its numbers as arguments: one program for all of them."""
+    """With hyperparameters as arguments: one program for all."""
     traced = jax.jit(module.learning_rate)
     for cfg in (config(), config(schedule="wsd", total=70), config(schedule="constant", learning_rate=0.1)):
         for count in (0, 9, 10, 55, 99):
@@ -124,8 +124,7 @@ def gradients(scale: float) -> list[Net]:
 
 
 def by_hand(net: Net, grads: list[Net], cfg: RunConfig) -> dict[str, np.ndarray]:
-    """AdamW (Loshchilov and Hutter) in float64, decoupled decay on the matrix alone,
-    the gradient clipped as a whole."""
+    """AdamW (Loshchilov and Hutter) in float64, with decay of the matrix only and clipping by global norm."""
     o = cfg.optim
     names = ("matrix", "bias", "scale")
     p = {n: np.asarray(getattr(net, n), np.float64) for n in names}
@@ -148,7 +147,7 @@ def by_hand(net: Net, grads: list[Net], cfg: RunConfig) -> dict[str, np.ndarray]
 @pytest.mark.parametrize("scale", [0.01, 10.0], ids=["below the clip", "above the clip"])
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "never clipped"])
 def test_three_steps_equal_adamw_by_hand(scale: float, clip: float) -> None:
-    # A large epsilon, so that the size of the gradient, and with it the clipping, shows in the steps.
+    # With a large epsilon, steps depend on the size of the gradient, and so on clipping.
     cfg = config(learning_rate=0.1, b1=0.8, b2=0.9, eps=1e-2, weight_decay=0.3, max_grad_norm=clip)
     net = make_net()
     expected = by_hand(net, gradients(scale), cfg)
@@ -177,7 +176,7 @@ def test_in_one_go_it_is_what_the_parts_are_one_after_the_other(scale: float, cl
     summed = lambda grad: Gradients(jax.tree.map(lambda g: 8 * g, grad), 1 / 8, optax.tree.norm(grad))  # of eight tokens
     ours = (net, state)
     for number, grad in enumerate(gradients(scale)):
-        if number == 1:  # a bad step in between, which nothing remembers
+        if number == 1:  # a bad step, which has no effect
             bad = jax.tree.map(lambda g: g * jnp.nan, grad)
             left = step(ours[0], bad, ours[1], jnp.asarray(False))
             for a, b in zip(*map(jax.tree.leaves, (ours, left[:2])), strict=True):
@@ -193,7 +192,7 @@ def test_in_one_go_it_is_what_the_parts_are_one_after_the_other(scale: float, cl
 
 
 def test_clipping_keeps_the_direction_and_the_ratio_between_arrays() -> None:
-    # With b1 = b2 = 0 and a huge epsilon the update is -rate * clipped / eps: the clipped gradient itself can be seen.
+    # With b1 = b2 = 0 and a huge epsilon, the update is -rate * clipped / eps, which shows the clipped gradient.
     optim = {"b1": 0.0, "b2": 0.0, "eps": 1e6, "weight_decay": 0.0, "max_grad_norm": 2.0, "warmup_steps": 0}
     cfg = config(schedule="constant", **optim)
     net, grad = make_net(), gradients(10.0)[0]
@@ -226,13 +225,13 @@ def test_moments_are_float32_whatever_the_gradient() -> None:
 
 
 def test_the_average_begins_with_what_has_been_learned() -> None:
-    """A long average of few updates is none of the weights that the run began with."""
+    """The average of few updates has forgotten the initial weights."""
     cfg = config(ema_decay=0.999)
     h = Hyperparameters.of(cfg.optim, cfg.train)
     start, learned = jnp.zeros(3), jnp.ones(3)
     ema = start
     for count in range(50):
         ema = updated_average(h, ema, learned, jnp.int32(count))
-    assert float(ema[0]) > 0.999  # of 0.999 alone: 0.05
+    assert float(ema[0]) > 0.999  # with 0.999 alone: 0.05
     late = updated_average(h, start, learned, jnp.int32(100_000))
     np.testing.assert_allclose(late, 0.001, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""Weights and moments in bfloat16: small updates add up, the same bits everywhere, and half of the memory is saved."""
+"""Weights and moments in bfloat16: small updates add up, results are the same everywhere, memory is halved."""
 
 import dataclasses
 import json
@@ -35,11 +35,11 @@ def test_a_number_goes_to_one_of_its_neighbours_and_on_average_nowhere():
     chance = (x.astype(np.float64) - low) / step
     up = (drawn - low) / step
     assert set(np.unique(up)) == {0.0, 1.0}
-    assert (up[:, chance == 0] == 0).all()  # what bfloat16 can hold stays as it is
+    assert (up[:, chance == 0] == 0).all()  # bfloat16 numbers stay the same
     deviation = (up.mean(0) - chance) / np.sqrt(np.maximum(chance * (1 - chance), 1e-4) / len(up))
     assert np.abs(deviation).max() < 5
-    assert 0.9 < deviation[chance > 0].std() < 1.1  # as often as chance would have it, neither more nor less evenly
-    together = np.corrcoef(up[:, np.abs(chance - 0.5) < 0.4].T)  # and no two places of an array go the same way
+    assert 0.9 < deviation[chance > 0].std() < 1.1  # as often as independent coin flips
+    together = np.corrcoef(up[:, np.abs(chance - 0.5) < 0.4].T)  # and the elements of an array are independent
     assert np.abs(together - np.eye(len(together))).max() < 6 / np.sqrt(len(up))
 
 
@@ -114,7 +114,7 @@ def _wide(x):
 def test_its_losses_follow_those_of_float32_weights(trained, tmp_path):
     whole = runs.at(tmp_path / "run", runs.RUN, evaluated=False)
     ours, theirs = ([row["loss"] for row in runs.rows(folder)] for folder in (trained.folder, whole.folder))
-    assert theirs[-1] < theirs[0] - 0.3  # it does learn
+    assert theirs[-1] < theirs[0] - 0.3  # it learns
     np.testing.assert_allclose(ours, theirs, atol=0.02)
 
 
@@ -127,18 +127,18 @@ def test_steps_that_are_too_small_for_the_weights_move_them_as_far_as_float32_we
         moved = [_wide(b) - _wide(a) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
         found.append(np.concatenate([change.ravel() for change in moved]))
     whole, halved = found
-    assert (halved == 0).mean() > 0.5  # most stay where they are, the others jump
+    assert (halved == 0).mean() > 0.5  # most stay, the others jump
     assert (whole @ halved) / (whole @ whole) == pytest.approx(1, abs=0.1)
 
 
 def test_one_device_and_eight_agree():
-    """In two parts: their sums are rounded by chance, and then all that is of one part as well."""
+    """With two microbatches: their sums are rounded stochastically, too."""
     cfg = dataclasses.replace(small.config(train__grad_accum=2), precision=HALVES)
     batches = [small.random_rows(cfg, seed) for seed in range(3)]
     found = [small.train(small.mesh_config(cfg, *axes), batches)[:2] for axes in ((1, 1, 1), (2, 2, 2))]
     (one, its), (other, others) = found
     assert [row["loss"] for row in its] == pytest.approx([row["loss"] for row in others], rel=2e-3)
-    # Sums differ in their last bits from mesh to mesh, and tip the scales for a few numbers.
+    # Sums differ in their last bits between meshes, which changes the rounding of a few numbers.
     for a, b in zip(*map(jax.tree.leaves, (one.model, other.model)), strict=True):
         assert (_wide(a) != _wide(b)).mean() < 0.1 or a.dtype == np.float32
         np.testing.assert_allclose(_wide(a), _wide(b), rtol=2**-6, atol=2e-3)

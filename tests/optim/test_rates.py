@@ -1,4 +1,4 @@
-"""Rates by role: one learning rate moves what a model computes as far, whatever its width; gates learn faster."""
+"""Rates by role: one learning rate changes activations by as much at every width; gates learn faster."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ T, STEPS = 16, 2
 
 
 def model_of_width(width: int) -> ModelConfig:
-    """The architecture of the presets; heads become more with the width, as they do from one to the next."""
+    """The architecture of the presets, with as many heads per width."""
     heads = width // 32
     return ModelConfig(
         vocab_size=64, width=width, layers=2, heads=heads, kv_heads=heads, head_dim=32, ffn=width,
@@ -32,7 +32,7 @@ def model_of_width(width: int) -> ModelConfig:
 
 
 def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
-    """The stream after each layer, the logits of the streams' maps, and those of the next token."""
+    """Return the stream after each layer, the logits of the streams' maps, and those of the next token."""
     cfg, residual = model.cfg, residual_class(model.cfg)
     layout = attention_layout(tokens_BT.shape, None, cfg.strides)
     state = residual.enter(cfg, model.embed_VD[tokens_BT] * cfg.width**0.5)
@@ -49,7 +49,7 @@ def what_it_computes(model: LM, tokens_BT: jax.Array) -> dict[str, jax.Array]:
 
 
 def moved(width: int, learning_rate: float = 5e-4) -> dict[str, float]:
-    """By how much a few steps change each, as the root of the mean square over tokens and channels."""
+    """Return by how much a few steps change each, as root mean square over tokens and channels."""
     optim = OptimConfig(learning_rate=learning_rate, warmup_steps=0, schedule="constant", weight_decay=0.0)
     h = Hyperparameters.of(optim, TrainConfig())
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, T + 1)))
@@ -68,7 +68,7 @@ def moved(width: int, learning_rate: float = 5e-4) -> dict[str, float]:
     def run() -> dict[str, jax.Array]:
         model = LM.init(model_of_width(width), key=jax.random.key(0))
         model = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), model)  # not weakly typed, as after a step
-        # A step tells what it found before it moved anything.
+        # A step reports the values before its update.
         _, each = jax.lax.scan(step, (model, make_optimizer(h, model).init(model)), length=STEPS + 1)
         return {name: jnp.sqrt(jnp.mean((seen[-1] - seen[0]) ** 2)) for name, seen in each.items()}
 
@@ -77,7 +77,7 @@ def moved(width: int, learning_rate: float = 5e-4) -> dict[str, float]:
 
 @functools.cache
 def slopes() -> dict[str, float]:
-    """The power of the width by which each change grows."""
+    """Return the exponent of the width by which each change grows."""
     each = [moved(width) for width in WIDTHS]
     return {name: float(np.polyfit(np.log(WIDTHS), np.log([m[name] for m in each]), 1)[0]) for name in each[0]}
 
@@ -92,7 +92,7 @@ def test_a_step_moves_wide_models_as_far_as_narrow_ones() -> None:
 
 
 def test_a_gate_learns_faster_than_a_matrix_of_the_same_width() -> None:
-    cfg = dataclasses.replace(model_of_width(64), residual="mhc")  # with a gate of the feed-forward layer's own
+    cfg = dataclasses.replace(model_of_width(64), residual="mhc")  # with gates of the feed-forward layer
     model = jax.eval_shape(lambda: LM.init(cfg, key=jax.random.key(0)))
     factors = rates(model)
     matrix, gate = factors.layers.ffn.gate_DF, factors.layers.ffn_residual.phi_RDM

@@ -1,4 +1,4 @@
-"""What is trained and what is not; Muon beside AdamW: on every mesh, with a checkpoint in between, and by hand."""
+"""Trained and frozen parameters; Muon with AdamW: on every mesh, across a checkpoint, and against a reference."""
 
 import dataclasses
 
@@ -51,13 +51,13 @@ def test_no_moments_and_no_averages_are_kept_of_what_is_frozen(frozen_run):
     trained = {name for name in named_leaves(frozen_run[0].model) if not is_frozen(name)}
     under = lambda part: {name.removeprefix(part) for name in names if name.startswith(part)}
     assert under("ema.") == under("opt_state[1].mu.") == under("opt_state[1].nu.") == trained
-    # The averaged model is whole all the same.
+    # The averaged model is complete.
     assert set(named_leaves(frozen_run[0].best_model)) == set(named_leaves(frozen_run[0].model))
 
 
 def test_the_program_computes_no_gradients_of_what_is_frozen():
     def costs(cfg):
-        """As it goes to the compiler, which can only leave out more of it."""
+        """Count the FLOPs of the lowered step; the compiler can only remove more."""
         mesh, step = small._compiled(cfg)
         shapes = small.sharded_abstract_state(cfg, mesh), small.abstract_batch(cfg.data, 1, mesh)
         with jax.set_mesh(mesh):
@@ -85,7 +85,7 @@ def test_to_train_only_some_is_to_freeze_the_others(frozen_run):
     others = ",".join(name for name in named_leaves(frozen_run[0].model) if not is_frozen(name))
     only, frozen = small.config(optim__train_only=others), small.config(optim__freeze=FROZEN)
     parts = [[named_leaves(part) for part in Training.of(cfg).split(frozen_run[0].model)] for cfg in (only, frozen)]
-    for ours, theirs in zip(*parts, strict=True):  # the trained part and the frozen one: all that a step knows of it
+    for ours, theirs in zip(*parts, strict=True):  # the trained and the frozen part, on which the step depends
         assert set(ours) == set(theirs) != set()
     assert jax.tree.structure(abstract_state(only)) == jax.tree.structure(abstract_state(frozen))
 
@@ -126,7 +126,7 @@ def test_muon_with_frozen_parameters_goes_on_where_it_stopped(tmp_path, unbroken
 
 
 def test_a_run_begins_with_averaged_and_frozen_weights_of_another(tmp_path):
-    """Of what was frozen there are no averages: it is taken from the model itself."""
+    """Frozen parameters have no averages; they come from the model."""
     optim = dataclasses.replace(RUN.optim, freeze=FROZEN, ema_decay=0.9)
     other = at(tmp_path / "other", dataclasses.replace(RUN, optim=optim), total_steps=2, evaluated=False)
     cfg = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, init_from=str(tmp_path / "other")))
@@ -158,7 +158,7 @@ def updates():
     return {name: named_leaves(updates) for name, updates in step(gradients, model).items()}
 
 
-# Names of the maps between vectors, with how many of their axes, after that of the layers, belong to what goes in.
+# Names of the matrices, with the number of their input axes after the layer axis.
 MAPS = {
     **{f"layers.attention.base.{name}": 1 for name in ("q_DNH", "k_DKH", "v_DKH")},
     "layers.attention.base.out_NHD": 2,
@@ -176,15 +176,14 @@ def test_each_layer_of_a_map_moves_by_an_orthogonal_matrix(updates, name, inputs
     for layer in np.asarray(updates["muon"][name]):
         matrix = layer.reshape(int(np.prod(layer.shape[:inputs])), -1)
         singular = np.linalg.svd(matrix, compute_uv=False)
-        # Newton and Schulz bring singular values near 1, not to it, and those that are next to nothing take longer.
+        # Newton-Schulz brings singular values close to 1; tiny ones take longer.
         scaled = singular / (0.8 * np.sqrt(640) * np.sqrt(matrix.shape[1] / matrix.shape[0]))
         assert np.quantile(scaled, 0.1) > 0.5
         assert scaled.max() < 1.3
 
 
 def test_muon_on_a_mesh_is_muon_on_one_device():
-    """Of a dense model, which has every map that there is (MAPS), one of them frozen, as in the runs above; what is not
-    a map is Adam's, here as everywhere."""
+    """For a dense model, which has every kind of matrix (MAPS), one of them frozen; the rest is trained by Adam."""
     cfg = dataclasses.replace(small.config(), optim=dataclasses.replace(small.config().optim, **MUON_OPTIONS))
     rows = [small.random_rows(cfg, seed) for seed in range(3)]
     small.assert_same_run(small.train(small.mesh_config(cfg, 2, 2, 2), rows), small.train(cfg, rows), rtol=1e-3)
@@ -200,7 +199,7 @@ def test_muon_keeps_one_moment_of_a_map_where_adam_keeps_two():
 
 
 def test_what_is_frozen_has_no_gradients_to_count():
-    """Of three matmuls with a weight, one makes its gradient; adapters have all three, and attention stays as it is."""
+    """One of three matmuls per weight computes its gradient; adapters have all three; attention does not change."""
     cfg = small.config()
     m = cfg.model
     weights = m.layers * (m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + 3 * m.width * m.ffn)

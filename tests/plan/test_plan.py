@@ -1,4 +1,4 @@
-"""The planner: what it takes for a machine, what it ranks first, what it says where nothing fits or a name is wrong."""
+"""The planner: machine names, ranking, advice if nothing fits, and errors."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def test_every_chip_has_its_facts_and_where_they_are_from():
     for chip in chips().values():
         assert chip.source and chip.kinds and chip.slices, chip.name
         assert all(count == math.prod(map(int, shape.split("x"))) for count, shape in chip.slices.items()), chip.name
-        assert by_kind(chip.kinds[0]) is chip  # no other one claims its name
+        assert by_kind(chip.kinds[0]) is chip  # no other chip has this name
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_best_fits_and_divides_and_none_that_fits_is_faster():
     assert len({tuple(c.settings.items()) for c in found}) == len(found)
     for c in found:
         assert c.mesh["data"] * c.mesh["fsdp"] * c.mesh["tp"] == 8
-        assert c.cfg.data.batch_size * c.cfg.train.grad_accum == cfg.data.batch_size  # a step's rows are the user's
+        assert c.cfg.data.batch_size * c.cfg.train.grad_accum == cfg.data.batch_size  # the sequences per step stay
         assert c.memory.total == pytest.approx(sum(vars(c.memory).values()))
 
 
@@ -89,7 +89,7 @@ def test_what_the_user_has_set_stays():
 
 
 def test_where_no_remat_was_chosen_what_is_kept_by_name_is_tried_as_well():
-    """`1b` keeps something by itself, which is no wish of the user's; its command sets both."""
+    """The preset `1b` sets --remat-keep, the user does not; the command sets both."""
     at = machine("h200", chips())
     found = {c.cfg.train.kept: c for c in candidates(presets.run("1b"), at, {"train.grad_accum": 1})}
     assert found.keys() == {"none", "dots+ffn-up", "dots", "full"}
@@ -186,7 +186,7 @@ def test_a_teacher_costs_its_bytes_and_its_time(monkeypatch, capsys, tmp_path):
     weights = 2 * 4 * 596_049_920 / 2**30
     assert taught["gib_by_category"]["teachers"] == pytest.approx(weights)
     assert weights <= taught["gib"] - alone["gib"] < 1.1 * weights
-    assert taught["compute_s"] == pytest.approx(alone["compute_s"] * (1 + 2 / 4), rel=0.05)  # two forward passes more
+    assert taught["compute_s"] == pytest.approx(alone["compute_s"] * (1 + 2 / 4), rel=0.05)  # two more forward passes
     code, _, err = planned(monkeypatch, capsys, *words, *distill[:2], "--distill-teacher", str(tmp_path / "nobody"))
     assert code == 2 and "nobody" in err and err.count("\n") == 1
 
@@ -215,7 +215,7 @@ def test_a_few_rows_are_made_enough_for_many_chips_unless_they_were_given():
 
 
 DENSE = {"scales": 1, "window": None, "conv_taps": 0}
-EARLIER = {"scales": 3, "ratio": 4, "residual": "mhc"}  # what the sizes were until 2026-11-18
+EARLIER = {"scales": 3, "ratio": 4, "residual": "mhc"}  # the architecture of the presets until 2026-11-18
 # Measured on one H200 (docs/experiments.md): (size, changes of the model, sequences, T, remat, unroll, tokens/s).
 # The shares of the roofline were chosen before those from the sixth on were measured.
 MEASURED = [
@@ -273,7 +273,7 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, words):
 
 
 def test_the_compiler_is_asked_for_the_same_settings_and_its_answer_is_marked(monkeypatch):
-    """In place of minutes of compiling, what it would be started with; tests of `bench compile` run the compiler."""
+    """Check the command instead of compiling for minutes; the tests of `bench compile` run the compiler."""
     asked = []
 
     def started(words, **options):
@@ -298,7 +298,7 @@ def test_the_compiler_is_asked_for_the_same_settings_and_its_answer_is_marked(mo
 
 
 def test_twice_the_chips_with_twice_the_rows_are_nearly_twice_as_fast():
-    """By data alone: every chip does what it did, and the sum of the gradients goes on beside it."""
+    """With data parallelism, each chip does the same work, and the gradient sum overlaps with it."""
     each = []
     for chips_there in (8, 16):
         at, mesh = machine(f"v6e-{chips_there}", chips()), {"data": chips_there // 8, "fsdp": 8, "tp": 1}

@@ -1,5 +1,4 @@
-"""Steps without a finite loss or gradients:
-they change nothing, are counted and told, and too many in a row stop the run."""
+"""Steps with a non-finite loss or gradients change nothing, are counted, and end the run if there are too many."""
 
 import dataclasses
 import functools
@@ -21,7 +20,7 @@ from nash_mhc.train.step import make_objective, make_train_step
 
 def poisoned(cfg, seed, value=np.nan):
     rows = small.random_rows(cfg, seed)
-    rows.weights[-1, 0, 0] = value  # of the last part, where there are several
+    rows.weights[-1, 0, 0] = value  # in the last microbatch
     return rows
 
 
@@ -43,7 +42,7 @@ def sharp_step():
 
     def sharp(model, batch):
         loss, aux = objective(model, batch)
-        return loss + jnp.sqrt(0.0 * model.embed_VD[0, 0]), aux  # its slope at zero is no number
+        return loss + jnp.sqrt(0.0 * model.embed_VD[0, 0]), aux  # its gradient at zero is NaN
 
     return jax.jit(make_train_step(sharp))
 
@@ -63,11 +62,11 @@ def test_bad_gradients_under_a_finite_loss_are_skipped(max_grad_norm):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Makes the batches of the given steps of every run bad."""
+    """Poison the batches of these steps in every run."""
     bad: set[int] = set()
     spoilt = lambda batch: batch._replace(weights=batch.weights * np.float32(np.nan))
     small.change_batches(lambda step, batch: spoilt(batch) if step in bad else batch, monkeypatch.setattr)
-    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # nobody looks at an evaluation
+    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # no test here evaluates
     return bad
 
 
@@ -79,7 +78,7 @@ def test_skipped_steps_are_counted_and_told_and_a_continued_run_counts_on(poison
     result = at(tmp_path / "run")
     logged = rows(tmp_path / "run")
     assert {row["step"]: row["skipped"] for row in logged} == {2: 1, 3: 1, 4: 1, 6: 2}
-    assert all(row["loss"] > 1 for row in logged)  # the mean of the good steps of each
+    assert all(row["loss"] > 1 for row in logged)  # the mean of the good steps
     assert int(result.state.step) == 4
     assert logged[-1]["tokens_seen"] > 0
 
@@ -93,7 +92,7 @@ def test_too_many_in_a_row_stop_the_run_and_name_checkpoint_and_step(poison, tmp
         r"steps 3 to 5 .*--max-bad-steps 3.* checkpoint .* step 2; step 3 read rows 16, .*, 23 of stories; ", error
     )
     assert error.endswith(module_command("nash_mhc.data", "inspect", str(tmp_path / "run"), "--step", "3"))
-    # The remedy is found: without the bad rows the same command goes on.
+    # Without the bad data, the same command resumes.
     poison.clear()
     at(tmp_path / "run", checkpoint_interval=2)
     assert [row["step"] for row in rows(tmp_path / "run")][-1] == RUN.train.total_steps
@@ -105,7 +104,7 @@ def test_a_resumed_run_goes_on_counting_skipped_steps(poison, tmp_path):
     at(tmp_path / "run", max_bad_steps=4, total_steps=3)
     with pytest.raises(ConfigError, match="steps 2 to 5 had no finite loss"):
         at(tmp_path / "run", max_bad_steps=4)
-    assert small.small_meter([], saved={"tokens_seen": 1}).skipped_in_a_row == 0  # of a checkpoint that has no count
+    assert small.small_meter([], saved={"tokens_seen": 1}).skipped_in_a_row == 0  # a checkpoint without the count
 
 
 def test_without_a_checkpoint_before_them_that_is_said_and_zero_never_stops(poison, tmp_path):

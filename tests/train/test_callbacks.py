@@ -1,4 +1,4 @@
-"""Callbacks of a run: what they are called with, and what they may ask for."""
+"""Callbacks: their arguments, their order, and their requests to save and stop."""
 
 import jax
 import numpy as np

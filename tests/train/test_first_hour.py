@@ -1,5 +1,4 @@
-"""What a newcomer types: commands that are printed run as they stand, folders tell what they know,
-nothing is in the way."""
+"""The first hour of a new user: printed commands work when pasted, and directories provide settings."""
 
 import dataclasses
 import functools
@@ -35,14 +34,13 @@ from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 
 ROOT = Path(__file__).parents[2]
 SMALL = [*DENSE[: DENSE.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
-# A program less to trace and compile: samples are written by the first run here.
+# Only the first run here writes samples, to compile fewer programs.
 WITHOUT_SAMPLE = ["--seq-len", "64", "--sample-tokens", "0"]
 
 
 def typed(line: str, folder: Path, *, shell: bool = True) -> str:
-    """What a shell, or a forked process, makes of the line, in that folder; it must end well, without a word of
-    complaint."""
-    # Where an environment is activated, commands are told with a plain `python`; here they are told in full.
+    """Run the line in a shell or a forked process; it must exit with 0 and without warnings."""
+    # In an activated environment, commands are printed with a plain `python`; here with its full path.
     elsewhere = [folder for folder in os.environ["PATH"].split(os.pathsep) if Path(folder) != Path(sys.executable).parent]
     env = {"PYTHONPATH": str(ROOT), "PATH": os.pathsep.join(elsewhere)}
     if shell:
@@ -94,7 +92,7 @@ def test_every_command_that_is_printed_runs_as_it_stands(tmp_path, shell):
     assert Path(shlex.split(board)[0]).exists()
     out = type_(longer)
     assert "starting from step 2 of this run" in out
-    assert "settings changed: train.total_steps 2 -> 20\n" in out  # all else is as the run has recorded it
+    assert "settings changed: train.total_steps 2 -> 20\n" in out  # everything else is as recorded
 
 
 def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
@@ -113,21 +111,21 @@ def test_folders_tell_the_run_what_they_know(tmp_path, monkeypatch):
     assert parsed.origins["data.seq_len"] == "prepared data data"
     assert parsed.origins["model.vocab_size"] == "tokenizer data/tokenizer"
     assert parsed.given == {"data.dataset": "data"}
-    # Whatever the user says holds, and the vocabulary follows the tokenizer also without a prepared folder.
+    # The user's settings win, and the vocabulary follows the tokenizer also without prepared data.
     assert parse("--dataset", "data", "--seq-len", "256").config.data.seq_len == 256
     assert parse("--dataset", "data", "--model-vocab-size", "999").config.model.vocab_size == 999
     assert parse("--tokenizer", "tok").config.model.vocab_size == 271
     assert parse("--model-size", "small").config.model.vocab_size == 257
     mixed = parse("--dataset", "data:0.5", "--dataset", "other:0.3", "--dataset", "stories:0.2").config
     assert (mixed.data.seq_len, mixed.model.vocab_size, mixed.data.validation_fraction) == (512, 271, 0.05)
-    # A run that is started from tells its model and tokenizer, one that is gone on with its vocabulary.
+    # --init-from provides model and tokenizer; a resumed run provides its vocabulary.
     model = dataclasses.replace(small.MODEL, vocab_size=300, rope_theta=5e4)
     untrained_run(tmp_path / "base", dataclasses.replace(RUN, model=model))
     started = parse("--init-from", "base", "--model-window", "16")
     assert started.config.model == dataclasses.replace(model, window=16)
     assert started.origins["model.width"] == "--init-from base"
     assert parse("--checkpoint-dir", "base").config.model.vocab_size == 300
-    # Its tokenizer is its own also where the data was prepared with another: that is for the data to be refused by.
+    # It keeps its tokenizer even if the data was prepared with another one, so that the data is refused.
     assert parse("--init-from", "base", "--dataset", "data").config.data.tokenizer == "bytes"
     with pytest.raises(ConfigError, match="tokenizer"):
         cfg = parse("--init-from", "base", "--dataset", "data", "--checkpoint-dir", "new").config
@@ -199,14 +197,14 @@ def test_the_package_itself_says_what_there_is_and_its_version(monkeypatch, caps
 
 
 def test_the_console_script_is_every_command(tmp_path):
-    """As an installation makes it: a file that calls the entry point. Its name is what the help says."""
+    """Like an installed script: a file that calls the entry point, whose name the help shows."""
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["nash-mhc"]
     module, _, function = entry.partition(":")
     script = tmp_path / "nash-mhc"
     script.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     script.chmod(0o755)
     assert "usage: nash-mhc COMMAND" in typed("./nash-mhc --help", tmp_path)
-    # Worker processes begin with the script as well, and a signal that stops a run is heard.
+    # Worker processes start with the script as well, and signals stop a run.
     flags = shlex.join([*SMALL, *WITHOUT_SAMPLE, "--num-workers", "1", "--checkpoint-dir", "run"])
     assert "held-out loss at step 2:" in typed(f"./nash-mhc train {flags}", tmp_path)
 
@@ -215,7 +213,7 @@ def test_the_console_script_is_every_command(tmp_path):
     "command", ["nash_mhc", pytest.param("nash_mhc.train --help", marks=pytest.mark.long), "nash_mhc.train --print-config"]
 )
 def test_a_reader_that_has_seen_enough_is_no_error(command, tmp_path):
-    out = typed(f"{shlex.quote(sys.executable)} -u -m {command} | head -c 10", tmp_path)  # fails on a word of complaint
+    out = typed(f"{shlex.quote(sys.executable)} -u -m {command} | head -c 10", tmp_path)  # fails on any warning
     assert len(out) == 10
 
 
@@ -237,7 +235,7 @@ def test_a_blank_sample_says_so(capsys):
 
 
 def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):
-    """As a GPU and a TPU say it; a CPU takes whatever the system gives."""
+    """With the error of a GPU or TPU; a CPU never runs out of device memory."""
     said = (
         "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96.5GiB with allocator GPU_0_bfc on device 0. "
         "[executable_name='jit_traced']\nBufferAssignment ..."
@@ -252,7 +250,7 @@ def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "(Out of memory while trying to allocate 96.5GiB); " in line
-    assert re.search(r"; try --batch-size \d --grad-accum \d+ \([\d.]+ MiB\), or ", line)  # the same step comes first
+    assert re.search(r"; try --batch-size \d --grad-accum \d+ \([\d.]+ MiB\), or ", line)  # keeps the step
     assert "--remat full" in line
     said = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError):
@@ -260,7 +258,7 @@ def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):
 
 
 def test_the_snippet_of_the_readme_runs(tmp_path):
-    """As it stands, but for the size of what it makes and trains."""
+    """Unchanged except for the size of its data and model."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     assert code.count('presets.run("tiny")') == code.count('presets.model("tiny")') == 1
     code = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nimport small\n{code}"

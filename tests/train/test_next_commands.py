@@ -36,7 +36,7 @@ TINY = shlex.split(
 
 
 def proposed(said):
-    """The commands in it, each to the end of its line; what stands behind `   #` is a remark."""
+    """Return the commands in the text, without trailing comments (`   #`)."""
     return re.findall(r"\S*python\S* -m nash_mhc\S* .*?(?=   #|$)", said, re.MULTILINE)
 
 
@@ -45,7 +45,7 @@ def python(module, *words):
 
 
 def walk(line, folder, *, depth=2, code=0, done=None):
-    """Types the line and what it proposes, and so on; returns the lines that were typed."""
+    """Run the line, then the commands that it prints, and so on; return all of them."""
     done = [] if done is None else done
     done.append(line)
     found, said = typed(line, folder)
@@ -66,7 +66,7 @@ def test_the_command_that_a_stopped_run_prints_continues_it(tmp_path):
     assert life.end() == 75
     saved = RunFolder(run).steps()[-1]
     assert saved < 16
-    (command,) = proposed(life.said)  # for the shell that started it: its folder, its PATH
+    (command,) = proposed(life.said)  # for the shell that started it, with its directory and PATH
     typed_again = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     said = typed_again.stdout + typed_again.stderr
     assert typed_again.returncode == 0, said
@@ -143,13 +143,13 @@ pack: few
 
 
 def linked(said):
-    """The commands that a chain announces."""
+    """Return the commands that a chain prints."""
     return proposed("\n".join(re.findall(r"^== .*", said, re.MULTILINE)))
 
 
 @pytest.mark.long
 def test_what_a_chain_proposes(tmp_path):
-    """Interrupted as a terminal does it: the chain, and the run that it has started."""
+    """Interrupt the chain and its run, as a terminal does."""
     drawn_run(tmp_path / "teacher", small.config())
     (tmp_path / "chain.yaml").write_text(CHAIN.replace("STEPS", "100000"))
     line, env = python("distill", "chain", "chain.yaml", "--out", "my chain"), os.environ | {"PYTHONPATH": str(ROOT)}
@@ -176,7 +176,7 @@ def test_what_a_chain_proposes(tmp_path):
 
 @pytest.mark.long
 def test_what_refusals_propose(tmp_path):
-    """Each refusal with a command or flags in it; with those, the same start is not refused."""
+    """Each error that proposes a command or flags; with those, the same start works."""
     code, said = typed(python("train", *TINY, "--mesh-data", "3", "--mesh-tp", "5"), tmp_path)
     assert code == 2
     _, _, remedies = said.strip().partition("; try ")
@@ -193,7 +193,7 @@ def test_what_refusals_propose(tmp_path):
 
 @pytest.mark.long
 def test_what_data_of_an_earlier_version_propose(tmp_path):
-    """Also where a file brings the dataset: the remark on that is no part of the command."""
+    """Also if a file sets the dataset: the note about that is not part of the command."""
     write_jsonl(tmp_path / "my stories.jsonl", stories(60))
     data = ["--dataset", "my stories.jsonl", *TINY]
     walk(python("data", "train-bpe", *data, "--vocab-size", "280", "--out", "tok"), tmp_path, depth=0)
@@ -212,11 +212,11 @@ def test_what_data_of_an_earlier_version_propose(tmp_path):
     walk(start, tmp_path, depth=0)
 
 
-# --- of runs that end early, in this process -------------------------------------------------------------------------
+# --- runs that end early, in this process -------------------------------------------------------------------------
 
 
 def of(stopped, capsys):
-    """(the last command in the refusal that `stopped` ends with, all of the refusal)"""
+    """Return the last command in the error that `stopped` ends with, and the whole error."""
     assert one_line_errors(stopped) == 2
     said = capsys.readouterr().err
     *_, command = proposed(said)
@@ -245,7 +245,7 @@ def test_what_a_run_out_of_memory_proposes(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_what_bad_steps_propose(tmp_path, monkeypatch, capsys):
-    """What they read: by the run itself, and in its report."""
+    """The commands to inspect the data of bad steps, from the run and from its report."""
     spoilt = lambda rows: rows._replace(weights=rows.weights * np.float32(np.nan))
     small.change_batches(lambda step, rows: spoilt(rows) if step > 3 else rows, monkeypatch.setattr)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.checkpoint restore-test`: a checkpoint is really restored, and what is wrong with it is told."""
+"""`python -m nash_mhc.checkpoint restore-test` restores a checkpoint and reports every defect."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_damage_and_what_its_own_configuration_does_not_fit_fail(state, tmp_path
     code, out = tried(tmp_path / "b", monkeypatch, capsys)
     assert code == 1
     assert "FAILED: " in out and "damaged, the content of state/" in out
-    assert manifest.saved_steps(tmp_path / "b" / "checkpoints") == [4]  # a look changes nothing
+    assert manifest.saved_steps(tmp_path / "b" / "checkpoints") == [4]  # the test changes nothing
 
     checkpoint = saved(tmp_path / "c", state)
     values = manifest.read_values(checkpoint)

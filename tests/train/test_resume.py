@@ -1,4 +1,4 @@
-"""Runs that go on: from the last whole checkpoint, exactly; --resume auto, never and must."""
+"""Resuming: exactly, from the latest complete checkpoint; --resume auto, never and must."""
 
 import dataclasses
 import json
@@ -39,14 +39,14 @@ def test_a_checkpoint_holds_position_randomness_and_metrics(unbroken, tmp_path):
         values = manifest.read_values(unbroken.folder / "checkpoints" / str(step))
         assert values["data"] == {"rows_read": 8 * step, "rows": "stories-2"}
         assert values["rng"] == {"seed": RUN.train.seed, "step": step}
-        # The metrics of the step itself, to the last bit; what is measured over several steps is not among them.
+        # The metrics of the step itself, bit for bit, without those of several steps.
         told = values["metrics"]
-        once = {"tokens", "skipped", "spike", "empty"}  # of this step; a row counts them over the run
+        once = {"tokens", "skipped", "spike", "empty"}  # per step here, over the run in a row
         assert {"loss", "grad_norm", "lr", *once} <= set(told)
         assert all(told[k] == logged[step][k] for k in set(told) - once)
 
 
-# What the rows of a step, or the function that is trained, follow from; a value that is none of RUN's.
+# Settings that determine the data of a step or the trained function, with values that RUN does not have.
 KEPT = {
     **{f"model__{k}": v for k, v in {"width": 48, "ffn": 32, "layers": 3, "rope_theta": 5e4, "norm_eps": 1e-5}.items()},
     "data__dataset": "other.txt", "data__dataset_name": "v2", "data__split": "validation", "data__tokenizer": "other",
@@ -75,7 +75,7 @@ def changed(folder, **changes):
 
 @pytest.fixture(scope="module")
 def told_by(unbroken, tmp_path_factory):
-    """The same run, known from run.json, or from its checkpoints: the newest is unreadable, or the newest will do."""
+    """The same run, described by run.json or by its checkpoints, with and without an unreadable latest one."""
     folders = {"run.json": unbroken.folder}
     for name in ("checkpoints", "half a run.json"):
         folders[name] = shutil.copytree(unbroken.folder, tmp_path_factory.mktemp("told") / "run")
@@ -99,7 +99,7 @@ def test_what_may_not_change_is_refused_by_name_and_the_rest_is_taken(told_by, s
     for name, value in FREE.items():
         check_resume(changed(folder, **{name: value}), rows="stories-2")
     check_resume(changed(folder, data__batch_size=4, train__grad_accum=2), rows="stories-2")
-    # Another run's weights are taken for other data and another batch, but not for another model.
+    # Another run's weights fit other data and another batch, but not another model.
     new = changed(folder.parent / "new", train__resume_from=str(folder), train__seed=5, data__seq_len=64, data__batch_size=2)
     check_resume(new, rows="another")
     with pytest.raises(ConfigError, match=r"model\.ffn \(64 there, 32 now\)"):
@@ -153,11 +153,11 @@ def test_never_and_must_are_kept_to(unbroken, tmp_path):
 
 def test_rows_whose_checkpoints_are_missing_are_not_erased(tmp_path):
     folder = tmp_path / "run"
-    at(folder, checkpoint_interval=2, log_interval=1)  # the second save waits for the first, and later rows know of it
+    at(folder, checkpoint_interval=2, log_interval=1)  # the second save waits for the first, which later rows record
     (folder / "checkpoints").rename(tmp_path / "kept")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     missing = r"metrics\.jsonl has rows up to step 6, .*checkpoints are missing.* step [24];.* --checkpoint-dir"
-    for make_folder in (False, True):  # it is gone; it is there and empty, as a run leaves it that has not saved yet
+    for make_folder in (False, True):  # missing, then empty, as a run that has not saved yet leaves it
         if make_folder:
             (folder / "checkpoints").mkdir()
         for options in ({}, {"init_from": str(folder.parent / "base")}, {"resume": "never"}):
@@ -167,7 +167,7 @@ def test_rows_whose_checkpoints_are_missing_are_not_erased(tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     (tmp_path / "kept").rename(folder / "checkpoints")
     assert int(at(folder, total_steps=7).state.step) == 7
-    # A run that was killed before its first checkpoint has rows, too, and just begins again.
+    # A run that was killed before its first checkpoint has rows, too, and starts again.
     at(tmp_path / "killed", total_steps=4)
     shutil.rmtree(tmp_path / "killed" / "checkpoints")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl has rows up to step 4, .*checkpoints are missing"):
@@ -205,7 +205,7 @@ def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, mo
         "folder": str(copy), "step": 6, "averaged": False,
         "manifest": manifest.identity(base.folder / "checkpoints" / "6"),
     }  # fmt: skip
-    # The same command goes on with the run's own checkpoint, also where the base is gone by then: flags and all.
+    # The same command resumes from the run's own checkpoint, even if the base is gone.
     shutil.rmtree(copy)
     again = ["--init-from", str(copy), "--checkpoint-dir", str(tmp_path / "new")]
     assert (
@@ -216,7 +216,7 @@ def test_init_from_takes_the_weights_and_nothing_else(base, tmp_path, capsys, mo
     run(new(train__total_steps=4, train__init_from="base"))
     assert "starting from step 2 of this run" in capsys.readouterr().out
     assert json.loads((tmp_path / "new" / "run.json").read_text())["init_from"] == told
-    # Another one is not taken for it: nothing would come of the weights that were asked for.
+    # Another base is refused, because its weights would not be used.
     with pytest.raises(ConfigError, match=rf"--init-from {base.folder}: \S+new .* from {copy};"):
         run(new(train__init_from=str(base.folder)), quiet=True)
     with pytest.raises(ConfigError, match=r"fresh weights; .*--checkpoint-dir"):
@@ -241,7 +241,7 @@ def test_the_weights_are_the_saved_ones_bit_for_bit_and_the_rest_is_new(base, tm
 
 
 def test_averaged_weights_are_what_another_run_starts_from(tmp_path):
-    """Those of a state that a run with averages saves, here without the steps to it."""
+    """Start from a saved state with averages, here without training it."""
     averaging, new = (
         changed(tmp_path / "base", optim__ema_decay=0.5),
         changed(tmp_path / "new", train__init_from=str(tmp_path / "base")),
@@ -271,7 +271,7 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
         path.unlink()
     with pytest.raises(ConfigError, match=r"--init-from \S+damaged: its checkpoint 4 is damaged, .*; choose another"):
         run(changed(tmp_path / "new", train__init_from=str(damaged), train__init_step=4), quiet=True)
-    # Asked where runs begin: a run would have begun to compile the step of another model meanwhile.
+    # Checked directly: a run would already have started to compile the step.
     mesh = small.make_mesh(RUN.mesh)
     with Store(tmp_path / "new") as store:
         with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* needs \(2, 32, 32\)"):
@@ -301,7 +301,7 @@ def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys, mon
     out = capsys.readouterr().out
     told = "settings changed: optim.learning_rate 0.00015 -> 0.0001, optim.schedule constant -> cosine, "
     assert told + "train.total_steps 2 -> 4, mesh.data 1 -> 2\n" in out
-    # 3/4 of a cosine from 1e-4 to 5% of it; the constant of before would have gone on.
+    # 3/4 of a cosine from 1e-4 to 5% of it; before, the rate was constant.
     assert re.search("learning rate .* 1.89e-05 .* 1.50e-04 .*cosine .* step 4 with 5.00e-06\n", out)
     assert rows(tmp_path / "run")[-1]["lr"] == pytest.approx(5e-6)
     at(tmp_path / "run", total_steps=5, log_interval=1)
@@ -310,7 +310,7 @@ def test_settings_that_changed_are_told_in_a_line_and_kept(tmp_path, capsys, mon
     assert history[0]["changed"]["mesh.data"] == [1, 2]
     assert history[1]["changed"]["train.log_interval"] == [2, 1]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", entry["at"]) for entry in history)
-    # Where run.json is lost, the checkpoint tells what the run had.
+    # Without run.json, the checkpoint has the settings.
     (tmp_path / "run" / "run.json").unlink()
     run(changed(tmp_path / "run", train__total_steps=6, train__log_interval=1, optim__weight_decay=0.5))
     assert "settings changed: optim.weight_decay 0.1 -> 0.5, train.total_steps 5 -> 6\n" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_the_loss_is_evaluated_on_the_held_out_split(unbroken):
     last = evaluated[-1]
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
     assert 0 <= last["eval/accuracy"] <= 1
-    # Bytes are one token each, and the end of a document none: nats / ln 2, or a little more.
+    # A byte is a token, and the end of a document is no byte: nats / ln 2, or a little more.
     assert 0.9999 < last["eval/bits_per_byte"] / (last["eval/loss"] / math.log(2)) < 1.05
     assert unbroken.evaluation["eval/loss"] == last["eval/loss"]
     assert unbroken.floor is not None
@@ -52,8 +52,8 @@ def test_the_loss_is_evaluated_on_the_held_out_split(unbroken):
 
 
 def test_the_first_steps_do_not_wait_for_the_program_of_the_evaluation(unbroken, tmp_path, monkeypatch):
-    """It is compiled behind the step's, while steps run; the evaluation waits for it, and finds what it always does."""
-    evaluate._evaluation.cache_clear()  # one that no run has compiled yet; the step's is there
+    """The evaluation compiles after the step, while steps run; the first evaluation waits for it."""
+    evaluate._evaluation.cache_clear()  # compile it again; the step stays cached
     begin, two_steps_done, waited = CompiledStep.compile_in_background, threading.Event(), []
 
     def held_up(step, state, batch, after=None):
@@ -101,7 +101,7 @@ def test_a_stopped_and_continued_run_is_bit_for_bit_the_unbroken_one(unbroken, t
     at(tmp_path / "run", total_steps=3)
     resumed = at(tmp_path / "run")
     assert_equal_states(resumed.state, unbroken.state, rtol=0, atol=0)
-    # The shorter run also logged its own last step: its rows hold the means of other steps, of the same losses.
+    # The shorter run also logged its last step, so its rows average the same losses over other steps.
     got, want = rows(tmp_path / "run"), rows(unbroken.folder)
     assert [(r["step"], r["steps"]) for r in got] == [(2, 2), (3, 1), (4, 1), (6, 2)]
     assert [got[0]["loss"], got[-1]["loss"]] == [want[0]["loss"], want[-1]["loss"]]

@@ -1,4 +1,4 @@
-"""Spikes: found, told, counted and, where wanted, skipped, on the device; the same on every mesh and after a stop."""
+"""Spikes are detected, reported, counted and optionally skipped, the same on every mesh and after a restart."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ def test_the_score_is_the_robust_z_score_of_a_full_ring():
     spread = 1.4826 * np.median(np.abs(last - median), axis=0)
     value = np.array([4.2, 9.0], np.float32)
     np.testing.assert_allclose(scores(ring(history), jnp.asarray(value)), (value - median) / spread, rtol=1e-4)
-    # Upwards only; nothing before the ring is full; nothing of what is no number.
+    # Only upwards, only once the ring is full, and not for NaN.
     np.testing.assert_array_equal(scores(ring(history), jnp.asarray([1.0, 0.1])), 0)
     np.testing.assert_array_equal(scores(ring(history[: KEPT - 1]), jnp.asarray([99.0, 99.0])), 0)
     np.testing.assert_array_equal(scores(ring(history), jnp.asarray([np.nan, 99.0])), 0)
@@ -59,13 +59,12 @@ def test_a_few_spikes_do_not_hide_the_next_and_a_new_level_becomes_usual():
     assert Hyperparameters.of(ignored.optim, ignored.train).spike_score == np.inf
 
 
-# --- the step: KEPT ordinary batches fill the ring, then comes one in which a single token counts,
-# with the gradient of one ---
+# --- the step: KEPT ordinary batches fill the ring, then a batch in which only one token counts is a spike ---
 
-# Short rows: what counts here is how many batches there are.
+# Short sequences: these tests need many batches.
 SKIP = small.config(train__on_spike="skip", train__total_steps=99, optim__ema_decay=0.5, optim__learning_rate=5e-6)
 AT = KEPT + 1  # batches before the spike
-EARLY = KEPT - 2  # of them, after which the ring is not full yet: one run has taken these steps for all
+EARLY = KEPT - 2  # batches before the ring is full; one run takes these steps for all tests
 
 
 def lone(batch):
@@ -81,19 +80,19 @@ def ordinary():
 
 @pytest.fixture(scope="module")
 def spiked(ordinary):
-    """What comes after the first batches: the spike, and two ordinary ones."""
+    """The spike and two ordinary batches after it."""
     return [lone(small.random_rows(SKIP, 999)), *ordinary[AT:]]
 
 
 @pytest.fixture(scope="module")
 def early(ordinary):
-    """(state, metrics) before the ring is full."""
+    """Return (state, metrics) before the ring is full."""
     return small.train(SKIP, ordinary[:EARLY])[:2]
 
 
 @pytest.fixture(scope="module")
 def calm(early, ordinary):
-    """(state, metrics) before the spike."""
+    """Return (state, metrics) before the spike."""
     state, history, _ = small.train(SKIP, ordinary[EARLY:AT], early[0])
     return state, early[1] + history
 
@@ -128,7 +127,7 @@ def test_a_spike_that_is_only_reported_is_a_step_like_others(spiked, skipping, c
 
 
 def test_eight_devices_judge_as_one_does(ordinary, spiked, early, skipping):
-    """From before the ring is full: its last values are theirs."""
+    """They start before the ring is full, so they write its last values."""
     state, history, _ = small.train(small.mesh_config(SKIP, 2, 2, 2), [*ordinary[EARLY:AT], *spiked], early[0])
     for a, b in zip(history, skipping[1][EARLY:], strict=True):
         assert (a["spike"], a["skipped"], a["spikes"]) == (b["spike"], b["skipped"], b["spikes"])
@@ -148,17 +147,17 @@ SLOW = small.config(
 
 @pytest.fixture
 def spiky(monkeypatch):
-    """Makes the batches of the given steps of every run spikes."""
+    """Turn the batches of these steps into spikes, in every run."""
     steps: set[int] = set()
     small.change_batches(lambda step, batch: lone(batch) if step in steps else batch, monkeypatch.setattr)
-    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # nobody looks at an evaluation
+    monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # no test here evaluates
     return steps
 
 
 def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_one(spiky, tmp_path, capsys):
     spiky |= {AT + 1, AT + 3}
     unbroken = at(tmp_path / "unbroken", SLOW, checkpoint_interval=AT + 2)
-    for name in ("run", "other"):  # as a kill soon after the first checkpoint would have left them
+    for name in ("run", "other"):  # as if killed soon after the first checkpoint
         shutil.copytree(tmp_path / "unbroken", tmp_path / name)
         shutil.rmtree(tmp_path / name / "checkpoints" / str(AT + 5))
     capsys.readouterr()
@@ -174,7 +173,7 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
     }  # fmt: skip
     assert all(row["spike_score/objective"] >= 0 for row in logged)
 
-    # Going on from the same checkpoint, only to be told of spikes: none counts as a bad step.
+    # Resumed from the same checkpoint with --on-spike report: no spike counts as a bad step.
     spiky |= {AT + 4, AT + 5}
     train = dataclasses.replace(SLOW.train, checkpoint_dir=str(tmp_path / "other"), on_spike="report", max_bad_steps=2)
     result = run(dataclasses.replace(SLOW, train=train))
@@ -182,7 +181,7 @@ def test_spikes_are_told_and_counted_and_a_stopped_run_judges_as_the_unbroken_on
     assert int(result.state.step) == AT + 4
     assert (rows(tmp_path / "other")[-1]["spikes"], rows(tmp_path / "other")[-1]["skipped"]) == (4, 1)
 
-    # Skipped ones do count.
+    # Skipped spikes count as bad steps.
     spiky |= {AT + 6, AT + 7}
     words = rf"steps {AT + 6} to {AT + 7} had no finite loss and gradients or were spikes and were skipped .*: step {AT + 5}; "
     with pytest.raises(ConfigError, match=words + rf"step {AT + 6} read rows {8 * (AT + 5)}, .* of stories; look"):

@@ -1,4 +1,4 @@
-"""What a start of `train` takes over from folders, prints, records, and what continues it."""
+"""Starting `train`: settings from directories, first lines, records, and commands that resume."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.resume import check_resume
 
-OTHER = dataclasses.replace(  # in no section like a preset
+OTHER = dataclasses.replace(  # differs from the preset in every section
     small.config(
         data__seq_len=48, data__batch_size=6, optim__learning_rate=3e-3, optim__schedule="wsd", train__grad_accum=2,
         train__epochs=None, train__total_steps=70, objective__name="smoothed", telemetry__sample_prompt="It was",
@@ -39,13 +39,13 @@ def parsed(*argv):
 
 
 def typed(monkeypatch, capsys, *argv):
-    """(exit code, stdout) of `train` with these words."""
+    """Run `train` with these arguments; return (exit code, stdout)."""
     monkeypatch.setattr(sys, "argv", ["train", *map(str, argv)])
     return train.main(), capsys.readouterr().out
 
 
 def made(folder, cfg):
-    """A run with a checkpoint and settings of its own, as this version records them."""
+    """A run with a checkpoint and non-default settings, as this version records them."""
     drawn_run(folder, cfg)
     info = json.loads((folder / "run.json").read_text()) | {"settings": cfg.to_dict()}
     (folder / "run.json").write_text(json.dumps(info, indent=2))
@@ -69,8 +69,8 @@ def test_flags_lie_on_top_of_what_a_run_has_recorded(other):
     cfg = parsed(other, "--total-steps", "90", "learning_rate=1e-4", "--no-model-qk-norm").config
     assert (cfg.train.total_steps, cfg.optim.learning_rate, cfg.optim.schedule) == (90, 1e-4, "wsd")
     assert (cfg.model.width, cfg.model.qk_norm) == (24, False)
-    assert parsed(other, "--total-steps", "1").config.train.total_steps == 1  # fewer than its warm-up has
-    # Another size is another run: nothing is taken over, and it is refused where it would begin.
+    assert parsed(other, "--total-steps", "1").config.train.total_steps == 1  # fewer than its warm-up
+    # Another size is another run: no setting is inherited, and `train` refuses it.
     assert parsed(other, "--model-size", "small").config.model.width != 24
 
 
@@ -87,7 +87,7 @@ def test_a_folder_alone_knows_its_kind_of_model(tmp_path):
 
 
 def test_what_depends_on_a_start_or_on_the_devices_is_not_taken_over(tmp_path):
-    """As an earlier version has recorded it: with everything filled in."""
+    """As an earlier version recorded it: with all settings resolved."""
     info = {"config": OTHER.to_dict(), "rows": "none", "parameters": 1}
     info["config"]["mesh"] |= {"data": 4, "platform": "gpu", "num_processes": 2, "process_id": 1, "coordinator_address": "a:1"}
     info["config"]["train"] |= {"attention": "cudnn", "unroll": "yes", "dtype": "bfloat16", "resume": "must"}
@@ -136,7 +136,7 @@ def test_a_start_says_what_it_trains_on_and_records_what_continues_it(trained, t
         ["nash_mhc.train", str(folder)],
         ["nash_mhc.train", str(folder), "--total-steps", "7", "--batch-size", "4", "--grad-accum", "2"],
     ]
-    # The command that is proposed has ten times the steps, and everything else as it is recorded.
+    # The proposed command has ten times the steps, and otherwise the recorded settings.
     (longer,) = [shlex.split(line, comments=True) for line in out.splitlines() if "--total-steps" in line]
     cfg = parsed(*longer[3:]).config
     assert cfg.train.total_steps == 70
@@ -153,7 +153,7 @@ def test_the_batch_must_stay_and_the_grad_accum_that_keeps_it_is_named(trained):
 
 
 def test_a_folder_without_a_finished_checkpoint_is_no_other_run(trained, tmp_path):
-    """Killed before its first checkpoint was whole: another shape, batch, length and seed may begin there."""
+    """Without a complete checkpoint, the directory accepts another shape, batch, length and seed."""
     folder = shutil.copytree(trained, tmp_path / "run")
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     (folder / "metrics.jsonl").write_text(json.dumps({k: v for k, v in row.items() if k != "last_checkpoint"}) + "\n")
@@ -165,11 +165,11 @@ def test_a_folder_without_a_finished_checkpoint_is_no_other_run(trained, tmp_pat
         run(cfg, quiet=True)
     for step in RunFolder(folder).steps():
         shutil.rmtree(folder / "checkpoints" / str(step))
-    (folder / "checkpoints" / "2").mkdir()  # of a save that did not end
+    (folder / "checkpoints" / "2").mkdir()  # a save that did not finish
     (folder / "checkpoints" / "2.saving").touch()
     assert parsed(folder, "--tokenizer", "bytes").config.model.vocab_size == 257
     check_resume(cfg, rows="another")
-    # A damaged one could be brought back: it is still that run's folder.
+    # A damaged checkpoint could be restored: the directory still belongs to that run.
     (folder / "checkpoints" / "2.saving").unlink()
     with pytest.raises(ConfigError, match="holds another run"):
         check_resume(cfg, rows="another")
@@ -188,7 +188,7 @@ def test_a_run_that_starts_from_another_one_takes_its_data(tmp_path, monkeypatch
         found = parsed(flag, "base")
         assert (found.config.data.dataset, found.config.data.validation_fraction) == ("a.txt", 0.2)
         assert found.origins["data.dataset"] == f"{flag} base"
-        assert (found.config.data.batch_size, found.config.data.num_workers) == (8, 0)  # how it is read is its own
+        assert (found.config.data.batch_size, found.config.data.num_workers) == (8, 0)  # settings of reading are not inherited
         other = parsed(flag, "base", "--dataset", "b.txt").config.data
         assert (other.dataset, other.validation_fraction) == ("b.txt", 0.05)
 
@@ -203,12 +203,12 @@ def test_weights_of_another_shape_are_refused_before_anything_is_made(other, tmp
             run(dataclasses.replace(cfg, train=train_), quiet=True)
         assert named in str(refused.value)
         assert not list(tmp_path.iterdir())
-    # What has no part in the shapes may change.
+    # Settings that do not affect shapes may change.
     cfg = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, rope_theta=5e4, nash_iterations=7))
     check_resume(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, init_from=str(other))), rows="any")
 
 
-# --- what a start complains about ------------------------------------------------------------------------------------
+# --- errors and warnings at the start ---------------------------------------------------------------------------------
 
 
 def test_a_file_that_replaces_a_flag_before_it_says_so(write, capsys):
@@ -229,7 +229,7 @@ def test_a_refusal_says_which_file_a_setting_is_from(write, monkeypatch, capsys)
         assert str(refused.value).endswith(f"(--batch-size 6 from {origin})") == (origin is not None)
     command = "--batch-size 6: make it anew: python -m nash_mhc.data prepare --batch-size 6"
     told = parsing.with_origins(ConfigError(command), parsed("--config", file))
-    assert str(told) == f"(--batch-size 6 from {file}:2) {command}"  # nothing is typed behind the command
+    assert str(told) == f"(--batch-size 6 from {file}:2) {command}"  # the command comes last
 
 
 def test_a_rate_that_cannot_train_is_warned_of(trained, tmp_path, monkeypatch, capsys):

@@ -17,7 +17,7 @@ from nash_mhc.objectives.base import Batch, means
 from nash_mhc.train import spikes
 from nash_mhc.train.step import make_objective
 
-# The first has every axis; another in test_meshes: 1x4x2, within a run.
+# The first has every axis; test_meshes has 1x4x2, in a run.
 MESHES = [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape in [(8, 1, 1), (1, 8, 1), (1, 1, 8)])]
 
 
@@ -37,9 +37,9 @@ def test_every_mesh_gives_the_same_run(shape, batches, one_device):
 
 
 def test_accumulation_4_of_batch_2_is_batch_8():
-    """Gradients are added up whatever they are of; test_objectives has the same with reports of the model's health."""
+    """Gradients add up exactly; test_objectives checks the reports of the model's health."""
     rows = [small.random_rows(small.config(), seed) for seed in (2, 3)]
-    # Uneven padding between the parts: a mean of means would differ from the mean over tokens.
+    # Uneven padding between microbatches: a mean of means would differ from the mean over tokens.
     for r in rows:
         r.weights[:, :2, 5:] = 0.0
     split = [Rows(*(a.reshape(4, 2, -1) for a in r)) for r in rows]
@@ -57,7 +57,7 @@ def test_accumulation_4_of_batch_2_is_batch_8():
     ids=["dots", "full", "whole architecture"],
 )
 def test_remat_changes_memory_not_numbers(remat, config):
-    """test_gradients_agree has the whole architecture with every remat, in every run of the tests."""
+    """test_gradients_agree checks the whole architecture with every remat."""
     remat, _, keep = remat.partition("+")
     batches = [small.random_rows(config(), seed) for seed in range(3)]
     run, plain = (
@@ -65,7 +65,7 @@ def test_remat_changes_memory_not_numbers(remat, config):
         small.train(config(), batches),
     )
     small.assert_same_run(run, plain, rtol=1e-5)
-    # And it is a different program: a remat that did nothing would pass the equality above.
+    # And the programs differ: a remat without effect would pass the equality above.
     products_and_fusions = lambda step: step.text().count(" dot(") + step.text().count("fusion")
     assert products_and_fusions(run[2]) != products_and_fusions(plain[2])
 
@@ -74,19 +74,19 @@ def test_unrolled_layers_are_the_same_layers(batches, one_device):
     cfg = small.config()
     run = small.train(small.config(train__unroll="yes"), batches)
     small.assert_same_run(run, one_device, rtol=1e-5)
-    stacked = f"[{cfg.model.layers},8,{cfg.data.seq_len},"  # what a loop keeps of each layer for the way back
+    stacked = f"[{cfg.model.layers},8,{cfg.data.seq_len},"  # activations that a loop saves for the backward pass
     assert stacked in one_device[2].text()
     assert stacked not in run[2].text()
 
 
 def test_unrolled_layers_of_the_whole_architecture_pass_on_and_report_the_same():
-    """Streams, summaries and what each layer tells of itself; the way back is that of any loop."""
+    """Compare streams, summaries and reports of each layer; the backward pass is that of any loop."""
     cfg = small.nash_config()
     rows = small.random_rows(cfg, 0)
     forward = jax.jit(lambda model, unroll: model.hidden(*args, Execution(attention="xla", unroll=unroll)), static_argnums=1)
     args = jnp.asarray(rows.inputs[0]), jnp.asarray(rows.segments[0])
     looped, unrolled = (forward(small.generic_model(cfg.model), unroll) for unroll in (False, True))
-    assert len(jax.tree.leaves(looped)) > 5  # the reports are there
+    assert len(jax.tree.leaves(looped)) > 5  # there are reports
     for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(looped), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -96,7 +96,7 @@ def test_the_step_is_traced_once_and_a_new_shape_is_reported():
     mesh = small.make_mesh(small.config().mesh)
     step = small.compile_train_step(small.config(), mesh, warn=heard.append)
     state, traces = small.start(small.config(), mesh), []
-    for seq_len in (32, 32, 32, 16, 32, 16):  # rows of 32 may have been trained on in this process before
+    for seq_len in (32, 32, 32, 16, 32, 16):  # this process may have compiled length 32 before
         state, _ = step(state, small.to_device(small.random_rows(small.config(data__seq_len=seq_len), 0), mesh))
         traces.append(step.traces)
     assert traces[0] <= 1
@@ -145,8 +145,7 @@ def test_clipping_scales_what_the_optimizer_sees_and_reports_the_raw_norm(batche
 
 
 def test_every_option_at_once_gives_the_same_run_on_a_mesh():
-    """Grouped queries, biases, untied embeddings, a window, accumulation, averages, z-loss:
-    2x2x2 against one device."""
+    """Grouped queries, biases, untied embeddings, a window, accumulation, averages, z-loss: 2x2x2 and one device."""
     model = dataclasses.replace(small.MODEL, kv_heads=4, qkv_bias=True, tied_embeddings=False, window=17)
     cfg = small.config(train__grad_accum=2, optim__ema_decay=0.5, optim__z_loss=1e-3, train__remat="dots")
     cfg = dataclasses.replace(cfg, model=model)
@@ -193,17 +192,17 @@ def test_a_row_holds_means_over_its_interval_and_a_stopped_run_writes_the_same_r
     assert row["grad_norm"] == pytest.approx(np.mean([m["grad_norm"] for m in finite]), rel=1e-12)
     assert row["lr"] == history[-1]["lr"]
     assert (row["steps"], row["skipped"], row["tokens_seen"]) == (5, 1, sum(tokens))
-    # Stopped in the middle, saved as JSON, and gone on with.
+    # Stopped in the middle, saved as JSON and resumed.
     for at in range(1, 5):
         saved = json.loads(json.dumps(small_meter(history[:at]).to_json()))
         resumed = small_meter(history[at:], saved, step=at, updates=at - (at > 3)).row()
         timed = ("tokens_per_s", "mfu", "step_ms")
         assert {k: v for k, v in resumed.items() if k not in timed} == {k: v for k, v in row.items() if k not in timed}
-    assert meter.row()["loss"] != meter.row()["loss"]  # NaN: there is no mean of nothing
+    assert meter.row()["loss"] != meter.row()["loss"]  # NaN: no steps, no mean
 
 
 def test_another_rate_schedule_or_length_is_the_same_program():
-    """So that nothing is compiled anew when a run goes on with it."""
+    """So a resumed run with other numbers compiles nothing."""
     cfg = small.config()
     mesh = small.make_mesh(cfg.mesh)
     changes = {
@@ -217,7 +216,7 @@ def test_another_rate_schedule_or_length_is_the_same_program():
     averaged = {text(optim__ema_decay=decay) for decay in (0.5, 0.9)}
     assert len(averaged) == 1
     assert not averaged & texts
-    # And the numbers count: the same compiled program, another rate.
+    # The numbers have an effect: the same program, another rate.
     _, base, first = small.train(cfg, [small.random_rows(cfg, 0)])
     _, other, second = small.train(small.config(optim__learning_rate=5e-5), [small.random_rows(cfg, 0)])
     assert other[0]["update_norm"] < 0.5 * base[0]["update_norm"]

@@ -1,4 +1,4 @@
-"""Runs that end by themselves: passes over the data, patience, the best checkpoint, and what it is worth."""
+"""Runs that end early: --epochs, --patience, the best checkpoint, and the test score."""
 
 import dataclasses
 import json
@@ -26,12 +26,12 @@ def test_the_best_so_far_and_how_long_it_is_ago():
     assert (best.loss, best.step, best.since) == (2.0, 2, 3)
     assert Best.of(json.loads(json.dumps(best.to_json()))) == best
     again = Best().after(5, 2.0)
-    assert again.after(5, 2.0) == again  # an evaluation that is made again is no other one
+    assert again.after(5, 2.0) == again  # a repeated evaluation counts once
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
-    """Sums of two digits, far too few to learn more than by heart."""
+    """Sums of two digits, so few that the model memorizes them."""
     file = tmp_path_factory.mktemp("questions") / "sums.jsonl"
     records = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(8) for b in range(8)]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -66,7 +66,7 @@ def test_a_run_ends_when_nothing_gets_better_and_with_its_best(ended):
         assert_equal_states(load(ended.folder, best + 6).model, ended.state.model)
     samples = {row["step"]: row["sample"] for row in rows(ended.folder, "eval.jsonl")}
     assert ended.sample == samples[best]
-    assert samples[best] != samples[best + 6]  # otherwise it could be that of the last step
+    assert samples[best] != samples[best + 6]  # otherwise it could be the sample of the last step
     result = json.loads((ended.folder / "result.json").read_text())
     assert result["step"] == best and result["evaluation"]["eval/loss"] == scored[best]
     assert [set(row) for row in result["answers"]] == [{"prompt", "response", "before", "after"}] * 3
@@ -83,7 +83,7 @@ def test_a_stopped_run_ends_where_the_unbroken_one_does(ended, questions, tmp_pa
     gone_on = at(copy, tuned(questions))
     assert rows(copy, "eval.jsonl") == rows(ended.folder, "eval.jsonl")
     assert_equal_states(gone_on.state, ended.state)
-    # It has ended: the same command trains no further, more patience does.
+    # The run is finished: only more patience trains it further.
     seen = []
     at(copy, tuned(questions), each_step=seen.append)
     assert seen == []
@@ -110,8 +110,7 @@ def test_passes_over_the_data_are_steps(questions, tmp_path):
 
 @pytest.mark.parametrize("recipe", ["legal-cot", *long("sft-lora")])
 def test_recipes_run(recipe, tmp_path, monkeypatch):
-    """But for their size: a smaller base, fewer questions and steps, adapters that are smaller and alike, so that both
-    recipes run the same programs, and no dropout, slow when unoptimized."""
+    """With a smaller base, fewer questions and steps, equal small adapters (to share programs) and no dropout."""
     monkeypatch.chdir(tmp_path)
     Path("recipes").symlink_to(Path(__file__).parents[2] / "recipes")
     untrained_run(tmp_path / "runs" / "base", small.config())

@@ -1,5 +1,4 @@
-"""`python -m nash_mhc.train --verify-resume`:
-real runs, killed and resumed, and a comparison that sees what is not equal."""
+"""`python -m nash_mhc.train --verify-resume`: real runs, killed, resumed and compared."""
 
 import dataclasses
 import json
@@ -45,7 +44,7 @@ def test_a_killed_run_is_resumed_and_found_equal_here_and_on_another_mesh(tmp_pa
     assert "equal: the losses of these steps on mesh 1x2x2 (data x fsdp x tp), within 0.0001 (at most " in out
     assert out.count("starting from fresh weights") == out.count(f"starting from step {SAVED} of this run") == 2
     assert "NOT EQUAL" not in out
-    # Nothing is left, and the user's own folder is not touched.
+    # Temporary files are removed, and the user's directory is not touched.
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
@@ -68,9 +67,9 @@ def test_when_the_command_dies_its_runs_end_and_leave_nothing(tmp_path):
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         while not (folder / "unbroken").exists() and child.poll() is None:
             time.sleep(0.02)
-        child.stdin.close()  # as the death of the other side does
-        assert (child.wait(), child.stderr.read()) == (1, b"")  # at once: no word about the files that are gone
-    while folder.exists():  # a process of its own removes it
+        child.stdin.close()  # as when the parent process dies
+        assert (child.wait(), child.stderr.read()) == (1, b"")  # at once, without errors about missing files
+    while folder.exists():  # another process removes it
         time.sleep(0.02)
 
 
@@ -92,7 +91,7 @@ def test_every_loss_that_differs_is_named(tmp_path):
     assert not list(different_losses(unbroken, nearly, 1e-4))
     assert max(apart for apart, _ in different_losses(unbroken, nearly, -1.0)) == pytest.approx(3e-5)
     without = logged(tmp_path / "without", {s: loss for s, loss in losses.items() if s != 8} | {7: None})
-    assert [apart for apart, _ in different_losses(unbroken, without, 1e-4)] == [math.inf] * 3  # 8 has no rows either
+    assert [apart for apart, _ in different_losses(unbroken, without, 1e-4)] == [math.inf] * 3  # 8 has no tokens
     other_rows = list(different_losses(unbroken, logged(tmp_path / "rows", losses, tokens=101), 1e-4))
     assert len(other_rows) == STEPS - SAVED
     assert re.search("step 4 .* 400 tokens .* 404 ", other_rows[0][1])
@@ -104,7 +103,7 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
 
     def saved(name, state, **values):
         told = checkpoint_values(cfg.to_dict(), STEPS, rows="stories-2", counts={}, metrics={}, evaluation=None) | values
-        told["config"]["train"]["checkpoint_dir"] = name  # each run knows its own
+        told["config"]["train"]["checkpoint_dir"] = name  # differs between runs
         with Store(tmp_path / name) as store:
             store.save(STEPS, state, told)
         return tmp_path / name
@@ -122,7 +121,7 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
         ((1, 1, 1), "cpu", 1, (1, 2, 2)),
         ((1, 2, 2), "cpu", 4, (2, 1, 2)),
         ((8, 1, 1), "gpu", 8, (2, 2, 2)),
-        ((1, 1, 1), "gpu", 8, (2, 2, 2)),  # the others are idle
+        ((1, 1, 1), "gpu", 8, (2, 2, 2)),  # the other devices are idle
         ((1, 1, 1), "gpu", 1, None),
     ],
 )
