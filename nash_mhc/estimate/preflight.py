@@ -80,18 +80,21 @@ def preflight(cfg: RunConfig, mesh: Mesh, say: Callable[[str], None], *, no_pref
     if architecture_of(cfg.model).activations is None:
         return None
     memory, capacity = estimate(cfg, mesh.shape), device_capacity(mesh)
-    text = f"this run needs about {_size(memory.total)} of each device's {_size(capacity)}"
+    need, has = _size(memory.total), _size(capacity)
     if memory.total > capacity:
         remedies = ", or ".join(map(str, smaller(cfg, mesh.shape, capacity)))
         advice = f"what fits: {remedies}" if remedies else (
             "no split of it fits; take a smaller --model-size or more devices (nash-mhc plan says how many)"
         )  # fmt: skip
         if memory.total * _TRUSTED <= capacity:
-            say(f"tight: {text}; {advice}")
+            say(f"tight: this run needs about {need} of each device's {has}; {advice}")
         elif no_preflight:
-            say(f"{text} ({largest(memory)}); continuing despite the memory estimate (--no-preflight)")
+            say(f"this run needs about {need} of each device's {has}; continuing despite the memory estimate (--no-preflight)")
         else:
-            raise ConfigError(f"{text} ({largest(memory)}); {advice}, or try anyway with --no-preflight")
+            raise ConfigError(
+                f"this run needs about {need} of each device's {has} ({largest(memory)}); {advice}, or try anyway with "
+                "--no-preflight"
+            )
     expected: dict[str, Any] = {
         "gib": memory.total / _GIB,
         "gib_by_category": {field.name: getattr(memory, field.name) / _GIB for field in dataclasses.fields(memory)},

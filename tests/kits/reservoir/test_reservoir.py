@@ -278,7 +278,9 @@ def test_a_run_that_solves_for_its_readout_begins_lower_on_every_mesh(learned):
     for shape in (MeshConfig(), MeshConfig(data=2, fsdp=2, tp=2)):
         resolved, mesh = resolve(dataclasses.replace(cfg, mesh=shape))
         warm_model(resolved, source, mesh, said.append)
-    before, after = zip(*(map(float, re.findall(r"loss (.*) -> (.*) on the next one", line)[0]) for line in said), strict=True)
+    before, after = zip(
+        *(map(float, re.findall(r"loss (.*) -> (.*) on the next batch", line)[0]) for line in said), strict=True
+    )
     assert before[0] == pytest.approx(before[1], abs=1e-4) and after[0] == pytest.approx(after[1], abs=1e-3)
     assert after[0] < before[0] - 0.3  # on rows that the sums are not of
 
