@@ -111,12 +111,14 @@ class HubLanes(Hub):
 
     def read_lane(self, lane: int, lanes: int, split: str, state: Any) -> Iterator[Positioned]:
         """Yield the documents of a lane from a position on."""
-        table, first = self._sharded(split).shard(lanes, lane), 0
+        table, row = self._sharded(split).shard(lanes, lane), 0
         if state is not None:
-            first = state["documents"]
+            row = state["documents"]
             table.load_state_dict(state["table"])
-        for row, record in enumerate(table, start=first + 1):
-            yield self.record(row, record), lambda row=row: {"documents": row, "table": table.state_dict()}
+        position = lambda: {"documents": row, "table": table.state_dict()}
+        for record in table:
+            row += 1
+            yield self.record(row, record), position
 
 
 class Lane:
