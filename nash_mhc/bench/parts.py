@@ -65,7 +65,7 @@ def _program(part: Part, train: TrainConfig, *, backward: bool) -> Callable[[lis
 
     def once(arrays: Arrays) -> Any:
         def run(weights: Any, inputs: Any) -> Any:
-            return part.run(_module(part, arrays._replace(weights=weights), dtype), inputs, arrays.constants)
+            return part.run(module_of(part, arrays._replace(weights=weights), dtype), inputs, arrays.constants)
 
         if not backward:
             return part.written(run(arrays.weights, arrays.inputs))

@@ -164,7 +164,7 @@ def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None])
         seconds.append(time.perf_counter())
         watch(total, losses[-1])
     finally:
-        rows.close()  # type: ignore[attr-defined]
+        rows.close()
     stride = -(-total // _CURVE)
     curve: list[list[int | float | None]] = []
     for at in range(0, total, stride):

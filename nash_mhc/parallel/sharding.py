@@ -109,7 +109,8 @@ def one_device(seq_len: int, tp: int) -> Iterator[None]:
 
 def _local_shape(x: Array, axes: Axes, seq_len: int, tp: int) -> Array:
     for i, axis in enumerate(axes):
-        if axis == "time" and x.shape[i] * tp == seq_len:
+        # Only residual states ("width") are split along time; a coarse scale may have the same length.
+        if axis == "time" and "width" in axes and x.shape[i] * tp == seq_len:
             x = jnp.concatenate([x] * tp, axis=i)
         elif axis == "time_split" and x.shape[i] == seq_len:
             x = jax.lax.slice_in_dim(x, 0, seq_len // tp, axis=i)

@@ -133,6 +133,14 @@ def test_a_recursive_model_holds_what_the_gradient_goes_through_and_nothing_of_t
     assert estimate(dataclasses.replace(cfg, model=longer), cfg.mesh.axes) == more["all"]
 
 
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_scale_as_coarse_as_tp_is_not_gathered(tp):
+    """Its rows are as many as the tokens of a device's share of the sequence."""
+    execution = Execution(remat="dots", attention="xla")
+    whole, share = (architecture_of(small.NASH).activations(small.NASH, execution, 8, 64, n) for n in (1, tp))
+    assert (share.streams, share.saved) == (whole.streams / tp, whole.saved / tp)
+
+
 def test_averaged_weights_and_parts_of_a_batch_are_counted():
     cfg = run("dense", (1, 1, 1), "dots")
     plain, mesh = estimate(cfg, cfg.mesh.axes), cfg.mesh.axes
