@@ -42,18 +42,103 @@ RECIPE = "recipe.json"
 
 Report = Callable[[int, int, int], None]  # called with bytes read, bytes in total, tokens so far
 
-_job: Job  # of this worker process
+
+def prepare(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    out: Path,
+    *,
+    dataset: str,
+    workers: int | None = None,
+    report: Report = lambda *_: None,
+) -> Manifest:
+    """Prepare a corpus into `out`, unless it is there already. Unusable data is a ConfigError, without leftovers.
+
+    The work is done in OUT.partial, which a killed process leaves for the next one; `out` appears when it is complete.
+    """
+    partial = out.with_name(out.name + ".partial")
+    with _write_errors(out, partial):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(partial):
+            if (existing := _existing(out, recipe, corpus)) is not None:
+                return existing
+            _remove_leftovers(partial, recipe)
+            try:
+                manifest = _make_shards(recipe, tokenizer, corpus, partial, dataset, workers or os.cpu_count() or 1, report)
+            except Unreachable:
+                raise
+            except ConfigError:
+                shutil.rmtree(partial)
+                raise
+            if isinstance(tokenizer, HuggingFaceTokenizer):
+                tokenizer.save(partial / "tokenizer")
+            manifest.write(partial)
+            for extra in (partial / RECIPE, *partial.glob("chunk-*"), *partial.glob("*.part")):
+                extra.unlink()
+            if out.is_dir():
+                shutil.rmtree(out)  # empty, or written by an earlier version
+            partial.rename(out)
+            return manifest
 
 
-def _start_worker(job: Job) -> None:
-    global _job  # noqa: PLW0603  (a pool has no other place for what its tasks share)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    begin_worker()
-    _job = job
+def _existing(out: Path, recipe: Recipe, corpus: Corpus) -> Manifest | None:
+    """Return the manifest of data prepared by the same recipe; None if there is none, ConfigError for other data."""
+    if not (out / FILE).exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"--out {out}: already exists and holds no prepared data; choose another folder")
+        return None
+    try:
+        manifest = Manifest.read(out)
+    except OlderForm as older:
+        # Later versions read more kinds of text files, so the content may differ, but all old files must be present.
+        if older.recipe.get("content") != recipe["content"] and not {*older.files} < {*corpus.files}:
+            raise ConfigError(f"{out}: holds other data; choose another --out, or remove it first") from None
+        return None
+    if manifest.recipe != recipe:
+        raise ConfigError(f"{out}: holds other data ({_difference(manifest.recipe, recipe)}); choose another --out")
+    return manifest
 
 
-def _make_in_worker(chunk: Chunk) -> dict[str, Any]:
-    return make_chunk(_job, chunk)
+def _remove_leftovers(partial: Path, recipe: Recipe) -> None:
+    """Empty the folder if it was left by other data or settings."""
+    text = json.dumps(recipe, sort_keys=True).encode()
+    if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
+        for entry in partial.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        write_file(partial / RECIPE, text)
+
+
+def _make_shards(
+    recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path, dataset: str, workers: int, report: Report
+) -> Manifest:
+    job = _plan_job(recipe, tokenizer, corpus, folder)
+    notes = _run_chunks(job, corpus, workers, report)
+    if (other := with_one_piece_held_out(job, notes)) is not None:
+        job, notes = other, _run_chunks(other, corpus, workers, report)
+    if not any(note["splits"] for note in notes):
+        raise ConfigError(f"{corpus.names[0]}: the data has no document with text; check --dataset")
+    splits: dict[str, Split] = {}
+    for name in sorted({name for note in notes for name in note["splits"]}):
+        parts = [note["splits"][name] for note in notes if name in note["splits"]]
+        totals = {key: sum(part[key] for part in parts) for key in ("tokens", "slots", "documents")}
+        most = max(part["most_documents"] for part in parts)
+        room = max(part["room"] for part in parts) if job.is_dense else None
+        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
+    totals = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
+    about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _describe_held_out(job, splits)}
+    if near := describe_near_duplicates([job.keys_file(number) for number in range(len(notes))], job.part_names):
+        about["near_identical"] = near
+    return Manifest(job.recipe, corpus.files, splits, **totals, about=about)
+
+
+def _plan_job(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
+    """Decide which documents are held out, and whether documents are aligned."""
+    documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
+    keys = ((d.key, d.size) for d in documents() if d.size)
+    rule = survey(keys, recipe["validation_fraction"], recipe.get("test_fraction", 0.0))
+    is_dense = recipe["align"] > 1 and alignment_wastes_space(documents(), recipe, tokenizer, corpus.names)
+    return Job(recipe, tokenizer, corpus.names, folder, rule, is_dense)
 
 
 def _run_chunks(job: Job, corpus: Corpus, workers: int, report: Report) -> list[dict[str, Any]]:
@@ -98,13 +183,18 @@ def _run_chunks(job: Job, corpus: Corpus, workers: int, report: Report) -> list[
     return [notes[number] for number in sorted(notes)]
 
 
-def _plan_job(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path) -> Job:
-    """Decide which documents are held out, and whether documents are aligned."""
-    documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
-    keys = ((d.key, d.size) for d in documents() if d.size)
-    rule = survey(keys, recipe["validation_fraction"], recipe.get("test_fraction", 0.0))
-    is_dense = recipe["align"] > 1 and alignment_wastes_space(documents(), recipe, tokenizer, corpus.names)
-    return Job(recipe, tokenizer, corpus.names, folder, rule, is_dense)
+_job: Job  # of this worker process
+
+
+def _start_worker(job: Job) -> None:
+    global _job  # noqa: PLW0603  (a pool has no other place for what its tasks share)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    begin_worker()
+    _job = job
+
+
+def _make_in_worker(chunk: Chunk) -> dict[str, Any]:
+    return make_chunk(_job, chunk)
 
 
 def _describe_held_out(job: Job, splits: dict[str, Split]) -> str:
@@ -130,106 +220,15 @@ def _describe_held_out(job: Job, splits: dict[str, Split]) -> str:
     return "; ".join(words)
 
 
-def _make_shards(
-    recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path, dataset: str, workers: int, report: Report
-) -> Manifest:
-    job = _plan_job(recipe, tokenizer, corpus, folder)
-    notes = _run_chunks(job, corpus, workers, report)
-    if (other := with_one_piece_held_out(job, notes)) is not None:
-        job, notes = other, _run_chunks(other, corpus, workers, report)
-    if not any(note["splits"] for note in notes):
-        raise ConfigError(f"{corpus.names[0]}: the data has no document with text; check --dataset")
-    splits: dict[str, Split] = {}
-    for name in sorted({name for note in notes for name in note["splits"]}):
-        parts = [note["splits"][name] for note in notes if name in note["splits"]]
-        totals = {key: sum(part[key] for part in parts) for key in ("tokens", "slots", "documents")}
-        most = max(part["most_documents"] for part in parts)
-        room = max(part["room"] for part in parts) if job.is_dense else None
-        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
-    totals = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
-    about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _describe_held_out(job, splits)}
-    if near := describe_near_duplicates([job.keys_file(number) for number in range(len(notes))], job.part_names):
-        about["near_identical"] = near
-    return Manifest(job.recipe, corpus.files, splits, **totals, about=about)
-
-
-def prepare(
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    corpus: Corpus,
-    out: Path,
-    *,
-    dataset: str,
-    workers: int | None = None,
-    report: Report = lambda *_: None,
-) -> Manifest:
-    """Prepare a corpus into `out`, unless it is there already. Unusable data is a ConfigError, without leftovers.
-
-    The work is done in OUT.partial, which a killed process leaves for the next one; `out` appears when it is complete.
-    """
-    partial = out.with_name(out.name + ".partial")
-    with _write_errors(out, partial):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(partial):
-            if (existing := _existing(out, recipe, corpus)) is not None:
-                return existing
-            _remove_leftovers(partial, recipe)
-            try:
-                manifest = _make_shards(recipe, tokenizer, corpus, partial, dataset, workers or os.cpu_count() or 1, report)
-            except Unreachable:
-                raise
-            except ConfigError:
-                shutil.rmtree(partial)
-                raise
-            if isinstance(tokenizer, HuggingFaceTokenizer):
-                tokenizer.save(partial / "tokenizer")
-            manifest.write(partial)
-            for extra in (partial / RECIPE, *partial.glob("chunk-*"), *partial.glob("*.part")):
-                extra.unlink()
-            if out.is_dir():
-                shutil.rmtree(out)  # empty, or written by an earlier version
-            partial.rename(out)
-            return manifest
-
-
-@contextlib.contextmanager
-def _write_errors(out: Path, partial: Path) -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool:
-        raise ConfigError(
-            f"{partial}: a worker process was killed (out of memory?); start the command again to continue"
-        ) from None
-    except OSError as error:
-        where = error.filename or out
-        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another folder or free space") from error
-
-
-def _remove_leftovers(partial: Path, recipe: Recipe) -> None:
-    """Empty the folder if it was left by other data or settings."""
-    text = json.dumps(recipe, sort_keys=True).encode()
-    if not (partial / RECIPE).exists() or (partial / RECIPE).read_bytes() != text:
-        for entry in partial.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        write_file(partial / RECIPE, text)
-
-
-def _existing(out: Path, recipe: Recipe, corpus: Corpus) -> Manifest | None:
-    """Return the manifest of data prepared by the same recipe; None if there is none, ConfigError for other data."""
-    if not (out / FILE).exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out}: already exists and holds no prepared data; choose another folder")
-        return None
-    try:
-        manifest = Manifest.read(out)
-    except OlderForm as older:
-        # Later versions read more kinds of text files, so the content may differ, but all old files must be present.
-        if older.recipe.get("content") != recipe["content"] and not {*older.files} < {*corpus.files}:
-            raise ConfigError(f"{out}: holds other data; choose another --out, or remove it first") from None
-        return None
-    if manifest.recipe != recipe:
-        raise ConfigError(f"{out}: holds other data ({_difference(manifest.recipe, recipe)}); choose another --out")
-    return manifest
+def _difference(before: Recipe, now: Recipe) -> str:
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    sizes = [values.get("tokenizer", {}).get("vocab_size") for values in (before, now)]
+    long = {
+        "content": "other content",
+        "chat_form": "another chat template",
+        "tokenizer": f"another tokenizer, of {sizes[0]:,} tokens there, {sizes[1]:,} now",
+    }
+    return ", ".join(long.get(key, f"{key} {before.get(key)} there, {now.get(key)} now") for key in changed)
 
 
 @contextlib.contextmanager
@@ -257,12 +256,14 @@ def _exclusive(partial: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _difference(before: Recipe, now: Recipe) -> str:
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    sizes = [values.get("tokenizer", {}).get("vocab_size") for values in (before, now)]
-    long = {
-        "content": "other content",
-        "chat_form": "another chat template",
-        "tokenizer": f"another tokenizer, of {sizes[0]:,} tokens there, {sizes[1]:,} now",
-    }
-    return ", ".join(long.get(key, f"{key} {before.get(key)} there, {now.get(key)} now") for key in changed)
+@contextlib.contextmanager
+def _write_errors(out: Path, partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"{partial}: a worker process was killed (out of memory?); start the command again to continue"
+        ) from None
+    except OSError as error:
+        where = error.filename or out
+        raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another folder or free space") from error
