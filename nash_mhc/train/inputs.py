@@ -100,7 +100,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     identity = feed.identity(source)
     if jax.process_count() > 1:
         check_same({f"the data of --dataset {cfg.data.dataset}": identity}, timeout=math.inf)  # opening data may take long
-    from_leader(lambda: check_resume(cfg, rows=identity, also=feed.described))
+    from_leader(lambda: check_resume(cfg, rows=identity, other_data=feed.described))
     from_leader(lambda: check_wandb(cfg.telemetry))
 
     def evaluator(source: RowSource | None, *, all_rows: bool = False) -> Evaluator | None:
@@ -116,7 +116,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     if owner is None:
         owner = _lock(folder, watch, stack, say, wait=cfg.train.wait_for_lock)
         # Another run may have used the directory meanwhile.
-        from_leader(lambda: check_resume(cfg, rows=identity, also=feed.described))
+        from_leader(lambda: check_resume(cfg, rows=identity, other_data=feed.described))
     return Inputs(cfg, folder, owner, tokenizer, source, held_out, test, feed, floor)
 
 

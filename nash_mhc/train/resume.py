@@ -57,10 +57,10 @@ _SEQUENCES = "batch-size x grad-accum"  # sequences per step
 # --- checks before anything is written -------------------------------------------------------------------------------
 
 
-def check_resume(cfg: RunConfig, *, rows: str, also: str = "") -> None:
+def check_resume(cfg: RunConfig, *, rows: str, other_data: str = "") -> None:
     """Raise ConfigError unless the run fits what it would resume or start from.
 
-    rows: identifies its data. also: what the data depends on in addition to --dataset, for the message.
+    rows: identifies the data. other_data: flags besides --dataset that the data depends on, for the message.
     """
     resume, directory, settings = cfg.train.resume, cfg.train.checkpoint_dir, flatten_config(cfg.to_dict())
     own = RunFolder(directory) if directory else None
@@ -92,7 +92,7 @@ def check_resume(cfg: RunConfig, *, rows: str, also: str = "") -> None:
     elif own and cfg.train.init_from is not None and not cfg.lora.rank:
         _check_same_init(own, cfg.train.init_from)
     if own and own.has_checkpoint():  # without a checkpoint, any shape and batch size fit
-        _check_same_run(own, settings, cfg.model, rows=rows, also=also)
+        _check_same_run(own, settings, cfg.model, rows=rows, other_data=other_data)
 
 
 def _check_nothing_is_lost(folder: RunFolder) -> None:
@@ -111,7 +111,7 @@ def _with_sequences(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_same_run(
-    folder: RunFolder, now: dict[str, Any], model: ArchitectureConfig, *, rows: str | None, also: str = ""
+    folder: RunFolder, now: dict[str, Any], model: ArchitectureConfig, *, rows: str | None, other_data: str = ""
 ) -> None:
     """Raise ConfigError unless the run in `folder` has the same model and, if `rows` is given, the same data.
 
@@ -144,8 +144,9 @@ def _check_same_run(
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; {remedy}, or choose another --checkpoint-dir")
     check_drawn(model, described.drawn, str(folder))
     if rows is not None and described.rows != rows:
+        data = " or ".join(filter(None, [f"--dataset {now['data.dataset']}", other_data]))
         raise ConfigError(
-            f"{folder}: the data of --dataset {now['data.dataset']}{also and f' or {also}'} has changed since this run began; "
+            f"{folder}: the data of {data} has changed since this run began; "
             f"restore it, or start another run from its weights with --init-from {folder} and a new --checkpoint-dir"
         )
 

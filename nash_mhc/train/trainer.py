@@ -74,9 +74,7 @@ def run(
     on_open: called with the run directory once this run holds its lock.
     """
     clock = WallClock(SIGNALS.process_start_time())
-
-    # Processes and mesh.
-    join(cfg)
+    join(cfg)  # the other processes, if there are any
     requested, (cfg, mesh) = cfg, resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as stack:
         reporter = make_reporter(cfg.telemetry.log_format, cfg.train.total_steps, quiet=quiet or jax.process_index() > 0)
@@ -174,15 +172,15 @@ class Trainer:
         cfg, start, source = self.cfg, self.start, self.inputs.source
         span: dict[str, int] = {"start_step": start.step, "stop_step": max(start.step, cfg.train.total_steps)}
         rows = host_batches(cfg.data, source, self.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **span)
-        read = self.inputs.feed.reader(source)
-        feed = prefetched(rows, self.mesh, lambda batch: read(self.state.model, batch))
+        add_fields = self.inputs.feed.reader(source)
+        feed = prefetched(rows, self.mesh, lambda batch: add_fields(self.state.model, batch))
         describe_epochs(self.inputs, self.say)
         self.reporter.begin(start.step)
         try:
             with SIGNALS.at_work():
                 self.notify("on_begin")
                 if self.step >= cfg.train.total_steps or self.out_of_patience:
-                    longer = "--epochs" if cfg.train.epochs is not None else "--total-steps"
+                    longer = "--total-steps" if cfg.train.epochs is None else "--epochs"
                     flag = "--patience" if self.out_of_patience else longer
                     self.say(f"all {self.step} steps are done already; raise {flag} to train further")
                     self.evaluate(write_row=not start.own or self.repeats_evaluation)
@@ -295,8 +293,8 @@ class Trainer:
         if cfg.ends_with_best:
             like = sharded_abstract_state(cfg, self.mesh)
             state, step = evaluations.load_best(self.store, like, state, step, has_adapters=cfg.lora.rank > 0)
-        test_score = evaluations.finish(state, step)
-        return Result(self.folder.path, state, evaluations.values | test_score, self.inputs.floor, evaluations.sample)
+        scores = evaluations.values | evaluations.finish(state, step)
+        return Result(self.folder.path, state, scores, self.inputs.floor, evaluations.sample)
 
     def notify(self, event: str, *args: Any) -> None:
         """Call this event of every callback."""
