@@ -106,9 +106,7 @@ class HarnessModel(TemplateLM):
             )
         context = longest - count if count < longest else max(longest // 2, 1)
         tokens = self.tok_encode(prompt)[-context:] or [self.prefix_token_id]
-        capacity = _SMALLEST_CACHE  # doubled, so that few programs are compiled
-        while capacity < len(tokens) + count:
-            capacity *= 2
+        capacity = max(_SMALLEST_CACHE, 1 << (len(tokens) + count - 1).bit_length())  # a power of 2: few programs
         generated: list[int] = []
         if self._local is None:
             self._local = on_one_device(self.loaded.model, self.loaded.dtype)

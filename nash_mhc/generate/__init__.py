@@ -1,1 +1,1 @@
-"""Text from a trained model: `python -m nash_mhc.generate DIR`, or `nash_mhc.generate.decode` from Python."""
+"""Text generation: `python -m nash_mhc.generate DIR`."""

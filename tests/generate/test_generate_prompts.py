@@ -15,9 +15,9 @@ from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.generate import __main__ as generate
-from nash_mhc.generate.decode import Sampling, generate_rows, generate_tokens, load
-from nash_mhc.generate.prompts import Prompt, asked, up_to
-from nash_mhc.model.sampling import penalize_repetition
+from nash_mhc.generate.prompts import Prompt, before_stop, chat_prompt
+from nash_mhc.hub.load import load
+from nash_mhc.model.sampling import Sampling, generate_rows, generate_tokens, penalize_repetition
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"
 
@@ -84,10 +84,10 @@ def test_repetition_is_penalized_as_transformers_does(theirs):
 def test_text_ends_before_a_stop_and_nothing_of_it_is_shown(end):
     text = "one two\n\nQ: three\n\nQuiet"
     pieces = iter([text] if end == "whole" else list(text))
-    seen = list(up_to(pieces, ["\n\nQ:", "four"]))
+    seen = list(before_stop(pieces, ["\n\nQ:", "four"]))
     assert "".join(seen) == "one two"
-    assert "".join(up_to(iter("a\n\nQ"), ["\n\nQ:"])) == "a\n\nQ"  # which never became one
-    assert "".join(up_to(iter("abc"), [])) == "abc"
+    assert "".join(before_stop(iter("a\n\nQ"), ["\n\nQ:"])) == "a\n\nQ"  # which never became one
+    assert "".join(before_stop(iter("abc"), [])) == "abc"
 
 
 def test_a_file_of_prompts_is_answered_in_its_order(ours, tmp_path, monkeypatch, capsys):
@@ -132,7 +132,7 @@ def test_a_template_that_spells_the_begin_token_gets_no_second_one(theirs, tmp_p
     settings = json.loads((theirs / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "<|endoftext|>" + TEMPLATE}))
-    plain, spelled = (asked("Who?", None).tokens(load_tokenizer(str(folder))) for folder in (theirs, tmp_path))
+    plain, spelled = (chat_prompt("Who?", None).tokens(load_tokenizer(str(folder))) for folder in (theirs, tmp_path))
     assert plain == spelled == [256, *b"[user]Who?", 256, *b"[answer]"]
     assert Prompt("<|endoftext|>").tokens(load_tokenizer(str(theirs))) == [256, 256]  # what someone writes is what is read
 
@@ -150,12 +150,12 @@ def test_every_token_that_ends_a_text_of_that_model_does(theirs, tmp_path):
 
 @pytest.mark.parametrize(("argv", "lines", "said"), [
     (["--chat", "--prompt", "x"], None, "has no chat template"),
-    (["--system", "x"], None, "--system begins a conversation: add --chat"),
+    (["--system", "x"], None, "--system needs --chat"),
     (["--stop", ""], None, "--stop is empty"),
-    (["--out", "x"], None, "--out is for the answers to --prompts"),
-    (["--prompt", "x", "--prompts", "FILE"], "", "--prompt and --prompts are given"),
+    (["--out", "x"], None, "--out needs --prompts"),
+    (["--prompt", "x", "--prompts", "FILE"], "", "--prompt and --prompts exclude"),
     (["--prompts", "FILE"], "\n\n", "holds no prompt"),
-    (["--prompts", "FILE"], "{", "prompts.jsonl:1: is no JSON"),
+    (["--prompts", "FILE"], "{", "prompts.jsonl:1: not JSON"),
     (["--prompts", "FILE"], '{"prompt": "a"}\n{"question": "a"}', "prompts.jsonl:2: has neither a prompt"),
     (["--prompts", "FILE", "--out", "/no/such/folder/x"], '{"prompt": "a"}', "--out /no/such/folder/x: cannot be written"),
     (["--prompts", "/no/such/file"], None, "--prompts /no/such/file: cannot be read"),
@@ -178,7 +178,7 @@ def test_a_cache_is_no_larger_than_the_text(theirs, monkeypatch, capsys):
     asked = []
     plain = generate_rows
     monkeypatch.setattr(
-        "nash_mhc.generate.decode.generate_rows",
+        "nash_mhc.model.sampling.generate_rows",
         lambda *a, seq_len, **k: (asked.append(seq_len), plain(*a, seq_len=seq_len, **k))[1],
     )
     values = json.loads((theirs / "config.json").read_text())

@@ -13,7 +13,8 @@ import small
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import MeshConfig, TelemetryConfig
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.generate.decode import generate_tokens, load
+from nash_mhc.hub.load import load
+from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.train import __main__ as train_command
 from nash_mhc.train import samples
 from nash_mhc.train.samples import Samples

@@ -18,7 +18,7 @@ from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer, prefix_of
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
-from nash_mhc.generate.prompts import Prompt, asked
+from nash_mhc.generate.prompts import Prompt, chat_prompt
 from nash_mhc.hub import __main__ as hub
 from nash_mhc.hub.load import load, tokenizer_of
 from nash_mhc.hub.writing import import_folder
@@ -68,7 +68,7 @@ def test_prompts_chats_and_evaluations_begin_as_transformers_has_it(name, reques
             assert (
                 HarnessModel.tok_encode(SimpleNamespace(loaded=SimpleNamespace(tokenizer=ours)), text) == other(text).input_ids
             )
-    said = asked("Who?", "Be brief.")
+    said = chat_prompt("Who?", "Be brief.")
     assert said.tokens(ours) == other.apply_chat_template(list(said.messages), add_generation_prompt=True)["input_ids"]
     assert Prompt("").tokens(ours) == [256] == [prefix_of(ours)]  # something has to
 

@@ -17,7 +17,7 @@ from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.data.inspection import of_run
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
-from nash_mhc.generate.decode import load
+from nash_mhc.hub.load import load
 from nash_mhc.kits.recursive.puzzles.kinds import find_kind
 from nash_mhc.kits.recursive.puzzles.maze import OPEN, PATH
 from nash_mhc.kits.recursive.puzzles.rows import PuzzleRows
