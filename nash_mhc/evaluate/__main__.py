@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
-from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig, check_field
+from nash_mhc.config.schema import ConfigError, MeshConfig, check_field
 from nash_mhc.evaluate import tasks
 from nash_mhc.evaluate.output import Progress, Row, table, to_rows, write_json
 from nash_mhc.evaluate.tasks import BYTES, HELD_OUT, STORIES
@@ -76,8 +76,9 @@ def main() -> int:
 def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[str]) -> int:
     import jax
 
+    from nash_mhc.evaluate.scoring import length_multiple
     from nash_mhc.hub.load import config_of, load
-    from nash_mhc.parallel.mesh import describe, make_mesh
+    from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
     from nash_mhc.parallel.processes import check_same, start
     from nash_mhc.runtime.compiled import use_compilation_cache
 
@@ -86,7 +87,9 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
         check_same({f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()})
     mesh = make_mesh(args.mesh)
     progress = Progress(quiet=jax.process_index() > 0)
-    _check_fit(cfg, mesh, args.batch_size)
+    multiple = length_multiple(cfg.model.alignment, mesh)
+    data = dataclasses.replace(cfg.data, batch_size=args.batch_size, seq_len=-(-cfg.data.seq_len // multiple) * multiple)
+    check_fit(dataclasses.replace(cfg, data=data), mesh.shape, model_is_given=True)
     loaded_tasks = {task.name: task for task in tasks.load_tasks(harness_names, progress.say)} if harness_names else {}
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(to_path(args.folder))
@@ -118,16 +121,6 @@ def _split_names(names: list[str]) -> tuple[dict[str, str], list[str]]:
     if harness_names:
         tasks.check_installed()
     return texts, harness_names
-
-
-def _check_fit(cfg: RunConfig, mesh: Mesh, batch_size: int) -> None:
-    """Check that the mesh divides model and batch."""
-    from nash_mhc.evaluate.scoring import length_multiple
-    from nash_mhc.parallel.mesh import check_fit
-
-    multiple = length_multiple(cfg.model.alignment, mesh)
-    data = dataclasses.replace(cfg.data, batch_size=batch_size, seq_len=-(-cfg.data.seq_len // multiple) * multiple)
-    check_fit(dataclasses.replace(cfg, data=data), mesh.shape, model_is_given=True)
 
 
 def _evaluate(

@@ -101,7 +101,7 @@ def text_file(
         nats = -math.fsum(score.log_prob for score in scorer.score(selected, advance))
     count = sum(len(request.continuation) for request in selected)
     if len(selected) == len(requests):
-        size = len(text.encode("utf-8"))  # exact, whatever the tokenizer normalizes
+        size = len(text.encode("utf-8"))  # exact, even if the tokenizer normalizes text
     else:
         size = int(np.sum(loaded.tokenizer.byte_lengths[tokens[:count]]))
     return {"bits_per_byte": nats / math.log(2) / max(size, 1), "loss": nats / count, "tokens": count}

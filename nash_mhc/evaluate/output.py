@@ -1,4 +1,4 @@
-"""What an evaluation prints and writes: progress on stderr, a table of results, JSON."""
+"""Output of an evaluation: progress on stderr, a table of results, JSON."""
 
 from __future__ import annotations
 

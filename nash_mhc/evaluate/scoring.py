@@ -34,7 +34,7 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    log_prob: float  # of the whole continuation, in nats
+    log_prob: float  # sum over the continuation, in nats
     is_greedy: bool  # whether greedy decoding gives the continuation
 
 

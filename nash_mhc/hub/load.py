@@ -49,7 +49,7 @@ class Loaded:
 
 
 def load(folder: str | Folder, step: int | None = None, *, mesh: Mesh | None = None, say: Say = lambda text: None) -> Loaded:
-    """Load a model directory; of a run, the checkpoint at `step` (default: the latest complete one).
+    """Load a model directory. `step` chooses a run's checkpoint (default: the latest complete one).
 
     Parameters are sharded over `mesh` as in training (the caller checks that it divides them), or on the first device.
     """

@@ -87,7 +87,7 @@ class ScaleRows(NamedTuple):
     new_B: Tensor  # rows that this call adds
     capacity: int  # padded number of new rows; those beyond `new_B` are masked
     max_rows: int  # upper bound of the rows of any sequence after this call
-    cos_BI1H: Tensor  # of the new rows, at the position of their last token; half a head wide
+    cos_BI1H: Tensor  # [..., H / 2], for the new rows at the position of their last token
     sin_BI1H: Tensor
 
 
@@ -215,7 +215,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(H, config.norm_eps) if config.qk_norm else nn.Identity()
         if config.scales > 1:
-            # Initially, a summary is the mean of its own block and ignores the block before.
+            # Initially, a summary is the mean of the current block and ignores the one before.
             mean_J = torch.cat([torch.zeros(config.ratio), torch.full((config.ratio,), 1.0 / config.ratio)])
             taps_CJKH = mean_J[None, :, None, None].expand(config.scales - 1, -1, K, H)
             self.pool_k, self.pool_v = nn.Parameter(taps_CJKH.clone()), nn.Parameter(taps_CJKH.clone())
@@ -240,8 +240,8 @@ class Attention(nn.Module):
         return self.o_proj(torch.cat(mixed, dim=1).flatten(2))
 
     def pool(self, name: str, taps_JKH: Tensor, z_BTKH: Tensor, below: ScaleRows, rows: ScaleRows, cache: LayerCache) -> Tensor:
-        """Return the new rows of a coarse scale: weighted sums of 2r rows of the scale below, namely of their own block
-        of r rows and the block before it. Rows before the first token are zeros."""
+        """Return the new rows of a coarse scale: weighted sums of two blocks of r rows of the scale below, the current
+        block and the one before it. Rows before the first token are zeros."""
         r = self.ratio
         all_BSKH = cache.extend(name, z_BTKH, below.new_B, keep=2 * r - 1, zeros=2 * r - 1)
         # The first block to complete started `before % r` rows ago, the block before it r rows earlier.

@@ -134,7 +134,7 @@ def tensors_of(cfg: ModelConfig, *, is_plain: bool) -> list[Tensor]:
     elif is_plain and not is_tied(cfg):
         found.append(Tensor(OUTPUT, "embed_VD", *table))
     for parameter, leaf in named_leaves(abstract_model(cfg)).items():
-        # With several scales, the projections are in a module of their own.
+        # With several scales, the projections are in the submodule `base`.
         module, _, rest = parameter.removeprefix("layers.").replace("attention.base.", "attention.").partition(".")
         if parameter.startswith("layers.") and rest in _LAYER.get(module, {}):
             (name, axes), shape = _LAYER[module][rest], leaf.shape[1:]
