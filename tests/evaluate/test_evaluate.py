@@ -1,4 +1,4 @@
-"""Evaluations: as lm-eval's own backend has them, on any mesh, in any company; and one line for what is wrong."""
+"""Evaluations equal those of lm-eval's backend, on any mesh and batch; mistakes are one line."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ CONFIG = small.config(data__seq_len=64, train__total_steps=50, train__eval_inter
 
 
 def task_files(folder):
-    """One of each kind, written here: which answer is likeliest, and what is written up to a stop."""
+    """Write a multiple-choice task and a generation task with a stop string."""
     folder.mkdir()
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps({"q": q, "choices": c, "answer": a}) + "\n" for q, c, a in QUESTIONS))
@@ -64,7 +64,7 @@ def task_files(folder):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """A tiny run, the same as a Hugging Face folder, and two tasks."""
+    """A tiny run, its exported folder, and two tasks."""
     root = tmp_path_factory.mktemp("evaluate")
     at(root / "run", CONFIG)
     export(load(root / "run"), root / "exported", dtype="float32", shard_bytes=10**9, card="")
@@ -91,7 +91,7 @@ def ours(folder, **options):
 
 
 def by_lm_eval(folder):
-    """Its own backend, which needs torch and accelerate."""
+    """The hf backend of lm-eval, which needs torch and accelerate."""
     for name in ("torch", "accelerate"):
         pytest.importorskip(name, reason="compares with lm-eval's own backend: pip install 'torch<2.14' accelerate")
     from lm_eval.models.huggingface import HFLM
@@ -105,7 +105,7 @@ def theirs(made):
 
 
 def answers(found):
-    """(log-likelihood, greedy) of every choice, and every text, by task and document."""
+    """Return (log-likelihood, greedy) of every choice, and every text, by task and document."""
     by_task = {}
     for task, samples in found.samples.items():
         by_document = sorted(samples, key=lambda sample: sample["doc_id"])
@@ -123,7 +123,7 @@ def ours_alone(made, tasks):
     return run_task(tasks(), ours(made.run), with_samples=True)
 
 
-def test_our_backend_gives_what_lm_evals_own_gives(ours_alone, tasks, theirs):
+def test_results_equal_the_hf_backend_of_lm_eval(ours_alone, tasks, theirs):
     theirs.task = theirs.is_running = None
     expected = run_task(tasks(), theirs, with_samples=True)
     got, wanted = answers(ours_alone), answers(expected)
@@ -138,7 +138,7 @@ def test_our_backend_gives_what_lm_evals_own_gives(ours_alone, tasks, theirs):
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"mesh": MeshConfig(data=2, fsdp=2, tp=2)}], ids=["alone", "eight"])
-def test_neither_company_nor_devices_change_an_answer(options, made, tasks, ours_alone):
+def test_batching_and_meshes_do_not_change_an_answer(options, made, tasks, ours_alone):
     got, wanted = answers(run_task(tasks(), ours(made.run, **options), with_samples=True)), answers(ours_alone)
     assert got["our_writing"] == wanted["our_writing"]
     for (a, greedy), (b, also) in zip(got["our_choice"], wanted["our_choice"], strict=True):
@@ -149,14 +149,14 @@ PROGRAM = jax.jit(lambda model, tokens_BT: model(tokens_BT))
 
 
 def log_softmax(model, tokens, longest):
-    """The plain way: a row by itself, all logits, in double precision."""
+    """The reference: one sequence at a time, all logits, in double precision."""
     padded = np.pad(np.array([tokens]), ((0, 0), (0, longest - len(tokens))))
     logits = np.asarray(PROGRAM(model, jnp.asarray(padded)), np.float64)[0, : len(tokens)]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def by_rows(model, tokens, prefix, longest, context):
-    """Each row by itself, with as many tokens before it as it is to see."""
+    """Score each window by itself, with its context."""
     total, at_ = 0.0, 0
     while at_ < len(tokens):
         count = min(longest if at_ == 0 else longest - context + 1, len(tokens) - at_)
@@ -167,7 +167,7 @@ def by_rows(model, tokens, prefix, longest, context):
     return total
 
 
-def test_a_text_longer_than_the_model_sees_is_scored_row_by_row(made, theirs):
+def test_a_text_longer_than_the_context_is_scored_in_windows(made, theirs):
     model, request = ours(made.run), SimpleNamespace(args=(TEXT,))
     tokens = [256, *TEXT.encode()]  # the begin token counts, as lm-eval has it
     assert len(tokens) > 4 * model.max_length
@@ -177,7 +177,7 @@ def test_a_text_longer_than_the_model_sees_is_scored_row_by_row(made, theirs):
 
 
 @pytest.mark.parametrize(("count", "longest", "context"), [(0, 8, 1), (1, 8, 1), (8, 8, 1), (9, 8, 4), (40, 8, 4), (7, 3, 3)])
-def test_every_token_of_a_text_is_in_one_row_and_sees_enough(count, longest, context):
+def test_windows_score_every_token_once_with_enough_context(count, longest, context):
     tokens = list(range(count))
     found = list(windows(tokens, -1, longest, context))
     assert [token for row in found for token in row.continuation] == tokens
@@ -188,7 +188,7 @@ def test_every_token_of_a_text_is_in_one_row_and_sees_enough(count, longest, con
         assert len(row.context) >= min(context, row.continuation[0] + 1)
 
 
-def test_a_text_file_in_bits_a_byte(made):
+def test_a_text_file_in_bits_per_byte(made):
     loaded, scorer, _ = scorer_of(made.run)
     tokens = list(TEXT.encode())
     found = text_file("bytes:x", TEXT, loaded, scorer)
@@ -201,7 +201,7 @@ def test_a_text_file_in_bits_a_byte(made):
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tp=2)], ids=["one", "eight"])
-def test_stories_are_what_the_run_itself_has_reported(mesh, made):
+def test_stories_equal_the_evaluation_of_the_run(mesh, made):
     mesh = make_mesh(mesh)
     found = stories(load(made.run, mesh=mesh), mesh, batch_size=4)
     said = rows(made.run, "eval.jsonl")[-1]
@@ -213,8 +213,8 @@ def test_stories_are_what_the_run_itself_has_reported(mesh, made):
     assert found["ratio"] == pytest.approx(found["loss"] / floor)
 
 
-def test_a_model_of_blocks_is_scored_as_by_itself():
-    """Rows are filled up to whole blocks, and shorter ones to longer ones: what is scored sees nothing of it."""
+def test_padding_to_whole_blocks_does_not_change_scores():
+    """Padding to whole blocks and to longer sequences does not change the scores."""
     cfg, mesh = dataclasses.replace(small.nash_config().model, layers=1, residual="plain"), make_mesh(MeshConfig())
     model = jax.device_put(small.generic_model(cfg))
     scorer = Scorer(model, mesh, longest=21, batch_size=3, dtype="float32")
@@ -231,7 +231,7 @@ def test_a_model_of_blocks_is_scored_as_by_itself():
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tp=2)], ids=["one", "eight"])
-def test_log_probs_in_chunks_are_those_of_all_logits(mesh):
+def test_chunked_log_probs_equal_those_of_all_logits(mesh):
     rng = np.random.default_rng(1)
     x_BTD, w_VD = rng.normal(size=(4, 12, 8)).astype(np.float32), rng.normal(size=(40, 8)).astype(np.float32)
     w_VD[33:] = 9 * w_VD[:7]  # padding, which would win
@@ -250,8 +250,8 @@ def test_log_probs_in_chunks_are_those_of_all_logits(mesh):
             np.testing.assert_array_equal(got.is_best_BT, wanted.is_best_BT)
 
 
-def test_a_tokenizer_that_begins_every_text_does_so_here(tmp_path):
-    """And the token before an empty prompt is the one that lm-eval takes."""
+def test_the_begin_token_of_a_tokenizer_is_added(tmp_path):
+    """The token before an empty prompt is that of lm-eval."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -274,8 +274,8 @@ def test_a_tokenizer_that_begins_every_text_does_so_here(tmp_path):
     assert model.loglikelihood_rolling(rolling) == pytest.approx(wanted, abs=1e-3)
 
 
-def test_a_task_of_a_group_is_asked_once(made, tmp_path):
-    """Whether the folder is named, or the group's own file, or a task that lm-eval has among its own."""
+def test_a_task_in_a_group_runs_once(made, tmp_path):
+    """By folder, by the group's file, or by the name of a task of lm-eval."""
     for file in made.tasks.glob("*.yaml"):
         (tmp_path / file.name).write_text(file.read_text())
     (tmp_path / "group.yaml").write_text(yaml.dump({"group": "ours", "task": ["our_choice", "our_writing"]}))
@@ -293,7 +293,7 @@ def call(monkeypatch, *argv):
     return command.main()
 
 
-def test_the_command_shows_a_table_and_writes_json(made, tmp_path, monkeypatch, capfd):
+def test_the_command_prints_a_table_and_writes_json(made, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     names = f"{made.tasks / 'choice.yaml'},stories,bytes:text.txt"
@@ -319,7 +319,7 @@ def test_the_command_shows_a_table_and_writes_json(made, tmp_path, monkeypatch, 
     assert flat(again) == pytest.approx(flat(found["tasks"]), rel=1e-4)
 
 
-def test_too_little_memory_is_one_line_after_what_was_found(made, tmp_path, monkeypatch, capsys):
+def test_out_of_memory_is_one_line_after_the_results_so_far(made, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).write_text(name * 50)

@@ -1,5 +1,4 @@
-"""Text from a trained run: the right tokens, the right cuts, the same text again,
-and one clear line for every mistake."""
+"""Generation from a trained run: greedy and sampled tokens, cuts, reproducibility, one-line errors."""
 
 import contextlib
 import dataclasses
@@ -67,7 +66,7 @@ def loaded(folder: Path) -> Loaded:
 
 @pytest.fixture(scope="module")
 def lively(loaded: Loaded) -> Loaded:
-    """Two steps of training leave a model to which what came before hardly matters; to this one it does."""
+    """A model whose output depends on the context, unlike one after two training steps."""
     rng = np.random.default_rng(3)
     noisy = jax.tree.map(lambda a: (a + 0.25 * rng.standard_normal(a.shape)).astype(a.dtype), jax.device_get(loaded.model))
     # To where the other lies: what is compiled for that one serves this one, too.
@@ -87,12 +86,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def compiled(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The programs that write, of all that were compiled."""
+    """Return the generation programs among those compiled."""
     said = [record.getMessage() for record in caplog.records]
     return [text for text in said if text.startswith("Compiling") and "decode_chunk" in text.split("with")[0]]
 
 
-def test_weights_that_are_not_finite_write_nothing(
+def test_non_finite_weights_generate_nothing(
     folder: Path, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = eqx.tree_at(lambda model: model.norm, loaded.model, replace_fn=lambda n: jax.tree.map(lambda a: a * np.nan, n))
@@ -104,7 +103,7 @@ def test_weights_that_are_not_finite_write_nothing(
         assert "not finite" in err.splitlines()[-1] and "Traceback" not in err
 
 
-def test_greedy_is_the_argmax_of_the_full_model_at_every_step(loaded: Loaded) -> None:
+def test_greedy_equals_the_argmax_of_the_full_model(loaded: Loaded) -> None:
     prompt = [256, *b"Once"]
     made = tokens_of(loaded, prompt, max_tokens=20, temperature=0.0)
     # Causal: one pass over the finished text gives what each step saw.
@@ -113,7 +112,7 @@ def test_greedy_is_the_argmax_of_the_full_model_at_every_step(loaded: Loaded) ->
     assert made == np.argmax(logits_TV, axis=-1)[len(prompt) - 1 : -1].tolist()
 
 
-def test_a_full_cache_begins_anew_with_its_last_half_in_whole_blocks(loaded: Loaded) -> None:
+def test_a_full_cache_restarts_with_its_last_half_in_whole_blocks(loaded: Loaded) -> None:
     cfg = loaded.model.cfg
     assert cfg.coarsest_stride == 8
     starts = lambda seq_len, counts: [context_start(cfg, n, seq_len) for n in counts]
@@ -123,8 +122,8 @@ def test_a_full_cache_begins_anew_with_its_last_half_in_whole_blocks(loaded: Loa
     assert starts(2, (2, 3, 4)) == [0, 1, 2]
 
 
-def test_each_token_is_drawn_from_the_context_that_is_promised(lively: Loaded) -> None:
-    """Held against passes of the whole model, through prompt and text, across two fresh starts of the cache."""
+def test_each_token_is_sampled_from_the_documented_context(lively: Loaded) -> None:
+    """Compare with full forward passes, across two restarts of the cache."""
     logits = jax.jit(lambda model, tokens_T, count: model(tokens_T[None])[0, count - 1])
     drawn = jax.jit(lambda logits_V, i: sample(logits_V, jax.random.fold_in(jax.random.key(5), i), 1.0))
     prompt = [256, *b"a prompt that alone is longer than the row"]
@@ -139,14 +138,14 @@ def test_each_token_is_drawn_from_the_context_that_is_promised(lively: Loaded) -
             assert token == int(drawn(logits_V, i)), i
 
 
-def test_a_text_goes_on_in_the_same_way_from_wherever_it_is_cut(lively: Loaded) -> None:
+def test_continuing_a_generated_text_gives_the_same_tokens(lively: Loaded) -> None:
     made = tokens_of(lively, [256], max_tokens=60, temperature=0.0)
     assert len(set(made)) > 5
     for cut in (1, 31, 32, 33, 55):
         assert tokens_of(lively, [256, *made[:cut]], max_tokens=60 - cut, temperature=0.0) == made[cut:]
 
 
-def test_a_long_prompt_is_read_with_progress_by_a_program_that_is_compiled_once(
+def test_a_long_prompt_reports_progress_and_compiles_once(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nash_mhc.model.sampling._PATIENCE", -1.0)
@@ -173,7 +172,7 @@ def test_the_end_token_ends_the_text(loaded: Loaded) -> None:
     assert tokens_of(loaded, [256], max_tokens=10, temperature=1.0, seed=3, end=last) == free[: free.index(last)]
 
 
-def test_the_seed_decides_the_text(loaded: Loaded) -> None:
+def test_the_seed_determines_the_text(loaded: Loaded) -> None:
     one, again, other = (tokens_of(loaded, [256], max_tokens=16, temperature=1.0, seed=s) for s in (1, 1, 2))
     assert one == again
     assert one != other
@@ -187,7 +186,7 @@ def test_top_k_one_is_greedy(loaded: Loaded) -> None:
     assert draws == {int(sample(tie, jax.random.key(0), 0.0))} == {1}
 
 
-def test_no_prompt_token_is_a_mistake_of_the_caller(loaded: Loaded) -> None:
+def test_an_empty_prompt_is_an_error(loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         tokens_of(loaded, [])
 
@@ -196,7 +195,7 @@ likely = jax.jit(keep_likely, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.75, 0.999])
-def test_top_p_keeps_the_fewest_tokens_that_have_the_mass(top_p: float) -> None:
+def test_top_p_keeps_the_fewest_tokens_with_that_probability(top_p: float) -> None:
     logits_V = (2.0 * np.random.default_rng(5).normal(size=50)).astype(np.float32)
     mass_V = np.exp(logits_V, dtype=np.float64) / np.exp(logits_V, dtype=np.float64).sum()
     kept = np.isfinite(np.asarray(likely(logits_V, 0, top_p)))
@@ -206,7 +205,7 @@ def test_top_p_keeps_the_fewest_tokens_that_have_the_mass(top_p: float) -> None:
     assert mass_V[kept].min() >= mass_V[~kept].max()
 
 
-def test_cuts_combine_and_leave_the_rest_alone() -> None:
+def test_top_k_and_top_p_combine() -> None:
     logits_V = np.log(np.array([0.1, 0.4, 0.3, 0.2], np.float32))
     assert np.allclose(likely(logits_V, 0, 1.0), logits_V)
     assert np.isfinite(likely(logits_V, 3, 1.0)).tolist() == [False, True, True, True]
@@ -224,7 +223,7 @@ def test_temperature_sharpens() -> None:
 
 
 @pytest.mark.parametrize("data", ["plain €uro 😀!".encode(), b"ab\xe2\x82", b"\xff\x80\x80\x80\x80\xe2(\xf0\x9f\x98\x80x"])
-def test_stream_never_shows_a_part_of_a_character(data: bytes) -> None:
+def test_streaming_never_splits_a_character(data: bytes) -> None:
     pieces = list(stream_text(iter(data), BYTES))
     assert "".join(pieces) == data.decode("utf-8", errors="replace")
     assert all(pieces)
@@ -232,7 +231,7 @@ def test_stream_never_shows_a_part_of_a_character(data: bytes) -> None:
         assert any("😀" in piece for piece in pieces)
 
 
-def test_stream_shows_text_as_it_comes() -> None:
+def test_streaming_yields_text_immediately() -> None:
     seen: list[int] = []
     source = (seen.append(b) or b for b in b"abc")
     stream = stream_text(source, BYTES)
@@ -240,7 +239,7 @@ def test_stream_shows_text_as_it_comes() -> None:
     assert seen == [ord("a")]
 
 
-def test_averaged_weights_of_any_mesh_come_to_one_device(tmp_path: Path, folder: Path) -> None:
+def test_averaged_weights_of_any_mesh_load_on_one_device(tmp_path: Path, folder: Path) -> None:
     values = json.loads((folder / "run.json").read_text())["config"]
     values["optim"]["ema_decay"] = 0.9
     cfg = RunConfig.from_dict(values)

@@ -1,4 +1,4 @@
-"""Many prompts at once, conversations, stop texts, repetition: `generate` on models of ours and of Hugging Face."""
+"""Batches of prompts, conversations, stop strings and repetition penalty, on our and Hugging Face models."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """A run of the whole architecture: blocks, windows and streams have to keep texts apart as well."""
+    """A run of the full architecture, whose blocks, windows and streams must not mix texts."""
     cfg = small.nash_config()
     return drawn_run(tmp_path_factory.mktemp("prompts") / "run", replace(cfg, model=replace(cfg.model, layers=1)))
 
@@ -44,8 +44,8 @@ def command(monkeypatch, capsys, *argv):
 
 
 @pytest.mark.parametrize("how", [Sampling(0.0), Sampling(1.0, 20, 0.9, 1.3)])
-def test_texts_that_are_written_at_once_are_those_that_are_written_alone(ours, how):
-    """Prompts of all lengths, past the window, past the row: the cache begins anew for all of them at once."""
+def test_a_batch_generates_the_same_texts_as_single_prompts(ours, how):
+    """Prompts longer than the window and the context: the cache restarts for all at once."""
     model = load(ours).model
     prompts = [[256, *range(60, 60 + n)] for n in (0, 3, 40, 17)]
     options = {"seq_len": 32, "ends": {256}, "max_tokens": 30, "seed": 3}
@@ -65,7 +65,7 @@ def test_texts_that_are_written_at_once_are_those_that_are_written_alone(ours, h
         assert together[1] == list(generate_tokens(model, prompts[1], seq_len=32, end=256, max_tokens=30, temperature=0.0))
 
 
-def test_repetition_is_penalized_as_transformers_does(theirs):
+def test_repetition_penalty_equals_transformers(theirs):
     import torch
 
     loaded, prompt = load(theirs), [256, *range(65, 85)]
@@ -81,7 +81,7 @@ def test_repetition_is_penalized_as_transformers_does(theirs):
 
 
 @pytest.mark.parametrize("end", ["whole", "in pieces"])
-def test_text_ends_before_a_stop_and_nothing_of_it_is_shown(end):
+def test_text_ends_before_a_stop_string(end):
     text = "one two\n\nQ: three\n\nQuiet"
     pieces = iter([text] if end == "whole" else list(text))
     seen = list(before_stop(pieces, ["\n\nQ:", "four"]))
@@ -90,7 +90,7 @@ def test_text_ends_before_a_stop_and_nothing_of_it_is_shown(end):
     assert "".join(before_stop(iter("abc"), [])) == "abc"
 
 
-def test_a_file_of_prompts_is_answered_in_its_order(ours, tmp_path, monkeypatch, capsys):
+def test_a_file_of_prompts_is_answered_in_order(ours, tmp_path, monkeypatch, capsys):
     texts = ["One", "", "A little more to read", "Two", "Three"]
     (tmp_path / "prompts.txt").write_text("\n".join(texts))
     argv = [ours, "--prompts", tmp_path / "prompts.txt", "--max-tokens", 9, "--temperature", 0, "--batch-size", 3]
@@ -113,7 +113,7 @@ def test_a_file_of_prompts_is_answered_in_its_order(ours, tmp_path, monkeypatch,
     assert any(line["tokens"] < whole["tokens"] and line["ended"] for line, whole in zip(stopped, lines, strict=True))
 
 
-def test_a_conversation_is_put_as_the_tokenizer_says(theirs, tmp_path, monkeypatch, capsys):
+def test_a_conversation_uses_the_chat_template(theirs, tmp_path, monkeypatch, capsys):
     loaded = load(theirs)
     spelled = [256, *b"[system]Be brief.", 256, *b"[user]Who?", 256, *b"[answer]"]
     want = list(generate_tokens(loaded.model, spelled, seq_len=128, end=256, max_tokens=8, temperature=0.0))
@@ -128,7 +128,7 @@ def test_a_conversation_is_put_as_the_tokenizer_says(theirs, tmp_path, monkeypat
     assert [line["prompt"] for line in lines] == ["Who?", "plain"]
 
 
-def test_a_template_that_spells_the_begin_token_gets_no_second_one(theirs, tmp_path):
+def test_a_template_with_the_begin_token_gets_no_second_one(theirs, tmp_path):
     settings = json.loads((theirs / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "<|endoftext|>" + TEMPLATE}))
@@ -137,7 +137,7 @@ def test_a_template_that_spells_the_begin_token_gets_no_second_one(theirs, tmp_p
     assert Prompt("<|endoftext|>").tokens(load_tokenizer(str(theirs))) == [256, 256]  # what someone writes is what is read
 
 
-def test_every_token_that_ends_a_text_of_that_model_does(theirs, tmp_path):
+def test_every_end_token_of_the_model_ends_a_text(theirs, tmp_path):
     for file in theirs.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 70]}))
@@ -174,7 +174,7 @@ def test_each_mistake_is_one_line(argv, lines, said, ours, tmp_path, monkeypatch
 
 
 def test_a_cache_is_no_larger_than_the_text(theirs, monkeypatch, capsys):
-    """A model of 128 thousand positions does not take the memory of all of them for a sentence."""
+    """A model with 131,072 positions does not allocate a cache for all of them."""
     asked = []
     plain = generate_rows
     monkeypatch.setattr(

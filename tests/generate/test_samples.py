@@ -1,4 +1,4 @@
-"""What the model writes at every evaluation: the same text wherever its weights lie, and never a reason to stop."""
+"""Samples at every evaluation: independent of the mesh, and never a reason to stop training."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def of_run(mesh, say, telemetry=CFG.telemetry):
     return Samples(telemetry, CFG.model, mesh, BYTES, say, CFG.data.seq_len, CFG.train.dtype)
 
 
-def test_every_evaluation_has_a_sample_and_it_is_what_generate_writes(trained):
+def test_every_evaluation_samples_the_text_that_generate_gives(trained):
     rows = runs.rows(trained.folder, "eval.jsonl")
     assert [row["step"] for row in rows] == [3, 6]
     for row in rows[-1:]:
@@ -55,7 +55,7 @@ def test_a_resumed_run_writes_the_same_samples(trained, tmp_path):
     assert [row["sample"] for row in again] == [row["sample"] for row in runs.rows(trained.folder, "eval.jsonl")]
 
 
-def test_it_comes_from_any_mesh_and_one_device_writes_it(trained, monkeypatch):
+def test_a_sample_of_any_mesh_is_generated_on_one_device(trained, monkeypatch):
     mesh = jax.make_mesh((2, 2, 2), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(CFG, mesh).model)
     assert len(model.embed_VD.devices()) == 8
@@ -68,7 +68,7 @@ def test_it_comes_from_any_mesh_and_one_device_writes_it(trained, monkeypatch):
     assert of_run(mesh, print).write(model) is None
 
 
-def test_it_is_never_a_reason_to_stop(trained, monkeypatch):
+def test_a_failing_sample_does_not_stop_training(trained, monkeypatch):
     said = []
     few = of_run(one_device(), said.append, TelemetryConfig(sample_tokens=0))
     assert few.write(trained.state.model) is None
@@ -81,7 +81,7 @@ def test_it_is_never_a_reason_to_stop(trained, monkeypatch):
     assert len(said) == 2 and said[1].startswith("no samples: ")
 
 
-def test_training_ends_with_the_last_one(trained, monkeypatch, capsys):
+def test_training_ends_with_a_sample(trained, monkeypatch, capsys):
     (trained.folder / "run.yaml").write_text(json.dumps(CFG.to_dict()))
     monkeypatch.setattr(train_command, "run", lambda cfg, **_: trained)
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(trained.folder / "run.yaml")])
@@ -90,7 +90,7 @@ def test_training_ends_with_the_last_one(trained, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(shown)
 
 
-def test_without_held_out_text_there_is_one_at_the_end(tmp_path):
+def test_without_held_out_text_only_the_end_has_a_sample(tmp_path):
     cfg = small.config(data__validation_fraction=0.0, optim__warmup_steps=0, train__total_steps=1, telemetry__sample_tokens=4)
     (tmp_path / "text.txt").write_text("a b c " * 400)
     data = dataclasses.replace(cfg.data, dataset=str(tmp_path / "text.txt"), cache_dir=str(tmp_path))

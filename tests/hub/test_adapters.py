@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files, both ways, and merged: always the same model."""
+"""PEFT adapters: imported, exported and merged, they give the same model."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
 @pytest.fixture(scope="module", autouse=True)
 def theirs_are_imported():
-    """By the one worker that runs these tests, not by all that look for some: it takes seconds."""
+    """Import torch only in the worker that runs these tests, because it takes seconds."""
     torch = pytest.importorskip("torch", reason="compares with PEFT, which needs torch: pip install 'torch<2.14'")
     peft = pytest.importorskip("peft", reason="compares with PEFT: pip install peft")
     import transformers
@@ -49,7 +49,7 @@ def logits(model, tokens):
 
 
 def their_adapters(base, folder, **settings):
-    """Made and taught by PEFT: B is drawn, and A where it begins as zeros."""
+    """Create adapters with PEFT and randomize B, and A where it starts at zero."""
     torch.manual_seed(1)
     common = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # about saving what these tests save
@@ -63,7 +63,7 @@ def their_adapters(base, folder, **settings):
 
 @pytest.fixture(scope="module", params=["qwen2, tied", "nash"])
 def models(request, tmp_path_factory):
-    """(base as we read it, base as transformers does)"""
+    """Return the base as nash_mhc and as transformers read it."""
     folder = tmp_path_factory.mktemp("adapters")
     if request.param != "nash":
         base = save(folder / "base", KINDS[request.param])
@@ -73,7 +73,7 @@ def models(request, tmp_path_factory):
     return run, folder / "exported"
 
 
-def test_adapters_of_theirs_are_ours_and_go_back_and_make_one_model(models, tmp_path):
+def test_peft_adapters_import_export_and_merge(models, tmp_path):
     base, by_transformers = models
     theirs = their_adapters(by_transformers, tmp_path / "theirs", use_rslora=True)
     call("import", tmp_path / "theirs", "--base", base, "--out", tmp_path / "ours")
@@ -145,7 +145,7 @@ CASES = [*ACCEPTED.values(), *(pytest.param(settings, marks=pytest.mark.long) fo
 
 
 @pytest.mark.parametrize("settings", CASES, ids=lambda settings: " ".join(map(str, settings.values()))[:40])
-def test_a_field_that_is_handled_means_what_it_means_to_peft(base, tmp_path, settings):
+def test_a_handled_field_has_the_same_effect_as_in_peft(base, tmp_path, settings):
     theirs = their_adapters(base, tmp_path / "theirs", **settings)
     call("import", tmp_path / "theirs", "--base", base, "--out", tmp_path / "ours")
     tokens = np.random.default_rng(0).integers(0, 250, (2, 24)).astype(np.int32)
@@ -194,7 +194,7 @@ def test_every_refused_field_is_tried():
 
 
 @pytest.mark.parametrize(("field", "value"), BAD, ids=lambda value: str(value)[:20])
-def test_what_is_more_than_plain_lora_is_refused_by_the_name_of_its_field(base, theirs, tmp_path, field, value):
+def test_fields_beyond_plain_lora_are_refused_by_name(base, theirs, tmp_path, field, value):
     changed = shutil.copytree(theirs, tmp_path / "theirs")
     change(changed, **{field: value})
     with pytest.raises(ConfigError, match=rf"\b{field}\b") as raised:
@@ -207,13 +207,13 @@ def test_what_is_more_than_plain_lora_is_refused_by_the_name_of_its_field(base, 
     ({"target_modules": ["q_proj", "lm_head"]}, r"lm_head; only adapters on .*q_proj"),
     ({"target_modules": ["q_proj", "embed_tokens"]}, r"embed_tokens; only adapters on .*q_proj"),
 ])  # fmt: skip
-def test_an_adapter_outside_of_the_layers_is_refused_by_its_name(base, tmp_path, settings, said):
+def test_an_adapter_outside_the_layers_is_refused_by_name(base, tmp_path, settings, said):
     their_adapters(base, tmp_path / "theirs", **settings)
     with pytest.raises(ConfigError, match=said):
         call("import", tmp_path / "theirs", "--base", base, "--out", tmp_path / "ours")
 
 
-def test_each_tensor_comes_back_in_its_own_dtype(base, theirs, tmp_path):
+def test_each_tensor_is_exported_in_its_imported_dtype(base, theirs, tmp_path):
     from safetensors.torch import load_file, save_file
 
     mixed = shutil.copytree(theirs, tmp_path / "theirs")
@@ -236,7 +236,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_taken_is_refused_and_leaves_nothing(base, theirs, tmp_path, name):
+def test_damaged_adapters_are_refused_and_leave_nothing(base, theirs, tmp_path, name):
     broken = shutil.copytree(theirs, tmp_path / "theirs")
     damage, said = WRONG[name]
     damage(broken)
@@ -245,7 +245,7 @@ def test_what_cannot_be_taken_is_refused_and_leaves_nothing(base, theirs, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_what_is_asked_of_the_wrong_folder_is_refused(base, theirs, tmp_path):
+def test_the_wrong_kind_of_folder_is_refused(base, theirs, tmp_path):
     with pytest.raises(ConfigError, match="--base"):
         call("import", theirs, "--out", tmp_path / "ours")
     with pytest.raises(ConfigError, match="holds no adapters"):

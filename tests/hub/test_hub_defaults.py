@@ -1,4 +1,4 @@
-"""A config.json means what it means to transformers: every field of the classes that we import, and every default."""
+"""A config.json has the same meaning as in transformers: every field of the supported classes, and every default."""
 
 import dataclasses
 import inspect
@@ -23,7 +23,7 @@ def their_class(family):
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_every_field_of_their_classes_is_read_refused_or_meaningless(family):
+def test_every_field_of_transformers_is_read_refused_or_ignored(family):
     """A field that a new version of transformers adds fails this test: read it, refuse it by name, or list it."""
     theirs = {field.name: field.default for field in dataclasses.fields(their_class(family))}
     assert set(theirs) - set(DEFAULTS[family]) - IGNORED == set(), "new fields: what do they mean to a model?"
@@ -58,7 +58,7 @@ def test_every_field_that_is_read_has_an_effect(family):
 
 
 def drawn(rng, family):
-    """Some of the keys, with values that mostly go together."""
+    """Draw some of the keys, with mostly consistent values."""
     pick = lambda *values: values[rng.integers(len(values))]
     chosen = {
         **SMALL,
@@ -97,9 +97,9 @@ def drawn(rng, family):
 
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 2000), marks=pytest.mark.long)], ids=["few", "many"])
-def test_what_is_left_out_means_what_transformers_makes_of_it(family, seeds):
-    """Their class fills in every default; what we read of the file is what we read of that. What they refuse, so do we:
-    otherwise their reader of tokenizers, which looks at config.json, too, would say it in words of its own."""
+def test_omitted_keys_have_the_defaults_of_transformers(family, seeds):
+    """A file gives the same model with the defaults filled in by transformers. What transformers refuses, we refuse,
+    because its tokenizer loader reads config.json, too, and would fail with its own error."""
     theirs, read = their_class(family), 0
     for seed in seeds:
         values = drawn(np.random.default_rng(seed), family)
@@ -129,7 +129,7 @@ def test_what_is_left_out_means_what_transformers_makes_of_it(family, seeds):
     ({"model_type": "llama", "num_attention_heads": 8}, "kv_heads", 8),
     ({"model_type": "llama", "use_sliding_window": True, "sliding_window": 16}, "window", None),  # it has no such field
 ])  # fmt: skip
-def test_defaults_that_were_other_ones(values, key, expected):
+def test_defaults_that_differ_between_families(values, key, expected):
     assert getattr(read_config(values, "").model, key) == expected
 
 
@@ -138,7 +138,7 @@ def test_layers_of_two_kinds_by_default_are_refused():
         read_config({"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 36}, "")
 
 
-def test_our_own_class_has_every_field_of_a_model_and_its_default():
+def test_nash_mhc_config_has_the_fields_and_defaults_of_model_config():
     pytest.importorskip("torch", reason="the exported model is a torch file")
     from nash_mhc.hub.modeling_nash_mhc import NashMhcConfig
 

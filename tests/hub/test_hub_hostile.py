@@ -1,4 +1,4 @@
-"""Hugging Face folders, damaged or made to do harm: refused in one line, nothing followed, run or left behind."""
+"""Damaged or malicious Hugging Face folders are refused in one line; no code runs and no files are left."""
 
 import json
 import struct
@@ -27,7 +27,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model of zeros, whole and small; no library of theirs is needed to write it."""
+    """A small model of zeros, written without transformers."""
     made = tmp_path / "model"
     made.mkdir()
     (made / "config.json").write_text(json.dumps(CONFIG))
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 
 def refused(folder, *facts, monkeypatch):
-    """By every command that reads it, with these facts in the one line."""
+    """Check that the import is refused with one line that contains these facts."""
     out = folder.parent / "out"
     monkeypatch.setattr(sys, "argv", ["hub", "import", str(folder), "--out", str(out)])
     with pytest.raises(ConfigError) as error:
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_refused_in_one_line(name, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["x" * 100_000, "two\nlines", "\x1b[31mred"])
-def test_a_strange_name_of_a_tensor_does_not_fill_the_line(name, folder, monkeypatch):
+def test_a_strange_tensor_name_is_shortened(name, folder, monkeypatch):
     held = raw({NORM: entry(), name: entry(offsets=(32, 64))}, bytes(64))
     (folder / hub_models.piece_of(folder, NORM)).write_bytes(held)
     refused(folder, "config.json", monkeypatch=monkeypatch)
@@ -100,7 +100,7 @@ def test_a_strange_name_of_a_tensor_does_not_fill_the_line(name, folder, monkeyp
     "../../../etc/passwd", "/etc/passwd", "../elsewhere.safetensors", "{outside}", "sub/../../elsewhere.safetensors", "", ".",
     7, None, ["a.safetensors"], "a" * 300 + ".safetensors", "nul\0.safetensors", "line\n.safetensors", "pytorch_model.bin",
 ])  # fmt: skip
-def test_an_index_leads_nowhere_else(name, folder, monkeypatch):
+def test_an_index_cannot_name_files_elsewhere(name, folder, monkeypatch):
     outside = folder.parent / "elsewhere.safetensors"
     outside.write_bytes((folder / hub_models.piece_of(folder, NORM)).read_bytes())  # sound, and no part of the folder
     index = folder / "model.safetensors.index.json"
@@ -113,7 +113,7 @@ def test_an_index_leads_nowhere_else(name, folder, monkeypatch):
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": 3}', "{", "[" * 100_000]
 )
-def test_an_index_that_is_none_is_refused(text, folder, monkeypatch):
+def test_an_invalid_index_is_refused(text, folder, monkeypatch):
     (folder / "model.safetensors.index.json").write_text(text)
     refused(folder, "model.safetensors.index.json", monkeypatch=monkeypatch)
 
@@ -125,8 +125,8 @@ def test_a_tensor_in_two_files_is_refused(folder, monkeypatch):
     refused(folder, "is also in", monkeypatch=monkeypatch)
 
 
-def test_the_links_of_a_cache_are_followed(folder):
-    """`hf download` without --local-dir: files are links to blobs that lie outside of the model's folder."""
+def test_links_of_the_hub_cache_are_followed(folder):
+    """After `hf download` without --local-dir, files are links to blobs outside the model's folder."""
     blobs = folder.parent / "blobs"
     blobs.mkdir()
     for number, file in enumerate(sorted(folder.iterdir())):
@@ -142,15 +142,15 @@ def test_the_links_of_a_cache_are_followed(folder):
     {"num_attention_heads": 0}, {"layer_types": [["full_attention"]]}, {"layer_types": 7}, {"rope_parameters": [1]},
     {"rope_scaling": "yarn"}, {"rope_theta": "far"}, {"rms_norm_eps": None}, {"tie_word_embeddings": "no"},
 ])  # fmt: skip
-def test_a_setting_of_another_kind_is_refused_by_name(change, folder, monkeypatch):
+def test_a_setting_of_the_wrong_type_is_refused_by_name(change, folder, monkeypatch):
     (folder / "config.json").write_text(json.dumps(CONFIG | change))
     said = () if next(iter(change.values())) in (10**12, 10**18) else tuple(change)
     refused(folder, *said, monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
-def test_code_that_a_folder_names_is_never_run_and_nobody_is_asked(where, folder, monkeypatch):
-    """transformers would ask on the terminal, and run it on a yes."""
+def test_code_in_a_folder_never_runs_and_does_not_prompt(where, folder, monkeypatch):
+    """transformers would prompt on the terminal and run it after a yes."""
     values = json.loads((folder / where).read_text())
     maps = {"AutoConfig": "harm.Config", "AutoModelForCausalLM": "harm.Model", "AutoTokenizer": ["harm.Tokenizer", None]}
     (folder / where).write_text(json.dumps(values | {"auto_map": maps}))
@@ -164,7 +164,7 @@ def test_code_that_a_folder_names_is_never_run_and_nobody_is_asked(where, folder
 
 
 @pytest.mark.long
-def test_a_command_answers_with_one_line_and_2(folder):
+def test_a_command_prints_one_line_and_exits_with_2(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "harm.Config"}}))
     command = [sys.executable, "-m", "nash_mhc.hub", "import", str(folder), "--out", str(folder.parent / "out")]
     done = subprocess.run(command, input="y\n", capture_output=True, text=True, timeout=100, check=False)

@@ -1,4 +1,4 @@
-"""Hugging Face models here and back: the same logits, the same text, the same bytes, and one line for what is wrong."""
+"""Import and export of Hugging Face models: the same logits, text and bytes, and one-line errors."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (2, 96), np.int32)
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """A folder of each kind, made when it is asked for."""
+    """Return a function that creates a folder of each kind on demand."""
     root, made = tmp_path_factory.mktemp("hub"), {}
 
     def folder(name):
@@ -61,13 +61,13 @@ def call(*argv, monkeypatch):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_those_of_transformers(folders, name):
+def test_logits_equal_transformers(folders, name):
     got = logits_of(load(folders(name)).model)
     np.testing.assert_allclose(got, torch_logits(folders(name), TOKENS), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*(name for name in KINDS if name not in PLAIN), *long(*PLAIN)])
-def test_here_and_back_nothing_changes(folders, name, tmp_path, monkeypatch):
+def test_import_and_export_preserve_the_files(folders, name, tmp_path, monkeypatch):
     assert call("import", folders(name), "--out", tmp_path / "ours", monkeypatch=monkeypatch) == 0
     assert call("export", tmp_path / "ours", "--out", tmp_path / "back", monkeypatch=monkeypatch) == 0
     assert tensors(tmp_path / "back") == tensors(folders(name))
@@ -83,7 +83,7 @@ def test_here_and_back_nothing_changes(folders, name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", [pytest.param("llama, far, tied, bfloat16, in pieces", marks=pytest.mark.long), "qwen3, tied, window"]
 )
-def test_greedy_text_is_that_of_transformers(folders, name):
+def test_greedy_text_equals_transformers(folders, name):
     import torch
 
     loaded, prompt = load(folders(name)), [256, *range(65, 95)]
@@ -94,7 +94,7 @@ def test_greedy_text_is_that_of_transformers(folders, name):
     assert ours == theirs[0, len(prompt) :].tolist()
 
 
-def test_a_mesh_reads_its_own_parts(folders, monkeypatch):
+def test_each_device_of_a_mesh_reads_its_shards(folders, monkeypatch):
     folder = HubFolder(folders("qwen2, far, bfloat16"))
     alone = load(folder.path).model
     cfg = RunConfig(model=folder.imported.model, mesh=MeshConfig(data=2, fsdp=2, tp=2))
@@ -117,7 +117,7 @@ def test_a_mesh_reads_its_own_parts(folders, monkeypatch):
     assert largest == 32 * 48 // 4  # a matrix that four devices share: each its quarter, nobody the whole
 
 
-def test_values_that_a_dtype_cannot_hold_are_refused_and_leave_nothing(folders, tmp_path, monkeypatch):
+def test_values_that_overflow_the_dtype_are_refused_and_leave_nothing(folders, tmp_path, monkeypatch):
     source = shutil.copytree(folders("llama"), tmp_path / "source")
     name = "model.layers.1.self_attn.q_proj.weight"
     broken(source, lambda held, torch: held[name][0, :2].copy_(torch.tensor([1e5, -7e4])))
@@ -131,7 +131,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused_and_leave_nothing(folders, 
 
 
 @pytest.mark.long
-def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
+def test_frozen_tensors_are_exported_unchanged(folders, tmp_path, monkeypatch):
     source = folders("qwen3, tied, window")
     argv = [
         "--init-from",
@@ -165,8 +165,8 @@ def test_what_is_not_trained_leaves_as_it_came(folders, tmp_path, monkeypatch):
     ("qwen2", {"qk_norm": False, "qkv_bias": True, "rope_scaling": "yarn,factor=2,original=16"}),
     ("qwen3", {"tied_embeddings": False}),
 ])  # fmt: skip
-def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monkeypatch):
-    """A table that enters times sqrt(width) and leaves as it is becomes two of theirs."""
+def test_a_plain_decoder_exports_as_a_transformers_model(family, model, tmp_path, monkeypatch):
+    """A tied table that is scaled on input becomes two tables."""
     run = drawn_run(tmp_path / "run", small.config(**{f"model__{k}": v for k, v in model.items()}))
     assert call("export", run, "--out", tmp_path / "out", monkeypatch=monkeypatch) == 0
     assert by_torch(tmp_path / "out").config.model_type == family
@@ -179,8 +179,8 @@ def test_a_plain_decoder_of_ours_is_one_of_theirs(family, model, tmp_path, monke
     assert tokenizer.decode(list(text.encode())) == text
 
 
-def test_the_whole_architecture_is_a_folder_with_its_own_code(tmp_path, monkeypatch, capsys):
-    """By our own commands; tests/hub/test_torch_model.py has what is in the code."""
+def test_a_nash_mhc_model_exports_with_its_code(tmp_path, monkeypatch, capsys):
+    """Through our commands; tests/hub/test_torch_model.py tests the code."""
     cfg = small.nash_config()
     model = dataclasses.replace(cfg.model, rope_scaling="yarn,factor=4,original=16", tied_embeddings=False)
     run = drawn_run(tmp_path / "run", dataclasses.replace(cfg, model=model))
@@ -194,8 +194,8 @@ def test_the_whole_architecture_is_a_folder_with_its_own_code(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("changed", ["the file", "the class", "another file", "a repository"])
-def test_check_runs_no_code_but_ours_without_being_asked(changed, tmp_path, monkeypatch):
-    """A folder of ours whose code is not byte for byte the packaged file, or not only that file."""
+def test_check_runs_other_code_only_with_the_flag(changed, tmp_path, monkeypatch):
+    """An exported folder with modified or additional code."""
     run, out = drawn_run(tmp_path / "run", small.nash_config()), tmp_path / "out"
     assert call("export", run, "--out", out, monkeypatch=monkeypatch) == 0
     code = "Path(__file__).with_name('was_run').touch()\n"
@@ -218,7 +218,7 @@ def test_check_runs_no_code_but_ours_without_being_asked(changed, tmp_path, monk
     assert not (out / "was_run").exists()
 
 
-def test_check_says_how_far_two_models_are_apart(folders, tmp_path, monkeypatch, capsys):
+def test_check_prints_the_difference_of_two_models(folders, tmp_path, monkeypatch, capsys):
     source = folders("qwen2, tied")
     call("import", source, "--out", tmp_path / "ours", monkeypatch=monkeypatch)
     capsys.readouterr()
@@ -237,7 +237,7 @@ def test_check_says_how_far_two_models_are_apart(folders, tmp_path, monkeypatch,
 
 
 def broken(folder, change):
-    """The folder with its one file of weights rewritten."""
+    """Rewrite the folder's weight file."""
     import torch
     from safetensors.torch import load_file
     from safetensors.torch import save_file as save_torch
@@ -326,7 +326,7 @@ CONFIG = {
     ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
     ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
 ])  # fmt: skip
-def test_what_our_decoder_does_not_have_is_refused_by_name(changes, said):
+def test_unsupported_settings_are_refused_by_name(changes, said):
     with pytest.raises(ConfigError, match=said):
         read_config(CONFIG | changes, "config.json")
 
@@ -337,7 +337,7 @@ def test_what_our_decoder_does_not_have_is_refused_by_name(changes, said):
     {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
     {"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
 ])  # fmt: skip
-def test_positions_are_understood_in_the_old_and_the_new_form(rope):
+def test_old_and_new_rope_settings_are_read(rope):
     found = read_config(CONFIG | rope, "config.json").model
     assert found.rope_theta == 5e5
     kind = (rope.get("rope_scaling") or rope.get("rope_parameters") or {}).get("rope_type", "linear")
@@ -356,17 +356,17 @@ def test_positions_are_understood_in_the_old_and_the_new_form(rope):
     ("linear,factor=2,low=1", "linear has no 'low'"),
     ("llama3,factor=8,low=4,high=1,original=8192", "high must be above low"),
 ])  # fmt: skip
-def test_a_scaling_that_says_nothing_is_refused(text, said):
+def test_an_invalid_rope_scaling_is_refused(text, said):
     with pytest.raises(ConfigError, match=said):
         dataclasses.replace(small.MODEL, rope_scaling=text)
 
 
-def test_a_scaling_is_written_as_it_is_read():
+def test_rope_scaling_round_trips():
     for text in ("linear,factor=4", "llama3,factor=8,low=1,high=4,original=8192", "yarn,factor=4,original=32768,slow=2"):
         assert str(RopeScaling.parse(text)) == text
 
 
-def test_a_run_starts_from_an_imported_model_in_a_folder_of_its_own(folders, tmp_path, monkeypatch):
+def test_a_run_cannot_start_in_an_imported_directory(folders, tmp_path, monkeypatch):
     call("import", folders("qwen2, tied"), "--out", tmp_path / "ours", monkeypatch=monkeypatch)
     with pytest.raises(ConfigError, match="holds an imported model"):
         at(tmp_path / "ours", small.config())
@@ -377,8 +377,8 @@ def test_a_run_starts_from_an_imported_model_in_a_folder_of_its_own(folders, tmp
         check_resume(cfg, rows="stories")
 
 
-def test_a_folder_without_a_tokenizer_says_so(folders, tmp_path):
-    """transformers would make one up that knows no word."""
+def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path):
+    """transformers would create one with an empty vocabulary."""
     for file in folders("llama").iterdir():
         if "tokenizer" not in file.name:
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -387,7 +387,7 @@ def test_a_folder_without_a_tokenizer_says_so(folders, tmp_path):
     assert parsing.parse(["--init-from", str(tmp_path)], found=infer_settings).config.data.tokenizer == "bytes"
 
 
-def test_an_exported_tokenizer_begins_texts_as_the_model_knows_them(folders, tmp_path):
+def test_an_exported_tokenizer_adds_the_begin_token_if_trained_with_it(folders, tmp_path):
     from nash_mhc.data.tokenizer import load_tokenizer
 
     values = json.loads((folders("llama") / "tokenizer.json").read_text())
@@ -455,8 +455,8 @@ print(peak[0] - before - held)
 """
 
 
-def test_an_import_takes_little_memory_beside_the_model(tmp_path):
-    """No more than twice the largest tensor, beside what is on the devices; they are this machine's memory, too."""
+def test_import_needs_little_host_memory(tmp_path):
+    """At most twice the largest tensor, beyond the arrays of the (emulated) devices."""
     config = CONFIG | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = shapes(read_config(config, "").model)

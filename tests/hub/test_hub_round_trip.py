@@ -1,4 +1,4 @@
-"""Models of every family, here, trained in part, and back: all that was not trained keeps its bytes and its dtype."""
+"""Models of every family, imported, partly trained and exported: frozen tensors keep their bytes and dtypes."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def call(*argv, monkeypatch):
 
 
 def drawn_folder(folder, family, rng):
-    """A model with a dtype of its own for every tensor, which config.json mentions, denies, or says nothing of."""
+    """A model with a random dtype per tensor, while config.json has the right dtype, another one, or none."""
     folder.mkdir()
     said = {} if rng.random() < 0.3 else {str(rng.choice(["dtype", "torch_dtype"])): str(rng.choice(["bfloat16", "float32"]))}
     values = CONFIGS[family] | said
@@ -84,22 +84,22 @@ def drawn_folder(folder, family, rng):
 
 
 def small_files(folder):
-    """All but weights, code and the model card."""
+    """Return the files other than weights, code and model card."""
     found = (path for path in folder.rglob("*") if path.is_file() and "safetensors" not in path.name)
     kept = (path for path in found if path.suffix != ".py" and path.name != "README.md")
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
 
 
 def trained(source, folder, pattern):
-    """A run of two steps from that model, of which these parameters alone are trained."""
+    """Train two steps from that model, with only these parameters trainable."""
     argv = ["--init-from", str(source), "--train-only", pattern, "--seq-len", "32", "--batch-size", "2", "--total-steps", "2"]
     argv += ["--warmup-steps", "0", "--eval-interval", "0", "--learning-rate", "0.05", "--sample-tokens", "0"]
     argv += ["--mesh-data", "1", "--schedule", "constant"]
     return at(folder, parsing.parse(argv, found=infer_settings).config, evaluated=False).folder
 
 
-def test_here_and_back_bytes_dtypes_and_files_stay(tmp_path, monkeypatch):
-    """Without a step in between."""
+def test_import_and_export_preserve_bytes_dtypes_and_files(tmp_path, monkeypatch):
+    """Without a training step."""
     for seed, family in enumerate(CONFIGS):
         there = drawn_folder(tmp_path / family, family, np.random.default_rng(seed))
         call("import", there, "--out", tmp_path / f"{family} ours", monkeypatch=monkeypatch)
@@ -112,7 +112,7 @@ LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in (0, *range(4, 44)
 
 
 @pytest.mark.parametrize("seed", [1, *LONG])
-def test_what_was_not_trained_is_byte_equal(seed, tmp_path, monkeypatch):
+def test_frozen_tensors_are_byte_equal(seed, tmp_path, monkeypatch):
     family = tuple(CONFIGS)[seed % 4]
     pattern, learned = (("layers.ffn.*", ".mlp."), ("layers.attention_norm.*", "input_layernorm"))[seed // 4 % 2]
     if family == "nash_mhc":
@@ -141,7 +141,7 @@ def test_what_was_not_trained_is_byte_equal(seed, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """(a run of ours, with values that nothing was designed for; the folder that it was exported to)."""
+    """Return a run with unusual settings, and its exported folder."""
     root = tmp_path_factory.mktemp("ours")
     cfg = small.nash_config()
     model = dataclasses.replace(cfg.model, rope_scaling="yarn,factor=4,original=16")
@@ -151,7 +151,7 @@ def exported(tmp_path_factory):
     return run, root / "out"
 
 
-def test_our_own_export_is_read_back_bit_for_bit(exported, tmp_path, monkeypatch):
+def test_a_nash_mhc_export_is_read_back_bit_for_bit(exported, tmp_path, monkeypatch):
     run, folder = exported
     one, other = load(run), load(folder)
     assert other.config.model == one.config.model
@@ -168,8 +168,8 @@ def test_our_own_export_is_read_back_bit_for_bit(exported, tmp_path, monkeypatch
             assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_mesh_reads_our_own_export(exported):
-    """Also the maps of the streams, of which no device has one piece of the file."""
+def test_a_mesh_reads_a_nash_mhc_export(exported):
+    """Including the residual maps, whose shards are not contiguous in the file."""
     folder = HubFolder(exported[1])
     cfg = RunConfig(model=folder.imported.model, mesh=MeshConfig(data=2, fsdp=2, tp=2))
     spread = read_weights(folder, sharded_abstract_state(cfg, make_mesh(cfg.mesh)).model)
@@ -177,7 +177,7 @@ def test_a_mesh_reads_our_own_export(exported):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_a_run_starts_from_our_own_export(exported):
+def test_a_run_starts_from_a_nash_mhc_export(exported):
     cfg = parsing.parse(["--init-from", str(exported[1]), "--seq-len", "32"], found=infer_settings).config
     assert cfg.model == load(exported[0]).config.model
     check_resume(cfg, rows="stories")
@@ -192,7 +192,7 @@ def test_a_run_starts_from_our_own_export(exported):
     ({"streams": 3}, "config.json asks for"),
     ({"scales": 1, "residual": "plain", "conv_taps": 0}, "not a Nash-MHC model"),
 ])  # fmt: skip
-def test_a_changed_configuration_of_ours_is_refused(change, said, exported, tmp_path):
+def test_a_changed_nash_mhc_config_is_refused(change, said, exported, tmp_path):
     for file in exported[1].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     values = json.loads((tmp_path / "config.json").read_text())
@@ -201,8 +201,8 @@ def test_a_changed_configuration_of_ours_is_refused(change, said, exported, tmp_
         HubFolder(tmp_path).check()
 
 
-def test_every_parameter_of_ours_has_a_place():
-    """Of every kind of the architecture: none is left out of an export, and two never share a name."""
+def test_every_parameter_has_an_exported_tensor():
+    """For every kind of architecture: all parameters are exported, under distinct names."""
     from nash_mhc.model.architectures import abstract_model
     from nash_mhc.parallel.params import named_leaves
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer: what a text begins with, wherever it is read, and no token that the model lacks."""
+"""Model and tokenizer agree on the begin token everywhere, and on the vocabulary."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ TEXTS = ["Once upon a time", "Two"]
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Its tokenizer puts a token in front of every text."""
+    """A model whose tokenizer adds a begin token."""
     folder = save(tmp_path_factory.mktemp("pairs") / "llama", KINDS["llama"])
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "<|endoftext|>" + CHAT}))
@@ -40,7 +40,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def qwen(llama):
-    """Its tokenizer puts nothing there."""
+    """A model whose tokenizer adds no begin token."""
     folder = shutil.copytree(llama, llama.parent / "qwen")
     values = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(values | {"post_processor": None}))
@@ -56,7 +56,7 @@ def theirs(folder):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])
-def test_prompts_chats_and_evaluations_begin_as_transformers_has_it(name, request):
+def test_begin_tokens_equal_transformers(name, request):
     from nash_mhc.evaluate.harness_model import HarnessModel  # not where tests are collected: it takes seconds
 
     folder = request.getfixturevalue(name)
@@ -74,14 +74,14 @@ def test_prompts_chats_and_evaluations_begin_as_transformers_has_it(name, reques
 
 
 def documents_of(cfg):
-    """Inputs and targets of each document of the first row."""
+    """Return inputs and targets of each document of the first sequence."""
     tokenizer = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end)
     row = open_source(cfg.data, tokenizer, split="train", seed=0, align=cfg.model.alignment)[0]
     segments = [row.segments == s for s in range(1, row.segments.max() + 1)]
     return {bytes(row.targets[s][row.weights[s] > 0][:-1].tolist()): row.inputs[s].tolist() for s in segments}
 
 
-def test_rows_that_a_model_is_trained_on_begin_as_its_prompts_do(qwen, llama, tmp_path):
+def test_training_sequences_begin_like_prompts(qwen, llama, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     settings = ["--validation-fraction", "0", "--seq-len", "64", "--cache-dir", str(tmp_path / "cache")]
@@ -106,7 +106,7 @@ def test_rows_that_a_model_is_trained_on_begin_as_its_prompts_do(qwen, llama, tm
         documents_of(configured("--init-from", str(qwen), "--dataset", out, "--no-begin-with-end"))
 
 
-def test_an_exported_tokenizer_begins_as_generate_does(qwen, tmp_path):
+def test_an_exported_tokenizer_adds_the_begin_token_like_generate(qwen, tmp_path):
     import_folder(qwen, tmp_path / "imported")
     # A run of an older version, which read its documents with the end token in front.
     old = shutil.copytree(tmp_path / "imported", tmp_path / "old")

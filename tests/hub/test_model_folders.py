@@ -1,4 +1,4 @@
-"""A folder of a model that is not there: every command says how to get it, and makes nothing of that name."""
+"""A missing model folder: every command suggests the download and creates nothing."""
 
 import sys
 
@@ -51,7 +51,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("is_there", [False, True], ids=["no folder", "an empty folder"])
-def test_every_command_says_how_to_get_a_model_and_makes_no_folder(here, monkeypatch, name, is_there):
+def test_every_command_suggests_the_download_and_creates_no_folder(here, monkeypatch, name, is_there):
     if is_there:
         (here / MODEL).mkdir(parents=True)
     owner = "OWNER/NAME" if is_there else MODEL  # Qwen/ is a folder of this machine then
@@ -62,7 +62,7 @@ def test_every_command_says_how_to_get_a_model_and_makes_no_folder(here, monkeyp
     assert sorted(here.rglob("*")) == before
 
 
-def test_a_teacher_without_a_checkpoint_gets_none(here, monkeypatch):
+def test_a_teacher_without_a_checkpoint_is_refused(here, monkeypatch):
     (here / MODEL).mkdir(parents=True)
     (here / MODEL / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=f"--teacher {MODEL}: has no checkpoint"):
@@ -70,11 +70,11 @@ def test_a_teacher_without_a_checkpoint_gets_none(here, monkeypatch):
     assert [path.name for path in (here / MODEL).iterdir()] == ["run.json"]
 
 
-def test_adapters_alone_are_not_taken_for_a_model(here, monkeypatch):
+def test_adapters_without_a_base_are_refused(here, monkeypatch):
     with pytest.raises(ConfigError, match=r"adapters: .*hub import adapters --base"):
         parsing.parse(["--init-from", "adapters"], found=infer_settings)
 
 
-def test_a_tokenizer_that_is_not_there_may_be_downloaded(here):
+def test_a_missing_tokenizer_suggests_the_download(here):
     with pytest.raises(ConfigError, match="hf download OWNER/NAME --local-dir nowhere"):
         load_tokenizer("nowhere")

@@ -1,4 +1,4 @@
-"""The torch file of an exported model: the same logits as ours, alone and padded, with a cache and without."""
+"""The torch file of an exported model has the same logits as ours, with and without padding and cache."""
 
 import ast
 import dataclasses
@@ -29,7 +29,7 @@ from nash_mhc.parallel.params import named_leaves
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_imported():
-    """By the one worker that runs these tests, not by all that look for some: it takes seconds."""
+    """Import torch only in the worker that runs these tests, because it takes seconds."""
     torch = pytest.importorskip("torch", reason="the exported model is a torch file, and torch is not installed")
     # Before the file under test: what a module with type checks imports first is compiled anew, for seconds.
     import transformers.generation
@@ -64,7 +64,7 @@ def config(name: str) -> ModelConfig:
 
 @functools.cache
 def ours(name: str) -> LM:
-    """Every parameter is drawn: what starts at 0, at 1 or as the identity would not be missed if it were left out."""
+    """Randomize every parameter: one that starts at 0, 1 or the identity would not be missed if left out."""
     rng = np.random.default_rng(1)
     leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: LM.init(config(name), key=jax.random.key(0))))
     return jax.tree.unflatten(tree, [rng.normal(0.1, 0.4, leaf.shape).astype(np.float32) for leaf in leaves])
@@ -76,7 +76,7 @@ def exported(name: str) -> dict[str, np.ndarray]:
 
 
 def torch_model(name: str, change: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """With some tensors and fields of the configuration changed."""
+    """Return the torch model with some tensors and configuration fields changed."""
     settings = modeling_nash_mhc.NashMhcConfig(**nash_config(config(name)) | fields)
     model = modeling_nash_mhc.NashMhcForCausalLM(settings).eval()
     state = {key: torch.tensor(value) for key, value in (exported(name) | (change or {})).items()}
@@ -93,14 +93,13 @@ def tokens(name: str) -> np.ndarray:
 
 @functools.cache
 def expected(name: str) -> np.ndarray:
-    """Logits of our own model; attention is causal, so the first of them are those of a shorter text."""
+    """Return the logits of the JAX model; attention is causal, so they also hold for shorter texts."""
     run = jax.jit(lambda model, tokens_BT: model(tokens_BT, execution=Execution("float32", attention="reference")))
     return np.asarray(run(ours(name), tokens(name).astype(np.int32)))
 
 
 def padded(name: str, lengths: tuple[int, ...], lefts: tuple[int, ...]) -> tuple[Any, Any]:
-    """(tokens, mask) of texts with so much padding before them, and after them as much as is missing: tokens like
-    any others, which nothing may look at."""
+    """Return tokens and mask of texts with `lefts` padding before them and the rest after. Padding is random tokens."""
     rng, size = np.random.default_rng(3), max(map(sum, zip(lengths, lefts, strict=True)))
     ids, mask = rng.integers(0, config(name).vocab_size, (len(lengths), size)), np.zeros((len(lengths), size), np.int64)
     for row, (length, left) in enumerate(zip(lengths, lefts, strict=True)):
@@ -114,13 +113,13 @@ def close(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_our_model(name: str) -> None:
+def test_torch_logits_equal_jax(name: str) -> None:
     with torch.no_grad():
         close(torch_model(name)(torch.tensor(tokens(name))).logits, expected(name))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_row_of_a_padded_batch_has_the_logits_that_it_has_alone(name: str) -> None:
+def test_padding_does_not_change_logits(name: str) -> None:
     lengths, lefts = (T, 30, 17), (0, T - 30, 7)
     ids, mask = padded(name, lengths, lefts)
     with torch.no_grad():
@@ -130,7 +129,7 @@ def test_each_row_of_a_padded_batch_has_the_logits_that_it_has_alone(name: str) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_cache_takes_any_number_of_tokens_at_a_time(name: str) -> None:
+def test_a_cache_accepts_any_number_of_tokens(name: str) -> None:
     lengths, lefts = (T, 38, 31), (0, T - 38, 3)
     ids, mask = padded(name, lengths, lefts)
     model, cache, logits, cfg = torch_model(name), None, [], config(name)
@@ -150,7 +149,7 @@ def test_a_cache_takes_any_number_of_tokens_at_a_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["whole", *long(*(name for name in CONFIGS if name != "whole"))])  # the cache is tested above
-def test_generation_with_a_cache_is_the_one_without(name: str) -> None:
+def test_generation_is_equal_with_and_without_a_cache(name: str) -> None:
     model, new = torch_model(name), 20
     ids, mask = padded(name, (9, 4, 1), (0, 5, 8))
     # Weights that were drawn like to say one word for ever; no pair may come twice.
@@ -160,7 +159,7 @@ def test_generation_with_a_cache_is_the_one_without(name: str) -> None:
     assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
 
 
-def test_generation_reads_one_token_at_a_time_and_beams_take_their_caches_along() -> None:
+def test_generation_reads_one_token_per_step_and_beams_reorder_the_cache() -> None:
     model = torch_model("whole")
     ids, mask = padded("whole", (9, 4), (0, 5))
     read = []
@@ -171,7 +170,7 @@ def test_generation_reads_one_token_at_a_time_and_beams_take_their_caches_along(
     assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
 
 
-def test_few_queries_at_a_time_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_nash_mhc, "QUERY_CHUNK", 7)
     ids, mask = padded("whole", (T, 30), (0, 4))
     with torch.no_grad():
@@ -181,7 +180,7 @@ def test_few_queries_at_a_time_find_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_scaled_frequencies_amplitudes_and_embeddings() -> None:
-    """Each is another way to say what a model without it says."""
+    """Each change is equivalent to one of the weights."""
     name = "one scale, window"
     cfg, ids = config(name), torch.tensor(tokens(name))
     half = cfg.head_dim // 2
@@ -200,7 +199,7 @@ def test_scaled_frequencies_amplitudes_and_embeddings() -> None:
         close(as_it_is(ids).logits, expected(name))
 
 
-def test_every_parameter_of_the_whole_learns() -> None:
+def test_every_parameter_has_a_gradient() -> None:
     model, ids = torch_model("whole").train(), torch.tensor(tokens("whole"))
     loss = model(ids, labels=ids).loss
     loss.backward()
@@ -212,8 +211,8 @@ def test_every_parameter_of_the_whole_learns() -> None:
         assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().max() > 0, name
 
 
-def test_hidden_states_and_tuples_come_when_they_are_asked_for() -> None:
-    """One more than there are layers, in the order of the tokens also where padding comes first."""
+def test_hidden_states_and_tuples_on_request() -> None:
+    """One more than layers, in the order of the input tokens, even with padding on the left."""
     model = torch_model("whole")
     ids, mask = padded("whole", (9, 4), (0, 5))
     with torch.no_grad():
@@ -234,8 +233,8 @@ def test_hidden_states_and_tuples_come_when_they_are_asked_for() -> None:
         model(ids, output_attentions=True)
 
 
-def test_an_empty_cache_of_transformers_becomes_ours() -> None:
-    """A caller may pass an empty one and reuse it call by call; one that holds keys is refused."""
+def test_an_empty_transformers_cache_is_converted() -> None:
+    """An empty cache can be passed and reused across calls; one with keys is refused."""
     from transformers import DynamicCache
 
     model, ids, cache = torch_model("whole"), torch.tensor(tokens("whole")), DynamicCache()
@@ -253,19 +252,19 @@ def test_an_empty_cache_of_transformers_becomes_ours() -> None:
         model(ids, past_key_values=used)
 
 
-def test_positions_that_the_model_would_not_heed_are_refused() -> None:
+def test_position_ids_are_refused() -> None:
     ids = torch.tensor(tokens("dense"))
     with pytest.raises(ValueError, match="position_ids"):
         torch_model("dense")(ids, position_ids=ids)
 
 
-def test_a_leaf_without_a_place_is_named() -> None:
+def test_an_unknown_parameter_is_named() -> None:
     named = named_leaves(ours("dense")) | {"layers.ffn.up_DF.down": np.zeros(3)}
     with pytest.raises(ConfigError, match=r"layers\.ffn\.up_DF\.down cannot be exported"):
         next(export_tensors(named, 2, tensors_of(config("dense"), is_plain=False)))
 
 
-def test_the_torch_file_needs_torch_and_transformers_only() -> None:
+def test_the_torch_file_imports_only_torch_and_transformers() -> None:
     nodes = list(ast.walk(ast.parse(Path(modeling_nash_mhc.__file__).read_text())))
     named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     named += [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -294,7 +293,7 @@ with torch.no_grad():
 """
 
 
-def test_a_folder_is_read_where_nothing_of_ours_is_installed(tmp_path: Path) -> None:
+def test_an_export_loads_without_nash_mhc_installed(tmp_path: Path) -> None:
     name, folder = "whole", tmp_path / "model"
     folder.mkdir()
     save_file(exported(name), folder / "model.safetensors", metadata={"format": "pt"})
