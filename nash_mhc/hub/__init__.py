@@ -1,1 +1,1 @@
-"""Hugging Face models: their folders read onto a mesh, and ours written for them."""
+"""Import and export of Hugging Face models and PEFT adapters."""
