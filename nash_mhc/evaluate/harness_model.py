@@ -64,7 +64,9 @@ class HarnessModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)  # its progress bar only counts tokenization
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        return [tuple(score) for score in self._scores([Request(list(c), list(t)) for _, c, t in requests])]
+        return [
+            (score.log_prob, score.is_greedy) for score in self._scores([Request(list(c), list(t)) for _, c, t in requests])
+        ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Score whole texts, in windows that overlap by one token as in lm-eval."""

@@ -259,7 +259,8 @@ def read_weights(folder: HubFolder, like: Any, say: Callable[[str], None] = lamb
 def _read_tensor(entry: Entry, tensor: Tensor, shape: tuple[int, ...], sharding: Sharding) -> Array:
     read = entry.reader()
     # Always a copy: the memory map must not become an array that a step donates.
-    return jax.make_array_from_callback(shape, sharding, lambda index: np.array(tensor.read(read, index, shape), order="C"))
+    copy: Callable[[Any], np.ndarray] = lambda index: np.array(tensor.read(read, index, shape), order="C")
+    return jax.make_array_from_callback(shape, sharding, copy)
 
 
 def _layer_sharding(sharding: Sharding) -> Sharding:
