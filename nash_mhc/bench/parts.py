@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.bench.step import bench_step, random_rows
-from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, one_group, parts_and_arrays
+from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, module_of, one_group, parts_and_arrays
 from nash_mhc.config.schema import ModelConfig, RunConfig, TrainConfig
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.parallel.mesh import describe
