@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import RUN_COPY, HubFolder, is_hub_folder, read_weights
 from nash_mhc.hub.stored import adapted_shape, default_step, model_shape, read_adapted
-from nash_mhc.model.architectures import abstract_model, check_drawn
+from nash_mhc.model.architectures import abstract_model, check_random_weights
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.storage.files import Folder, exists, is_remote
@@ -76,7 +76,7 @@ def _load_run(folder: str | Folder, step: int | None, mesh: Mesh | None, say: Sa
     check_model_folder("", str(folder))
     run = RunFolder(folder)
     cfg = run.config()
-    check_drawn(cfg.model, run.info().get("drawn"), str(folder))
+    check_random_weights(cfg.model, run.info().get("drawn"), str(folder))
     beside, tokenizer = _hub_copy(run), tokenizer_of(str(folder))
     if not exists(run.checkpoints, kind="directory"):  # first: Store would create it
         raise ConfigError(f"{folder} has no checkpoint; the run saves one every --checkpoint-interval steps and at its end")

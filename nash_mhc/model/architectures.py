@@ -73,9 +73,9 @@ def with_weight_modules(model: Any, sections: Iterable[Section]) -> Any:
     return model
 
 
-def check_drawn(cfg: ArchitectureConfig, before: dict[str, Any] | None, where: str) -> None:
+def check_random_weights(cfg: ArchitectureConfig, before: dict[str, Any] | None, where: str) -> None:
     """Raise ConfigError if this machine generates other frozen random weights than those the run was trained with."""
-    now = architecture_of(cfg).drawn(cfg)
+    now = architecture_of(cfg).random_weights(cfg)
     if now is not None and before is not None and before.get("digest") != now.digest:
         raise ConfigError(
             f"{where}: the frozen random weights of seed {now.seed} differ on this machine from those of training; "

@@ -80,7 +80,7 @@ class Activations(NamedTuple):
     moved: float  # memory traffic outside of matrix products, forward and backward
 
 
-class Drawn(NamedTuple):
+class RandomWeights(NamedTuple):
     """Frozen random weights: generated from a seed, never trained, in no checkpoint."""
 
     numbers: int  # how many
@@ -109,7 +109,7 @@ class Architecture(NamedTuple):
     # (cfg, execution, sequences, seq_len, tp) -> bytes per device. None: unknown, so no memory estimate.
     activations: Callable[[Any, Execution, int, int, int], Activations] | None = None
     gathers_once: bool = False  # gather the weights of all layers over fsdp up front, not layer by layer
-    drawn: Callable[[Any], Drawn | None] = lambda cfg: None  # None: no frozen random weights
+    random_weights: Callable[[Any], RandomWeights | None] = lambda cfg: None  # None: no frozen random weights
     warm_start: Callable[[Any], WarmStart | None] = lambda cfg: None  # None: random initial values only
     # Weights of the auxiliary losses, by name. The objectives next_token and smoothed add them to their loss.
     penalties: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}

@@ -282,7 +282,7 @@ def describe_epochs(inputs: Inputs, say: Say) -> None:
 
 def _parameters(cfg: ArchitectureConfig, model: Any, training: Training, *, has_adapters: bool) -> str:
     text = f"{count_parameters(cfg):,} parameters"
-    if (drawn := architecture_of(cfg).drawn(cfg)) is not None:
+    if (drawn := architecture_of(cfg).random_weights(cfg)) is not None:
         text += f", and {drawn.numbers:,} frozen random weights from seed {drawn.seed}"
     text += "".join(f", {count:,} with {storage}" for storage, count in sorted(count_by_storage(model).items()))
     trained, frozen = training.split(model)

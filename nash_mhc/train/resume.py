@@ -30,7 +30,7 @@ from nash_mhc.config.schema import (
 from nash_mhc.data.sources import RowSource
 from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
-from nash_mhc.model.architectures import abstract_model, architecture_of, check_drawn
+from nash_mhc.model.architectures import abstract_model, architecture_of, check_random_weights
 from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Batch
@@ -142,7 +142,7 @@ def _check_same_run(
     if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in same if before.get(k) != now[k]]:
         remedy = _how_to_restore(before, now, changed)
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; {remedy}, or choose another --checkpoint-dir")
-    check_drawn(model, described.drawn, str(folder))
+    check_random_weights(model, described.drawn, str(folder))
     if rows is not None and described.rows != rows:
         data = " or ".join(filter(None, [f"--dataset {now['data.dataset']}", other_data]))
         raise ConfigError(

@@ -66,7 +66,7 @@ def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, A
         "config": config,
         "rows": inputs.identity,
         "parameters": count_parameters(model),
-        "drawn": None if (drawn := architecture.drawn(model)) is None else drawn._asdict(),
+        "drawn": None if (drawn := architecture.random_weights(model)) is None else drawn._asdict(),
         "remembers": architecture.remembers(model),
         "flops_per_token": flops_per_token(inputs.cfg),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},

@@ -29,7 +29,7 @@ from nash_mhc.model.attention import PER_HEAD, Attention, AttentionLayout, atten
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.lm import TABLE_SCALE, kernel_for
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
-from nash_mhc.model.protocol import Architecture, AttentionShape, Drawn, Execution
+from nash_mhc.model.protocol import Architecture, AttentionShape, Execution, RandomWeights
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.weights import project
 from nash_mhc.ops.norm import rms_norm
@@ -230,11 +230,11 @@ def initial_vectors(cfg: RecursiveConfig) -> tuple[Float[Array, "D"], Float[Arra
     return tuple(jax.random.truncated_normal(key, -2.0, 2.0, (cfg.width,), jnp.float32) for key in (upper, lower))  # type: ignore[return-value]
 
 
-def drawn(cfg: RecursiveConfig) -> Drawn | None:
+def random_weights(cfg: RecursiveConfig) -> RandomWeights | None:
     if cfg.causal:
         return None
     content = np.stack([np.asarray(vector_D) for vector_D in initial_vectors(cfg)]).tobytes()
-    return Drawn(2 * cfg.width, cfg.state_seed, hashlib.sha256(content).hexdigest())
+    return RandomWeights(2 * cfg.width, cfg.state_seed, hashlib.sha256(content).hexdigest())
 
 
 class Cache(eqx.Module):
@@ -304,5 +304,5 @@ ARCHITECTURE = Architecture(
     attention=lambda cfg: AttentionShape(cfg.head_dim, None) if cfg.mixer == "attention" and cfg.causal else None,
     activations=activations,
     gathers_once=True,
-    drawn=drawn,
+    random_weights=random_weights,
 )

@@ -70,7 +70,7 @@ ARCHITECTURE = Architecture(
     decode=model.decode,
     attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window) if cfg.attention_every else None,
     activations=activations,
-    drawn=model.drawn,
+    random_weights=model.random_weights,
     remembers=memory.as_dict,
     warm_start=ridge.warm_start,
 )

@@ -30,7 +30,7 @@ from nash_mhc.model.attention import Attention, AttentionLayout, attention_layou
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.lm import TABLE_SCALE, kernel_for, stacks_of_group
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
-from nash_mhc.model.protocol import Drawn, Execution
+from nash_mhc.model.protocol import Execution, RandomWeights
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.weights import project
 from nash_mhc.parallel.params import TABLE, param, stacked
@@ -292,11 +292,11 @@ def decode(model: Reservoir, state: ReservoirState, tokens_B: Int[Array, "B"]) -
     return logits_BV, ReservoirState(h_L2BN, state.input_LD2N, t + 1, rows, state.seq_len, state.dtype)
 
 
-def drawn(cfg: ReservoirConfig) -> Drawn:
+def random_weights(cfg: ReservoirConfig) -> RandomWeights:
     """Describe the frozen random numbers: W_in of all layers, and m of every unit."""
     some_LDN = jax.jit(jax.vmap(lambda layer: input_matrix(cfg, layer)[:4, 0]))(jnp.arange(cfg.layers))
     content = np.asarray(some_LDN, np.float32).tobytes() + np.asarray(pairs(multipliers(cfg))).tobytes()
-    return Drawn(2 * cfg.units * (cfg.layers * cfg.width + 1), cfg.reservoir_seed, hashlib.sha256(content).hexdigest())
+    return RandomWeights(2 * cfg.units * (cfg.layers * cfg.width + 1), cfg.reservoir_seed, hashlib.sha256(content).hexdigest())
 
 
 def flops_per_token(cfg: ReservoirConfig, seq_len: int) -> float:
