@@ -1,6 +1,6 @@
 """Chunks of a corpus, the shards made from one chunk, and counts of documents that are nearly equal across parts.
 
-Any process can make any chunk. Each chunk leaves a file with 9 bytes per document; at the end, the keys of held-out
+Any process can make any chunk. Each chunk leaves a file with 16 bytes per document; at the end, the keys of held-out
 documents are loaded and those of all others are streamed past them.
 """
 
@@ -62,7 +62,7 @@ class Job:
         return self.folder / f"chunk-{chunk:05d}.json"
 
     def keys_file(self, chunk: int) -> Path:
-        return self.folder / f"chunk-{chunk:05d}.near"
+        return self.folder / f"chunk-{chunk:05d}.keys"
 
 
 def read_chunks(corpus: Corpus, recipe: Recipe) -> Iterator[Chunk]:
@@ -102,10 +102,7 @@ def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
     near = [near_key("".join(span.text for span in document.spans)) for document in whole]
     of_documents = [names.index(chunk.split, 1) if is_own else rule.part_of(document.key) for document in whole]
     keyed = [(key, part) for key, part in zip(near, of_documents, strict=True) if key]
-    write_file(
-        job.keys_file(chunk.number),
-        _npy(np.array([key for key, _ in keyed], np.uint64)) + _npy(np.array([part for _, part in keyed], np.uint8)),
-    )
+    write_file(job.keys_file(chunk.number), _npy(np.array(keyed, np.uint64).reshape(-1, 2)))
     write_file(job.note_file(chunk.number), json.dumps(note).encode())
     return note
 
@@ -168,11 +165,6 @@ def near_key(text: str) -> int:
     return key_of([letters]) if letters else 0
 
 
-def _read_keys(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    with file.open("rb") as opened:
-        return np.load(opened), np.load(opened)
-
-
 def describe_near_duplicates(files: Sequence[Path], names: Sequence[str]) -> str:
     """Say how many documents of each held-out part are nearly equal to one of another part; empty if none are.
 
@@ -180,14 +172,13 @@ def describe_near_duplicates(files: Sequence[Path], names: Sequence[str]) -> str
     """
     if not files:
         return ""
-    held = [(keys[parts != TRAINED_ON], parts[parts != TRAINED_ON]) for keys, parts in map(_read_keys, files)]
-    keys, parts = (np.concatenate(arrays) for arrays in zip(*held, strict=True))
+    keys, parts = np.concatenate([table[table[:, 1] != TRAINED_ON] for table in map(np.load, files)]).T
     known, which = np.unique(keys, return_inverse=True)
     is_in = np.zeros((len(PARTS), len(known)), bool)  # does a part have a document with this key?
     is_in[parts, which] = True
     for file in files if len(known) else ():
-        all_keys, all_parts = _read_keys(file)
-        trained = all_keys[all_parts == TRAINED_ON]
+        table = np.load(file)
+        trained = table[table[:, 1] == TRAINED_ON, 0]
         at = np.searchsorted(known, trained).clip(max=len(known) - 1)
         is_in[TRAINED_ON, at[known[at] == trained]] = True
     in_several = is_in.sum(axis=0)[which] > 1
