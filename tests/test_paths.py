@@ -12,7 +12,7 @@ import pytest
 import nash_mhc
 from nash_mhc.config import kits
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.key_names import keys
+from nash_mhc.config.keys import keys
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.files import to_path
 

@@ -12,7 +12,7 @@ import yaml
 
 from nash_mhc.config import presets
 from nash_mhc.config.commands import name_hint
-from nash_mhc.config.key_names import OURS, SMALL, Key, further, key_of_any_kind, keys, sections
+from nash_mhc.config.keys import OURS, SMALL, Key, further, key_of_any_kind, keys, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 
 _DIR = "run directory (--checkpoint-dir), with a slash in its name; an existing run is resumed"

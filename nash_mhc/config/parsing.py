@@ -23,9 +23,8 @@ from nash_mhc.config import kits, presets
 from nash_mhc.config.commands import OneLineParser, did_you_mean
 from nash_mhc.config.fields import Settings
 from nash_mhc.config.help import as_flags, render, section_help, usage
-from nash_mhc.config.key_names import OURS, SMALL, Key, find, keys, other_kind_hint, sections
+from nash_mhc.config.keys import BOOLS, OURS, SMALL, Key, at, convert, find, keys, other_kind_hint, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
-from nash_mhc.config.values import BOOLS, at, convert
 from nash_mhc.config.yaml_file import nodes_of, read_yaml
 
 __all__ = ["Key", "Parsed", "Settings", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from nash_mhc.config import presets
 from nash_mhc.config.help import TITLES
-from nash_mhc.config.key_names import OURS, SMALL, Key, further, keys
+from nash_mhc.config.keys import OURS, SMALL, Key, further, keys
 from nash_mhc.config.schema import ARCHITECTURES, RunConfig
 
 COMMAND = "python -m nash_mhc.config.reference > docs/configuration.md"

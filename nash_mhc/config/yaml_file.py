@@ -10,10 +10,9 @@ import yaml
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.fields import Settings, check_scheme
-from nash_mhc.config.key_names import find, keys, other_kind_hint, sections
+from nash_mhc.config.keys import at, convert, find, keys, other_kind_hint, sections
 from nash_mhc.config.recorded import is_run_json, is_taken_over
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.config.values import at, convert
 
 
 def nodes_of(file: str) -> yaml.nodes.Node | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AxisType, Mesh
 
-from nash_mhc.config.key_names import keys
+from nash_mhc.config.keys import keys
 from nash_mhc.config.schema import (
     PLATFORMS,
     ArchitectureConfig,

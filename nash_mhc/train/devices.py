@@ -12,7 +12,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 import nash_mhc
-from nash_mhc.config import key_names
 from nash_mhc.config.fields import weighted_parts
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.prepared.manifest import FILE
@@ -59,7 +58,7 @@ def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
     """Return what all processes must have in common: settings by flag, versions, and digests of the code and data."""
     values = cfg.to_dict()
     common: dict[str, Any] = {"--model-kind": cfg.model_kind}
-    common |= {key.flag: key.of(values) for path, key in key_names.keys(cfg.model_kind).items() if path not in _PER_PROCESS}
+    common |= {key.flag: key.of(values) for path, key in keys.keys(cfg.model_kind).items() if path not in _PER_PROCESS}
     common |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     common["nash_mhc"] = f"{nash_mhc.__version__} (its files {_code_digest()})"
     names = [name for name, _ in weighted_parts(cfg.data.dataset)] or [cfg.data.dataset]

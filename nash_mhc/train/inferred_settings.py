@@ -11,10 +11,10 @@ from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import kits, presets
-from nash_mhc.config.device_profiles import of_profile
 from nash_mhc.config.fields import type_name
-from nash_mhc.config.key_names import OURS, keys
+from nash_mhc.config.keys import OURS, keys
 from nash_mhc.config.parsing import Settings
+from nash_mhc.config.presets import of_profile
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 from nash_mhc.data.prepared.manifest import FILE, Manifest
 from nash_mhc.data.sources import source_of

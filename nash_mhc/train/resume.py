@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flatten_config
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.key_names import key_of_any_kind
+from nash_mhc.config.keys import key_of_any_kind
 from nash_mhc.config.schema import (
     KIT_SECTIONS,
     ArchitectureConfig,

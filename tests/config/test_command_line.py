@@ -12,7 +12,7 @@ import yaml
 from settings import REQUIRED
 
 from nash_mhc.config import commands, parsing, presets
-from nash_mhc.config.key_names import further
+from nash_mhc.config.keys import further
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.train.inferred_settings import infer_settings
 

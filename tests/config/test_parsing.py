@@ -12,7 +12,7 @@ import pytest
 from settings import REQUIRED, error, leaf
 
 from nash_mhc.config import kits, parsing, presets
-from nash_mhc.config.key_names import further
+from nash_mhc.config.keys import further
 
 # --- every key, three ways ----------------------------------------------------------------------------------------
 

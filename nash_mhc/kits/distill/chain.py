@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
 from nash_mhc.config.commands import module_command, name_hint
 from nash_mhc.config.fields import check_scheme
-from nash_mhc.config.key_names import find, keys
+from nash_mhc.config.keys import find, keys
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.config.yaml_file import values_of
