@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 import nash_mhc
+from nash_mhc.config import keys
 from nash_mhc.config.fields import weighted_parts
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.prepared.manifest import FILE
