@@ -77,7 +77,7 @@ def test_rows_of_a_lost_checkpoint_are_found_after_damaged_lines(tmp_path, train
     shutil.rmtree(folder / "checkpoints")
     before = (folder / "metrics.jsonl").read_bytes() + b"\xff\n[1\n"
     (folder / "metrics.jsonl").write_bytes(before)
-    with pytest.raises(ConfigError, match="its checkpoints are missing"):
+    with pytest.raises(ConfigError, match=r"rows up to step 4, but .*checkpoints are missing"):
         goes_on(folder)
     assert (folder / "metrics.jsonl").read_bytes() == before
 
