@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
-from nash_mhc.hub.folder import RUN_COPY, HubFolder, is_hub_folder, read_weights
+from nash_mhc.hub.folder import CONFIG, RUN_COPY, HubFolder, is_hub_folder, read_weights
 from nash_mhc.hub.stored import adapted_shape, default_step, model_shape, read_adapted
-from nash_mhc.model.architectures import abstract_model, check_random_weights
+from nash_mhc.model.architectures import check_random_weights
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.storage.files import Folder, exists, is_remote
@@ -28,13 +28,32 @@ Say = Callable[[str], None]
 
 
 class ModelFormat(NamedTuple):
-    """How to read the model directories of a kit."""
+    """How to read a model directory that is not a run."""
 
     config: Callable[[Path], RunConfig]
-    read: Callable[[Path, Any], Any]  # (folder, shapes with shardings) -> model
+    read: Callable[[Path, Any, Say], Any]  # (folder, shapes with shardings, say) -> model
+    check: Callable[[Path], None] = lambda path: None  # ConfigError if the weights do not match the configuration
+    stops: Callable[[Path], Sequence[int]] = lambda path: ()  # end-of-text tokens, beside the tokenizer's own
+    dtype: str | None = None  # compute dtype; None: that of the configuration
+    is_hub: bool = False  # whether the folder has the companion files of a Hugging Face model
 
 
-FORMATS: Registry[ModelFormat] = Registry("formats", {})  # by the name of a file that only such folders have
+def _hub_config(path: Path) -> RunConfig:
+    imported = HubFolder(path).imported
+    data = DataConfig(tokenizer=str(path.expanduser()), begin_with_end=False, seq_len=imported.positions)
+    return RunConfig(model=imported.model, data=data)
+
+
+_HUB = ModelFormat(
+    config=_hub_config,
+    read=lambda path, like, say: read_weights(HubFolder(path), like, say),
+    check=lambda path: HubFolder(path).check(),
+    stops=lambda path: HubFolder(path).stop_tokens(),
+    dtype="bfloat16",
+    is_hub=True,
+)
+# By the name of a file in such a directory. A directory with run.json is a run.
+FORMATS: Registry[ModelFormat] = Registry("formats", {CONFIG: _HUB})
 
 
 @dataclass(frozen=True)
@@ -53,23 +72,18 @@ def load(folder: str | Folder, step: int | None = None, *, mesh: Mesh | None = N
 
     Parameters are sharded over `mesh` as in training (the caller checks that it divides them), or on the first device.
     """
-    if _is_run(folder):
+    if (form := format_of(folder)) is None:
         return _load_run(folder, step, mesh, say)
     if step is not None:
         raise ConfigError(f"--step {step}: {folder} is not a run and has no steps")
-    path, cfg = Path(str(folder)), config_of(str(folder))
-    if (form := format_of(folder)) is not None:
-        tokenizer = tokenizer_of(str(folder))
-        say(f"reading {path} ...")
-        model = form.read(path, on_devices(adapted_shape(cfg.model, cfg.lora), mesh))
-        return Loaded(cfg, tokenizer, model, 0, _compute_dtype(cfg.train.dtype), (tokenizer.end,))
-    hub_folder = HubFolder(path)
-    hub_folder.check()  # before the sizes in config.json are used
+    path = Path(str(folder))
+    cfg = form.config(path)
+    form.check(path)  # before the sizes in the configuration are used
     tokenizer = tokenizer_of(str(folder))
     say(f"reading {path} ...")
-    model = read_weights(hub_folder, on_devices(abstract_model(cfg.model), mesh), say)
-    stops = (tokenizer.end, *hub_folder.stop_tokens())
-    return Loaded(cfg, tokenizer, model, 0, _compute_dtype("bfloat16"), stops, path)
+    model = form.read(path, on_devices(adapted_shape(cfg.model, cfg.lora), mesh), say)
+    dtype, stops = _compute_dtype(form.dtype or cfg.train.dtype), (tokenizer.end, *form.stops(path))
+    return Loaded(cfg, tokenizer, model, 0, dtype, stops, path if form.is_hub else None)
 
 
 def _load_run(folder: str | Folder, step: int | None, mesh: Mesh | None, say: Say) -> Loaded:
@@ -101,10 +115,6 @@ def _load_run(folder: str | Folder, step: int | None, mesh: Mesh | None, say: Sa
 
 def config_of(folder: str, flag: str = "") -> RunConfig:
     """Return the configuration of a model directory that `flag` names."""
-    if not is_remote(folder) and is_hub_folder(folder):
-        imported = HubFolder(folder).imported
-        data = DataConfig(tokenizer=str(Path(folder).expanduser()), begin_with_end=False, seq_len=imported.positions)
-        return RunConfig(model=imported.model, data=data)
     if (form := format_of(folder)) is not None:
         return form.config(Path(folder))
     check_model_folder(flag, folder)
@@ -115,7 +125,7 @@ def tokenizer_of(folder: str) -> Tokenizer:
     """Load the tokenizer of a model directory; ConfigError if it has more tokens than the model."""
     cfg = config_of(folder)
     name = cfg.data.tokenizer
-    if _is_run(folder) and name != "bytes" and not Path(name).exists():
+    if format_of(folder) is None and name != "bytes" and not Path(name).exists():
         copy = _hub_copy(RunFolder(folder))  # the original was moved or deleted
         name = str(copy) if copy is not None and (copy / "tokenizer.json").is_file() else name
     tokenizer = load_tokenizer(name, begin_with_end=cfg.data.begin_with_end)
@@ -130,21 +140,17 @@ def tokenizer_of(folder: str) -> Tokenizer:
 def shape_of(folder: str, flag: str = "") -> tuple[RunConfig, Any]:
     """Return the configuration and the abstract model that `load` gives."""
     cfg = config_of(folder, flag)
-    if _is_run(folder) and not cfg.lora.rank:
+    if format_of(folder) is None and not cfg.lora.rank:
         return cfg, model_shape(cfg.model, cfg.of_kits)
     return cfg, adapted_shape(cfg.model, cfg.lora)
 
 
 def format_of(folder: str | Folder) -> ModelFormat | None:
-    """Return how to read a folder of a kit's format; None for a run or a Hugging Face folder."""
-    if is_remote(folder):
+    """Return how to read a model directory, or None for a run."""
+    path = Path(str(folder)).expanduser()
+    if is_remote(folder) or (path / "run.json").exists():
         return None
-    names = (name for name in FORMATS if (Path(str(folder)).expanduser() / name).is_file())
-    return next((FORMATS[name] for name in names), None)
-
-
-def _is_run(folder: str | Folder) -> bool:
-    return is_remote(folder) or not (is_hub_folder(str(folder)) or format_of(folder) is not None)
+    return next((FORMATS[name] for name in FORMATS if (path / name).is_file()), None)
 
 
 def _hub_copy(run: RunFolder) -> Path | None:

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +157,7 @@ def read_config(folder: Path) -> RunConfig:
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer=tokenizer)).with_section(QuantizeConfig())
 
 
-def read_packed(folder: Path, like: Any) -> Any:
+def read_packed(folder: Path, like: Any, say: Callable[[str], None]) -> Any:
     """Return the model with the arrays that training computed with, in the shapes and shardings of `like`."""
     from safetensors.numpy import load_file
 
