@@ -26,7 +26,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Unreachable(ConfigError):
-    """Data that cannot be read now, for example because the network is down; prepared chunks are kept."""
+    """Data that cannot be read now, for example because the network is down; prepared chunks stay on disk."""
 
 
 class Raw(NamedTuple):
@@ -50,7 +50,7 @@ class Content(Protocol):
     """Metadata of documents, known before they are read."""
 
     content: str  # a digest that changes with the documents
-    format: str  # of the records: text, prompt, chat or fields
+    format: str  # record format: text, prompt, chat or fields
     names: tuple[str, ...]  # file names, for messages
     total: int  # bytes, for the progress bar and the chunk size
     splits: tuple[str, ...]  # empty if the data is not divided

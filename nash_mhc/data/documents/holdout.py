@@ -51,7 +51,7 @@ def by_share(fraction: float, test: float = 0.0) -> HeldOut:
 
 
 def survey(documents: Iterable[tuple[int, int]], fraction: float, test: float = 0.0) -> HeldOut:
-    """Return the rule for documents given as (key, bytes); reads only as many as are needed to decide."""
+    """Return the rule for documents given as (key, bytes); reads no more than necessary."""
     sizes: dict[int, int] = {}
     shares = [share for share in (fraction, test) if share]
     for key, size in documents if shares else ():
