@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from jaxtyping import Array, Int
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.hub.load import Loaded
 from nash_mhc.kits.recursive.model import Recursive
-from nash_mhc.kits.recursive.puzzles import sudoku
+from nash_mhc.kits.recursive.puzzles import maze, sudoku
 from nash_mhc.kits.recursive.puzzles.csv_file import kind_of_text
 from nash_mhc.kits.recursive.puzzles.kinds import CellTokenizer, Kind, find_kind, is_puzzle
 from nash_mhc.model.parts import logits_of
@@ -22,20 +20,8 @@ from nash_mhc.model.protocol import Execution
 _BAD_SUDOKU = {0: "it has no solution", 2: "it has more than one solution, and models are trained on puzzles with one"}
 
 
-class Answer(NamedTuple):
-    grid: str  # in lines
-    is_valid: bool
-    verdict: str
-
-
 def answer(loaded: Loaded, text: str) -> str:
-    """Return what `generate --puzzle` prints: the grid and the verdict."""
-    found = solve(loaded, text)
-    return f"{found.grid}\n{found.verdict}"
-
-
-def solve(loaded: Loaded, text: str) -> Answer:
-    """Solve the puzzle in `text`: one character per cell, in one or more lines. May raise ConfigError."""
+    """Solve the puzzle in `text`, one character per cell, and return the grid in lines and the verdict."""
     model, tokenizer = loaded.model, loaded.tokenizer
     if not isinstance(model, Recursive) or model.cfg.causal or not isinstance(tokenizer, CellTokenizer):
         raise ConfigError("--puzzle: this model writes text; use a run with --objective puzzle")
@@ -48,7 +34,8 @@ def solve(loaded: Loaded, text: str) -> Answer:
         raise ConfigError(f"--puzzle: {_BAD_SUDOKU[count]}; change its cells")
     answer_N = np.asarray(_predict(model, jnp.asarray(cells_N[None]), loaded.dtype, len(tokenizer.symbols))[0])
     error = mistake(kind, cells_N, answer_N)
-    return Answer(tokenizer.grid_text(answer_N, kind.width), error is None, f"not valid: {error}" if error else "valid")
+    verdict = f"not valid: {error}" if error else "valid"
+    return f"{tokenizer.grid_text(answer_N, kind.width)}\n{verdict}"
 
 
 def _predict(model: Recursive, cells_BN: Int[Array, "B N"], dtype: str, symbols: int) -> Int[Array, "B N"]:
@@ -75,29 +62,16 @@ def mistake(kind: Kind, cells_N: np.ndarray, answer_N: np.ndarray) -> str | None
     if kind.symmetry == "sudoku":
         valid = sudoku.is_solution(answer_N[None].astype(np.uint8))[0]
         return None if valid else "a row, a column or a box lacks a digit"
-    if "#" in kind.symbols:
-        return _maze_mistake(kind.tokenizer().grid_text(answer_N, kind.width).split("\n"))
-    return None
+    return _maze_mistake(kind, answer_N) if kind.symbols == maze.SYMBOLS else None
 
 
-def _maze_mistake(lines: list[str]) -> str | None:
-    """Check by breadth-first search that the marked cells alone are a shortest path from S to G."""
-    symbols = {(y, x): symbol for y, line in enumerate(lines) for x, symbol in enumerate(line)}
-
-    def steps(passable: str) -> int | None:
-        frontier, count = {place for place, symbol in symbols.items() if symbol == "S"}, 0
-        seen = frontier
-        while frontier:
-            if any(symbols[place] == "G" for place in frontier):
-                return count
-            near = {(y + dy, x + dx) for y, x in frontier for dy, dx in ((0, 1), (1, 0), (0, -1), (-1, 0))}
-            frontier = {place for place in near if symbols.get(place, "#") in passable} - seen
-            seen, count = seen | frontier, count + 1
-        return None
-
-    marked, shortest = steps("oG"), steps("o G")
-    if marked is None:
+def _maze_mistake(kind: Kind, answer_N: np.ndarray) -> str | None:
+    """Check that the marked cells alone are a shortest path."""
+    marked_N = np.where(answer_N == maze.OPEN, maze.WALL, answer_N)
+    steps, paths = maze.shortest_paths(marked_N[None], kind.height, kind.width)
+    shortest, _ = maze.shortest_paths(answer_N[None], kind.height, kind.width)
+    if not paths[0]:
         return "the marked cells do not connect S to G"
-    if marked != shortest or list(symbols.values()).count("o") != marked - 1:
-        return f"the marked path is not the shortest, which has {shortest} steps"
+    if steps[0] != shortest[0] or (answer_N == maze.PATH).sum() != steps[0] - 1:
+        return f"the marked path is not the shortest, which has {shortest[0]} steps"
     return None

@@ -135,7 +135,7 @@ def test_answers_are_judged_by_the_rules(tmp_path):
     assert judge("3124421324311342") is None
     assert "1 of the given cells is changed" in judge("3134421324311342")
     assert "lacks a digit" in judge("3124421324311344")
-    rows = PuzzleRows("maze9x9", seed=0, split="validation", cache_dir=tmp_path, validation_puzzles=3, train_puzzles=3)
+    rows = PuzzleRows("maze9x9", seed=0, split="validation", cache_dir=tmp_path, sizes=(3, 3))
     given, right = rows.take([0])[:2]
     assert mistake(maze, given[0], right[0]) is None
     way = np.flatnonzero(right[0] == PATH)

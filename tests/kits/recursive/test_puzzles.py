@@ -288,7 +288,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(kind: str, cache: Path, split: str = "train", seed: int = 0) -> PuzzleRows:
-    return PuzzleRows(kind, seed=seed, split=split, cache_dir=cache, train_puzzles=60, validation_puzzles=5)
+    return PuzzleRows(kind, seed=seed, split=split, cache_dir=cache, sizes=(60, 5))
 
 
 @pytest.mark.parametrize("name", KINDS)

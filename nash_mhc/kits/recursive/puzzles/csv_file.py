@@ -15,7 +15,7 @@ import io
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
@@ -73,7 +73,7 @@ class CsvRows(GridRows):
             version = (path.absolute(), state.st_size, state.st_mtime_ns)
             kind, grids, classes, _ = _read(*version)
         note = None if cache_dir is None else Path(cache_dir) / "puzzles" / f"{digest}.one-solution"
-        if _solution_counter(kind) and not (note is not None and note.exists()):
+        if _has_rules(kind) and not (note is not None and note.exists()):
             _check_solutions(path, *version)
             if note is not None:
                 note.parent.mkdir(parents=True, exist_ok=True)
@@ -249,36 +249,28 @@ def _explain(kind: Kind, line: _Line, what: str, cell: int) -> str:
     return "its answer is not a solution: a row, a column or a box does not have every digit once"
 
 
-class _SolutionCounter(NamedTuple):
-    count: Callable[[np.ndarray], np.ndarray]  # up to 2 per puzzle
-    message: str  # for a puzzle with 2
-
-
-def _solution_counter(kind: Kind) -> _SolutionCounter | None:
-    """Return None for grids with unknown rules."""
-    if kind.symmetry == "sudoku":
-        return _SolutionCounter(lambda cells: solve(cells).solutions, "the puzzle has more than one solution")
-    if kind.symbols == maze.SYMBOLS:
-        count = functools.partial(maze.count_shortest_paths, height=kind.height, width=kind.width)
-        return _SolutionCounter(count, "the maze has more than one shortest path from S to G")
-    return None
+def _has_rules(kind: Kind) -> bool:
+    return kind.symmetry == "sudoku" or kind.symbols == maze.SYMBOLS
 
 
 @functools.lru_cache(maxsize=1)
 def _check_solutions(path: Path, *version: Any) -> None:
     """Raise ConfigError for puzzles with a second solution, which training would count as wrong."""
     kind, grids, _, lines = _read(*version)
-    counter = _solution_counter(kind)
-    assert counter is not None
+    if kind.symmetry == "sudoku":
+        count, what = lambda cells: solve(cells).solutions, "the puzzle has more than one solution"
+    else:
+        count = lambda cells: maze.shortest_paths(cells, kind.height, kind.width)[1]
+        what = "the maze has more than one shortest path from S to G"
     wrong: list[int] = []
     with progress(f"checking {path.name} for second solutions", "puzzles") as watch:
         for start in range(0, len(lines), LANES):
-            counts = counter.count(grids.cells[start : start + LANES])
+            counts = count(grids.cells[start : start + LANES])
             wrong += lines[start : start + LANES][counts > 1].tolist()
             watch(start + len(counts), len(lines), start + len(counts))
     if wrong:
         others = f"; so do {len(wrong) - 1:,} more of {len(lines):,}" if len(wrong) > 1 else ""
-        raise _bad_line(path, wrong[0], f"{counter.message}{others}")
+        raise _bad_line(path, wrong[0], f"{what}{others}")
 
 
 # Data source

@@ -150,16 +150,21 @@ def _to_goal(walls: _Walls, is_open: np.ndarray, starts: np.ndarray, goals: np.n
     return steps, paths
 
 
-def count_shortest_paths(cells_PN: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Count the shortest paths of each maze [P], up to 2; 0 without exactly one start and goal, or without a path."""
-    walls, counts = _walls(height, width), []
+def shortest_paths(cells_PN: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps, number of shortest paths, counted up to 2) of each maze [P].
+
+    The number is 0 without exactly one start and one goal, or without a path.
+    """
+    walls, found = _walls(height, width), []
     for begin in range(0, len(cells_PN), _BATCH):
         cells = cells_PN[begin : begin + _BATCH].T
         is_open = (cells[walls.one] != WALL) & (cells[walls.other] != WALL)  # here every cell is a room
         starts, goals = ((cells == symbol).argmax(axis=0) for symbol in (START, GOAL))
         has_both = ((cells == START).sum(axis=0) == 1) & ((cells == GOAL).sum(axis=0) == 1)
-        counts.append(_to_goal(walls, is_open, starts, goals)[1] * has_both)
-    return np.concatenate(counts)
+        steps, paths = _to_goal(walls, is_open, starts, goals)
+        found.append((steps, paths * has_both))
+    steps, paths = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    return steps, paths
 
 
 def _far_goals(keys: np.ndarray, distances_RP: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 
 from nash_mhc.config.fields import ConfigError, Settings
 from nash_mhc.data.order import combine, mix, permuted, shuffled
-from nash_mhc.data.pack import Rows, RowSource
+from nash_mhc.data.pack import Rows, RowsByTake, RowSource
 from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.sources import DataSource, Opening
 from nash_mhc.data.stories.corpus import SPLITS
@@ -140,7 +140,7 @@ def _read_pool(path: Path, kind: Kind) -> Pool | None:
     return Pool(Grids(*arrays[:3]), Grids(*arrays[3:]))
 
 
-class GridRows:
+class GridRows(RowsByTake):
     """Rows of these puzzles, each one document without padding.
 
     If endless, each pass reads every puzzle once in a new order and in another symmetric form. Both follow from the
@@ -148,8 +148,7 @@ class GridRows:
     """
 
     examples = "puzzles"
-    most_documents: int | None = 1
-    padded_length: int | None = None
+    most_documents = 1
 
     def __init__(self, kind: Kind, grids: Grids, *, name: str, seed: int, endless: bool, identity: str, held_out: str) -> None:
         self.kind, self.name, self.endless, self.identity, self.held_out = kind, name, endless, identity, held_out
@@ -169,9 +168,6 @@ class GridRows:
 
     def epochs(self, position: int) -> dict[str, float]:
         return {} if self.endless else {self.name: position / len(self)}
-
-    def __getitem__(self, index: int) -> Rows:
-        return Rows(*(a[0] for a in self.take([index])))
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         at = np.asarray(indices, np.int64)
@@ -204,34 +200,15 @@ class PuzzleRows(GridRows):
     """Generated puzzles: sudoku4, sudoku9, maze, or a maze of another size (maze21x21). Training rows are endless."""
 
     def __init__(
-        self,
-        kind: str,
-        *,
-        seed: int,
-        split: str,
-        cache_dir: str | Path,
-        train_puzzles: int | None = None,
-        validation_puzzles: int | None = None,
+        self, name: str, *, seed: int, split: str, cache_dir: str | Path, sizes: tuple[int, int] | None = None
     ) -> None:
-        of_name = find_kind(kind)
+        kind, is_training = find_kind(name), split == SPLITS[0]
         check_split(split)
-        default = SIZES["maze" if of_name.symmetry == "maze" else of_name.name]
-        sizes = (
-            default[0] if train_puzzles is None else train_puzzles,
-            default[1] if validation_puzzles is None else validation_puzzles,
-        )
-        if min(sizes) < 1:
-            raise ConfigError(f"--dataset {kind}: {sizes[0]} training puzzles and {sizes[1]} held out; use at least 1 of each")
-        pool = open_pool(of_name, sizes, Path(cache_dir))
+        pool = open_pool(kind, sizes or SIZES["maze" if kind.symmetry == "maze" else kind.name], Path(cache_dir))
+        grids, identity = pool.train if is_training else pool.validation, ["puzzles", _VERSION, kind.name, pool.digest]
         super().__init__(
-            of_name,
-            pool.train if split == SPLITS[0] else pool.validation,
-            name=kind,
-            seed=seed,
-            endless=split == SPLITS[0],
-            identity=digest_of(["puzzles", _VERSION, of_name.name, pool.digest]),
-            held_out="",
-        )
+            kind, grids, name=name, seed=seed, endless=is_training, identity=digest_of(identity), held_out=""
+        )  # fmt: skip
 
 
 def check_split(split: str) -> None:
