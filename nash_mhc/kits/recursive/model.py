@@ -11,6 +11,7 @@ to pass.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from typing import Any, NamedTuple
@@ -23,18 +24,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.kits.recursive.activations import activations
 from nash_mhc.kits.recursive.settings import RecursiveConfig
 from nash_mhc.model.attention import PER_HEAD, Attention, AttentionLayout, attention_layout
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.lm import TABLE_SCALE, kernel_for
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
-from nash_mhc.model.protocol import Architecture, AttentionShape, Execution, RandomWeights
+from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution, RandomWeights
 from nash_mhc.model.remat import remat_policy
+from nash_mhc.model.traced_memory import LayerBytes, layer_bytes, trace_layer
 from nash_mhc.model.weights import project
+from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.params import TABLE, VECTOR, param, stacked
-from nash_mhc.parallel.sharding import constrain, for_compute
+from nash_mhc.parallel.sharding import constrain, for_compute, one_device
 
 _TILE = 16  # cells of a matrix tile
 
@@ -90,6 +92,15 @@ class Block(eqx.Module):
 
     def _normalize(self, x_BTD: Array) -> Array:
         return rms_norm(x_BTD, jnp.ones(x_BTD.shape[-1], jnp.float32), self.eps)
+
+    def __call__(self, x_BTD: Array, layout: AttentionLayout, *, kernel: str, causal: bool) -> Array:
+        if isinstance(self.mixer, CellMixer):
+            mixed_BTD = self.mixer(x_BTD)
+        elif causal:
+            mixed_BTD = self.mixer(x_BTD, layout, window=None, kernel=kernel)
+        else:
+            mixed_BTD = _full_attention(self.mixer, x_BTD, layout)
+        return self.residual(x_BTD, mixed_BTD)
 
     def residual(self, x_BTD: Array, mixed_BTD: Array) -> Array:
         x_BTD = self._normalize(x_BTD + mixed_BTD)
@@ -164,13 +175,7 @@ class Recursive(eqx.Module):
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat))
         def layer(x_BTD: Array, block: Block) -> tuple[Array, None]:
-            if isinstance(block.mixer, CellMixer):
-                mixed_BTD = block.mixer(x_BTD)
-            elif cfg.causal:
-                mixed_BTD = block.mixer(x_BTD, layout, window=None, kernel=kernel)
-            else:
-                mixed_BTD = _full_attention(block.mixer, x_BTD, layout)
-            return block.residual(x_BTD, mixed_BTD), None
+            return block(x_BTD, layout, kernel=kernel, causal=cfg.causal), None
 
         def apply(net: Net, x_BTD: Array) -> Array:
             return lax.scan(layer, x_BTD, net.layers, unroll=execution.unroll)[0]
@@ -294,6 +299,46 @@ def flops_per_token(cfg: RecursiveConfig, seq_len: int) -> float:
     forward = cfg.layers * (mixing + 3 * cfg.width * cfg.ffn)
     backward = cfg.gradient_cycles * (cfg.inner_cycles + 1)
     return 2.0 * forward * cfg.applications + 4.0 * forward * backward + 6.0 * cfg.vocab_size * cfg.width
+
+
+_PASSES = 4  # over the values of a layer: forward, recomputed forward, and backward, which counts twice
+
+
+@functools.lru_cache(64)
+def _layer_bytes(cfg: RecursiveConfig, dtype: str, remat: str, kernel: str, seq_len: int, tp: int) -> LayerBytes:
+    """Trace a layer. tp splits heads, MLP width and, between layers, time; no axis splits the MLP over cells."""
+    key = jax.random.key(0)
+    local = dataclasses.replace(cfg, heads=cfg.heads // tp, ffn=cfg.ffn // tp)
+
+    def init() -> Block:
+        block = Block.init(local, key=key)
+        return dataclasses.replace(block, mixer=CellMixer.init(cfg, key=key)) if cfg.mixer == "cells" else block
+
+    def run(x_BTD: Array, block: Block) -> tuple[Array, None]:
+        return for_compute(block, jnp.dtype(dtype))(x_BTD, layout, kernel=kernel, causal=cfg.causal), None
+
+    layout = attention_layout((1, seq_len), jnp.ones((1, seq_len), jnp.int32), (1,), "xla")
+    with one_device(seq_len, tp):
+        state = jax.ShapeDtypeStruct((1, seq_len // tp, cfg.width), jnp.dtype(dtype))
+        return layer_bytes(trace_layer(run, state, jax.eval_shape(init)), remat)
+
+
+def activations(cfg: RecursiveConfig, execution: Execution, rows: int, seq_len: int, tp: int) -> Activations:
+    """Return one device's bytes for `rows` sequences. Applications of the net without a gradient save nothing."""
+    kernel = execution.attention if execution.attention in PLAIN_KERNELS else SHAPES_ONLY
+    layer = _layer_bytes(cfg, execution.dtype, execution.remat, kernel, seq_len, tp)
+    with_gradient = cfg.gradient_cycles * (cfg.inner_cycles + 1) * cfg.layers
+    nested = execution.remat == "none" and cfg.inner_cycles > 1  # the inner loop's stack is copied to the outer's
+    mixing = 3 * cfg.cells_ffn * cfg.width / (cfg.cells or 1) if cfg.mixer == "cells" else 4 * cfg.heads * cfg.head_dim / tp
+    moved = ((12 * cfg.width + 3 * cfg.ffn) / tp + mixing) * jnp.dtype(execution.dtype).itemsize
+    return Activations(
+        streams=with_gradient * rows * layer.streams,
+        saved=with_gradient * rows * layer.saved,
+        forward=rows * layer.forward,
+        backward=rows * (layer.backward + nested * cfg.layers * (layer.saved + layer.streams)),
+        gathered=0.0,
+        moved=((_PASSES - 1) * with_gradient + cfg.depth) * rows * seq_len * moved,
+    )
 
 
 ARCHITECTURE = Architecture(

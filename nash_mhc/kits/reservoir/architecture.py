@@ -1,66 +1,74 @@
-"""The functions of a reservoir model for the core, and an estimate of its activation memory.
-
-The memory is counted array by array and compared with XLA in tests/estimate/test_plan_memory.py. States and their
-inputs are float32 with any compute dtype.
-"""
+"""The functions of a reservoir model for the core, and its activation memory."""
 
 from __future__ import annotations
 
-from nash_mhc.kits.reservoir import memory, model, ridge
-from nash_mhc.kits.reservoir.scans import CHUNK
-from nash_mhc.kits.reservoir.settings import ReservoirConfig
-from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution
-from nash_mhc.model.remat import kept_names
+import dataclasses
+import functools
+from typing import Any
 
-_FLOAT32 = 4  # bytes
-_FULL_SEQUENCES = 5  # arrays [B, T, D] that hold all of T where tp splits T between the layers
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from nash_mhc.kits.reservoir import memory, model, ridge
+from nash_mhc.kits.reservoir.settings import ReservoirConfig
+from nash_mhc.model.attention import attention_layout
+from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution
+from nash_mhc.model.traced_memory import LayerBytes, layer_bytes, trace_layer
+from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY
+from nash_mhc.parallel.sharding import for_compute, one_device
+
+_FLOAT32 = 4  # bytes; states and their inputs are float32 with any compute dtype
 _PASSES = 4  # over the values of a layer: forward, recomputed forward, and backward, which counts twice
 # Numbers per unit that a scan reads and writes: multipliers and states of every level, up and down.
 _SCAN_TRAFFIC = {"linear": 24, "tanh": 8}
 
 
+@functools.lru_cache(64)
+def _group_bytes(cfg: ReservoirConfig, dtype: str, remat: str, kernel: str, seq_len: int, tp: int) -> LayerBytes:
+    """Trace one sequence in a group of layers, which the compiler may interleave: reservoirs, and attention if any.
+
+    tp splits units, heads, MLP width and, between layers, time.
+    """
+    local = dataclasses.replace(cfg, units=cfg.units // tp, ffn=cfg.ffn // tp, heads=cfg.heads // tp)
+    segments_BT, key = jnp.ones((1, seq_len), jnp.int32), jax.random.key(0)
+    layout = attention_layout((1, seq_len), segments_BT, (1,), "xla")
+
+    def mix(x_BTD: Array, layer: Any) -> tuple[Array, None]:
+        return for_compute(layer, x_BTD.dtype)(x_BTD, segments_BT, local, 0), None
+
+    def attend(x_BTD: Array, layer: Any) -> tuple[Array, None]:
+        return for_compute(layer, x_BTD.dtype)(x_BTD, layout, local, kernel), None
+
+    with one_device(seq_len, tp):
+        state = jax.ShapeDtypeStruct((1, seq_len // tp, cfg.width), jnp.dtype(dtype))
+        layer = jax.eval_shape(lambda: model.ReservoirLayer.init(local, key=key))
+        group = [layer_bytes(trace_layer(mix, state, layer), remat)] * (cfg.attention_every or 1)
+        if cfg.attention_every:
+            layer = jax.eval_shape(lambda: model.AttentionLayer.init(local, key=key))
+            group.append(layer_bytes(trace_layer(attend, state, layer), remat))
+    return LayerBytes(*(sum(values) for values in zip(*group, strict=True)))
+
+
 def activations(cfg: ReservoirConfig, execution: Execution, rows: int, seq_len: int, tp: int) -> Activations:
-    """Estimate one device's bytes for `rows` sequences. tp splits units, MLP width and, between layers, time."""
-    item = 2 if execution.dtype == "bfloat16" else 4
-    D, F, N = cfg.width, cfg.ffn, cfg.units
-    tokens = rows * seq_len
-    saved, input_matrix = _saved(cfg, execution.remat, item, seq_len, tp), 2 * D * N * _FLOAT32 / tp
-    # Inputs, states and the gradients of both; gates, gated states and their gradients.
-    backward = ((6 * F + 5 * D + 2 * N) * item + 6 * N * _FLOAT32) / tp
-    if execution.remat.startswith("full"):  # recomputes, for one layer, what `dots` would have saved
-        backward += _saved(cfg, "dots", item, seq_len, tp)
-    moved = (10.0 * D + 3 * F + 6 * N) * item + (4 + _SCAN_TRAFFIC[cfg.unit]) * N * _FLOAT32
-    attention_layers = cfg.layers // cfg.attention_every if cfg.attention_every else 0
-    queries = cfg.heads * cfg.head_dim
-    group = cfg.attention_every or 1  # layers that the compiler may interleave
-    attention = {"n": 3 * D + 7 * queries, "d": 3 * queries + D, "f": 0}[execution.remat[0]] / tp * item
-    moved += attention_layers / cfg.layers * (4 * D + 4 * queries) * item
-    backward += (attention_layers > 0) * 10 * queries / tp * item
+    """Return one device's bytes for `rows` sequences."""
+    kernel = execution.attention if execution.attention in PLAIN_KERNELS else SHAPES_ONLY
+    group = _group_bytes(cfg, execution.dtype, execution.remat, kernel, seq_len, tp)
+    every = cfg.attention_every or 1
+    groups, item = cfg.layers // every, jnp.dtype(execution.dtype).itemsize
+    # W_in does not depend on the state, so the trace does not count it. Without remat it is saved.
+    input_matrices = every * 2 * cfg.width * cfg.units * _FLOAT32 / tp
+    moved = (10.0 * cfg.width + 3 * cfg.ffn + 6 * cfg.units) * item + (4 + _SCAN_TRAFFIC[cfg.unit]) * cfg.units * _FLOAT32
+    if cfg.attention_every:
+        moved += (4 * cfg.width + 4 * cfg.heads * cfg.head_dim) * item / every
     return Activations(
-        streams=(cfg.layers + attention_layers) * tokens * D / tp * item,
-        # W_in is generated where it is used; without remat it is saved, too.
-        saved=cfg.layers * (tokens * saved + (input_matrix if execution.remat == "none" else 0))
-        + attention_layers * tokens * attention,
-        forward=group * (tokens * (3 * F * item + 8 * N * _FLOAT32) / tp + input_matrix),
-        backward=group * (tokens * backward + input_matrix),
-        gathered=tokens * _FULL_SEQUENCES * D * item if tp > 1 else 0.0,
-        moved=cfg.layers * tokens * _PASSES * moved / tp,
+        streams=groups * rows * group.streams,
+        saved=groups * (rows * group.saved + (input_matrices if execution.remat == "none" else 0)),
+        forward=rows * group.forward + input_matrices,
+        backward=rows * group.backward + input_matrices,
+        gathered=0.0,
+        moved=cfg.layers * rows * seq_len * _PASSES * moved / tp,
     )
-
-
-def _saved(cfg: ReservoirConfig, remat: str, item: int, seq_len: int, tp: int) -> float:
-    """Return bytes per device, token and layer, without the layer's input."""
-    D, F, N = cfg.width, cfg.ffn, cfg.units
-    if remat != "none":
-        ffn_up = 2 * F / tp * item if "ffn-up" in kept_names(remat) else 0.0
-        if remat.startswith("full"):
-            return ffn_up
-        return ffn_up + (2 * N * _FLOAT32 + 2 * D * item) / tp  # inputs of the units, and both readouts
-    # Residual and readout, full sequences after both norms, gates before and after the sigmoid, states, gated states.
-    saved = (D + 6 * N + 6 * F) / tp * item + 2 * D * item + 2 * _FLOAT32 / tp
-    if cfg.unit == "tanh":  # inputs and states, in whole chunks
-        saved += 4 * N / tp * _FLOAT32 * (-(-seq_len // CHUNK) * CHUNK / seq_len)
-    return saved
 
 
 ARCHITECTURE = Architecture(
