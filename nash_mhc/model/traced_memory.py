@@ -68,7 +68,7 @@ def _inlined(closed: ClosedJaxpr) -> _Program:
     def value(aval: Any) -> _Value:
         nonlocal count
         count += 1
-        size = math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize if hasattr(aval, "shape") else 0
+        size = math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0
         return _Value(count, tuple(getattr(aval, "shape", ())), int(size))
 
     def inline(jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
@@ -98,6 +98,19 @@ class _Trace(NamedTuple):
     backward: _Program  # its last inputs are gradients of the output state, its first outputs those of the input state
 
 
+def trace_layer(run: Callable[[Any, Any], tuple[Any, Any]], state: Any, layer: Any) -> _Trace:
+    """Trace run(state, layer) -> (output state, other outputs) and its backward pass, for one sequence."""
+
+    def forward(state: Any, layer: Any) -> Any:
+        after, backward, _ = jax.vjp(run, state, layer, has_aux=True)
+        return after, backward
+
+    forward_jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(state, layer)
+    gradient = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), shapes[0])
+    backward_jaxpr = jax.make_jaxpr(lambda vjp, gradient: vjp(gradient))(shapes[1], gradient)
+    return _Trace(_inlined(forward_jaxpr), len(jax.tree.leaves(state)), _inlined(backward_jaxpr))
+
+
 @functools.lru_cache(64)
 def _trace(cfg: ModelConfig, kind: LayerKind, dtype: str, kernel: str, seq_len: int, tp: int) -> _Trace:
     layout = attention_layout((1, seq_len), jnp.ones((1, seq_len), jnp.int32), cfg.strides, "xla")
@@ -107,19 +120,12 @@ def _trace(cfg: ModelConfig, kind: LayerKind, dtype: str, kernel: str, seq_len: 
             after = for_compute(layer, jnp.dtype(dtype))(state, layout, window=kind.window, kernel=kernel)
         return after, captured
 
-    def forward(state: Any, layer: Any) -> Any:
-        after, backward, _ = jax.vjp(run, state, layer, has_aux=True)
-        return after, backward
-
     with one_device(seq_len, tp):
         state = jax.eval_shape(
             lambda: residual_class(cfg).enter(cfg, jnp.zeros((1, seq_len // tp, cfg.width), jnp.dtype(dtype)))
         )  # fmt: skip
         layer = jax.eval_shape(lambda: Layer.init(cfg, kind, key=jax.random.key(0)))
-        forward_jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(state, layer)
-        gradient = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), shapes[0])
-        backward_jaxpr = jax.make_jaxpr(lambda vjp, gradient: vjp(gradient))(shapes[1], gradient)
-    return _Trace(_inlined(forward_jaxpr), len(jax.tree.leaves(state)), _inlined(backward_jaxpr))
+        return trace_layer(run, state, layer)
 
 
 def _dependents(program: _Program, on: Sequence[_Value]) -> set[int]:
@@ -221,7 +227,7 @@ def _peak(program: _Program, free: set[int], entered: set[int]) -> tuple[float, 
     return float(most), float(sum(size.values()))
 
 
-class _LayerBytes(NamedTuple):
+class LayerBytes(NamedTuple):
     streams: float
     saved: float
     forward: float
@@ -230,15 +236,18 @@ class _LayerBytes(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _layer_bytes(cfg: ModelConfig, kind: LayerKind, execution: Execution, seq_len: int, tp: int) -> _LayerBytes:
-    """Return the bytes of one layer and one sequence."""
+def _layer_bytes(cfg: ModelConfig, kind: LayerKind, execution: Execution, seq_len: int, tp: int) -> LayerBytes:
     kernel = execution.attention if execution.attention in PLAIN_KERNELS else SHAPES_ONLY
-    trace = _trace(cfg, kind, execution.dtype, kernel, seq_len, tp)
+    return layer_bytes(_trace(cfg, kind, execution.dtype, kernel, seq_len, tp), execution.remat)
+
+
+def layer_bytes(trace: _Trace, remat: str) -> LayerBytes:
+    """Return the bytes of one layer and one sequence under this remat policy."""
     ahead, back, states = trace.forward, trace.backward, trace.states
     state, weights, after = ahead.inputs[:states], ahead.inputs[states:], ahead.outputs[:states]
     needed = ahead.outputs[states:]
     on_state = _dependents(ahead, state)
-    saved, recomputed = _saved_and_recomputed(ahead, needed, remat_policy(execution.remat))
+    saved, recomputed = _saved_and_recomputed(ahead, needed, remat_policy(remat))
     own = {value.number: value for value in saved if value.number in on_state}
     inputs = {value.number for value in ahead.inputs}
     entered = {value.number for value in state}
@@ -265,7 +274,7 @@ def _layer_bytes(cfg: ModelConfig, kind: LayerKind, execution: Execution, seq_le
     free = {value.number for value in weights} | weight_gradients | not_on_state
     backward, _ = _peak(both, free, {value.number for value in gradients})
     streams, saved_bytes = sum(v.bytes for v in state), sum(v.bytes for v in own.values())
-    return _LayerBytes(float(streams), float(saved_bytes), forward, _FRAGMENTATION * backward, written)
+    return LayerBytes(float(streams), float(saved_bytes), forward, _FRAGMENTATION * backward, written)
 
 
 def _ancestors_of_outputs(program: _Program) -> set[int]:

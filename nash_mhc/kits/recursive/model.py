@@ -334,8 +334,9 @@ def activations(cfg: RecursiveConfig, execution: Execution, rows: int, seq_len: 
     return Activations(
         streams=with_gradient * rows * layer.streams,
         saved=with_gradient * rows * layer.saved,
-        forward=rows * layer.forward,
-        backward=rows * (layer.backward + nested * cfg.layers * (layer.saved + layer.streams)),
+        # The cycles hold x, both states and, in the backward pass, their gradients.
+        forward=rows * (layer.forward + 3 * layer.streams),
+        backward=rows * (layer.backward + 6 * layer.streams + nested * cfg.layers * (layer.saved + layer.streams)),
         gathered=0.0,
         moved=((_PASSES - 1) * with_gradient + cfg.depth) * rows * seq_len * moved,
     )

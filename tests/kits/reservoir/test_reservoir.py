@@ -18,7 +18,7 @@ from sampled import long
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.hub.load import load
+from nash_mhc.generate.decode import load
 from nash_mhc.kits.reservoir import model as reservoir
 from nash_mhc.kits.reservoir import ridge as reservoir_ridge
 from nash_mhc.kits.reservoir import scans
@@ -278,9 +278,7 @@ def test_a_run_that_solves_for_its_readout_begins_lower_on_every_mesh(learned):
     for shape in (MeshConfig(), MeshConfig(data=2, fsdp=2, tp=2)):
         resolved, mesh = resolve(dataclasses.replace(cfg, mesh=shape))
         warm_model(resolved, source, mesh, said.append)
-    before, after = zip(
-        *(map(float, re.findall(r"loss (.*) -> (.*) on the next batch", line)[0]) for line in said), strict=True
-    )
+    before, after = zip(*(map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", line)[0]) for line in said), strict=True)
     assert before[0] == pytest.approx(before[1], abs=1e-4) and after[0] == pytest.approx(after[1], abs=1e-3)
     assert after[0] < before[0] - 0.3  # on rows that the sums are not of
 
