@@ -1,4 +1,4 @@
-"""The page about a run: complete, self-contained, honest about what is missing."""
+"""The report page is complete, self-contained and omits what is unknown."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_a_run_that_has_hardly_begun(
     assert run["rows"]["step"] == [20] * count
 
 
-def test_what_is_no_number_is_a_gap(tmp_path: Path) -> None:
+def test_non_numbers_are_gaps(tmp_path: Path) -> None:
     rows = [row(1), row(2, loss=float("nan"), grad_norm="?"), row(3, loss=float("inf"), grad_norm=[1.0]), row(4)]
     found = contents(open_run(make_run(tmp_path, rows)))
     assert found["rows"]["loss"] == [8.0, None, None, 2.0]
@@ -150,7 +150,7 @@ def test_a_step_that_stands_out_comes_with_the_command_that_shows_it(tmp_path: P
     assert found[0]["command"] == module_command("nash_mhc.data", "inspect", str(folder), "--step", "3")
 
 
-def test_evaluations_lie_where_their_steps_were(tmp_path: Path) -> None:
+def test_evaluations_are_placed_between_rows(tmp_path: Path) -> None:
     """Evaluations record only their step; tokens and time are interpolated between rows."""
     rows = [row(2, **{"time/step": 20.0}), row(4, **{"time/step": 40.0})]
     evals = [{"step": s, "eval/loss": 1.0} for s in (1, 2, 3, 4, 5)]

@@ -1,4 +1,4 @@
-"""Puzzles that are thought about for several steps: what is carried, when it ends, and what is measured."""
+"""The puzzle objective: the carry between steps, when a puzzle leaves its slot, and the metrics."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def rows_of(seed):
 
 @functools.cache
 def fresh():
-    """Drawn once for all: whatever else is kept beside it is nothing yet."""
+    """Return the initial model, shared by all tests."""
     return jax.jit(lambda: Recursive.init(MODEL, key=jax.random.key(0)))()
 
 
@@ -69,21 +69,21 @@ def test_stablemax_is_its_formula_and_never_loses_a_gradient():
     assert np.isfinite(jax.jit(jax.grad(lambda x: log_stablemax(x)[0]))(x)).all()
 
 
-def test_a_puzzle_stays_for_its_passes_and_then_takes_the_next_row():
+def test_a_puzzle_stays_for_its_passes_and_then_the_next_row_takes_its_slot():
     batches = [rows_of(seed) for seed in range(5)]
     _, seen = steps(CFG, batches)
-    # The first stays for three passes, whatever comes meanwhile; nothing is held for solved at the start (bias -5).
+    # The first stays for three passes. Initially the model considers no puzzle solved (bias -5).
     for n, (carry, metrics) in enumerate(seen):
         np.testing.assert_array_equal(carry.inputs, batches[0 if n < 3 else 3].inputs)
         np.testing.assert_array_equal(carry.targets, batches[0 if n < 3 else 3].targets)
         assert (carry.passes == n % 3 + 1).all() and carry.done.all() == (n % 3 == 2) and (carry.taken == n // 3 + 1).all()
         assert metrics["weight/passes"] == (ROWS if n % 3 == 2 else 0)
-    # What is carried matters: a second pass over the same puzzle begins where the first one ended.
+    # A second pass over the same puzzle starts from the carried states.
     assert not np.allclose(seen[0][0].upper, seen[1][0].upper)
 
 
-def test_a_pass_from_the_beginning_is_the_same_as_the_first_one():
-    """Of slots that begin anew, nothing of the puzzle before is left."""
+def test_a_new_puzzle_starts_from_the_initial_states():
+    """Nothing of the previous puzzle in the slot is left."""
     cfg = dataclasses.replace(CFG, optim=dataclasses.replace(CFG.optim, learning_rate=1e-12))
     batches = [rows_of(0), rows_of(1), rows_of(2), rows_of(0)]
     _, seen = steps(cfg, batches)
@@ -91,7 +91,7 @@ def test_a_pass_from_the_beginning_is_the_same_as_the_first_one():
     np.testing.assert_allclose(seen[3][1]["loss"], seen[0][1]["loss"], rtol=1e-6)
 
 
-def test_one_that_holds_itself_for_solved_makes_room_at_once_unless_it_explores():
+def test_a_puzzle_considered_solved_leaves_its_slot_unless_it_explores():
     sure = lambda state: dataclasses.replace(
         state, model=dataclasses.replace(state.model, stop_bias=state.model.stop_bias + 10)
     )
@@ -103,8 +103,8 @@ def test_one_that_holds_itself_for_solved_makes_room_at_once_unless_it_explores(
         assert lengths == {1} if at_once else lengths <= set(range(2, 9)) and len(lengths) > 1
 
 
-def test_parts_of_a_step_have_puzzles_of_their_own_and_meshes_agree():
-    """Both at once: two parts a step on eight devices, and one part on one."""
+def test_microbatches_carry_separate_puzzles_and_meshes_agree():
+    """Compare two microbatches on eight devices with one microbatch on one device."""
     parts = dataclasses.replace(
         CFG, train=dataclasses.replace(CFG.train, grad_accum=2), data=DataConfig(batch_size=ROWS // 2, seq_len=16),
         mesh=MeshConfig(data=2, fsdp=2, tp=2),
@@ -118,7 +118,7 @@ def test_parts_of_a_step_have_puzzles_of_their_own_and_meshes_agree():
             np.testing.assert_allclose(a.reshape(b.shape), b, atol=2e-3)
 
 
-def test_of_a_bad_step_nothing_is_carried():
+def test_a_bad_step_leaves_the_carry_unchanged():
     state, _ = steps(CFG, [rows_of(0)])
     before = jax.device_get(state.carry)
     bad = rows_of(1)
@@ -132,23 +132,23 @@ def test_of_a_bad_step_nothing_is_carried():
         np.testing.assert_array_equal(a, b)
 
 
-def test_an_evaluation_thinks_to_the_end_and_tells_of_every_depth():
+def test_an_evaluation_makes_all_passes_and_measures_every_depth():
     evaluated = jax.jit(lambda model, batch: puzzle(model, batch, execution=Execution(evaluates=True))[1])
     batch = Batch(*(a[0] for a in rows_of(0)))
     aux = evaluated(fresh(), batch)
     assert {"exact", "exact_stopping", "passes", "exact_after/1", "exact_after/2", "exact_after/3"} <= set(aux.sums)
     assert float(aux.sums["passes"].total) == ROWS * 3 and float(aux.sums["exact"].weight) == ROWS
-    # The last of three passes is what three steps of training come to.
+    # The last of three passes equals three steps of training.
     frozen = dataclasses.replace(CFG, optim=dataclasses.replace(CFG.optim, learning_rate=1e-12))
     _, seen = steps(frozen, [rows_of(0)] * 3)
     np.testing.assert_allclose(aux.sums["loss/ce"].total / (ROWS * 16), seen[2][1]["loss"], rtol=1e-4)
-    # Rows that fill a batch up do not count.
+    # Padding rows do not count.
     none = batch._replace(weights=np.where(np.arange(ROWS)[:, None] < 2, batch.weights, 0.0).astype(np.float32))
     aux = evaluated(fresh(), none)
     assert float(aux.sums["exact"].weight) == 2 and float(aux.sums["loss/ce"].weight) == 32
 
 
-def test_what_does_not_go_together_is_refused():
+def test_incompatible_settings_are_refused():
     with pytest.raises(ConfigError, match=r"with --objective next_token, every position would see its own answer"):
         dataclasses.replace(CFG, objective=ObjectiveConfig())
     language = dataclasses.replace(RUN, objective=ObjectiveConfig(name="puzzle"))
@@ -156,7 +156,7 @@ def test_what_does_not_go_together_is_refused():
         create_state(language, small.make_mesh(language.mesh))
 
 
-def test_adam_atan2_is_its_formula_and_does_not_know_the_gradients_size():
+def test_adam_atan2_is_its_formula_and_ignores_the_gradients_scale():
     drawn = np.random.default_rng(0)
     model = jax.device_get(fresh())
     h = Hyperparameters.of(CFG.optim, CFG.train)
@@ -177,7 +177,7 @@ def test_adam_atan2_is_its_formula_and_does_not_know_the_gradients_size():
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_cells_beyond_a_whole_tile_change_nothing():
+def test_padding_cells_to_a_tile_changes_nothing():
     cfg = dataclasses.replace(MODEL, cells=21, width=8)
     mixer = CellMixer.init(cfg, key=jax.random.key(0))
     x_BTD = jax.random.normal(jax.random.key(1), (3, 21, 8))

@@ -1,4 +1,4 @@
-"""Whole runs on puzzles: they learn, go on with what was being thought, and say how many are solved."""
+"""Runs on puzzles learn, resume with their carry, and report how many puzzles are solved."""
 
 import dataclasses
 import json
@@ -31,8 +31,10 @@ PUZZLE = presets.run("sudoku4", "recursive")
 
 @pytest.fixture(scope="module")
 def solving(tmp_path_factory):
-    """(its configuration, the run): a puzzle has passes in several steps, so that some are half done wherever it stops.
-    One cycle a pass, and AdamW, compile in less than half the time."""
+    """Return (configuration, run). At any step, some puzzles are between their first and last pass.
+
+    One cycle per pass, and AdamW, halve the compilation.
+    """
     folder = tmp_path_factory.mktemp("puzzles")
     model = dataclasses.replace(PUZZLE.model, width=32, ffn=64, inner_cycles=1, outer_cycles=1, most_passes=4)
     data = dataclasses.replace(PUZZLE.data, batch_size=16, cache_dir=str(folder / "cache"))
@@ -52,7 +54,7 @@ def test_a_run_learns_and_measures_whole_puzzles(solving):
     assert rows[-1]["objective"] == pytest.approx(rows[-1]["loss"] + rows[-1]["loss/stopping"], rel=1e-5)
     assert {"eval/exact", "eval/exact_stopping", "eval/passes", "eval/exact_after/1", "eval/exact_after/4"} <= set(found)
     assert found["eval/exact"] == found["eval/exact_after/4"] <= found["eval/accuracy"] <= 1
-    proposed = next_commands(run)  # of which each is to run: this model has nothing to write
+    proposed = next_commands(run)  # each must work, and this model cannot generate text
     assert f"-m nash_mhc.evaluate {run.folder} --tasks held_out\n" in proposed and "generate" not in proposed
 
 
@@ -67,10 +69,10 @@ def test_inspect_shows_the_question_beside_the_solution(solving):
     np.testing.assert_array_equal(kind.tokenizer().encode("".join(answers)), row.targets)
 
 
-def test_a_stopped_run_goes_on_with_what_it_was_thinking(solving, tmp_path):
+def test_a_resumed_run_continues_with_its_carry(solving, tmp_path):
     cfg, run = solving
     passes = np.asarray(run.state.carry.passes)
-    assert 0 < passes.min() < passes.max() <= 4 or (passes != 4).any()  # some are half done
+    assert 0 < passes.min() < passes.max() <= 4 or (passes != 4).any()  # some are in progress
     copy = shutil.copytree(run.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "30")
     assert_equal_states(at(copy, cfg).state, run.state, rtol=0, atol=0)
@@ -79,7 +81,7 @@ def test_a_stopped_run_goes_on_with_what_it_was_thinking(solving, tmp_path):
         at(copy, dataclasses.replace(cfg, data=smaller, train=dataclasses.replace(cfg.train, grad_accum=2)))
 
 
-def test_a_mesh_goes_on_with_it_too(solving, tmp_path):
+def test_a_mesh_resumes_with_the_carry(solving, tmp_path):
     cfg, run = solving
     copy = shutil.copytree(run.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "30")
@@ -89,7 +91,7 @@ def test_a_mesh_goes_on_with_it_too(solving, tmp_path):
     np.testing.assert_allclose(meshed.evaluation["eval/loss"], run.evaluation["eval/loss"], rtol=2e-2)
 
 
-def test_evaluate_tells_what_training_told_and_generate_says_why_not(solving, monkeypatch, capsys):
+def test_evaluate_agrees_with_training_and_generate_refuses(solving, monkeypatch, capsys):
     _, run = solving
     monkeypatch.setattr(sys, "argv", ["evaluate", str(run.folder), "--tasks", "held_out", "--batch-size", "16"])
     assert evaluate.main() == 0
@@ -102,7 +104,7 @@ def test_evaluate_tells_what_training_told_and_generate_says_why_not(solving, mo
         architecture_of(model).empty_cache(model, 1, 8, "float32")
 
 
-def test_a_grid_of_the_users_is_solved_and_checked(solving, monkeypatch, capsys):
+def test_a_given_grid_is_solved_and_checked(solving, monkeypatch, capsys):
     _, run = solving
 
     def command(*argv):
@@ -128,7 +130,7 @@ def test_a_grid_of_the_users_is_solved_and_checked(solving, monkeypatch, capsys)
     assert command("--puzzle", grid, "--prompt", "x")[0] == 2
 
 
-def test_answers_are_judged_by_the_rules(tmp_path):
+def test_answers_are_checked_by_the_rules(tmp_path):
     four, maze = find_kind("sudoku4"), find_kind("maze9x9")
     cells = four.tokenizer().encode("..2.4......1.3..")
     judge = lambda answer: mistake(four, cells, four.tokenizer().encode(answer))
@@ -145,7 +147,7 @@ def test_answers_are_judged_by_the_rules(tmp_path):
     assert "changed" in mistake(maze, given[0], np.zeros(81, np.int32))
 
 
-def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(solving, tmp_path):
+def test_the_dataset_sets_cells_and_tokenizer(solving, tmp_path):
     given = ["--model-kind", "recursive", "--model-size", "sudoku4", "--cache-dir", str(tmp_path)]
     parsed = parse([*given, "--dataset", "sudoku9"], found=infer_settings).config
     assert (parsed.data.seq_len, parsed.data.tokenizer, parsed.model.cells, parsed.model.vocab_size) == (81, "sudoku9", 81, 11)
@@ -155,14 +157,14 @@ def test_puzzles_bring_their_cells_and_symbols_and_a_file_does_too(solving, tmp_
     own = parse([*given, "--dataset", str(tmp_path / "mine.csv"), "--validation-fraction", "0.3"], found=infer_settings).config
     assert (own.data.seq_len, own.data.tokenizer, own.model.cells) == (16, "sudoku4", 16)
     assert own.model == PUZZLE.model
-    small, _ = solving  # whose programs serve this file as well
+    small, _ = solving  # reuses its compiled programs
     train = dataclasses.replace(small.train, total_steps=2, eval_batches=1)
     data, optim = dataclasses.replace(own.data, batch_size=16), dataclasses.replace(small.optim, warmup_steps=0)
     cfg = dataclasses.replace(small, data=data, optim=optim, train=train)
     assert np.isfinite(at(tmp_path / "run", cfg).evaluation["eval/loss"])
 
 
-def test_puzzles_and_text_are_not_taken_for_each_other(tmp_path):
+def test_text_for_puzzles_and_puzzles_for_text_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--dataset sudoku9: .*--objective puzzle"):
         parse(["--dataset", "sudoku9"], found=infer_settings)
     text = dataclasses.replace(PUZZLE, data=dataclasses.replace(PUZZLE.data, dataset="stories", tokenizer="bytes"))

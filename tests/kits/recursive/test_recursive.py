@@ -1,4 +1,4 @@
-"""Recursive models: one small net applied again and again, as the equations say, on any mesh."""
+"""Recursive models follow their equations on any mesh, and learn."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def normed(x, eps):
 
 @functools.partial(jax.jit, static_argnums=2)
 def plainly_applied(net, x_BTD, cfg):
-    """A net, once: a program for all of its applications."""
+    """Apply a net once; jitted, so that all applications share a program."""
 
     def turned(x_BTNH):
         T, H = x_BTNH.shape[1], x_BTNH.shape[-1]
@@ -67,9 +67,9 @@ def plainly_applied(net, x_BTD, cfg):
 
 
 def plain_hidden(model, tokens_BT):
-    """The equations one after the other, in the dtype of the weights, of rows that are one document each."""
+    """Evaluate the equations in the dtype of the weights, for one document per row."""
     cfg = model.cfg
-    applied = lambda net, x_BTD: plainly_applied(net, x_BTD, CFG)  # a net is the same in every model
+    applied = lambda net, x_BTD: plainly_applied(net, x_BTD, CFG)  # nets of all models have one shape
     x = model.embed_VD[tokens_BT] * math.sqrt(cfg.width) / 0.5
     upper, lower = x, jnp.zeros_like(x)
     upper_net = model.net if model.upper_net is None else model.upper_net
@@ -83,7 +83,7 @@ def plain_hidden(model, tokens_BT):
 
 
 @pytest.mark.parametrize("which", [pytest.param("model", marks=pytest.mark.long), "two_nets"])
-def test_values_and_gradients_are_those_of_the_equations_in_double_precision(which, request):
+def test_values_and_gradients_agree_with_the_equations_in_double_precision(which, request):
     model = request.getfixturevalue(which)
     rng = np.random.default_rng(2)
     tokens_BT, seen = rng.integers(0, 257, (2, 9)), rng.normal(size=(2, 9, model.cfg.width)).astype(np.float32)
@@ -91,13 +91,13 @@ def test_values_and_gradients_are_those_of_the_equations_in_double_precision(whi
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), model)
         plain = jax.value_and_grad(lambda m: jnp.sum(plain_hidden(m, jnp.asarray(tokens_BT)) * jnp.asarray(seen)))
-        want = jax.tree.map(np.asarray, plain(exact))  # not compiled as a whole: every application would be
+        want = jax.tree.map(np.asarray, plain(exact))  # not jitted as a whole, which would compile every application
     np.testing.assert_allclose(ours[0], want[0], rtol=2e-4)
     for got, exact in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(want[1]), strict=True):
         np.testing.assert_allclose(got, exact, rtol=2e-3, atol=2e-4 * np.abs(exact).max())
 
 
-def test_each_place_sees_those_before_it_in_its_own_document_alone(model):
+def test_positions_see_only_earlier_ones_of_the_same_document(model):
     segments_BT = jnp.asarray([[1] * 5 + [2] * 7])
     rng = np.random.default_rng(2)
     tokens_BT = jnp.asarray(rng.integers(0, 257, (1, 12)), jnp.int32)
@@ -107,20 +107,20 @@ def test_each_place_sees_those_before_it_in_its_own_document_alone(model):
         layout = model.layout(tokens_BT, segments_BT, Execution())
         return model.run_pass(x_BTD, model.initial_states(x_BTD), layout)[0].upper_BTD
 
-    # Weighed, since the states are normalised: their plain sum would hardly move.
+    # Weighted, because the plain sum of normalized states hardly changes.
     weigh_D = rng.normal(size=model.cfg.width).astype(np.float32)
     jacobian = jax.jit(jax.jacrev(lambda x: jnp.einsum("btd,d->t", after(x), weigh_D)))(x_BTD)[:, 0]
     depends = np.abs(np.asarray(jacobian)).max(axis=-1) > 0
     same = np.asarray(segments_BT)[0][:, None] == np.asarray(segments_BT)[0][None]
     np.testing.assert_array_equal(depends, np.tril(np.ones((12, 12), bool)) & same)
-    # The second document at the beginning of a row: what comes after it fills it up, so that it is the same program.
+    # Put the second document first. The row keeps its length, so that the program is the same.
     packed = logits_of(model, tokens_BT, segments_BT)
     moved_BT = jnp.concatenate([tokens_BT[:, 5:], tokens_BT[:, 4::-1]], axis=1)
     first = logits_of(model, moved_BT, jnp.asarray([[1] * 7 + [2] * 5]))
     np.testing.assert_allclose(packed[:, 5:], first[:, :7], rtol=1e-3, atol=1e-4)
 
 
-def test_decoding_is_the_whole_pass_with_a_cache_for_every_application(two_nets):
+def test_decoding_equals_the_forward_pass(two_nets):
     model = two_nets
     tokens_BT = jnp.asarray(np.random.default_rng(4).integers(0, 257, (2, 10)), jnp.int32)
     want = logits_of(model, tokens_BT, None)
@@ -132,7 +132,7 @@ def test_decoding_is_the_whole_pass_with_a_cache_for_every_application(two_nets)
     assert np.isnan(step(model, cache, tokens_BT[:, 9])[0]).all()  # full
 
 
-def test_it_is_a_language_model_and_says_what_does_not_fit():
+def test_it_is_a_language_model_and_refuses_contradicting_settings():
     assert isinstance(small.drawn_model(CFG), LanguageModel)
     with pytest.raises(ConfigError, match=r"model.gradient_cycles 4 is more than model.outer_cycles 3; lower it"):
         dataclasses.replace(CFG, gradient_cycles=4)
@@ -147,7 +147,7 @@ def test_it_is_a_language_model_and_says_what_does_not_fit():
 
 
 def gathers(cfg):
-    """All-gathers in the gradient's program, every application written out, on eight devices of fsdp."""
+    """Count the all-gathers of the unrolled gradient on eight fsdp devices."""
     mesh = small.make_mesh(small.mesh_config(small.config(), 1, 8, 1).mesh)
     with jax.set_mesh(mesh):
         model = with_shardings(abstract_model(cfg), mesh)
@@ -156,7 +156,7 @@ def gathers(cfg):
         return jax.jit(jax.grad(loss)).lower(model, tokens).compile().as_text().count(" all-gather(")
 
 
-def test_weights_are_put_together_once_a_step_however_often_they_are_used():
+def test_weights_are_gathered_once_per_step():
     few = dataclasses.replace(CFG, layers=1, inner_cycles=1, outer_cycles=1)
     counts = [gathers(cfg) for cfg in (few, dataclasses.replace(few, outer_cycles=2, gradient_cycles=2))]
     assert counts[0] == counts[1] > 0
@@ -165,7 +165,7 @@ def test_weights_are_put_together_once_a_step_however_often_they_are_used():
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     train = dataclasses.replace(RUN.train, total_steps=40, eval_interval=20, checkpoint_interval=20, log_interval=1)
-    # One layer, and one cycle without a gradient: what is tested with it does not depend on how many there are.
+    # One layer and one cycle without a gradient are enough for these tests.
     model = dataclasses.replace(CFG, layers=1, inner_cycles=1, outer_cycles=2)
     data, optim = dataclasses.replace(RUN.data, seq_len=16), dataclasses.replace(RUN.optim, learning_rate=3e-3)
     cfg = dataclasses.replace(RUN, model=model, data=data, optim=optim, train=train)
@@ -184,7 +184,7 @@ def test_a_run_learns_and_a_mesh_learns_the_same(learned, tmp_path):
     np.testing.assert_allclose(*measured, rtol=1e-4)
 
 
-def test_a_stopped_run_is_the_unbroken_one(learned, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(learned, tmp_path):
     cfg, unbroken = learned
     copy = shutil.copytree(unbroken.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "40")
@@ -192,12 +192,12 @@ def test_a_stopped_run_is_the_unbroken_one(learned, tmp_path):
 
 
 def test_nothing_is_learned_from_random_tokens(learned, tmp_path):
-    """A canary: whoever sees the next token finds it here, and nobody else can be better than guessing."""
+    """A model that sees the next token would learn random tokens."""
     letters = np.random.default_rng(0).choice(list("abcdefghijklmnop"), size=(400, 60))
     (tmp_path / "random.txt").write_text("\n\n".join("".join(row) for row in letters))
     cfg = learned[0]
     data = dataclasses.replace(cfg.data, dataset=str(tmp_path / "random.txt"), validation_fraction=0.2)
-    # Long and fast enough to find it: with every place seen, such a run ends at half of that.
+    # Long enough to notice: without the causal mask, such a run ends at half of this loss.
     seldom = dict.fromkeys(("total_steps", "eval_interval", "checkpoint_interval", "log_interval"), 400)
     optim, train = dataclasses.replace(cfg.optim, learning_rate=1e-2), dataclasses.replace(cfg.train, **seldom)
     ended = at(tmp_path / "run", dataclasses.replace(cfg, data=data, optim=optim, train=train))

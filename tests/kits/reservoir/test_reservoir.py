@@ -145,7 +145,7 @@ def test_chunks_of_a_tanh_scan_are_one_token_after_the_other_values_and_gradient
     np.testing.assert_allclose(got[1], want[1], atol=1e-5)
 
 
-def test_slow_units_have_their_own_leak_and_nothing_grows():
+def test_multipliers_cover_all_time_scales_and_do_not_grow():
     sizes = np.abs(reservoir.multipliers(CFG))
     assert sizes.max() < 1 and sizes.min() < 0.96 and np.mean(sizes > 0.97) > 0.2  # all time scales
     with pytest.warns(UserWarning, match=r"model.radius 1.1: .* only below 1"):
@@ -154,7 +154,7 @@ def test_slow_units_have_their_own_leak_and_nothing_grows():
         ReservoirConfig(leak=0.1, slowest_leak=0.2)
 
 
-def test_it_is_a_language_model_whose_reservoirs_are_no_parameters(model):
+def test_it_is_a_language_model_whose_reservoirs_are_not_parameters(model):
     assert isinstance(model, LanguageModel)
     attention = {"q_DNH", "k_DKH", "v_DKH", "out_NHD"} if model.cfg.attention_every else set()
     assert {name.rpartition(".")[2] for name in named_leaves(model)} == attention | {
@@ -167,8 +167,8 @@ def test_it_is_a_language_model_whose_reservoirs_are_no_parameters(model):
     assert (np.asarray(reservoir.input_matrix(changed, 0)) != one).any()
 
 
-def test_each_token_sees_its_past_and_no_other_document(model):
-    """Gradients of a place towards what it must not know are exactly 0, and a document says the same anywhere."""
+def test_tokens_see_only_the_past_of_their_document(model):
+    """Gradients to other tokens are exactly 0, and the result of a document does not depend on its position."""
     segments_BT = np.asarray([[1] * 10 + [2] * 14])
     x_BTD = np.random.default_rng(3).normal(size=(1, 24, CFG.width)).astype(np.float32)
 
@@ -186,8 +186,8 @@ def test_each_token_sees_its_past_and_no_other_document(model):
     np.testing.assert_allclose(packed[:, 10:], alone[:, :22], rtol=1e-4, atol=1e-5)
 
 
-def test_decoding_is_the_whole_pass_with_a_state_of_one_size(model):
-    """Also with attention, within its window: that holds seven tokens of twenty."""
+def test_decoding_equals_the_forward_pass_with_a_constant_state(model):
+    """The attention window holds seven of twenty tokens."""
     want = logits_of(model, TOKENS_BT[:, :-1], WHOLE_BT)
     step = jax.jit(reservoir.decode)
     state = reservoir.empty_state(model.cfg, 6, 20, jnp.float32)
@@ -203,7 +203,7 @@ def test_decoding_is_the_whole_pass_with_a_state_of_one_size(model):
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(10, marks=pytest.mark.long)])
-def test_attention_that_sees_more_than_it_has_room_for_says_so(window):
+def test_a_full_attention_cache_gives_nan(window):
     cfg = dataclasses.replace(ATTENDING, window=window)
     model, tokens_BT = small.drawn_model(cfg), TOKENS_BT[:1, :10]
     want, step = logits_of(model, tokens_BT, None), jax.jit(reservoir.decode)
@@ -218,7 +218,7 @@ def test_attention_that_sees_more_than_it_has_room_for_says_so(window):
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """It has solved for its last readout before the first step."""
+    """Return (configuration, run) with a ridge regression before the first step."""
     model = dataclasses.replace(CFG, ridge_batches=2)
     cfg = dataclasses.replace(RUN, model=model, optim=dataclasses.replace(RUN.optim, learning_rate=3e-3))
     train = dataclasses.replace(cfg.train, total_steps=40, eval_interval=20, checkpoint_interval=20, log_interval=1)
@@ -239,7 +239,7 @@ def test_a_run_learns_and_a_mesh_learns_the_same(learned, tmp_path):
     assert_equal_states(states[0].model, states[1].model, atol=3e-5)
 
 
-def test_a_stopped_run_is_the_unbroken_one(learned, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(learned, tmp_path):
     cfg, unbroken = learned
     copy = shutil.copytree(unbroken.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "40")
@@ -248,7 +248,7 @@ def test_a_stopped_run_is_the_unbroken_one(learned, tmp_path):
 
 
 @pytest.mark.parametrize("model", [CFG, *long(ATTENDING)], indirect=True, ids=["linear", "attention"])
-def test_the_last_readout_is_the_one_nearest_to_the_next_tokens(model):
+def test_the_ridge_regression_agrees_with_least_squares(model):
     """Against numpy's least squares over all tokens that count, with the ridge as more equations."""
     batch = tuple(map(jnp.asarray, (TOKENS_BT[:, :-1], TOKENS_BT[:, 1:], WHOLE_BT)))
     weights_BT = (np.random.default_rng(5).random((6, 32)) < 0.9).astype(np.float32)
@@ -269,8 +269,8 @@ def test_the_last_readout_is_the_one_nearest_to_the_next_tokens(model):
     assert of_next(with_it) > of_next(model) + 1
 
 
-def test_a_run_that_solves_for_its_readout_begins_lower_on_every_mesh(learned):
-    """That a stopped one goes on as it is, without doing that again, is the unbroken run's test above."""
+def test_ridge_regression_lowers_the_initial_loss_on_every_mesh(learned):
+    """The test of a resumed run above shows that it does not run again."""
     cfg, unbroken = learned
     assert rows(unbroken.folder)[0]["loss"] < math.log(257) - 1  # where drawn weights begin
     source = open_source(cfg.data, load_tokenizer("bytes"), split="train", seed=0, align=1)
@@ -283,7 +283,7 @@ def test_a_run_that_solves_for_its_readout_begins_lower_on_every_mesh(learned):
     assert after[0] < before[0] - 0.3  # on rows that the sums are not of
 
 
-def test_other_numbers_from_the_same_seed_are_refused(learned, tmp_path):
+def test_a_changed_random_generator_is_refused(learned, tmp_path):
     """As another version of the generator would give them."""
     cfg, unbroken = learned
     copy = shutil.copytree(unbroken.folder, tmp_path / "run")
@@ -298,7 +298,7 @@ def test_other_numbers_from_the_same_seed_are_refused(learned, tmp_path):
 
 
 @pytest.mark.parametrize("cfg", [CFG, *long(dataclasses.replace(TANH, units=48))], ids=["linear", "tanh"])
-def test_no_collective_stands_inside_the_scan(cfg):
+def test_the_scan_has_no_collectives(cfg):
     """tp splits the units, and a unit's state, or that of its ring, is its own."""
     run = small.mesh_config(dataclasses.replace(small.config(), model=cfg), 1, 1, 8)
     mesh = small.make_mesh(run.mesh)
