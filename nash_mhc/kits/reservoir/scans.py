@@ -32,25 +32,11 @@ def continues(segments_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(segments_BT[:, 1:] == segments_BT[:, :-1], ((0, 0), (1, 0)))
 
 
-def linear_scan_reference(
-    a_2N: Float[Array, "2 N"], b_2BTN: Float[Array, "2 B T N"], segments_BT: Int[Array, "B T"]
-) -> Float[Array, "2 B T N"]:
-    """Compute h_t = a h_{t-1} + b_t token by token, the definition of `linear_scan`."""
-
-    def step(h_2BN: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        b_2BN, continues_B = inputs
-        h_2BN = jnp.where(continues_B[None, :, None], complex_product(a_2N[:, None], h_2BN), 0) + b_2BN
-        return h_2BN, h_2BN
-
-    inputs = (jnp.moveaxis(b_2BTN, 2, 0), continues(segments_BT).T)
-    return jnp.moveaxis(lax.scan(step, jnp.zeros_like(b_2BTN[:, :, 0]), inputs)[1], 0, 2)
-
-
 @jax.custom_vjp
 def linear_scan(
     a_2N: Float[Array, "2 N"], b_2BTN: Float[Array, "2 B T N"], segments_BT: Int[Array, "B T"]
 ) -> Float[Array, "2 B T N"]:
-    """Compute the same in parallel over tokens, or in one kernel on a GPU."""
+    """Compute h_t = a h_{t-1} + b_t, in parallel over tokens or in one kernel on a GPU."""
     return _recurrence(a_2N, b_2BTN, continues(segments_BT), backwards=False)
 
 

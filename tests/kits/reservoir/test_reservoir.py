@@ -49,6 +49,18 @@ WHOLE_BT = np.ones((6, 32), np.int32)  # one document per row
 logits_of = jax.jit(lambda model, tokens_BT, segments_BT: model.hidden(tokens_BT, segments_BT)[0] @ model.unembed_VD[:257].T)
 
 
+def token_by_token(a_2N, b_2BTN, segments_BT):
+    """Compute h_t = a h_{t-1} + b_t, restarted at every document."""
+
+    def step(h_2BN, inputs):
+        b_2BN, continues_B = inputs
+        h_2BN = jnp.where(continues_B[None, :, None], scans.complex_product(a_2N[:, None], h_2BN), 0) + b_2BN
+        return h_2BN, h_2BN
+
+    inputs = (jnp.moveaxis(b_2BTN, 2, 0), scans.continues(segments_BT).T)
+    return jnp.moveaxis(jax.lax.scan(step, jnp.zeros_like(b_2BTN[:, :, 0]), inputs)[1], 0, 2)
+
+
 def test_the_scan_is_the_recurrence_values_and_gradients():
     keys = jax.random.split(jax.random.key(0), 3)
     B, T, N = 3, 37, 8
@@ -56,7 +68,7 @@ def test_the_scan_is_the_recurrence_values_and_gradients():
     b_2BTN = jnp.stack([jax.random.normal(k, (B, T, N)) for k in keys[:2]])
     segments_BT = jnp.sort(jax.random.randint(keys[2], (B, T), 0, 4), axis=1)
     outcomes = []
-    for form in (scans.linear_scan, scans.linear_scan_reference):
+    for form in (scans.linear_scan, token_by_token):
         weighed = lambda a, b, form=form: (jnp.sum((h := form(a, b, segments_BT)) * jnp.cos(b)), h)
         grads, h = jax.jit(jax.grad(weighed, argnums=(0, 1), has_aux=True))(a_2N, b_2BTN)
         outcomes.append((h, *grads))
