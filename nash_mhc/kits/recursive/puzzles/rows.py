@@ -148,7 +148,7 @@ class GridRows(RowSourceBase):
     """
 
     examples = "puzzles"
-    most_documents = 1
+    most_documents: int | None = 1
 
     def __init__(self, kind: Kind, grids: Grids, *, name: str, seed: int, endless: bool, identity: str, held_out: str) -> None:
         self.kind, self.name, self.endless, self.identity, self.held_out = kind, name, endless, identity, held_out
