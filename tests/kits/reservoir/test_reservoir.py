@@ -18,7 +18,7 @@ from sampled import long
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.generate.decode import load
+from nash_mhc.hub.load import load
 from nash_mhc.kits.reservoir import model as reservoir
 from nash_mhc.kits.reservoir import ridge as reservoir_ridge
 from nash_mhc.kits.reservoir import scans
