@@ -230,7 +230,7 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "bench quality",
     ):
         monkeypatch.setattr(sys, "argv", [module, *words, "--print-config"])
-        monkeypatch.setattr(bench, "_found", parsing._nothing)
+        monkeypatch.setattr(bench, "_infer", parsing._nothing)
         {"data": data, "bench": bench}[module].main()
     elif command.kind == "data questions":
         monkeypatch.setattr(sys, "argv", [module, *words])

@@ -148,7 +148,7 @@ def test_continuing_a_generated_text_gives_the_same_tokens(lively: Loaded) -> No
 def test_a_long_prompt_reports_progress_and_compiles_once(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("nash_mhc.model.sampling._PATIENCE", -1.0)
+    monkeypatch.setattr("nash_mhc.model.sampling._PROGRESS_S", -1.0)
     said: list[str] = []
     with jax.log_compiles():
         list(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, max_tokens=60, say=said.append))
