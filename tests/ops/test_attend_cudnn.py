@@ -100,7 +100,7 @@ def acted_out(monkeypatch):
 
 @functools.cache
 def computed(kernel, packed, window, most=None, at_once=None):
-    """What attention finds and its gradients, by itself and with its evidence; of the plain form, once for all."""
+    """What attention finds and its gradients, with and without its log-sum-exp; cached for the reference."""
     rng = np.random.default_rng(0)
     q, dout, k, v = (jnp.asarray(rng.normal(size=(3, T, heads, 4)), jnp.float32) for heads in (6, 6, 2, 2))
     dlse = jnp.asarray(rng.normal(size=(3, T, 6)), jnp.float32)
@@ -113,11 +113,11 @@ def computed(kernel, packed, window, most=None, at_once=None):
         out = attend(*rows(q, k, v), window=window, kernel=kernel)
         return jnp.sum(out * dout), out
 
-    def with_evidence(q, k, v):
+    def with_lse(q, k, v):
         (found,) = attend_with_lse((rows(q, k, v),), windows=(window,), kernels=(kernel,))
         return jnp.sum(found.out_BTNH * dout) + jnp.sum(found.lse_BTN * dlse), found
 
-    both = lambda *args: [jax.grad(loss, (0, 1, 2), has_aux=True)(*args) for loss in (plainly, with_evidence)]
+    both = lambda *args: [jax.grad(loss, (0, 1, 2), has_aux=True)(*args) for loss in (plainly, with_lse)]
     return jax.tree.leaves(jax.jit(both)(q, k, v))
 
 
@@ -127,7 +127,7 @@ CASES += long((True, None, T, 4), (True, 3, T, None), (True, 3, 10, 4), (False, 
 
 
 @pytest.mark.parametrize(("packed", "most", "at_once", "window"), CASES)
-def test_grouped_queries_evidence_and_documents_equal_the_plain_form(packed, window, most, at_once, monkeypatch):
+def test_grouped_queries_lse_and_documents_equal_the_reference(packed, window, most, at_once, monkeypatch):
     monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", at_once)
     found = computed("cudnn", packed, window, most, at_once)
     for a, b in zip(found, computed("reference", packed, window), strict=True):

@@ -68,7 +68,7 @@ def test_the_gpu_kernels_compute_what_the_plain_form_does(monkeypatch, kv_heads,
 
     want = plain(*(a.astype(np.float32) for a in (*rows[:3], dout, dlse)))
     found = jax.jit(functools.partial(attend_triton._attend_in_kernel, **how, interpret=True))(*rows[:3], *bounds)
-    np.testing.assert_allclose(found[1], want[1], atol=1e-5)  # the evidence is not rounded
+    np.testing.assert_allclose(found[1], want[1], atol=1e-5)  # the lse is not rounded
     for shares in (1, 3):
         monkeypatch.setattr(attend_triton, "_LEAST_SHARE", 1 if shares > 1 else T)
         monkeypatch.setattr(attend_triton, "_MOST_SHARES", shares)
@@ -84,8 +84,8 @@ def asked_of_cudnn(monkeypatch):
     """Windows that cuDNN was asked for, on a GPU that it walks documents on."""
     asked = []
     plain = lambda rows: AttentionOutput(rows.q_BTNH, rows.q_BTNH[..., 0])
-    with_evidence = lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
-    monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn_with_lse", with_evidence)
+    with_lse = lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
+    monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn_with_lse", with_lse)
     monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn", lambda rows, window: asked.append(window) or rows.q_BTNH)
     monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: True)
     monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)

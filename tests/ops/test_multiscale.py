@@ -122,11 +122,11 @@ def test_queries_of_a_block_share_a_row_and_come_back():
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 8])
-def test_the_evidence_of_blocks_is_that_of_the_plain_form_and_so_are_its_gradients(window):
-    evidence_equals_the_plain_form("xla", window, T=130)
+def test_the_lse_of_blocks_and_its_gradients_equal_the_reference(window):
+    lse_equals_the_reference("xla", window, T=130)
 
 
-def evidence_equals_the_plain_form(kernel, window, T):
+def lse_equals_the_reference(kernel, window, T):
     rng = np.random.default_rng(0)
     q, k, v, dout = (jnp.asarray(0.5 * rng.normal(size=(2, T, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4))
     dlse = rng.normal(size=(2, T, 4)).astype(np.float32)
@@ -143,12 +143,12 @@ def evidence_equals_the_plain_form(kernel, window, T):
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 40])
-def test_the_evidence_of_splash_is_that_of_the_plain_form_and_so_are_its_gradients(window, monkeypatch):
+def test_the_lse_of_splash_and_its_gradients_equal_the_reference(window, monkeypatch):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     make = splash.make_splash_mqa_single_device
     monkeypatch.setattr(splash, "make_splash_mqa_single_device", lambda **options: make(**options, interpret=True))
-    evidence_equals_the_plain_form("splash", window, T=128)
+    lse_equals_the_reference("splash", window, T=128)
 
 
 def test_a_token_in_the_first_block_of_its_document_finds_only_what_is_near():
