@@ -58,17 +58,17 @@ def attention_layout(
     strides: Sequence[int] = (1,),
     kernel: str = "xla",
     most_documents: int | None = None,
-    padded_len: int | None = None,
+    padded_length: int | None = None,
 ) -> AttentionLayout:
     """Return the layout of sequences of that shape with at most `most_documents` documents each.
 
-    With `padded_len`, documents may begin anywhere: they are aligned to the coarsest stride, up to this length.
+    With `padded_length`, documents may begin anywhere: they are aligned to the coarsest stride, up to this length.
     """
     if segments_BT is None:
         return AttentionLayout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
-    if padded_len is not None and strides[-1] > 1:
-        spread, padded_BU = plan(segments_BT, strides[-1], padded_len)
-        layout = attention_layout((shape[0], padded_len), padded_BU, strides, kernel, most_documents)
+    if padded_length is not None and strides[-1] > 1:
+        spread, padded_BU = plan(segments_BT, strides[-1], padded_length)
+        layout = attention_layout((shape[0], padded_length), padded_BU, strides, kernel, most_documents)
         return layout._replace(spread=spread, slots_BT=segments_BT)
     documents = tuple(documents_of(segments_BT[:, ::stride], most_documents) for stride in strides) if kernel == "cudnn" else ()
     return AttentionLayout(segments_BT, positions_in_segments(segments_BT), documents, slots_BT=segments_BT)

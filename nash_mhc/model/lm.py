@@ -115,7 +115,7 @@ class LM(eqx.Module):
         """Return (normalized hidden states after the last layer, captures of all layers).
 
         Documents begin at multiples of the coarsest stride, as `data/pack.py` packs them, or anywhere if
-        `execution.padded_len` is set. T may be any number.
+        `execution.padded_length` is set. T may be any number.
         """
         T = tokens_BT.shape[1]
         missing = -T % self.cfg.coarsest_stride
@@ -127,7 +127,7 @@ class LM(eqx.Module):
 
         kernel = kernel_for(execution, tokens_BT.shape[1], self.cfg.head_dim, self.cfg.window)
         layout = attention_layout(
-            tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.padded_len
+            tokens_BT.shape, segments_BT, self.cfg.strides, kernel, execution.most_documents, execution.padded_length
         )  # fmt: skip
         residual = residual_class(self.cfg)
         wanted = {*_HEALTH, *execution.captures}

@@ -20,7 +20,7 @@ class Execution:
     remat: str = "none"  # a base policy, then `+` and further names to save: see `remat.py`
     attention: str = "auto"
     most_documents: int | None = None  # per sequence, if the data knows it
-    padded_len: int | None = None  # sequence length after aligning documents; None: the data are aligned
+    padded_length: int | None = None  # sequence length after aligning documents; None: the data are aligned
     unroll: bool = False  # unroll the scan over layers, whose saved activations a GPU would copy in and out
     captures: tuple[str, ...] = ()  # further intermediates of each layer to return: see `captures.py`
     float8: bool = False  # multiply the projections in float8

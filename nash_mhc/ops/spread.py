@@ -24,7 +24,7 @@ class Spread(NamedTuple):
     is_slot_BU: Bool[Array, "B U"]  # whether a padded position holds a token
 
 
-def plan(segments_BT: Int[Array, "B T"], stride: int, padded_len: int) -> tuple[Spread, Int[Array, "B U"]]:
+def plan(segments_BT: Int[Array, "B T"], stride: int, padded_length: int) -> tuple[Spread, Int[Array, "B U"]]:
     """Return (index maps, segments of the padded sequence), for a padded length that is a multiple of the stride.
 
     Padding has the segment of the token before it.
@@ -36,8 +36,10 @@ def plan(segments_BT: Int[Array, "B T"], stride: int, padded_len: int) -> tuple[
     gaps_BT = jnp.where(positions_BT == 0, -ends_BT % stride, 0)
     place_BT = jnp.arange(T, dtype=jnp.int32)[None] + jnp.cumsum(gaps_BT, axis=1, dtype=jnp.int32)
     rows_B1 = jnp.arange(B)[:, None]
-    slot_BU = jnp.zeros((B, padded_len), jnp.int32).at[rows_B1, place_BT].set(jnp.arange(T, dtype=jnp.int32)[None], mode="drop")
-    is_slot_BU = jnp.zeros((B, padded_len), bool).at[rows_B1, place_BT].set(True, mode="drop")
+    slot_BU = (
+        jnp.zeros((B, padded_length), jnp.int32).at[rows_B1, place_BT].set(jnp.arange(T, dtype=jnp.int32)[None], mode="drop")
+    )
+    is_slot_BU = jnp.zeros((B, padded_length), bool).at[rows_B1, place_BT].set(True, mode="drop")
     slot_BU = jax.lax.cummax(slot_BU, axis=1)
     return Spread(place_BT, slot_BU, is_slot_BU), _take(segments_BT, slot_BU)
 

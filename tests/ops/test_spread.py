@@ -89,7 +89,7 @@ def test_packed_anywhere_is_alone(model):
     whole = jnp.ones((1, T), jnp.int32)
     for lengths in LENGTHS:
         _, row = rows_of(lengths)
-        packed = np.asarray(logits(model, jnp.asarray(row.inputs), jnp.asarray(row.segments), Execution(room=ROOM)))
+        packed = np.asarray(logits(model, jnp.asarray(row.inputs), jnp.asarray(row.segments), Execution(padded_length=ROOM)))
         for segment in range(1, int(row.segments.max()) + 1):
             slots = np.flatnonzero(row.segments[0] == segment)
             padded = np.zeros((1, T), np.int32)
@@ -103,7 +103,9 @@ def test_aligned_rows_are_the_same_either_way(model):
     rows = small.random_rows(dataclasses.replace(small.nash_config(data__seq_len=T), model=PLAIN), 3)
     for inputs_T, segments_T in zip(rows.inputs[0], rows.segments[0], strict=True):
         args, real = (jnp.asarray(inputs_T[None]), jnp.asarray(segments_T[None])), segments_T > 0
-        spread_out, as_they_are = (np.asarray(logits(model, *args, how)) for how in (Execution(room=ROOM), Execution()))
+        spread_out, as_they_are = (
+            np.asarray(logits(model, *args, how)) for how in (Execution(padded_length=ROOM), Execution())
+        )
         np.testing.assert_allclose(spread_out[0, real], as_they_are[0, real], atol=3e-5)
 
 
@@ -122,7 +124,7 @@ def test_loss_and_gradients_of_such_rows_are_the_same_on_every_mesh(monkeypatch)
         run = small.mesh_config(cfg, *shape)
         mesh, made = small.make_mesh(run.mesh), small.generic_model(run.model)
         objective = make_objective(run, source)
-        assert objective.keywords["execution"].room == ROOM
+        assert objective.keywords["execution"].padded_length == ROOM
         with jax.set_mesh(mesh):
             part = jax.tree.map(lambda a: a[0], small.to_device(batch, mesh))
             found = jax.jit(jax.value_and_grad(objective, has_aux=True))(jax.device_put(made, shardings(made, mesh)), part)
@@ -181,4 +183,4 @@ def test_a_mixture_has_room_for_those_that_need_it(tmp_path):
     source = open_source(cfg, BYTES, split="train", seed=0, align=16)
     assert source.padded_length == source._sources[0].padded_length > 256
     objective = make_objective(small.config(), source)
-    assert objective.keywords["execution"].room == -(-source.padded_length // 128) * 128
+    assert objective.keywords["execution"].padded_length == -(-source.padded_length // 128) * 128
