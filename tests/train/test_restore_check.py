@@ -47,7 +47,7 @@ def test_a_laptop_with_one_device_restores_what_eight_wrote(state, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in map(np.asarray, jax.tree.leaves(state.model))))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))
-    assert f"the model has {count:,} parameters, with norm {norm:.6g}; 0 updates" in done.stdout
+    assert f"the model has {count:,} parameters with norm {norm:.6g}; 0 updates" in done.stdout
     assert "on one cpu device" in done.stdout
     assert done.stdout.endswith("every array has the shape and dtype of its configuration, and every number is finite\n")
 
