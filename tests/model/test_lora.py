@@ -98,8 +98,8 @@ def test_a_known_model_has_as_many_of_them_as_elsewhere():
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"lora": LoraConfig(rank=4, targets="q_prj")}, "--lora-targets q_prj: no matrix .* did you mean q_proj"),
-    ({"lora": LoraConfig(rank=4, targets="embed_VD")}, "--lora-targets embed_VD: no matrix"),
+    ({"lora": LoraConfig(rank=4, targets="q_prj")}, "--lora-targets q_prj .*did you mean q_proj"),
+    ({"lora": LoraConfig(rank=4, targets="embed_VD")}, "--lora-targets embed_VD "),
 ])  # fmt: skip
 def test_targets_that_are_none_are_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
