@@ -32,7 +32,7 @@ class ModelFormat(NamedTuple):
 
     config: Callable[[Path], RunConfig]
     read: Callable[[Path, Any, Say], Any]  # (folder, shapes with shardings, say) -> model
-    check: Callable[[Path], None] = lambda path: None  # ConfigError if the weights do not match the configuration
+    check: Callable[[Path], object] = lambda path: None  # ConfigError if the weights do not match the configuration
     stops: Callable[[Path], Sequence[int]] = lambda path: ()  # end-of-text tokens, beside the tokenizer's own
     dtype: str | None = None  # compute dtype; None: that of the configuration
     is_hub: bool = False  # whether the folder has the companion files of a Hugging Face model

@@ -51,8 +51,8 @@ def verify(candidate: Candidate, given: Mapping[str, Any], machine: Machine) -> 
         )
     cfg, without = candidate.cfg, ""
     if named_objective(cfg.objective.name).feed is not None:  # compile only the step
-        own = ["objective.", *(f"{name}." for name, kind in KIT_SECTIONS.items() if kind.of_objective is not None)]
-        given = {key: value for key, value in given.items() if not key.startswith(tuple(own))}
+        owned = ["objective.", *(f"{name}." for name, kind in KIT_SECTIONS.items() if kind.of_objective is not None)]
+        given = {key: value for key, value in given.items() if not key.startswith(tuple(owned))}
         cfg, without = cfg.with_next_token(), ", without teacher"
     flags = as_flags({**given, **candidate.settings})
     mesh = "x".join(map(str, candidate.mesh.values()))

@@ -221,7 +221,7 @@ def write_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mes
                 _write_shard(path, source, rows, form, read, loaded.model, mesh, settings.batch_size, tick)
             else:
                 tick(shard.rows)
-            files[path.name] = from_leader(lambda path=path: digest_of_file(path))  # type: ignore[misc]
+            files[path.name] = from_leader(lambda path=path: digest_of_file(path))
     from_leader(lambda: _end(folder, about | {"files": files}))
 
 
@@ -285,7 +285,7 @@ def _write_shard(
                 tick(min(batch_size, len(rows) - begun))
                 if (begun - done) // batch_size % _PROGRESS_INTERVAL == _PROGRESS_INTERVAL - 1:
                     _flush(handle)
-                    from_leader(lambda n=begun + batch_size: write_file(progress, str(n).encode()))  # type: ignore[misc]
+                    from_leader(lambda n=begun + batch_size: write_file(progress, str(n).encode()))
         _flush(handle)
     finally:
         os.close(handle)
