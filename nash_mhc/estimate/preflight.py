@@ -41,7 +41,7 @@ _CAUSES = {
     "activations": "--batch-size x --seq-len, by --remat and --model-layers",
     "logits": "--model-vocab-size, split by --mesh-tp",
     "collectives": "weights gathered over --mesh-fsdp",
-    "teachers": "--distill-teacher and --distill-anchor, split by --mesh-fsdp and --mesh-tp",
+    "teachers": "frozen models of the --objective, split by --mesh-fsdp and --mesh-tp",
     "temporaries": "the compiler, most of it by --batch-size x --seq-len",
 }
 

@@ -1,4 +1,4 @@
-"""Cross-entropy, distillation loss and log-probabilities over a vocabulary that is sharded over the mesh."""
+"""Cross-entropy and log-probabilities over a vocabulary that is sharded over the mesh."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, run_path
 from nash_mhc.config.parsing import parse, shown
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ConfigError, DataConfig
 
 if TYPE_CHECKING:
     from nash_mhc.kits.distill.cache import CacheSettings
@@ -87,7 +87,7 @@ def cache_command(argv: Sequence[str]) -> int:
     record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True, say=say)
     loaded = load(own.teacher, own.teacher_step, mesh=mesh, say=say)
     check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape, model_is_given=True)
-    leader_first(lambda: _prepare(cfg, loaded, out, "data.tokenizer" in parsed.given))
+    leader_first(lambda: _prepare(cfg.data, cfg.model.alignment, loaded, out, "data.tokenizer" in parsed.given))
     settings = _settings(own, cfg.data.batch_size, loaded.tokenizer.vocab_size)
     rows, needed = cache_size(out, settings)
     check_disk_space(out, needed)
@@ -113,7 +113,7 @@ def cache_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def _prepare(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> None:
+def _prepare(cfg: DataConfig, alignment: int, loaded: Any, out: Path, has_tokenizer: bool) -> None:
     """Prepare the dataset in `out`, or copy a prepared folder there; ConfigError if it does not fit the teacher."""
     from nash_mhc.data.prepared.manifest import FILE, Manifest
     from nash_mhc.data.prepared.prepare import prepare
@@ -123,10 +123,10 @@ def _prepare(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> Non
     from nash_mhc.data.workers import progress
     from nash_mhc.storage.folders import new_folder
 
-    tokenizer, dataset = loaded.tokenizer, Path(cfg.data.dataset)
-    align = math.lcm(cfg.model.alignment, loaded.config.model.alignment)
-    if has_tokenizer and load_tokenizer(cfg.data.tokenizer).fingerprint != tokenizer.fingerprint:
-        raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: is not the teacher's; leave it out")
+    tokenizer, dataset = loaded.tokenizer, Path(cfg.dataset)
+    align = math.lcm(alignment, loaded.config.model.alignment)
+    if has_tokenizer and load_tokenizer(cfg.tokenizer).fingerprint != tokenizer.fingerprint:
+        raise ConfigError(f"--tokenizer {cfg.tokenizer}: is not the teacher's; leave it out")
     if (dataset / FILE).exists():
         recipe = Manifest.read(dataset).recipe
         if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
@@ -144,9 +144,9 @@ def _prepare(cfg: RunConfig, loaded: Any, out: Path, has_tokenizer: bool) -> Non
         elif Manifest.read(out).identity != Manifest.read(dataset).identity:
             raise ConfigError(f"--out {out}: holds rows that are not from --dataset {dataset}; choose another folder")
         return
-    corpus = open_corpus(cfg.data)
-    with progress(f"preparing {cfg.data.dataset}") as watch:
-        prepare(make_recipe(cfg.data, tokenizer, corpus, align), tokenizer, corpus, out, dataset=cfg.data.dataset, report=watch)
+    corpus = open_corpus(cfg)
+    with progress(f"preparing {cfg.dataset}") as watch:
+        prepare(make_recipe(cfg, tokenizer, corpus, align), tokenizer, corpus, out, dataset=cfg.dataset, report=watch)
 
 
 def chain_command(argv: Sequence[str]) -> int:

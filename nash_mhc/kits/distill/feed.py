@@ -82,13 +82,15 @@ class DistillFeed(Feed):
 
     def open(self, cfg: RunConfig, source: RowSource, tokenizer: Tokenizer, mesh: Mesh, say: Say) -> tuple[RunConfig, OpenFeed]:
         if isinstance(source, CachedRows):  # the cache knows its number of random tokens
-            remedy = "make the cache again without --random"
-            check_random_vocab(f"--dataset {cfg.data.dataset}", source.random, source.random_vocab, cfg, remedy=remedy)
+            if source.random:
+                remedy, is_fixed = "make the cache again without --random", cfg.train.init_from is not None
+                subject, vocab_size = f"--dataset {cfg.data.dataset}", cfg.model.vocab_size
+                check_random_vocab(subject, source.random_vocab, vocab_size, is_fixed=is_fixed, remedy=remedy)
             cfg = cfg.with_section(replace(cfg.section(DistillConfig), random=source.random))
         return cfg, Teachers(cfg, tokenizer, mesh, say)
 
     def models(self, cfg: RunConfig) -> list[ArchitectureConfig]:
-        return [its.model for its, _ in _shapes(cfg)]
+        return [model for model, _ in _shapes(cfg.section(DistillConfig), cfg.train.init_from)]
 
     def memory(self, cfg: RunConfig, mesh: Mapping[str, int]) -> FeedMemory:
         rows, d = cfg.data.batch_size // _split(mesh, "batch"), cfg.section(DistillConfig)
@@ -97,10 +99,11 @@ class DistillFeed(Feed):
         logits = float(tokens * token_bytes * (1 + bool(d.anchor)))
         width = next(length.size for length in cfg.model.lengths() if length.axis == "embed")
         layers = tokens * cfg.model.depth * width * (2.0 if cfg.train.dtype == "bfloat16" else 4.0) * bool(d.layers)
-        teachers = _shapes(cfg)
-        weights = sum(_weights(model, mesh) for _, model in teachers)
-        reading = max((_reading(its.model, cfg, mesh, rows) for its, _ in teachers), default=0.0)
-        return FeedMemory(weights, logits + layers, layers, reading)
+        teachers = _shapes(d, cfg.train.init_from)
+        weights = sum(_weights(tree, mesh) for _, tree in teachers)
+        execution = Execution(cfg.train.dtype, "none", cfg.train.attention)
+        reading = [_reading(teacher, execution, cfg.data.seq_len, mesh, rows) for teacher, _ in teachers]
+        return FeedMemory(weights, logits + layers, layers, max(reading, default=0.0))
 
 
 def _open_cache(opening: Opening, *, temperature: float) -> RowSource:
@@ -114,11 +117,11 @@ def _open_cache(opening: Opening, *, temperature: float) -> RowSource:
 _cached_shape = functools.lru_cache(8)(shape_of)
 
 
-def _shapes(cfg: RunConfig) -> list[tuple[RunConfig, Any]]:
+def _shapes(d: DistillConfig, init_from: str | None) -> list[tuple[ArchitectureConfig, Any]]:
     """Return (configuration, tree of shapes) of each online teacher; ConfigError for a folder that holds no model."""
-    d = cfg.section(DistillConfig)
-    named = [("--distill-teacher", d.teacher), ("--init-from", cfg.train.init_from if d.anchor else None)]
-    return [_cached_shape(name, flag) for flag, name in named if name is not None]
+    named = [("--distill-teacher", d.teacher), ("--init-from", init_from if d.anchor else None)]
+    found = [_cached_shape(name, flag) for flag, name in named if name is not None]
+    return [(run.model, tree) for run, tree in found]
 
 
 def _split(mesh: Mapping[str, int], axis: str) -> int:
@@ -132,14 +135,13 @@ def _weights(model: Any, mesh: Mapping[str, int]) -> float:
     return sum(local(array, axes) for array, axes in zip(jax.tree.leaves(model), names, strict=True))
 
 
-def _reading(teacher: ArchitectureConfig, cfg: RunConfig, mesh: Mapping[str, int], rows: int) -> float:
+def _reading(teacher: ArchitectureConfig, execution: Execution, seq_len: int, mesh: Mapping[str, int], sequences: int) -> float:
     """Return the bytes of one layer's activations or of a chunk of logits: without gradients, nothing is saved."""
     count = architecture_of(teacher).activations
     if count is None:
         return 0.0
-    T, tp = cfg.data.seq_len, _split(mesh, "time_split")
-    held = count(teacher, Execution(cfg.train.dtype, "none", cfg.train.attention), rows, T, tp)
+    held = count(teacher, execution, sequences, seq_len, _split(mesh, "time_split"))
     columns = teacher.padded_vocab // _split(mesh, "vocab")
-    chunk = rows * chunk_length(rows, T, columns) * columns * 8.0
+    chunk = sequences * chunk_length(sequences, seq_len, columns) * columns * 8.0
     layer = 2 * held.streams / teacher.depth + held.forward
     return max(layer, chunk) + held.gathered

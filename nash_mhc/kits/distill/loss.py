@@ -75,37 +75,53 @@ def _rest(p_rest: Array, q_rest: Array) -> Array:
     return jnp.where(p_rest > _LEAST, p * (jnp.log(p) - jnp.log(jnp.maximum(q_rest, _LEAST))), 0.0)
 
 
+class _Divergence(NamedTuple):
+    """The divergence and its gradient: `every_Bc` times q for all tokens, plus `some_BcK` for the K tokens."""
+
+    kl_Bc: Array
+    every_Bc: Array
+    some_BcK: Array
+
+
+def _divergence(logp_BcK: Array, logq_BcK: Array, counts_11K: Array, parts: LossWeights) -> _Divergence:
+    if parts.renormalised:
+        top_k_1K = (jnp.arange(logp_BcK.shape[-1]) < logp_BcK.shape[-1] - parts.random)[None, None]
+        logp_BcK = jax.nn.log_softmax(logp_BcK, where=top_k_1K)
+        logq_top_BcK = jax.nn.log_softmax(logq_BcK, where=top_k_1K)
+        p_BcK, q_BcK = (jnp.where(top_k_1K, jnp.exp(a), 0.0) for a in (logp_BcK, logq_top_BcK))
+        kl_Bc = jnp.sum(jnp.where(top_k_1K, p_BcK * (logp_BcK - logq_top_BcK), 0.0), axis=-1)
+        return _Divergence(kl_Bc, jnp.zeros_like(kl_Bc), q_BcK - p_BcK)
+    if parts.random:
+        p_BcK = counts_11K * jnp.exp(logp_BcK)
+        kl_Bc = jnp.sum(p_BcK * (logp_BcK - logq_BcK), axis=-1)
+        return _Divergence(kl_Bc, jnp.sum(p_BcK, axis=-1), -p_BcK)
+    p_BcK, q_BcK = jnp.exp(logp_BcK), jnp.exp(logq_BcK)
+    p_rest_Bc, q_rest_Bc = 1 - jnp.sum(p_BcK, axis=-1), 1 - jnp.sum(q_BcK, axis=-1)
+    kl_Bc = jnp.sum(p_BcK * (logp_BcK - logq_BcK), axis=-1) + _rest(p_rest_Bc, q_rest_Bc)
+    # d kl / d z is q - p for the K tokens and q (1 - p_rest / q_rest) for the rest. Where the teacher gives the rest no
+    # probability, its term is left out, and the probabilities add up to slightly less than 1.
+    has_rest_Bc = (p_rest_Bc > _LEAST) & (q_rest_Bc > _LEAST)
+    ratio_Bc = jnp.where(has_rest_Bc, p_rest_Bc / jnp.maximum(q_rest_Bc, _LEAST), 0.0)
+    whole_Bc = jnp.sum(p_BcK, axis=-1) + jnp.where(has_rest_Bc, p_rest_Bc, 0.0)
+    return _Divergence(kl_Bc, whole_Bc - ratio_Bc, q_BcK * ratio_Bc[..., None] - p_BcK)
+
+
 def distill(
-    x_BTD: Float[Array, "B T D"],
-    w_VD: Float[Array, "V D"],
-    targets_BT: Int[Array, "B T"],
-    weights_BT: Float[Array, "B T"],
+    x: Float[Array, "B T D"],
+    w: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
     teacher: TeacherLogits,
     *,
     vocab_size: int,
     parts: LossWeights,
     vocab_axes: tuple[str, ...] = (),
-) -> DistillSums:
-    """Return the sums. Inside shard_map, w_VD is this device's shard of the table."""
-    return _walk(x_BTD, w_VD, targets_BT, weights_BT, teacher, vocab_size, parts, vocab_axes, with_grads=False)[0]
+    with_grads: bool = False,
+) -> tuple[DistillSums, Float[Array, "B T D"] | None, Float[Array, "V D"] | None]:
+    """Return the sums, d loss / d x and d loss / d w (float32; both None unless `with_grads`).
 
-
-def distill_and_grads(
-    x_BTD: Float[Array, "B T D"],
-    w_VD: Float[Array, "V D"],
-    targets_BT: Int[Array, "B T"],
-    weights_BT: Float[Array, "B T"],
-    teacher: TeacherLogits,
-    *,
-    vocab_size: int,
-    parts: LossWeights,
-    vocab_axes: tuple[str, ...] = (),
-) -> tuple[DistillSums, Float[Array, "B T D"], Float[Array, "V D"]]:
-    """Return the sums, d loss / d x and d loss / d w (float32). With `vocab_axes`, d x is to be summed over them."""
-    return _walk(x_BTD, w_VD, targets_BT, weights_BT, teacher, vocab_size, parts, vocab_axes, with_grads=True)
-
-
-def _walk(x, w, targets, weights, teacher, vocab_size, parts, vocab_axes, *, with_grads):  # type: ignore[no-untyped-def]
+    Inside shard_map, w is this device's shard of the table, and d x is to be summed over `vocab_axes`.
+    """
     B, T, D = x.shape
     V, c, t = w.shape[0], chunk_length(B, T, w.shape[0]), parts.temperature
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
@@ -126,27 +142,7 @@ def _walk(x, w, targets, weights, teacher, vocab_size, parts, vocab_axes, *, wit
         sum_Bc = total(jnp.sum(exp_BcV, axis=-1))
         logp_BcK = known.logits.astype(jnp.float32) / t - known.lse[..., None]
         logq_BcK = (z_BcK - top_Bc[..., None]) / t - jnp.log(sum_Bc)[..., None]
-        if parts.renormalised:
-            top_k_1K = (jnp.arange(logp_BcK.shape[-1]) < logp_BcK.shape[-1] - parts.random)[None, None]
-            logp_BcK = jax.nn.log_softmax(logp_BcK, where=top_k_1K)
-            logq_top_BcK = jax.nn.log_softmax(logq_BcK, where=top_k_1K)
-            p_BcK, q_BcK = (jnp.where(top_k_1K, jnp.exp(a), 0.0) for a in (logp_BcK, logq_top_BcK))
-            kl_Bc = jnp.sum(jnp.where(top_k_1K, p_BcK * (logp_BcK - logq_top_BcK), 0.0), axis=-1)
-            every_Bc, some_BcK = jnp.zeros_like(kl_Bc), q_BcK - p_BcK
-        elif parts.random:
-            p_BcK = counts_11K * jnp.exp(logp_BcK)
-            kl_Bc = jnp.sum(p_BcK * (logp_BcK - logq_BcK), axis=-1)
-            every_Bc, some_BcK = jnp.sum(p_BcK, axis=-1), -p_BcK
-        else:
-            p_BcK, q_BcK = jnp.exp(logp_BcK), jnp.exp(logq_BcK)
-            p_rest_Bc, q_rest_Bc = 1 - jnp.sum(p_BcK, axis=-1), 1 - jnp.sum(q_BcK, axis=-1)
-            kl_Bc = jnp.sum(p_BcK * (logp_BcK - logq_BcK), axis=-1) + _rest(p_rest_Bc, q_rest_Bc)
-            # d kl / d z is q - p for the K tokens and q (1 - p_rest / q_rest) for the rest. Where the teacher gives the
-            # rest no probability, its term is left out, and the probabilities add up to slightly less than 1.
-            counts_Bc = p_rest_Bc > _LEAST
-            ratio_Bc = jnp.where(counts_Bc & (q_rest_Bc > _LEAST), p_rest_Bc / jnp.maximum(q_rest_Bc, _LEAST), 0.0)
-            whole_Bc = jnp.sum(p_BcK, axis=-1) + jnp.where(counts_Bc & (q_rest_Bc > _LEAST), p_rest_Bc, 0.0)
-            every_Bc, some_BcK = whole_Bc - ratio_Bc, q_BcK * ratio_Bc[..., None] - p_BcK
+        kl_Bc, every_Bc, some_BcK = _divergence(logp_BcK, logq_BcK, counts_11K, parts)
         # At temperature 1, for the text and the teacher's top-1 token.
         lse_Bc, exp1_BcV = top_Bc + jnp.log(sum_Bc), exp_BcV
         if t != 1.0:
@@ -215,7 +211,7 @@ def sharded_distill(
 
     def local(x: Array, w: Array, targets: Array, weights: Array, teacher: TeacherLogits) -> DistillSums:
         x, w = gather(x, w)
-        return sum_over_batch(distill(x, w, targets, weights, teacher, **_options(vocab_size, parts)))
+        return sum_over_batch(distill(x, w, targets, weights, teacher, **_options(vocab_size, parts))[0])
 
     with jax.named_scope("loss"):
         return on_shards(local, _AXES, _SUM_AXES)(x_BTD, w_VD, targets_BT, weights_BT, teacher)
@@ -224,7 +220,7 @@ def sharded_distill(
 def _forward(x_BTD, w_VD, targets_BT, weights_BT, teacher, vocab_size, parts):  # type: ignore[no-untyped-def]
     def local(x: Array, w: Array, targets: Array, weights: Array, teacher: TeacherLogits) -> tuple[DistillSums, Array, Array]:
         x, w = gather(x, w)
-        sums, dx, dw = distill_and_grads(x, w, targets, weights, teacher, **_options(vocab_size, parts))
+        sums, dx, dw = distill(x, w, targets, weights, teacher, **_options(vocab_size, parts), with_grads=True)
         return sum_over_batch(sums), *reduce_gradients(dx, dw)
 
     with jax.named_scope("loss"):

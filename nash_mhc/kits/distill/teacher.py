@@ -80,13 +80,15 @@ def top_k_reader(
     return read
 
 
-def check_random_vocab(subject: str, random: int, random_vocab: int, cfg: RunConfig, *, remedy: str) -> None:
-    """ConfigError if random tokens are from a vocabulary of another size than the student's."""
-    if random and random_vocab != cfg.model.vocab_size:
-        is_given = cfg.train.init_from is not None  # the size comes with the weights
+def check_random_vocab(subject: str, random_vocab: int, vocab_size: int, *, is_fixed: bool, remedy: str) -> None:
+    """ConfigError if random tokens are from a vocabulary of another size than the student's.
+
+    is_fixed: the student's size comes with its initial weights.
+    """
+    if random_vocab != vocab_size:
         raise ConfigError(
-            f"{subject}: its random tokens are from a vocabulary of {random_vocab}, the model has {cfg.model.vocab_size}; "
-            + (remedy if is_given else f"set --model-vocab-size {random_vocab}, or {remedy}")
+            f"{subject}: its random tokens are from a vocabulary of {random_vocab}, the model has {vocab_size}; "
+            + (remedy if is_fixed else f"set --model-vocab-size {random_vocab}, or {remedy}")
         )
 
 
@@ -120,7 +122,9 @@ class OnlineTeacher:
                 "leave it out, or make them equal"
             )
         remedy = "leave out --distill-random"
-        check_random_vocab(f"{flag} {name}", d.random, own.vocab_size, cfg, remedy=remedy)
+        if d.random:
+            is_fixed = cfg.train.init_from is not None
+            check_random_vocab(f"{flag} {name}", own.vocab_size, cfg.model.vocab_size, is_fixed=is_fixed, remedy=remedy)
         check_fit(dataclasses.replace(cfg, model=own), mesh.shape, model_is_given=True)
         record = stored.find(flag, name, step, hashed=True, say=say)
         self.identity = digest_of({k: v for k, v in record.items() if k != "folder"})  # a moved folder is the same teacher

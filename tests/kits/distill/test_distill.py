@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
 from command_process import CommandProcess
 from runs import RUN, assert_equal_states, at, rows, untrained_run
 
@@ -93,9 +92,9 @@ def test_random_tokens_are_cached_beside_the_likeliest_and_learned_from(teacher,
 
 @pytest.mark.parametrize(("init_from", "remedy"), [(None, "set --model-vocab-size 300, or leave out"), ("base", "leave out")])
 def test_the_vocabulary_is_advised_only_where_it_can_be_set(init_from, remedy):
-    cfg = small.config(train__init_from=init_from)
+    is_fixed = init_from is not None
     with pytest.raises(ConfigError, match=f"the model has 257; {remedy} --distill-random$"):
-        check_random_vocab("--distill-teacher t", 5, 300, cfg, remedy="leave out --distill-random")
+        check_random_vocab("--distill-teacher t", 300, 257, is_fixed=is_fixed, remedy="leave out --distill-random")
 
 
 def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from nash_mhc.kits.distill.logits import TeacherLogits, teacher_logits
-from nash_mhc.kits.distill.loss import DistillSums, LossWeights, distill, distill_and_grads
+from nash_mhc.kits.distill.loss import DistillSums, LossWeights, distill
 
 B, T, D, V, REAL = 2, 6, 8, 24, 21  # a vocabulary with padding
 
@@ -25,6 +25,7 @@ def given():
 
 
 found_likeliest = jax.jit(teacher_logits, static_argnames=("vocab_size", "k", "vocabulary", "random", "temperature"))
+distill_and_grads = functools.partial(distill, with_grads=True)
 loss_and_grads = jax.jit(distill_and_grads, static_argnames=("vocab_size", "parts"))
 
 
@@ -103,7 +104,7 @@ def test_chunks_give_the_values_and_gradients_of_the_plain_form(given, k, name):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5, err_msg=part)
     np.testing.assert_allclose(got_dx, dx, atol=2e-5)
     np.testing.assert_allclose(got_dw, dw, atol=2e-5)
-    without = jax.jit(lambda x, w: distill(x, w, targets, weights, teacher, **settings))(x, w)
+    without = jax.jit(lambda x, w: distill(x, w, targets, weights, teacher, **settings)[0])(x, w)
     for a, b in zip(without, got, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
