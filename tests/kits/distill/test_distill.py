@@ -1,4 +1,4 @@
-"""A teacher's cache: what it holds, that it is the same bytes however it came to be, and what learns from it."""
+"""The teacher's cache, online teachers, students and chains."""
 
 import dataclasses
 import json
@@ -30,13 +30,13 @@ DATA = ["--dataset", "stories", "--max-documents", "20", "--seq-len", "32", "--b
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """It has learned which letters are likely."""
+    """A teacher that has learned the frequencies of letters."""
     learns = dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, learning_rate=1e-3))
     return at(tmp_path_factory.mktemp("distill") / "teacher", learns, total_steps=60, evaluated=False).folder
 
 
 def words(teacher, out, *more, rows=None):
-    """Of the command; `rows`: a folder whose rows are taken as they are, quicker than to prepare them again."""
+    """Return arguments of `cache`; `rows`: a prepared folder to copy, which is quicker."""
     data = DATA if rows is None else ["--dataset", str(rows), "--batch-size", "8"]
     return ["--teacher", str(teacher), "--out", str(out), "--top-k", str(K), *data, *more]
 
@@ -56,7 +56,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if "teacher" in path.name}
 
 
-def test_it_holds_what_the_teacher_finds_likely(teacher, cache):
+def test_cache_holds_the_teachers_logits(teacher, cache):
     model = load(teacher).model
     for split, temperature in (("train", 1.0), ("validation", 2.0)):
         source = CachedRows(cache, split, temperature)
@@ -73,7 +73,7 @@ def test_it_holds_what_the_teacher_finds_likely(teacher, cache):
         np.testing.assert_allclose(got.lse[counts], lse[counts], rtol=1e-5, atol=2e-6)
 
 
-def test_random_tokens_are_cached_beside_the_likeliest_and_learned_from(teacher, cache, tmp_path):
+def test_random_tokens_are_cached_and_used_in_training(teacher, cache, tmp_path):
     out = tmp_path / "cache"
     assert make(teacher, out, "--temperatures", "2", "--random", "5", rows=cache) == 0
     plain, more = (CachedRows(folder, "train", 2.0).take([0, 7]) for folder in (cache, out))
@@ -91,13 +91,13 @@ def test_random_tokens_are_cached_beside_the_likeliest_and_learned_from(teacher,
 
 
 @pytest.mark.parametrize(("init_from", "remedy"), [(None, "set --model-vocab-size 300, or leave out"), ("base", "leave out")])
-def test_the_vocabulary_is_advised_only_where_it_can_be_set(init_from, remedy):
+def test_remedy_names_the_vocabulary_only_if_it_can_be_set(init_from, remedy):
     is_fixed = init_from is not None
     with pytest.raises(ConfigError, match=f"the model has 257; {remedy} --distill-random$"):
         check_random_vocab("--distill-teacher t", 300, 257, is_fixed=is_fixed, remedy="leave out --distill-random")
 
 
-def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monkeypatch):
+def test_a_stopped_cache_resumes_to_the_same_bytes(teacher, cache, tmp_path, monkeypatch):
     out, seen = tmp_path / "cache", 0
     write = cache_module._own_records
 
@@ -113,7 +113,7 @@ def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         make(teacher, out, "--temperatures", "1,2")
     (note,) = out.glob("*.note")
-    assert int(note.read_text()) == 48  # six batches; the seventh is there, too, but nobody has said so
+    assert int(note.read_text()) == 48  # six batches; the seventh is there, too, but nobody has message so
     (part,) = out.glob("*.teacher.partial")
     whole = part.read_bytes()
     part.write_bytes(whole[:-100])  # and not all of it
@@ -127,7 +127,7 @@ def test_a_stopped_one_goes_on_to_the_same_bytes(teacher, cache, tmp_path, monke
     assert files(out) == files(cache)
 
 
-def test_a_mesh_finds_the_same(teacher, cache, tmp_path):
+def test_cache_is_the_same_on_a_mesh(teacher, cache, tmp_path):
     mesh = ["--mesh-data", "2", "--mesh-fsdp", "2", "--mesh-tp", "2"]
     assert make(teacher, tmp_path / "c", "--temperatures", "1,2", *mesh, rows=cache) == 0
     assert_the_same_is_found(cache, tmp_path / "c")
@@ -141,8 +141,8 @@ def assert_the_same_is_found(one, other):
     np.testing.assert_allclose(a.lse, b.lse, atol=1e-5)
 
 
-def test_two_processes_find_what_one_does(teacher, cache, tmp_path):
-    """They share nothing but the folder, and neither waits for the other while it computes."""
+def test_cache_is_the_same_with_two_processes(teacher, cache, tmp_path):
+    """The processes share only the folder."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -176,7 +176,7 @@ def unbroken(cache, tmp_path_factory):
     return at(folder, student(cache, total_steps=40, checkpoint_interval=20, eval_interval=20))
 
 
-def test_a_student_comes_nearer_to_its_teacher(unbroken, tmp_path):
+def test_training_reduces_the_divergence(unbroken, tmp_path):
     scored = rows(unbroken.folder, "eval.jsonl")
     assert scored[-1]["eval/kl"] < 0.7 * scored[0]["eval/kl"]
     assert scored[-1]["eval/agreement"] > scored[0]["eval/agreement"]
@@ -193,7 +193,7 @@ def test_a_student_comes_nearer_to_its_teacher(unbroken, tmp_path):
     assert re.search(rf"few +40 +{scored[-1]['eval/loss']:.4f} +1.000 +{scored[-1]['eval/kl']:.4f}", shown)
 
 
-def test_a_stopped_student_goes_on_bit_for_bit_and_a_mesh_learns_the_same(cache, unbroken, tmp_path):
+def test_a_student_resumes_bit_for_bit_and_trains_the_same_on_a_mesh(cache, unbroken, tmp_path):
     copy = shutil.copytree(unbroken.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "40")
     assert_equal_states(
@@ -207,7 +207,7 @@ def test_a_stopped_student_goes_on_bit_for_bit_and_a_mesh_learns_the_same(cache,
     assert_equal_states(ends[1].model, ends[0].model, atol=2e-5)
 
 
-def test_a_teacher_on_the_same_mesh_says_what_its_cache_holds(teacher, cache, tmp_path):
+def test_an_online_teacher_gives_the_logits_of_its_cache(teacher, cache, tmp_path):
     short = {"total_steps": 3, "eval_interval": 3}
     cached = at(tmp_path / "cached", student(cache, **short))
     taught = dataclasses.replace(STUDENT.section(DistillConfig), teacher=str(teacher), top_k=K)
@@ -227,7 +227,7 @@ def test_a_teacher_on_the_same_mesh_says_what_its_cache_holds(teacher, cache, tm
         at(copy, other)
 
 
-def test_a_student_that_is_its_teacher_diverges_by_nothing(cache, tmp_path):
+def test_a_student_equal_to_its_teacher_has_no_divergence(cache, tmp_path):
     """Cached and online, where the table has more columns than the tokenizer has tokens."""
     cfg = dataclasses.replace(STUDENT, model=dataclasses.replace(STUDENT.model, vocab_size=300))
     begun = untrained_run(tmp_path / "begun", cfg)
@@ -239,7 +239,7 @@ def test_a_student_that_is_its_teacher_diverges_by_nothing(cache, tmp_path):
     assert abs(row["kl"]) < 1e-6 and abs(row["loss/anchor"]) < 1e-6
 
 
-def test_layers_and_the_anchor_say_nothing_of_the_teacher_itself_and_are_learned_from(teacher, cache, tmp_path):
+def test_losses_of_layers_and_anchor_start_at_zero_and_are_minimized(teacher, cache, tmp_path):
     begun, shown = untrained_run(tmp_path / "begun", STUDENT), tmp_path / "shown"
 
     def run(name, taught_by, anchor):
@@ -259,19 +259,19 @@ def test_layers_and_the_anchor_say_nothing_of_the_teacher_itself_and_are_learned
     assert last["objective"] == pytest.approx(parts, rel=1e-4)
 
 
-def test_what_does_not_belong_together_is_refused_by_name(teacher, cache, tmp_path):
-    def refused(cfg, said):
-        with pytest.raises(ConfigError, match=said):
+def test_settings_that_do_not_fit_are_refused(teacher, cache, tmp_path):
+    def refused(cfg, message):
+        with pytest.raises(ConfigError, match=message):
             at(tmp_path / "run", cfg)
         assert not (tmp_path / "run").exists()
 
-    for asked, said in (
+    for asked, message in (
         ({"layers": 0.5}, "--distill-layers: a cache has no layers"),
         ({"anchor": 0.1}, "--distill-anchor: .*--init-from"),
         ({"teacher": str(tmp_path / "nobody")}, "nobody"),
         ({"teacher": str(teacher), "top_k": 257, "random": 3}, "--distill-random 3: --distill-top-k 257"),
     ):
-        refused(student(cache).with_section(DistillConfig(**asked)), said)
+        refused(student(cache).with_section(DistillConfig(**asked)), message)
     with pytest.raises(ConfigError, match=r"--distill-teacher .* without --objective distill"):
         RUN.with_section(DistillConfig(teacher=str(teacher)))
     refused(student("stories"), "--dataset stories: .*python -m nash_mhc.distill cache")
@@ -292,7 +292,7 @@ def test_what_does_not_belong_together_is_refused_by_name(teacher, cache, tmp_pa
     assert "folder" not in json.dumps(info)  # it may lie anywhere
 
 
-def test_a_prepared_folder_is_copied_and_one_of_another_tokenizer_refused(teacher, cache, tmp_path):
+def test_a_prepared_folder_is_copied_unless_its_tokenizer_differs(teacher, cache, tmp_path):
     again = tmp_path / "again"
     assert make(teacher, again, "--temperatures", "1,2", rows=cache) == 0
     assert files(again) == files(cache)
@@ -305,15 +305,15 @@ def test_a_prepared_folder_is_copied_and_one_of_another_tokenizer_refused(teache
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(("flags", "said"), [
+@pytest.mark.parametrize(("flags", "message"), [
     (["--out", "x"], "--teacher is missing"),
     (["--teacher", "x"], "--out is missing"),
     (["--teacher", "x", "--out", "y", "--top-k", "0"], "--top-k must be at least 1"),
     (["--teacher", "x", "--out", "y", "--random", "-1"], "--random must be at least 0"),
     (["--teacher", "x", "--out", "y", "--temperatures", "1,warm"], "--temperatures 1,warm: .*above 0"),
 ])  # fmt: skip
-def test_flags_that_make_no_sense(flags, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_flags_of_cache(flags, message):
+    with pytest.raises(ConfigError, match=message):
         cache_command(flags)
 
 
@@ -331,8 +331,8 @@ pack: few
 """
 
 
-def test_a_chain_makes_what_is_missing_and_its_mistakes_are_found_before_anything_begins(teacher, tmp_path, monkeypatch):
-    """As after a stop: its teacher has taken all of its steps, its cache is there, made by the chain's very words."""
+def test_a_chain_resumes_and_its_file_is_checked_first(teacher, tmp_path, monkeypatch):
+    """The teacher and the cache are complete, as after a stop."""
     monkeypatch.setattr(chain, "_exit_code", lambda argv: CommandProcess(argv[1:], tmp_path).end().returncode)
     file, out = tmp_path / "chain.yaml", tmp_path / "out"
     file.write_text(CHAIN)
@@ -352,7 +352,7 @@ def test_a_chain_makes_what_is_missing_and_its_mistakes_are_found_before_anythin
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
     assert chain_command([str(file), "--out", str(out)]) == 0  # all is there
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
-    for before, after, said in (
+    for before, after, message in (
         ("total_steps: 2}\npack", "totl_steps: 2}\npack", "stage 1: unknown key totl_steps; did you mean total_steps"),
         ("none,2/0", "9/4,2/0", "few: --quantize 9/4,2/0: must be"),
         ("pack: few", "pack: two", "pack two.* teacher, few"),
@@ -360,6 +360,6 @@ def test_a_chain_makes_what_is_missing_and_its_mistakes_are_found_before_anythin
         ("stages:", "stage:", "stages"),
     ):
         file.write_text(CHAIN.replace(before, after))
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             chain_command([str(file), "--out", str(tmp_path / "other")])
     assert not (tmp_path / "other").exists()

@@ -1,4 +1,4 @@
-"""The loss against a teacher of whom K tokens are known: its plain form, autodiff on all logits, and any mesh."""
+"""The distillation loss against a reference, autodiff on all logits, and a sharded vocabulary."""
 
 import functools
 
@@ -30,8 +30,7 @@ loss_and_grads = jax.jit(distill_and_grads, static_argnames=("vocab_size", "part
 
 
 def known(given, k, temperature=1.0, random=0, found_by=None):
-    """What the teacher finds likely: by numpy, which compiles nothing, where no tokens are drawn and it does not matter
-    who says so."""
+    """Return the teacher's logits; by numpy, which compiles nothing, unless random tokens are needed."""
     if not random and found_by is None:
         z = np.einsum("btd,vd->btv", *given[4:])[..., :REAL]
         ids = np.argsort(-z, axis=-1, kind="stable")[..., :k].astype(np.int32)
@@ -88,7 +87,7 @@ KNOWN += [(1, "text and first choice"), (1, "renormalised and warm"), (1, "rando
 
 
 @pytest.mark.parametrize(("k", "name"), KNOWN, ids=str)
-def test_chunks_give_the_values_and_gradients_of_the_plain_form(given, k, name):
+def test_chunked_loss_and_gradients_equal_the_reference(given, k, name):
     x, w, targets, weights = given[:4]
     parts = CASES[name]
     teacher = known(given, k, parts.temperature, parts.random)
@@ -110,7 +109,7 @@ def test_chunks_give_the_values_and_gradients_of_the_plain_form(given, k, name):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_with_all_tokens_it_is_the_whole_divergence(given, temperature):
+def test_all_tokens_give_the_full_divergence(given, temperature):
     x, w, targets, weights, teacher_x, teacher_w = given
     p = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", teacher_x, teacher_w)[..., :REAL] / temperature)
 
@@ -127,8 +126,8 @@ def test_with_all_tokens_it_is_the_whole_divergence(given, temperature):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_what_is_left_over_is_one_token_more(given):
-    """The form with the rest is the divergence of distributions whose other tokens were put together."""
+def test_the_rest_counts_as_one_token(given):
+    """The loss is the divergence of distributions with the other tokens merged into one."""
     x, w, targets, weights, teacher_x, teacher_w = given
     teacher = known(given, 4)
     p = jax.nn.softmax(jnp.einsum("btd,vd->btv", teacher_x, teacher_w)[..., :REAL])
@@ -148,7 +147,7 @@ def test_what_is_left_over_is_one_token_more(given):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_tokens_drawn_at_random_stand_for_all_others(given):
+def test_random_tokens_make_the_divergence_unbiased(given):
     x, w, targets, weights, teacher_x, teacher_w = given
     k, many = 4, 20_000
     teacher = known(given, k, random=many)
@@ -168,7 +167,7 @@ def test_tokens_drawn_at_random_stand_for_all_others(given):
     assert not np.array_equal(ids[0, :, k:], ids[1, :, k:])
 
 
-def test_places_without_weight_do_not_count(given):
+def test_positions_without_weight_do_not_count(given):
     x, w, targets, weights, *_ = given
     teacher = known(given, 4)
     other = jax.tree.map(lambda a: jnp.where(weights.reshape(B, T, *(1,) * (a.ndim - 2)) > 0, a, a[:1, :1]), teacher)
@@ -180,7 +179,7 @@ def test_places_without_weight_do_not_count(given):
     assert (np.asarray(dx)[np.asarray(weights) == 0] == 0).all()
 
 
-def test_a_split_vocabulary_gives_the_same_teacher_and_the_same_loss(given):
+def test_a_sharded_vocabulary_gives_the_same_logits_and_loss(given):
     x, w, targets, weights, teacher_x, teacher_w = given
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -203,7 +202,7 @@ def test_a_split_vocabulary_gives_the_same_teacher_and_the_same_loss(given):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-def test_no_array_has_all_logits(given):
+def test_logits_never_exist_as_a_whole(given):
     x, w, targets, weights, *_ = given
     teacher = known(given, 4)
     run = lambda x, w: distill_and_grads(x, w, targets, weights, teacher, vocab_size=REAL, parts=LossWeights())
@@ -212,7 +211,7 @@ def test_no_array_has_all_logits(given):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_teacher_is_found_as_it_is(given, temperature):
+def test_teacher_logits_equal_numpy(given, temperature):
     teacher = known(given, 6, temperature, found_by=teacher_logits)
     assert isinstance(teacher, TeacherLogits)
     z = np.einsum("btd,vd->btv", *given[4:])[..., :REAL]
