@@ -113,7 +113,7 @@ def test_a_stopped_cache_resumes_to_the_same_bytes(teacher, cache, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         make(teacher, out, "--temperatures", "1,2")
     (note,) = out.glob("*.note")
-    assert int(note.read_text()) == 48  # six batches; the seventh is there, too, but nobody has message so
+    assert int(note.read_text()) == 48  # six batches; the seventh is written but not recorded
     (part,) = out.glob("*.teacher.partial")
     whole = part.read_bytes()
     part.write_bytes(whole[:-100])  # and not all of it
