@@ -41,13 +41,13 @@ class PairsConfig(Section):
 """
 
 PAIRS = '''
-import sys
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nash_mhc.data.pack import RowSourceBase
 from nash_mhc.data.sources import DataSource
 from nash_mhc.model.parts import logits_of
 from nash_mhc.objectives.base import Aux, Sum
@@ -67,21 +67,15 @@ class Pairs(NamedTuple):
     rejected_targets: np.ndarray
 
 
-class CountingPairs:
+class CountingPairs(RowSourceBase):
     """The chosen sequence counts up, the rejected one is random."""
 
-    endless, most_documents, room, examples = True, 1, None, "pairs"
-    name, identity, held_out = "pairs", "pairs-1", ""
+    endless, most_documents, examples = True, 1, "pairs"
+    name, identity = "pairs", "pairs-1"
 
     def __init__(self, seed, seq_len):
         self.seed, self.seq_len = seed, seq_len
         self.extras = {name: ("int32", (seq_len,)) for name in Pairs._fields[4:]}
-
-    def __len__(self):
-        return sys.maxsize
-
-    def __getitem__(self, index):
-        return Pairs(*(a[0] for a in self.take([index])))
 
     def take(self, indices):
         starts = np.asarray(indices)[:, None] % 16
@@ -89,9 +83,6 @@ class CountingPairs:
         rejected = np.random.default_rng([self.seed, int(indices[0])]).integers(0, 16, chosen.shape, np.int32)
         ones = np.ones_like(chosen[:, 1:])
         return Pairs(chosen[:, :-1], chosen[:, 1:], ones, ones.astype(np.float32), rejected[:, :-1], rejected[:, 1:])
-
-    def epochs(self, position):
-        return {}
 
 
 SOURCE = DataSource(
