@@ -57,7 +57,7 @@ def _import(argv: Sequence[str]) -> int:
     if (folder / "adapter_config.json").is_file():
         return _import_adapters(folder, args)
     if args.base is not None:
-        raise ConfigError(f"--base {args.base}: {folder} holds no adapters (adapter_config.json)")
+        raise ConfigError(f"--base {args.base}: {folder} holds no adapters, there is no adapter_config.json")
     check_model_folder("", args.folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json, so it is not a Hugging Face model")
