@@ -27,8 +27,8 @@ from nash_mhc.model.parts import embed
 from nash_mhc.model.protocol import Execution, WarmStart
 from nash_mhc.parallel.sharding import for_compute
 
-_STRENGTH = 1e-3  # of the ridge, relative to a feature's mean square
-_SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)  # of the readout, relative to the input embeddings
+_STRENGTH = 1e-3  # ridge strength, relative to a feature's mean square
+_SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)  # readout scales, relative to the input embeddings
 
 
 class Normal(NamedTuple):
