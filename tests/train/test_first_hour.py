@@ -77,7 +77,7 @@ def test_every_command_that_is_printed_runs_as_it_stands(tmp_path, shell):
     assert proposed(out) == [f"{sys.executable} -m nash_mhc.train {quoted} --tokenizer 'my tokenizer'"]
     out = type_(f"{python} -m nash_mhc.data prepare {quoted} --tokenizer 'my tokenizer' --seq_len 64 --out 'my data'")
     assert "60 documents" in out
-    assert "61 files, 1 empty document left out" in out
+    assert re.search("61 files, 1 empty document", out)
     (line,) = proposed(out)
     assert line == f"{sys.executable} -m nash_mhc.train --dataset 'my data' {shlex.join(SMALL)}"
     out = type_(f"{line} --checkpoint-dir 'my runs/first one'")
@@ -220,7 +220,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(command, tmp_path):
 def test_a_step_that_never_ran_is_not_shown(tmp_path):
     folder = at(tmp_path / "run", total_steps=5, evaluated=False).folder
     assert "step 5, row 0" in of_run(RunFolder(folder), 5, 0)
-    with pytest.raises(ConfigError, match=r"--step 6: this run has not come so far; by its .* checkpoints 5 is the most"):
+    with pytest.raises(ConfigError, match=r"--step 6: .*step 5, by its .*checkpoints"):
         of_run(RunFolder(folder), 6, 0)
     with pytest.raises(ConfigError, match=r"--step 1000"):
         of_run(RunFolder(folder), 1000, None)

@@ -194,9 +194,9 @@ def test_a_run_that_starts_from_another_one_takes_its_data(tmp_path, monkeypatch
 
 
 def test_weights_of_another_shape_are_refused_before_anything_is_made(other, tmp_path):
-    for changes, named in (({"width": 48}, "model.width 24 there, 48 now; leave --model-width out"),
-                           ({"layers": 3, "nash_iterations": 7}, "model.layers 2 there, 3 now; leave --model-layers out"),
-                           ({"qk_norm": False}, "model.qk_norm True there, False now; leave --model-qk-norm out")):  # fmt: skip
+    for changes, named in (({"width": 48}, "model.width 24 there, 48 now; leave out --model-width"),
+                           ({"layers": 3, "nash_iterations": 7}, "model.layers 2 there, 3 now; leave out --model-layers"),
+                           ({"qk_norm": False}, "model.qk_norm True there, False now; leave out --model-qk-norm")):  # fmt: skip
         cfg = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, **changes))
         train_ = dataclasses.replace(cfg.train, init_from=str(other), checkpoint_dir=str(tmp_path / "new"))
         with pytest.raises(ConfigError) as refused:
