@@ -43,7 +43,7 @@ RUN_BY = {
     "data prepare": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "data train-bpe": "test_first_hour.py::test_every_command_that_is_printed_runs_as_it_stands",
     "data questions": "test_tuning.py::test_recipes_run",
-    "data inspect": "test_inspect.py::test_a_prepared_folder_tells_what_it_holds",
+    "data inspect": "test_inspect.py::test_statistics_of_a_prepared_folder",
     "checkpoint list": "test_checkpoint_command.py::test_list_shows_every_checkpoint_including_damaged_ones",
     "checkpoint inspect": "test_checkpoint_command.py::test_one_device_inspects_a_checkpoint_of_eight",
     "checkpoint verify": "test_first_hour.py::test_the_console_script_is_every_command",
