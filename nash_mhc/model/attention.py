@@ -81,12 +81,8 @@ def sharded_attention(
     if set(kernels) <= set(PLAIN_KERNELS):
         return run
     batch_axes = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
-    axes = tuple(
-        AttentionInput(
-            PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, batch_axes(x.segments_BI, "time"), batch_axes(x.documents, "documents")  # type: ignore[arg-type]
-        )
-        for x in inputs
-    )  # fmt: skip
+    packing_axes: Any = lambda x: (batch_axes(x.segments_BI, "time"), batch_axes(x.documents, "documents"))
+    axes = tuple(AttentionInput._make((PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, *packing_axes(x))) for x in inputs)
     return on_shards(run, [axes], (out_axes,) * len(inputs))
 
 
