@@ -134,17 +134,13 @@ def _tpu_mesh(cfg: MeshConfig, topology: str) -> Mesh:
 
 def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     """Compile for `topology`, such as v6e:2x4, with libtpu but without a TPU; or for `cpu`, with emulated devices."""
-    with contextlib.nullcontext() if topology == "cpu" else hidden("libtpu", "TPU_STDERR_LOG_LEVEL"):
-        return _compile(cfg, topology)
-
-
-def _compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     emulated = dataclasses.replace(cfg.mesh, platform="cpu")
-    mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg.mesh, topology)
-    check_fit(cfg, mesh.shape)
-    cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
-    step = compile_train_step(cfg, mesh)
-    compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
+    with contextlib.nullcontext() if topology == "cpu" else hidden("libtpu", "TPU_STDERR_LOG_LEVEL"):
+        mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg.mesh, topology)
+        check_fit(cfg, mesh.shape)
+        cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
+        step = compile_train_step(cfg, mesh)
+        compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
     memory = compiled.memory_analysis()
     gib = {name: getattr(memory, f"{name}_size_in_bytes") / 2**30 for name in ("argument", "output", "alias", "temp")}
     return {
