@@ -45,12 +45,12 @@ class Hub:
             raise
         except Exception as error:  # each reader of the library raises its own
             self._check_variant()
-            remedy = "" if self._path is not None else (
-                f"; without network access, run load_dataset('{name}').save_to_disk(FOLDER) on a machine that has it and "
-                "use --dataset FOLDER here"
-            )  # fmt: skip
+            reason = _first_line(error)
+            if self._path is not None:
+                raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({reason})") from error
             raise Unreachable(
-                f"--dataset {name}: the datasets library cannot read it ({_first_line(error)}){remedy}"
+                f"--dataset {name}: the datasets library cannot read it ({reason}); without network access, run "
+                f"load_dataset('{name}').save_to_disk(FOLDER) on a machine that has it and use --dataset FOLDER here"
             ) from error
         self.format = format_of(cfg, columns)
         self._columns = columns_of(cfg, self.format)
