@@ -221,7 +221,7 @@ def _forward(x_BTD, w_VD, targets_BT, weights_BT, teacher, vocab_size, parts):  
     def local(x: Array, w: Array, targets: Array, weights: Array, teacher: TeacherLogits) -> tuple[DistillSums, Array, Array]:
         x, w = gather(x, w)
         sums, dx, dw = distill(x, w, targets, weights, teacher, **_options(vocab_size, parts), with_grads=True)
-        return sum_over_batch(sums), *reduce_gradients(dx, dw)
+        return sum_over_batch(sums), *reduce_gradients(dx, dw)  # type: ignore[arg-type]
 
     with jax.named_scope("loss"):
         out = on_shards(local, _AXES, (_SUM_AXES, HIDDEN_AXES, TABLE_AXES))
