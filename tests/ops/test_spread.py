@@ -116,7 +116,7 @@ def test_loss_and_gradients_of_such_rows_are_the_same_on_every_mesh(monkeypatch)
     rng = np.random.default_rng(0)
     rows = [rows_of(rng.permutation([7, 13, 5, 9]).tolist(), seed)[1] for seed in range(8)]
     batch = small.Rows(*(np.concatenate(a)[None] for a in zip(*rows, strict=True)))
-    monkeypatch.setattr(programs, "_PLACES", STRIDE)
+    monkeypatch.setattr("nash_mhc.train.step._ATTENTION_BLOCK", STRIDE)
     source = StoryRows(BYTES, seed=0, split="train", seq_len=T)
     source.padded_length = ROOM
     results = []
