@@ -38,9 +38,7 @@ RULES: Registry[tuple[str, ...]] = Registry("axes", {
     "maps": (),  # M, coefficients of the residual streams' maps
     "scales": (),  # C, attention scales of a head
     "taps": (),  # taps of a pooling kernel
-    "rank": (),  # LoRA rank
-    "groups": (),  # groups of inputs that share a quantization scale
-    "levels": (),  # quantization levels
+    "rank": (),  # of LoRA and of other products of narrow matrices
     "vector": (),  # norm scales: too small to shard
     "layers": (),  # scanned
     "experts": (),  # MLPs of a mixture of experts

@@ -3,11 +3,12 @@
 from nash_mhc.config.kits import HubCommand, Kit
 
 _PACK = HubCommand(
-    "write a run with quantized weights to a folder that stores only their bits", "nash_mhc.kits.quantize.packed:main"
+    "Write a run with quantized weights to a folder that stores only their bits.", "nash_mhc.kits.quantize.packed:main"
 )
 
 KIT = Kit(
     sections={"quantize": "settings:QuantizeConfig"},
+    axes={"groups": (), "levels": ()},  # groups of inputs that share a scale; quantization levels
     weights={"quantize": "weights:quantized"},
     formats={"packed.json": "packed:FORMAT"},
     hub_commands={"pack": _PACK},
