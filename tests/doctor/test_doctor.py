@@ -196,7 +196,7 @@ def test_wrong_flags_are_one_line_each(tmp_path: Path) -> None:
         (["--timeout", "0"], "--timeout 0: must be"),
         (["--quick", "device_type=tpu"], "'device_type=tpu': .* doctor takes no run settings"),
         (["tpu"], "'tpu': no such directory; .*runs/NAME"),
-        (["--json", str(tmp_path / "no" / "file.json")], "cannot be written; name a file in a folder that is there"),
+        (["--json", str(tmp_path / "no" / "file.json")], "no/file.json: cannot be written"),
     ]:
         with pytest.raises(ConfigError, match=expected):
             doctor.parse(argv)

@@ -133,7 +133,7 @@ def test_a_text_may_have_any_length_and_a_model_one_stream(tokens):
 
 
 def test_what_cannot_be_shown_is_said_in_a_line(model, tokens, inside):
-    with pytest.raises(ConfigError, match="one scale"):
+    with pytest.raises(ConfigError, match="--model-scales above 1"):
         look(jax.eval_shape(lambda: LM.init(small.MODEL, key=jax.random.key(0))), tokens)
     for wrong in ([], np.array([[1, 2]]), [CFG.vocab_size], [-1]):
         with pytest.raises(ConfigError, match="each from 0 to 256"):
