@@ -136,7 +136,7 @@ def test_what_cannot_be_shown_is_said_in_a_line(model, tokens, inside):
     with pytest.raises(ConfigError, match="--model-scales above 1"):
         look(jax.eval_shape(lambda: LM.init(small.MODEL, key=jax.random.key(0))), tokens)
     for wrong in ([], np.array([[1, 2]]), [CFG.vocab_size], [-1]):
-        with pytest.raises(ConfigError, match="each from 0 to 256"):
+        with pytest.raises(ConfigError, match="from 0 to 256"):
             look(model, wrong)
     with pytest.raises(ConfigError, match=r"layer 2, head 0: this model has layers 0 to 1 and heads 0 to 7"):
         inside.gaze(2, 0)
