@@ -1,11 +1,13 @@
 """`bench data` measures the real parts."""
 
+import pytest
 import small
 
 from nash_mhc.bench import data
 from nash_mhc.bench.data import bench_data, make_texts, targets
 
 
+@pytest.mark.long
 def test_bench_data_measures_every_part(monkeypatch):
     monkeypatch.setattr(data, "_SECONDS", 0.2)  # of reading
     monkeypatch.setattr("nash_mhc.train.inputs.open_held_out", lambda *_, **__: None)  # nobody looks at an evaluation

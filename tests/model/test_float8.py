@@ -81,6 +81,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_seen():
         assert not np.isfinite(product(spoilt)[0][0]).any()
 
 
+@pytest.mark.long
 def test_a_run_with_it_is_the_same_on_a_mesh_and_with_remat_and_not_that_without():
     cfg = small.config(train__matmul_dtype="float8")
     batches = [small.random_rows(cfg, seed) for seed in range(2)]

@@ -142,6 +142,7 @@ def adapted_run(cfg):
     return dataclasses.replace(cfg, model=model, optim=dataclasses.replace(cfg.optim, train_only="*.down,*.up"))
 
 
+@pytest.mark.long
 def test_adapters_alone_are_trained_on_a_mesh_as_on_one_device(known):
     cfg = adapted_run(small.config())
     batches = [small.random_rows(cfg, seed) for seed in range(3)]

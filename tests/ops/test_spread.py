@@ -109,6 +109,7 @@ def test_aligned_rows_are_the_same_either_way(model):
         np.testing.assert_allclose(spread_out[0, real], as_they_are[0, real], atol=3e-5)
 
 
+@pytest.mark.long
 def test_loss_and_gradients_of_such_rows_are_the_same_on_every_mesh(monkeypatch):
     # Two scales with the blocks of three, which answer each other once, and two windows a row: less of the same.
     shape_of_it = dataclasses.replace(PLAIN, scales=2, ratio=STRIDE, nash_iterations=1, window=ROOM // 2)

@@ -82,6 +82,7 @@ def slopes() -> dict[str, float]:
     return {name: float(np.polyfit(np.log(WIDTHS), np.log([m[name] for m in each]), 1)[0]) for name in each[0]}
 
 
+@pytest.mark.long
 def test_a_step_moves_wide_models_as_far_as_narrow_ones() -> None:
     found = slopes()
     # These see nothing but the table. A token's row is looked up, not summed over, so it moves by the rate itself, and

@@ -239,6 +239,7 @@ def test_a_student_equal_to_its_teacher_has_no_divergence(cache, tmp_path):
     assert abs(row["kl"]) < 1e-6 and abs(row["loss/anchor"]) < 1e-6
 
 
+@pytest.mark.long
 def test_losses_of_layers_and_anchor_start_at_zero_and_are_minimized(teacher, cache, tmp_path):
     begun, shown = untrained_run(tmp_path / "begun", STUDENT), tmp_path / "shown"
 
