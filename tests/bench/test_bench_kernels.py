@@ -17,6 +17,7 @@ FLAGS = (
 ).split()
 
 
+@pytest.mark.long
 def test_every_kernel_of_a_step_meets_its_plain_form_and_a_wrong_one_is_named(monkeypatch, capsys, tmp_path):
     conv, file = conv_gpu.conv, tmp_path / "kernels.json"
     monkeypatch.setattr(conv_gpu, "conv", lambda *args, **options: 1.02 * conv(*args, **options))

@@ -13,6 +13,7 @@ MOVES, STEPS = times(50, 15), 100_000
 FLAGS = f"--total-steps {STEPS} --checkpoint-interval 1 --log-interval 1 --schedule constant --warmup-steps 0".split()
 
 
+@pytest.mark.long
 def test_a_run_whose_directory_is_moved_many_times_ends_like_an_undisturbed_one(tmp_path):
     folder, chance = tmp_path / "run", random.Random(0)
     life = TrainingProcess(folder, *FLAGS, IMPATIENT="1", NO_EVALUATION="1").until("step      1/")

@@ -137,6 +137,7 @@ def test_the_tokenizer_is_saved_with_the_rows(tmp_path: Path, form: str) -> None
     assert texts(tmp_path / "out", tokenizer=again) == texts(tmp_path / "out", tokenizer=tokenizer)
 
 
+@pytest.mark.long
 def test_a_hugging_face_tokenizer_name_uses_the_local_cache(tmp_path: Path) -> None:
     """The cache is as a download leaves it; there is no network access."""
     snapshot = tmp_path / "hub" / "models--someone--cats" / "snapshots" / ("0" * 40)

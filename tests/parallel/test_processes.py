@@ -112,6 +112,7 @@ def test_a_finished_process_exits_normally_even_without_process_0(tmp_path):
     assert "process 0 is gone" not in both[1].said
 
 
+@pytest.mark.long
 def test_a_stalled_peer_is_named_with_phase_and_stack_and_both_exit(tmp_path):
     flags = [*FLAGS, "--stall-timeout", "500"]
     env = {"SHORT_STALL_ONCE": str(tmp_path / "now"), "NO_EVALUATION": "1"}

@@ -74,6 +74,7 @@ def starts(tmp_path_factory):
     return folder, said
 
 
+@pytest.mark.long
 def test_signals_at_any_moment_of_the_start_are_handled(starts):
     _, said = starts
     assert {name: len(lines) for name, lines in said.items()} == {"plain": PLAIN, "crowded": CROWDED}
@@ -87,6 +88,7 @@ def test_signals_at_any_moment_of_the_start_are_handled(starts):
         assert sum(map(reached, everything)) >= 3, f"no signal came while {name}"
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_like_an_undisturbed_one(starts):
     folder, _ = starts
     end = max(manifest.saved_steps(folder / "plain" / "checkpoints"), default=0) + 5

@@ -191,6 +191,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(learned, tmp_path):
     assert_equal_states(at(copy, cfg).state, unbroken.state)
 
 
+@pytest.mark.long
 def test_nothing_is_learned_from_random_tokens(learned, tmp_path):
     """A model that sees the next token would learn random tokens."""
     letters = np.random.default_rng(0).choice(list("abcdefghijklmnop"), size=(400, 60))
