@@ -4,6 +4,7 @@ import json
 import sys
 
 import jax.numpy as jnp
+import pytest
 
 from nash_mhc.bench import __main__ as bench
 from nash_mhc.bench import kernels

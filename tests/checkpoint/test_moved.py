@@ -6,6 +6,7 @@ import shutil
 import time
 
 import numpy as np
+import pytest
 from storms import times
 from training_process import TrainingProcess, arrays
 
