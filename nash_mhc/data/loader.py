@@ -74,8 +74,10 @@ def batches(
             iterator.start_prefetch()
     try:
         for rows in iterator:
-            # Copy out of shared memory: grain frees it in a thread, too late if the run ends right after the last use.
-            yield type(rows)(*(np.array(a) for a in rows)) if workers else rows
+            batch = type(rows)(*(np.array(a) for a in rows)) if workers else rows
+            # grain frees shared memory in a thread: drop it before the step, or the end of the run may come first.
+            del rows
+            yield batch
     finally:
         getattr(iterator, "close", lambda: None)()
 
