@@ -10,15 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from nash_mhc import __version__
 from nash_mhc.config.commands import OneLineParser, file_to_write, local_path, one_line_errors, run_path
 from nash_mhc.config.humanize import counted, duration
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, Lines, one_line
-from nash_mhc.doctor.isolated import IsolatedChecks
+from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, IsolatedChecks, Lines, one_line
 from nash_mhc.doctor.machine import check_hidden_devices, check_memory, check_packages, device_packages
 from nash_mhc.doctor.trial import fast_compilation
 
@@ -40,7 +39,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_strictly(argv, "give one directory")
     if not 0 < args.timeout < 1e6:
         raise ConfigError(f"--timeout {args.timeout:g}: must be a number of seconds above 0")
-    file_to_write("--json", args.json)
+    args.json = file_to_write("--json", args.json)
     name = args.folder
     if name is not None and not ("/" in name or os.path.isdir(name)):  # a setting, or a typo
         setting = "; doctor takes no run settings" if "=" in name else ""
@@ -63,7 +62,7 @@ def _figures(lines: Lines, check: str) -> dict[str, Any]:
 
 def _smoke(isolated: IsolatedChecks, lines: Lines) -> None:
     """Run the smoke test, unless a device check has failed: then it would fail the same way, minutes later."""
-    devices, env = _figures(lines, "devices"), os.environ
+    devices = _figures(lines, "devices")
     failed = [f.check for f in lines.findings if f.status in (PROBLEM, SKIPPED) and f.check in _DEVICES]
     if failed or not devices:
         lines.found(Finding("smoke test", SKIPPED, f"because of {failed[0] if failed else 'devices'}"))
@@ -74,27 +73,22 @@ def _smoke(isolated: IsolatedChecks, lines: Lines) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="nash-mhc-doctor-", ignore_cleanup_errors=True) as scratch:
         settings = {"scratch": scratch, "platform": devices["platform"], "count": devices["count"]}
-        isolated.run("smoke", ["smoke test"], settings, env if devices["platform"] != "cpu" else fast_compilation(env))
+        env = os.environ if devices["platform"] != "cpu" else fast_compilation(os.environ)
+        isolated.run("smoke", ["smoke test"], settings, env)
 
 
-def _can_write_temporary_files(lines: Lines) -> bool:
+def examine(args: argparse.Namespace, lines: Lines) -> None:
+    isolated = IsolatedChecks(lines, args.timeout)
+    # An explicit directory is that of a run. Without one, runs are created below ./runs.
+    where = {"folder": args.folder or ".", "run_folder": args.folder or "runs/new"}
+    _guarded("packages", check_packages, lines)
+    _guarded("host memory", check_memory, lines)
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"x")
     except OSError as error:
         remedy = "free space there, or set TMPDIR to a writable directory"
         lines.found(Finding("temporary files", PROBLEM, one_line(error), remedy))
-        return False
-    return True
-
-
-def examine(args: argparse.Namespace, lines: Lines) -> None:
-    isolated = IsolatedChecks(lines.found, lines.busy, args.timeout)
-    # An explicit directory is that of a run. Without one, runs are created below ./runs.
-    where = {"folder": args.folder or ".", "run_folder": args.folder or "runs/new"}
-    _guarded("packages", check_packages, lines)
-    _guarded("host memory", check_memory, lines)
-    if not _can_write_temporary_files(lines):
         return  # the isolated checks log to temporary files
     _guarded("accelerators", lambda: isolated.run("accelerators", ["accelerators"], {}, os.environ), lines)
     _guarded("storage", lambda: isolated.run("storage", ["storage", "compilation cache"], where, os.environ), lines)
@@ -107,27 +101,6 @@ def examine(args: argparse.Namespace, lines: Lines) -> None:
         _guarded("smoke test", lambda: _smoke(isolated, lines), lines)
 
 
-def verdict(findings: Sequence[Finding]) -> tuple[int, str]:
-    """Return (exit code, the last line)."""
-    count = lambda status: sum(finding.status == status for finding in findings)
-    problems, warnings = count(PROBLEM), count(WARNING)
-    and_warnings = f", {counted(warnings, 'warning')}" if warnings else ""
-    if problems:
-        return 1, f"{counted(problems, 'problem')}{and_warnings}: a run would fail here"
-    return 0, f"ready to train{and_warnings}"
-
-
-def _write_json(file: str, lines: Lines, code: int, seconds: float) -> int:
-    findings = [finding.as_dict() for finding in lines.findings]
-    content = {"nash_mhc": __version__, "exit_code": code, "seconds": round(seconds, 2), "findings": findings}
-    try:
-        Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"error: --json {file}: cannot be written ({error.strerror}); name another file", file=sys.stderr)
-        return 2
-    return code
-
-
 def main() -> int:
     args, start = parse(sys.argv[1:]), time.monotonic()
     # Exit through every `finally`, so that child processes end and their files are removed.
@@ -138,9 +111,17 @@ def main() -> int:
     finally:
         lines.end()
     seconds = time.monotonic() - start
-    code, text = verdict(lines.findings)
-    lines.say(f"{text} ({duration(seconds)})")
-    return _write_json(args.json, lines, code, seconds) if args.json else code
+    problems, warnings = (sum(f.status == status for f in lines.findings) for status in (PROBLEM, WARNING))
+    and_warnings = f", {counted(warnings, 'warning')}" if warnings else ""
+    verdict = f"{counted(problems, 'problem')}{and_warnings}: a run would fail here"
+    verdict = verdict if problems else f"ready to train{and_warnings}"
+    lines.say(f"{verdict} ({duration(seconds)})")
+    code = 1 if problems else 0
+    if args.json:
+        findings = [asdict(finding) for finding in lines.findings]
+        content = {"nash_mhc": __version__, "exit_code": code, "seconds": round(seconds, 2), "findings": findings}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nash_mhc import __version__
-from nash_mhc.doctor.findings import OK, PROBLEM, WARNING, Finding, one_line, size
-from nash_mhc.doctor.isolated import Reporter
+from nash_mhc.doctor.findings import OK, PROBLEM, WARNING, Finding, Reporter, one_line, size
 from nash_mhc.runtime.chips import host_memory, system_file
 
 if TYPE_CHECKING:
