@@ -12,19 +12,18 @@ import math
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.pack import Rows
+from nash_mhc.data.pack import Rows, RowSource
 
 _NEAREST = 10  # smallest distance between a fact and its question, in tokens
 _ROWS = 1 << 40
 _HELD_OUT = 1 << 14
 
 
-class RecallRows:
+class RecallRows(RowSource):
     """Unlimited training sequences, or a fixed held-out set."""
 
     most_documents: int | None = 1
-    padded_length: int | None = None
-    name, held_out = "recall", ""
+    name = "recall"
 
     def __init__(self, seq_len: int, vocab_size: int, *, seed: int, is_held_out: bool = False) -> None:
         half = vocab_size // 2
@@ -35,16 +34,10 @@ class RecallRows:
             )
         self._T, self._V, self._seed = seq_len, vocab_size, (seed, int(is_held_out))
         self.endless = not is_held_out
-
-    @property
-    def identity(self) -> str:
-        return f"recall-1 {self._T} {self._V} {self._seed}"
+        self.identity = f"recall-1 {seq_len} {vocab_size} {self._seed}"
 
     def __len__(self) -> int:
         return _ROWS if self.endless else _HELD_OUT
-
-    def epochs(self, position: int) -> dict[str, float]:
-        return {}
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         return Rows(*map(np.stack, zip(*(self[int(i)] for i in indices), strict=True)))

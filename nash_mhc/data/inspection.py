@@ -28,7 +28,7 @@ def summarize_epochs(epochs: Mapping[str, float]) -> str:
 
 def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
     """Return (slot, file:line, slots of the document before it) of every piece of a row."""
-    shard, inside = source.locate(row)
+    shard, inside = source.records.locate(row)
     name = f"{source.shards[shard].name}.origins"
     check_files(source.folder, {name: (None, source.shards[shard].origins_sha256)})
     with reading(source.folder / FILE, "prepare the data again", Damaged):

@@ -6,7 +6,7 @@ import bisect
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ class Rows(NamedTuple):
     weights: np.ndarray  # 0 for padding and for targets that are not in the loss
 
 
-# Fields that a source adds to those of `Rows`: dtype and shape per example, by name. A source with extra fields
-# declares them in an attribute `extras`; they become `Batch.extras`.
+# Fields that a source adds to those of `Rows`: dtype and shape per example, by name. They become `Batch.extras`.
 Extras = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -31,42 +30,20 @@ class NothingHeldOut(ConfigError):
     """No validation data, because none was requested (--validation-fraction 0)."""
 
 
-@runtime_checkable
-class RowSource(Protocol):
-    """Rows by number, for training or evaluation."""
+class RowSource:
+    """Rows by number, for training or evaluation. Subclasses implement `take`; defaults suit endless text."""
 
-    endless: bool  # generates new rows forever: no epochs, no shuffling
-    most_documents: int | None  # maximum per row, padding counted as one; None: unknown
-    padded_length: int | None  # row length once all documents are moved to multiples of `align`; None: they start there
-
-    @property
-    def name(self) -> str:
-        """The dataset as the user named it."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Rows: ...
-    def take(self, indices: np.ndarray | list[int]) -> Rows: ...
-
-    @property
-    def identity(self) -> str:
-        """A digest that changes when the rows change."""
-
-    @property
-    def held_out(self) -> str:
-        """Describe what is held out; empty if the data has its own validation split."""
-
-    def epochs(self, position: int) -> dict[str, float]:
-        """Return the epochs of each finite dataset that are read before this position."""
-
-
-class RowSourceBase:
-    """Base class of row sources that implement `take`, with the defaults of endless text."""
-
-    most_documents: int | None = None
-    padded_length: int | None = None
-    held_out = ""
+    name: str  # the dataset as the user named it
+    identity: str  # a digest that changes when the rows change
+    endless: bool = True  # generates new rows forever: no epochs, no shuffling
+    examples: str = "text"  # objectives say which kind they need
+    extras: Extras = {}
+    held_out: str = ""  # description of what is held out; empty if the data has its own validation split
+    most_documents: int | None = None  # maximum per row, padding counted as one; None: unknown
+    padded_length: int | None = None  # row length once documents are moved to multiples of `align`; None: they start there
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
+        """Return rows by number, in that order."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -77,15 +54,12 @@ class RowSourceBase:
         return type(rows)(*(a[0] for a in rows))
 
     def epochs(self, position: int) -> dict[str, float]:
-        return {}
-
-
-@runtime_checkable
-class ShowsRows(Protocol):
-    """A source whose rows are not plain text."""
+        """Return the epochs of each finite dataset that are read before this position."""
+        return {} if self.endless else {self.name: position / len(self)}
 
     def show(self, index: int) -> str:
-        """Render a row as lines of text."""
+        """Render a row that is not text; empty for text."""
+        return ""
 
 
 def best_fit(lengths: Sequence[int], capacity: int, most_rows: int | None = None) -> list[list[int]]:

@@ -18,7 +18,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.documents.files import Corpus, Files
 from nash_mhc.data.documents.hub import Hub, is_saved
 from nash_mhc.data.order import BLOCK, assign_sources, counts_before, exact_shares, permuted, shuffled
-from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, RowSourceBase
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource
 from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
@@ -33,10 +33,8 @@ from nash_mhc.storage.folders import model_name
 _SAMPLE_KEY = 2512_24880  # of the permutation that chooses the evaluated rows; never change it
 
 
-class Mixture(RowSourceBase):
+class Mixture(RowSource):
     """Endless rows of several sources by weight; finite sources are reread in a new order each epoch."""
-
-    endless = True
 
     def __init__(self, names: Sequence[str], sources: Sequence[RowSource], weights: Sequence[str], *, seed: int) -> None:
         self.names, self._sources, self._seed = list(names), list(sources), seed
@@ -48,14 +46,11 @@ class Mixture(RowSourceBase):
                 f"--dataset: {max(names, key=list(names).count)} is given twice; give it once with the total weight"
             )
         self._shares = exact_shares(weights)
+        self.identity = digest_of([[source.identity for source in sources], [str(share) for share in self._shares]])
         self.held_out = "; ".join(f"{source.name}: {source.held_out}" for source in sources if source.held_out)
         most = [source.most_documents for source in sources]
         self.most_documents = None if None in most else max(n for n in most if n is not None)
         self.padded_length = max((s.padded_length for s in sources if s.padded_length is not None), default=None)
-
-    @property
-    def identity(self) -> str:
-        return digest_of([[source.identity for source in self._sources], [str(share) for share in self._shares]])
 
     def epochs(self, position: int) -> dict[str, float]:
         counts = counts_before(position, self._shares)

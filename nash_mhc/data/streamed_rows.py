@@ -35,7 +35,7 @@ from nash_mhc.data.documents.files import (
 from nash_mhc.data.documents.holdout import EVALUATED, TRAINED_ON, HeldOut, by_share
 from nash_mhc.data.documents.hub import Hub
 from nash_mhc.data.order import combine, permuted
-from nash_mhc.data.pack import NothingHeldOut, Rows, RowSourceBase, StoredRows, pack_pieces, unpack
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, StoredRows, pack_pieces, unpack
 from nash_mhc.data.prepared.manifest import VERSION
 from nash_mhc.data.recipe import Document, document_of, make_recipe, pieces_of
 from nash_mhc.data.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ class Lane:
             out.write("\n" + json.dumps([*entry, digest_of(entry)]))  # first a new line: a crash may have left half a line
 
 
-class StreamRows(RowSourceBase):
+class StreamRows(RowSource):
     """Endless rows of a stream. Not for worker processes: each would read all lanes."""
 
     endless = True

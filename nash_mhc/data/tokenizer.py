@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -30,34 +30,42 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"
 TOKENIZERS: Registry[Callable[[str], Tokenizer | None]] = Registry("tokenizers", {})
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
+class Tokenizer:
+    """Text <-> token ids; the defaults are those of a tokenizer without special tokens or a chat template."""
+
+    name: str
     vocab_size: int
     begin: int | None  # token before every document; None: documents begin with their first token
     end: int  # token after every document
-    adds_begin: bool  # does its tokenizer.json add `begin`?
-    bos: int | None  # its bos token, if any
+    adds_begin: bool = False  # does its tokenizer.json add `begin`?
+    bos: int | None = None  # its bos token, if any
     fingerprint: str  # equal for tokenizers that give equal tokens
-
-    @property
-    def byte_lengths(self) -> np.ndarray:
-        """Bytes of text of each token id, for bits per byte."""
+    byte_lengths: np.ndarray  # bytes of text of each token id, for bits per byte
 
     def encode(self, text: str) -> np.ndarray:
         """Tokenize text. Special tokens that the text spells are treated as text."""
+        raise NotImplementedError
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-    def decode(self, tokens: np.ndarray) -> str: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        raise NotImplementedError
 
     def split_special(self, template: str) -> list[str | int]:
         """Split template text into text and the ids of special tokens."""
+        return [template]
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Render messages (role and content) as a prompt for the next answer; ConfigError without a chat template."""
+        raise ConfigError(
+            f"{self.name} has no chat template; write the prompt in the format the model was trained on, without --chat"
+        )
 
     def chat_form(self) -> dict[str, Any]:
         """Return what conversations are rendered from, as plain values: the chat template with its variables, and the
         spellings of the special tokens. ConfigError without a chat template."""
+        raise ConfigError(f"--template tokenizer: {self.name} has no chat template; give a --template")
 
 
 def prefix_of(tokenizer: Tokenizer) -> int:
@@ -76,15 +84,12 @@ def is_of_model(name: str) -> bool:
     return (folder / "config.json").is_file() and not (folder / "run.json").exists()
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as tokens 0..255, and an end token."""
 
+    name, fingerprint = "the byte tokenizer", "bytes"
     vocab_size = 257
-    begin: int | None = 256
-    end = 256
-    adds_begin = False
-    bos: int | None = None
-    fingerprint = "bytes"
+    begin = end = 256
 
     def __init__(self) -> None:
         self.byte_lengths = np.append(np.ones(256, np.int32), 0)
@@ -92,27 +97,15 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, tokens: np.ndarray) -> str:
         return bytes(int(t) for t in np.asarray(tokens).ravel() if t < 256).decode("utf-8", errors="replace")
 
-    def split_special(self, template: str) -> list[str | int]:
-        return [template]
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        raise ConfigError("the byte tokenizer has no chat template; write the prompt in the format the model was trained on")
-
-    def chat_form(self) -> dict[str, Any]:
-        raise ConfigError("--template tokenizer: the byte tokenizer has no chat template; give a --template")
-
-
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of the transformers library. Pickled copies can only encode, and do not import transformers."""
 
     def __init__(self, inner: Any, name: str, *, begin_with_end: bool = True) -> None:
-        self._inner, self._name = inner, name
+        self._inner, self.name = inner, name
         self._backend: Any = getattr(inner, "backend_tokenizer", None)
         if self._backend is None:
             raise ConfigError(f"--tokenizer {name}: has no tokenizer.json; save it as a fast tokenizer first")
@@ -123,11 +116,11 @@ class HuggingFaceTokenizer:
         end = inner.eos_token_id if inner.eos_token_id is not None else inner.bos_token_id
         if end is None:
             raise ConfigError(f"--tokenizer {name}: has neither an eos nor a bos token to separate documents; add one")
-        self.end: int = end
+        self.end = end
         added = self._backend.encode("", add_special_tokens=True).ids  # Llama's tokenizers add a bos, Qwen's nothing
-        self.begin: int | None = next(iter(added), end if begin_with_end else None)
-        self.adds_begin: bool = len(added) > 0
-        self.bos: int | None = inner.bos_token_id
+        self.begin = next(iter(added), end if begin_with_end else None)
+        self.adds_begin = len(added) > 0
+        self.bos = inner.bos_token_id
         self.fingerprint = hashlib.sha256(f"{end} {self._backend.to_str()}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,17 +142,15 @@ class HuggingFaceTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self._inner.chat_template:
-            raise ConfigError(
-                f"{self._name}: its tokenizer has no chat template; write the prompt in the format the model was trained on"
-            )
+            return super().render_chat(messages)
         try:
             return str(self._inner.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program and may raise anything
-            raise ConfigError(f"{self._name}: its chat template rejects these messages ({_first_line(error)})") from error
+            raise ConfigError(f"{self.name}: its chat template rejects these messages ({_first_line(error)})") from error
 
     def chat_form(self) -> dict[str, Any]:
         if not self._inner.chat_template:
-            raise ConfigError(f"--template tokenizer: {self._name} has no chat template; give a --template")
+            return super().chat_form()
         spelled = self._backend.id_to_token
         return {
             "template": self._inner.get_chat_template(),

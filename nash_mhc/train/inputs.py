@@ -22,7 +22,7 @@ from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.feed import OpenFeed
-from nash_mhc.objectives.registry import TEXT, feed_of, named_objective
+from nash_mhc.objectives.registry import feed_of, named_objective
 from nash_mhc.parallel.board import from_leader, leader_first
 from nash_mhc.parallel.processes import check_same
 from nash_mhc.parallel.sharding import RULES
@@ -72,7 +72,7 @@ class Inputs:
 
     def abstract_batch(self, source: RowSource, accum: int, mesh: Mesh) -> Batch:
         """Return the shapes of the batches of a source, to compile programs before data is read."""
-        batch = abstract_batch(self.cfg.data, accum, mesh, getattr(source, "extras", {}))
+        batch = abstract_batch(self.cfg.data, accum, mesh, source.extras)
         return self.feed.abstract(source, batch)
 
 
@@ -87,7 +87,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     floor = loss_floor(cfg.data, tokenizer)
     options: dict[str, Any] = {"align": cfg.model.alignment, "opener": feed_of(cfg.objective.name).opener(cfg)}
     source = leader_first(lambda: open_source(cfg.data, tokenizer, split=cfg.data.split, seed=cfg.train.seed, **options))
-    takes, has = named_objective(cfg.objective.name).examples, getattr(source, "examples", TEXT)
+    takes, has = named_objective(cfg.objective.name).examples, source.examples
     if takes not in (None, has):
         raise ConfigError(
             f"--objective {cfg.objective.name} needs {takes} examples, but --dataset {cfg.data.dataset} has {has}; choose "

@@ -1,5 +1,6 @@
 """Preparing: the same bytes for any number of processes and restarts, little padding, damage is reported."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,7 +17,6 @@ from corpora import DOCUMENTS, every_byte, prepared, stories, write_jsonl
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.prepared import prepare as prepare_module
-from nash_mhc.data.prepared import rows as rows_module
 from nash_mhc.data.prepared.rows import PreparedRows
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ def test_threads_share_open_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         # Fresh files each time, and a cache of two:
         # every read opens one, and lets go of one that another may be reading.
         rows = PreparedRows(tmp_path / "out", "train")
-        rows._open = rows_module.few_open_files(rows._paths, at_once=2)
+        rows.records = dataclasses.replace(rows.records, most_open=2)
         with ThreadPoolExecutor(8) as pool:
             for got in pool.map(lambda _, rows=rows: rows.take(np.arange(len(rows))).inputs, range(8)):
                 np.testing.assert_array_equal(got, wanted)

@@ -47,7 +47,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nash_mhc.data.pack import RowSourceBase
+from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import DataSource
 from nash_mhc.model.parts import logits_of
 from nash_mhc.objectives.base import Aux, Sum
@@ -67,7 +67,7 @@ class Pairs(NamedTuple):
     rejected_targets: np.ndarray
 
 
-class CountingPairs(RowSourceBase):
+class CountingPairs(RowSource):
     """The chosen sequence counts up, the rejected one is random."""
 
     endless, most_documents, examples = True, 1, "pairs"

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.pack import NothingHeldOut, Rows, RowSourceBase, StoredRows, unpack
+from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, StoredRows, unpack
 from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files
 
 
@@ -58,12 +58,52 @@ class _File:
             os.close(self.number)
 
 
-def few_open_files(paths: list[Path], at_once: int = 256) -> Callable[[int], _File]:
-    """Return a function that opens these files by number; at most `at_once` stay open, for corpora of many shards."""
-    return functools.lru_cache(maxsize=at_once)(lambda number: _File(paths[number]))
+@dataclass(frozen=True)
+class Records:
+    """Records of fixed size in several files, read by number. Few files stay open, for corpora of many shards."""
+
+    dataset: str  # as the user named it: the files may be in the cache
+    files: tuple[Path, ...]
+    counts: tuple[int, ...]  # records of each file
+    size: int
+    most_open: int = 256
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.counts))
+
+    @functools.cached_property
+    def _open(self) -> Callable[[int], _File]:
+        return functools.lru_cache(maxsize=self.most_open)(lambda number: _File(self.files[number]))
+
+    def __getstate__(self) -> dict[str, object]:  # worker processes open the files themselves
+        return {k: v for k, v in self.__dict__.items() if k != "_open"}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return (file number, record in the file) of a record."""
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number] - self.counts[number])
+
+    def place(self, index: int) -> str:
+        """Name a record for an error message."""
+        number, row = self.locate(index)
+        return f"--dataset {self.dataset}: row {row} of its prepared {self.files[number].name}"
+
+    def read(self, indices: np.ndarray | list[int]) -> np.ndarray:
+        """Return bytes [records, size]. Not by memory map: a truncated file would end the process."""
+        buffer = np.empty((len(indices), self.size), np.uint8)
+        for record, index in zip(buffer, map(int, indices), strict=True):
+            number, row = self.locate(index)
+            file = self._open(number)  # a local reference: the cache may drop it while another thread reads
+            if os.preadv(file.number, [record], row * self.size) != self.size:
+                raise Damaged(f"{self.place(index)}: the file is truncated; prepare it again")
+        return buffer
 
 
-class PreparedRows(RowSourceBase):
+class PreparedRows(RowSource):
     """The rows of one split of a prepared folder, whose files are hashed when it is opened."""
 
     endless = False
@@ -78,64 +118,31 @@ class PreparedRows(RowSourceBase):
                 f"--dataset {self.name}: has no rows of split {split!r}, there is {present}; add text, lower --seq-len, raise "
                 f"--validation-fraction, or choose another --split or --eval-split"
             )
+        self.identity, self.held_out = self.manifest.identity, "; ".join(self.manifest.notes)
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
         self.most_documents = splits[split].most_documents + 1  # padding counts as one
         self.padded_length = splits[split].room
-        self.held_out = "; ".join(self.manifest.notes)
         self._vocab_size = self.form.vocab_size if vocab_size is None else vocab_size
-        self._paths = [folder / f"{shard.name}.rows" for shard in self.shards]
-        self._ends = list(accumulate(shard.rows for shard in self.shards))
-        self._open = few_open_files(self._paths)
-        size = self.form.record.itemsize
-        check_files(folder, {f"{s.name}.rows": (s.rows * size, s.sha256) for s in self.shards})
+        self.records = self.records_of("rows", self.form.record.itemsize)
+        check_files(folder, {f"{s.name}.rows": (s.rows * self.records.size, s.sha256) for s in self.shards})
 
-    @property
-    def identity(self) -> str:
-        return self.manifest.identity
-
-    def epochs(self, position: int) -> dict[str, float]:
-        return {self.name: position / len(self)}
+    def records_of(self, extension: str, size: int) -> Records:
+        """Return the records in the files of this extension, one per row."""
+        files = tuple(self.folder / f"{shard.name}.{extension}" for shard in self.shards)
+        return Records(self.name, files, tuple(shard.rows for shard in self.shards), size)
 
     def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getstate__(self) -> dict[str, object]:  # worker processes open the files themselves
-        return {k: v for k, v in self.__dict__.items() if k != "_open"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._open = few_open_files(self._paths)
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return (shard number, row in the shard) of a row."""
-        shard = bisect_right(self._ends, index)
-        return shard, index - (self._ends[shard] - self.shards[shard].rows)
+        return len(self.records)
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
-        """Return rows by number, in that order."""
-        size = self.form.record.itemsize
-        buffer = np.empty((len(indices), size), np.uint8)
-        for at, index in enumerate(indices):
-            shard, row = self.locate(int(index))
-            file = self._open(shard)  # a local reference: the cache may drop it while another thread reads
-            if os.preadv(file.number, [buffer[at]], row * size) != size:
-                raise Damaged(f"{self._place(index)}: the file is truncated; prepare the data again")
-        stored = self.form.decode(buffer)
-        self._check(stored, indices)
-        return unpack(stored, self.form.end)
-
-    def _place(self, index: int | np.integer) -> str:
-        """Name a row by the user's dataset: the folder may be one of the cache."""
-        shard, row = self.locate(int(index))
-        return f"--dataset {self.name}: row {row} of its prepared {self.shards[shard].name}.rows"
-
-    def _check(self, stored: StoredRows, indices: np.ndarray | list[int]) -> None:
-        """ConfigError for an id outside the vocabulary, which would silently read another embedding."""
+        stored = self.form.decode(self.records.read(indices))
+        # An id outside the vocabulary would silently read another embedding.
         bad = (stored.tokens >= self._vocab_size).any(axis=1) | (stored.used > self.form.seq_len)
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             raise ConfigError(
-                f"{self._place(indices[row])}: token {stored.tokens[row].max()} is outside the vocabulary of "
+                f"{self.records.place(int(indices[row]))}: token {stored.tokens[row].max()} is outside the vocabulary of "
                 f"{self._vocab_size}; prepare the data with the run's --tokenizer"
             )
+        return unpack(stored, self.form.end)

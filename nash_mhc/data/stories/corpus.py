@@ -24,7 +24,7 @@ import yaml
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import Raw
 from nash_mhc.data.order import combine, permuted
-from nash_mhc.data.pack import Rows, RowSourceBase, pack
+from nash_mhc.data.pack import Rows, RowSource, pack
 from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, WordList, sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.errors import as_config_error
@@ -174,7 +174,7 @@ class Stories:
             yield Raw.of_table(0, number + 1, self._corpus.story(0, split, number).text)
 
 
-class StoryRows(RowSourceBase):
+class StoryRows(RowSource):
     """Endless packed rows of the built-in stories.
 
     Rows are generated one volume at a time: new stories, packed by best fit, in random order. Each story appears at

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.pack import Extras, Rows
 from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files, write_file
-from nash_mhc.data.prepared.rows import PreparedRows, few_open_files
+from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.hub.load import Loaded
 from nash_mhc.kits.distill.teacher import top_k_reader
 from nash_mhc.model.protocol import LanguageModel
@@ -139,39 +139,18 @@ class CachedRows(PreparedRows):
         self.extras: Extras = {
             "ids": ("int32", (seq_len, tokens)), "logits": ("float16", (seq_len, tokens)), "lse": ("float32", (seq_len,)),
         }  # fmt: skip
-        self._records = RecordFormat(seq_len, tokens, self.form.vocab_size, tuple(about["temperatures"]))
+        self._format = RecordFormat(seq_len, tokens, self.form.vocab_size, tuple(about["temperatures"]))
         self._temperature = about["temperatures"].index(temperature)
-        self._teacher_paths = [folder / f"{shard.name}.teacher" for shard in self.shards]
-        self._open_teacher = few_open_files(self._teacher_paths)
-        self._teacher_identity = digest_of(
-            {k: about[k] for k in ("teacher", "rows", "top_k", "random", "temperatures", "files") if k in about}
-        )
-        size = self._records.record_bytes
-        sizes = {f"{shard.name}.teacher": shard.rows * size for shard in self.shards}
+        read_by = {k: about[k] for k in ("teacher", "rows", "top_k", "random", "temperatures", "files") if k in about}
+        self.identity = digest_of([self.identity, digest_of(read_by)])
+        self._logits = self.records_of("teacher", self._format.record_bytes)
+        sizes = {f"{shard.name}.teacher": shard.rows * self._logits.size for shard in self.shards}
         if missing := [name for name in sizes if name not in about["files"]]:
             raise Damaged(f"{folder / FILE}: does not list {missing[0]}; {_AGAIN}")
         check_files(folder, {name: (sizes[name], about["files"][name]) for name in sizes})
 
-    @property
-    def identity(self) -> str:
-        return digest_of([super().identity, self._teacher_identity])
-
-    def __getstate__(self) -> dict[str, object]:
-        return {k: v for k, v in super().__getstate__().items() if k != "_open_teacher"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._open_teacher = few_open_files(self._teacher_paths)
-
     def take(self, indices: np.ndarray | list[int]) -> RowsWithLogits:  # type: ignore[override]  # has the fields of Rows
-        size = self._records.record_bytes
-        buffer = np.empty((len(indices), size), np.uint8)
-        for at, index in enumerate(indices):
-            shard, row = self.locate(int(index))
-            file = self._open_teacher(shard)
-            if os.preadv(file.number, [buffer[at]], row * size) != size:
-                raise Damaged(f"{self._teacher_paths[shard]}: the file is too short; {_AGAIN}")
-        ids, logits, lse = self._records.decode(buffer)
+        ids, logits, lse = self._format.decode(self._logits.read(indices))
         return RowsWithLogits(*super().take(indices), ids, logits, np.ascontiguousarray(lse[..., self._temperature]))
 
 

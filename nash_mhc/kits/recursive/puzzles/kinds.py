@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.order import mix
+from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.kits.recursive.puzzles import maze
 from nash_mhc.kits.recursive.puzzles.sudoku import random_symmetries, symmetry_class, transform
 
@@ -20,15 +20,13 @@ _SPLIT = 20_479  # arbitrary but fixed: it decides which classes are held out
 _ALIASES = {"0": "."}  # other notations of a symbol, where they are not symbols themselves
 
 
-class CellTokenizer:
+class CellTokenizer(Tokenizer):
     """Tokens 0, 1, ... are the symbols of the cells in their order. One more token ends a document.
 
     Line breaks are ignored, so that a grid may be written in lines.
     """
 
-    adds_begin = False
-    begin: int | None
-    bos: int | None = None
+    name = "the tokenizer of puzzles"
 
     def __init__(self, symbols: str) -> None:
         if not symbols or len(set(symbols)) < len(symbols) or not symbols.isascii() or not symbols.isprintable():
@@ -48,9 +46,6 @@ class CellTokenizer:
             raise ConfigError(f"{unknown!r} is not a symbol of this puzzle; use {' '.join(map(repr, self.symbols))}")
         return np.array([self._numbers[symbol] for symbol in cells], np.int32)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, tokens: np.ndarray) -> str:
         return "".join(self.symbols[int(t)] for t in np.asarray(tokens).ravel() if 0 <= t < len(self.symbols))
 
@@ -58,15 +53,6 @@ class CellTokenizer:
         """Return a grid in lines, which `encode` reads back."""
         text = self.decode(cells)
         return "\n".join(text[start : start + width] for start in range(0, len(text), width))
-
-    def split_special(self, template: str) -> list[str | int]:
-        return [template]
-
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        raise ConfigError("the tokenizer of puzzles has no chat template; give the cells of a puzzle")
-
-    def chat_form(self) -> dict[str, Any]:
-        raise ConfigError("--template tokenizer: the tokenizer of puzzles has no chat template, and they need none")
 
 
 class Grids(NamedTuple):

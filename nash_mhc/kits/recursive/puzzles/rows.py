@@ -19,7 +19,7 @@ import numpy as np
 
 from nash_mhc.config.fields import ConfigError, Settings
 from nash_mhc.data.order import combine, mix, permuted, shuffled
-from nash_mhc.data.pack import Rows, RowSource, RowSourceBase
+from nash_mhc.data.pack import Rows, RowSource
 from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.sources import DataSource, Opening
 from nash_mhc.data.stories.corpus import SPLITS
@@ -140,7 +140,7 @@ def _read_pool(path: Path, kind: Kind) -> Pool | None:
     return Pool(Grids(*arrays[:3]), Grids(*arrays[3:]))
 
 
-class GridRows(RowSourceBase):
+class GridRows(RowSource):
     """Rows of these puzzles, each one document without padding.
 
     If endless, each pass reads every puzzle once in a new order and in another symmetric form. Both follow from the
@@ -165,9 +165,6 @@ class GridRows(RowSourceBase):
 
     def __len__(self) -> int:
         return sys.maxsize if self.endless else self.puzzles
-
-    def epochs(self, position: int) -> dict[str, float]:
-        return {} if self.endless else {self.name: position / len(self)}
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         at = np.asarray(indices, np.int64)
