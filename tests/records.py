@@ -7,7 +7,7 @@ from typing import Any
 from corpora import BYTES
 
 from nash_mhc.config.schema import DataConfig
-from nash_mhc.data.documents.files import Raw
+from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.recipe import document_of, pieces_of, template_settings
 from nash_mhc.data.tokenizer import Tokenizer
 

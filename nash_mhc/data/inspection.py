@@ -12,7 +12,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.order import shuffled
-from nash_mhc.data.pack import Rows, RowSource, ShowsRows
+from nash_mhc.data.pack import Rows, RowSource
 from nash_mhc.data.prepared.manifest import FILE, Damaged, check_files
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import Mixture, open_source
@@ -99,8 +99,8 @@ def _show_step(
     for number in range(rows) if row is None else [row]:
         leaf, index = _locate(source, (step - 1) * rows + number, seed)
         title = f"step {step}, row {number}: row {index} of {leaf.name}"
-        if isinstance(leaf, ShowsRows):
-            shown.append(f"== {title}\n{leaf.show(index)}")
+        if text := leaf.show(index):
+            shown.append(f"== {title}\n{text}")
         else:
             places = origins(leaf, index) if isinstance(leaf, PreparedRows) else []
             shown.append(show_row(title, leaf[index], tokenizer, places, color=color))

@@ -9,10 +9,9 @@ import numpy as np
 
 from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
-from nash_mhc.data.documents.files import Content, Corpus, Raw
+from nash_mhc.data.documents.files import Content, Corpus
 from nash_mhc.data.documents.holdout import key_of
-from nash_mhc.data.documents.records import check_template, spans_of
-from nash_mhc.data.documents.templates import Span
+from nash_mhc.data.documents.records import Raw, Span, check_template, spans_of
 from nash_mhc.data.pack import Piece, split_document
 from nash_mhc.data.tokenizer import Tokenizer
 

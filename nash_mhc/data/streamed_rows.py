@@ -23,7 +23,6 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import (
-    Raw,
     columns_of,
     find_files,
     first_fields,
@@ -34,6 +33,7 @@ from nash_mhc.data.documents.files import (
 )
 from nash_mhc.data.documents.holdout import EVALUATED, TRAINED_ON, HeldOut, by_share
 from nash_mhc.data.documents.hub import Hub
+from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, StoredRows, pack_pieces, unpack
 from nash_mhc.data.prepared.manifest import VERSION

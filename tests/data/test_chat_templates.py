@@ -9,8 +9,7 @@ from corpora import BYTES, prepared, save_tokenizer
 from records import expected, learned, recipe_of, write
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.documents.files import Raw
-from nash_mhc.data.documents.records import spans_of
+from nash_mhc.data.documents.records import Raw, spans_of
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 
 CHATML = (

@@ -14,8 +14,7 @@ import small
 from corpora import prepared, save_tokenizer, write_jsonl
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
-from nash_mhc.data.documents.files import Raw
-from nash_mhc.data.documents.records import check_template, spans_of
+from nash_mhc.data.documents.records import Raw, check_template, spans_of
 from nash_mhc.data.inspection import of_prepared, show_row
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import document_of, pieces_of

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import key_of
-from nash_mhc.data.documents.templates import parse_both
+from nash_mhc.data.documents.records import Raw, parse_both
 from nash_mhc.storage.files import digest_of, digests_of_sources
 from nash_mhc.storage.json_files import MALFORMED, parse_json
 
@@ -27,23 +27,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 class Unreachable(ConfigError):
     """Data that cannot be read now, for example because the network is down; prepared chunks stay on disk."""
-
-
-class Raw(NamedTuple):
-    """A document, or a block of a long text file, as it was read."""
-
-    file: int  # number of the file in the corpus
-    line: int  # first line or row, from 1
-    content: Any  # bytes of a text block or a JSON line; the text or the record of a table row
-    size: int  # bytes
-    kind: str  # text, jsonl or table
-    opens: bool = True  # is this the beginning of the document?
-    closes: bool = True  # is this its end?
-    key: int | None = None  # key of the whole document, if this is a block of it
-
-    @staticmethod
-    def of_table(file: int, row: int, content: Any) -> Raw:
-        return Raw(file, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
 
 
 class Content(Protocol):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.files import Raw, Unreachable, columns_of, format_of
+from nash_mhc.data.documents.files import Unreachable, columns_of, format_of
+from nash_mhc.data.documents.records import Raw
 from nash_mhc.storage.files import digest_of, digests_of_sources
 
 _UNKNOWN_SIZE = 1 << 30  # bytes assumed for a dataset that does not state its size

@@ -7,20 +7,276 @@ are in the loss.
 
 from __future__ import annotations
 
+import datetime
+import functools
+import json
+import math
 import re
 import shlex
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError
-from nash_mhc.data.documents.files import Raw
-from nash_mhc.data.documents.templates import ANSWERS, Message, Part, Span, conversation, parse_both, text_of
 from nash_mhc.storage.json_files import parse_json
 
 # Common field names for prompts and responses, for suggestions in errors.
 _PROMPT_NAMES = ("question", "instruction", "prompt", "query", "input", "problem")
 _RESPONSE_NAMES = ("answer", "response", "output", "completion", "solution", "target")
+
+
+class Raw(NamedTuple):
+    """A document, or a block of a long text file, as it was read."""
+
+    file: int  # number of the file in the corpus
+    line: int  # first line or row, from 1
+    content: Any  # bytes of a text block or a JSON line; the text or the record of a table row
+    size: int  # bytes
+    kind: str  # text, jsonl or table
+    opens: bool = True  # is this the beginning of the document?
+    closes: bool = True  # is this its end?
+    key: int | None = None  # key of the whole document, if this is a block of it
+
+    @staticmethod
+    def of_table(file: int, row: int, content: Any) -> Raw:
+        return Raw(file, row, content, len(content) if isinstance(content, str) else len(str(content)), "table")
+
+
+class Part(NamedTuple):
+    text: str
+    is_template: bool = False  # special tokens are recognized in template text only, never in a record's text
+
+
+class Span(NamedTuple):
+    parts: tuple[Part, ...]
+    scored: bool  # in the loss?
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+
+def text_of(value: Any, where: str, name: str) -> str:
+    """Return the text of a field, "" for null; ConfigError if it is not text."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {name} is of type {type(value).__name__}, not text; choose another field or convert it")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where}: {name} has a lone surrogate (half a character); repair or remove the record") from None
+    return value
+
+
+_TOKENS = re.compile(r"\\([nt\\\[\]{}])|\{([^{}\[\]\\\n]+)\}|([\[\]{}])")
+_ESCAPED = {"n": "\n", "t": "\t"}
+
+
+class _Section(NamedTuple):
+    """Literal text, and names of fields (`not is_template`); an optional section is dropped as a whole."""
+
+    parts: tuple[Part, ...]
+    is_optional: bool
+
+    @property
+    def fields(self) -> list[str]:
+        return [part.text for part in self.parts if not part.is_template]
+
+
+class FieldTemplate(NamedTuple):
+    """The parsed value of --prompt-template or --response-template."""
+
+    flag: str
+    sections: tuple[_Section, ...]
+
+    @property
+    def needed(self) -> list[str]:
+        return [name for section in self.sections if not section.is_optional for name in section.fields]
+
+    @property
+    def optional(self) -> list[str]:
+        return [name for section in self.sections if section.is_optional for name in section.fields]
+
+    def fill(self, record: Any, where: str) -> tuple[Part, ...]:
+        """Return the text of a record; ConfigError if a required field is missing or empty."""
+        if not isinstance(record, Mapping):
+            raise ConfigError(f"{where}: a value of type {type(record).__name__} instead of an object with fields")
+        parts: list[Part] = []
+        for section in self.sections:
+            values = {name: _value(record.get(name), where, name) for name in section.fields}
+            empty = next((name for name, value in values.items() if not value.strip()), None)
+            if empty is not None and section.is_optional:
+                continue
+            if empty is not None:
+                if empty not in record and (hint := did_you_mean(empty, [str(name) for name in record])):
+                    raise ConfigError(f"{where}: no field {empty!r}, which {self.flag} names{hint}")
+                present = ", ".join(map(str, record)) or "none"
+                problem = f"field {empty!r} is empty" if empty in record else f"no field {empty!r}, there are {present}"
+                raise ConfigError(f"{where}: {problem}; fix or remove the record, or put the field in [ ] in {self.flag}")
+            parts += [part if part.is_template else Part(values[part.text]) for part in section.parts]
+        return tuple(parts)
+
+
+def _value(value: Any, where: str, name: str) -> str:
+    """Return a field's text; numbers as written, and "" for NaN, which tables use for missing numbers."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "" if isinstance(value, float) and math.isnan(value) else str(value)
+    return text_of(value, where, name)
+
+
+def parse_both(prompt: str | None, response: str | None) -> tuple[FieldTemplate, FieldTemplate]:
+    """Parse --prompt-template and --response-template."""
+    return _parse_template("--prompt-template", prompt or ""), _parse_template("--response-template", response or "")
+
+
+@functools.lru_cache(maxsize=16)
+def _parse_template(flag: str, template: str) -> FieldTemplate:
+    def error(problem: str) -> ConfigError:
+        return ConfigError(f"{flag} {template!r}: {problem}")
+
+    sections: list[_Section] = []
+    parts: list[Part] = []
+    opened: int | None = None  # position of the [ of the current section
+    for text, token, at in _tokens(template):
+        if token in ("{", "}"):
+            raise error(
+                f"the {token} at character {at + 1} does not enclose a field name; write {{question}}, or \\{token} for the "
+                "character"
+            )
+        if token not in ("[", "]"):
+            parts.append(Part(text, is_template=token == "text"))
+            continue
+        if (token == "[") == (opened is not None):
+            problem = "is inside another [ ]" if token == "[" else "closes nothing"
+            raise error(f"the {token} at character {at + 1} {problem}; write \\{token} for the character")
+        section = _Section(tuple(parts), token == "]")
+        if section.is_optional and not section.fields:
+            raise error(f"the [ ] at character {at + 1} names no field; write \\[ and \\] for the characters")
+        sections.append(section)
+        parts, opened = [], at if token == "[" else None
+    if opened is not None:
+        raise error(f"the [ at character {opened + 1} is never closed; close it, or write \\[ for the character")
+    sections.append(_Section(tuple(parts), False))
+    parsed = FieldTemplate(flag, tuple(section for section in sections if section.parts))
+    if not parsed.needed and not parsed.optional:
+        raise error("names no field; write for example {question} where its text goes")
+    return parsed
+
+
+def _tokens(template: str) -> Iterator[tuple[str, str, int]]:
+    """Yield (text, "text", position), (name, "field", position) and the brackets between them."""
+    end = 0
+    for match in _TOKENS.finditer(template):
+        if match.start() > end:
+            yield template[end : match.start()], "text", end
+        escaped, name, bracket = match.groups()
+        if escaped:
+            yield _ESCAPED.get(escaped, escaped), "text", match.start()
+        else:
+            yield name or "", "field" if name else bracket, match.start()
+        end = match.end()
+    if end < len(template):
+        yield template[end:], "text", end
+
+
+ANSWERS = ("assistant", "model", "gpt")  # roles whose messages are learned
+_TODAY = datetime.datetime(2024, 7, 26)  # for templates that ask for the date: the same data on any day
+_UNUSED = range(0xFDD0, 0xFDF0)  # code points that are not characters
+
+Message = tuple[str, tuple[Part, ...]]  # role, content
+
+
+def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any], loss_on: str) -> list[Span]:
+    """Render messages with a tokenizer's chat template (`Tokenizer.chat_form`); ConfigError if it rejects them."""
+    is_answer = [role in ANSWERS for role, _ in messages]
+    texts = [part.text for role, content in messages for part in (Part(role), *content)]
+    mark = next(chr(code) for code in _UNUSED if not any(chr(code) in text for text in texts))
+    # A mark inside the special tokens that a record spells tells them from those that the template spells.
+    special = _any_of(tuple(form["special"]))
+    as_text = lambda text: special.sub(lambda match: f"{match[0][0]}{mark}{match[0][1:]}", text) if special else text
+    plain = [
+        {
+            "role": ANSWERS[0] if answers else as_text(role),
+            "content": "".join(part.text if part.is_template else as_text(part.text) for part in content),
+        }
+        for answers, (role, content) in zip(is_answer, messages, strict=True)
+    ]
+    borders, rendered = [0], ""
+    for number in (number for number, answers in enumerate(is_answer) if answers):
+        for count, prompts_answer in ((number, True), (number + 1, False)):
+            longer = _render(form, plain[:count], prompts_answer, where)
+            if not longer.startswith(rendered):
+                raise ConfigError(
+                    f"{where}: the tokenizer's chat template rewrites the text before message {number + 1} when that message "
+                    "is added, so the answers cannot be located; use one answer per record, or give a --template"
+                )
+            rendered = longer
+            borders.append(len(rendered))
+    whole = _render(form, plain, False, where) if not is_answer[-1] else rendered
+    if not whole.startswith(rendered):
+        raise ConfigError(
+            f"{where}: the tokenizer's chat template rewrites the last answer when more messages follow; remove those, or give "
+            "a --template"
+        )
+    # The begin and end tokens are added to every document anyway.
+    first = len(form["begin"]) if form["begin"] and whole.startswith(form["begin"]) else 0
+    stop = len(whole.rstrip())
+    last = stop - len(form["end"]) if whole[:stop].endswith(form["end"]) else len(whole)
+    spans = []
+    for number, (start, end) in enumerate(zip(borders, [*borders[1:], len(whole)], strict=True)):
+        text = whole[max(start, first) : min(end, last)]
+        parts = tuple(Part(part, is_template=True) for part in text.split(mark))
+        spans.append(Span(parts, loss_on == "all" or number % 2 == 1))
+    return spans
+
+
+@functools.lru_cache(maxsize=4)
+def _any_of(spellings: tuple[str, ...]) -> re.Pattern[str] | None:
+    longest_first = sorted((s for s in spellings if len(s) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _render(form: Mapping[str, Any], messages: list[dict[str, str]], prompts_answer: bool, where: str) -> str:
+    try:
+        template = _compile(form["template"])
+        return str(template.render(messages=messages, add_generation_prompt=prompts_answer, **form["tokens"]))
+    except Exception as error:  # a template is a program and may raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"{where}: the tokenizer's chat template rejects these messages ({reason}); change them, or give a --template"
+        ) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _compile(template: str) -> Any:
+    """Compile a chat template as transformers does (its import is too slow for worker processes), with a fixed date."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Some templates mark the model's text with this tag; here it is plain text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:  # Jinja's own escapes HTML
+        return json.dumps(value, **{"ensure_ascii": False} | options)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": _TODAY.strftime}
+    return environment.from_string(template)
 
 
 def check_template(template: str) -> str:
@@ -49,7 +305,7 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
                 "with --extensions .jsonl"
             )
         return [Span((Part(_decode(raw, file)),), True)]
-    record = _parse(_decode(raw, file), where) if raw.kind == "jsonl" else raw.content
+    record = _parse_json(_decode(raw, file), where) if raw.kind == "jsonl" else raw.content
     if form == "text":
         if raw.kind == "jsonl":
             record = _field(record, recipe["text_field"], where, _suggest_template(record))
@@ -89,7 +345,7 @@ def _decode(raw: Raw, file: str) -> str:
         ) from None
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nash_mhc.config.humanize import counted
-from nash_mhc.data.documents.files import Corpus, Raw
+from nash_mhc.data.documents.files import Corpus
 from nash_mhc.data.documents.holdout import PARTS, TRAINED_ON, HeldOut, key_of
+from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.pack import Piece, aligned_length, pack_pieces
 from nash_mhc.data.prepared.manifest import check_files, write_file
 from nash_mhc.data.prepared.rows import RowFormat

@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.files import Raw
+from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Rows, RowSource, pack
 from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, WordList, sample
