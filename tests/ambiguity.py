@@ -26,6 +26,25 @@ def find_ambiguity(root: Node) -> str | None:
     return automaton.complaint or automaton.parallel_paths(first, set(last))
 
 
+def text_lengths(node: Node) -> tuple[int, int]:
+    """Bound the lengths of a grammar's texts."""
+    match node:
+        case Text():
+            return len(node.value), len(node.value)
+        case Recall():
+            return min(map(len, node.words)), max(map(len, node.words))
+        case Chain():
+            shortest, longest = zip(*map(text_lengths, node.parts), strict=True)
+            return sum(shortest), sum(longest)
+        case Choice():
+            shortest, longest = zip(*map(text_lengths, node.branches), strict=True)
+            return min(shortest), max(longest)
+        case Repeat():
+            shortest, longest = text_lengths(node.body)
+            return min(node.counts) * shortest, max(node.counts) * longest
+    raise TypeError(f"unknown node {node!r}")
+
+
 class _TokenAutomaton:
     """Position automaton: one state per token of the grammar, holding the set of words that may stand there.
 

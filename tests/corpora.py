@@ -16,15 +16,14 @@ from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import RowSource, open_corpus
-from nash_mhc.data.stories.corpus import StoryCorpus
+from nash_mhc.data.stories.corpus import story
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()
 
 
 def stories(count: int, start: int = 0) -> list[str]:
-    corpus = StoryCorpus()
-    return [corpus.story(9, "train", start + i).text for i in range(count)]
+    return [story(9, "train", start + i).text for i in range(count)]
 
 
 def prepared(out: Path, dataset: Path | str, tokenizer: Tokenizer = BYTES, align: int = 8, **settings: Any) -> Manifest:

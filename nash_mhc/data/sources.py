@@ -23,7 +23,7 @@ from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
-from nash_mhc.data.stories.corpus import SPLITS, Stories, StoryCorpus, StoryRows
+from nash_mhc.data.stories.corpus import SPLITS, Stories, StoryRows, lowest_loss
 from nash_mhc.data.streamed_rows import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 from nash_mhc.data.workers import progress
@@ -289,7 +289,4 @@ def fixed_sample(source: RowSource, count: int) -> np.ndarray:
 
 def loss_floor(cfg: DataConfig, tokenizer: Tokenizer) -> tuple[float, float] | None:
     """Return the lowest possible loss as (nats/token, bits/byte); None if unknown."""
-    if cfg.dataset == "stories" and isinstance(tokenizer, ByteTokenizer):
-        corpus = StoryCorpus()
-        return corpus.floor_nats_per_token, corpus.floor_bits_per_byte
-    return None
+    return lowest_loss() if cfg.dataset == "stories" and isinstance(tokenizer, ByteTokenizer) else None

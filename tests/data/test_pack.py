@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nash_mhc.data.pack import Rows, best_fit, pack
-from nash_mhc.data.stories.corpus import StoryCorpus
+from nash_mhc.data.stories.corpus import story
 
 END = 99
 
@@ -21,8 +21,7 @@ def pieces(rows: Rows) -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture(scope="module")
 def lengths() -> list[int]:
-    corpus = StoryCorpus()
-    return [len(corpus.story(5, "train", i).text) + 1 for i in range(400)]
+    return [len(story(5, "train", i).text) + 1 for i in range(400)]
 
 
 def random_documents(seed: int, count: int, longest: int) -> list[np.ndarray]:

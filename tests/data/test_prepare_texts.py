@@ -17,7 +17,7 @@ from nash_mhc.data import __main__ as command
 from nash_mhc.data.documents.files import BLOCK, Files
 from nash_mhc.data.pack import split_document
 from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
-from nash_mhc.data.stories.corpus import StoryCorpus
+from nash_mhc.data.stories.corpus import story
 from nash_mhc.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +70,8 @@ def test_a_folder_and_a_glob_hold_files_of_any_kind(tmp_path: Path) -> None:
 
 def test_the_stories_can_be_prepared(tmp_path: Path) -> None:
     prepared(tmp_path / "out", "stories", max_documents=30, seq_len=4096)
-    corpus = StoryCorpus()
     for split in ("train", "validation"):
-        assert sorted(texts(tmp_path / "out", split)) == sorted(corpus.story(0, split, i).text for i in range(30))
+        assert sorted(texts(tmp_path / "out", split)) == sorted(story(0, split, i).text for i in range(30))
     with pytest.raises(ConfigError, match=r"--dataset stories: is endless; .*--max-documents"):
         prepared(tmp_path / "more", "stories")
 

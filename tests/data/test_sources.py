@@ -15,8 +15,9 @@ from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import RowSource, loss_floor, open_source
-from nash_mhc.data.stories.corpus import Story, StoryCorpus, StoryRows
+from nash_mhc.data.stories.corpus import Story, StoryRows, lowest_loss, story, story_grammar
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from tests.ambiguity import text_lengths
 
 BYTES = ByteTokenizer()
 MIXED = "naïve café, 東京, 🙂 and a tab\t"
@@ -99,40 +100,32 @@ def test_aligned_rows_start_documents_at_multiples(tmp_path: Path) -> None:
         assert dataset != "stories" or np.mean([row.weights.mean() for row in rows]) > 0.9
 
 
-class Recorder:
-    """A corpus that records the cost of each story."""
-
-    def __init__(self) -> None:
-        self.corpus = StoryCorpus()
-        self.nats: dict[str, float] = {}
-
-    def story(self, seed: int, split: str, index: int) -> Story:
-        story = self.corpus.story(seed, split, index)
-        self.nats[story.text] = story.nats
-        return story
-
-
-def test_the_loss_of_packed_stories_is_the_floor() -> None:
+def test_the_loss_of_packed_stories_is_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows longer than the longest story, so that none is cut: what a perfect model would pay is the stories' own cost.
-    recorder = Recorder()
-    seq_len = recorder.corpus.grammar.longest + 1
+    costs: dict[str, float] = {}
+
+    def recorded(seed: int, split: str, index: int) -> Story:
+        found = story(seed, split, index)
+        costs[found.text] = found.nats
+        return found
+
+    monkeypatch.setattr("nash_mhc.data.stories.corpus.story", recorded)
+    seq_len = text_lengths(story_grammar())[1] + 1
     source = story_rows(seed=2, seq_len=seq_len)
-    source._corpus = recorder  # type: ignore[assignment]
     rows = [source[i] for i in range(StoryRows.rows_per_volume)]
     texts = [text for row in rows for text in texts_of(row)]
     assert len(texts) == len(set(texts)) > 400
     slots = sum(float(row.weights.sum()) for row in rows)
     assert slots == sum(len(text) + 1 for text in texts)
-    nats = math.fsum(recorder.nats[text] for text in texts)
-    assert nats / slots == pytest.approx(recorder.corpus.floor_nats_per_token, rel=0.015)
+    nats = math.fsum(costs[text] for text in texts)
+    assert nats / slots == pytest.approx(lowest_loss()[0], rel=0.015)
     # Hardly any story is left out, and hardly any slot is padding.
-    assert len(texts) > 0.95 * len(recorder.nats)
+    assert len(texts) > 0.95 * len(costs)
     assert slots > 0.95 * seq_len * len(rows)
 
 
 def test_the_floor_is_known_for_byte_stories_only(tmp_path: Path) -> None:
-    corpus = StoryCorpus()
-    assert loss_floor(DataConfig(), BYTES) == (corpus.floor_nats_per_token, corpus.floor_bits_per_byte)
+    assert loss_floor(DataConfig(), BYTES) == lowest_loss()
     assert loss_floor(DataConfig(dataset=str(tmp_path)), BYTES) is None
 
 

@@ -13,8 +13,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Rows, RowSource, pack
-from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, WordList, sample
+from nash_mhc.data.stories.grammar import Chain, Choice, Held, Repeat, Scope, Text, sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import digest_of, write_atomic
@@ -39,7 +38,7 @@ def _plural(word: str) -> str:
     return word[:-1] + "ies" if word.endswith("y") and word[-2] not in "aeiou" else word + "s"
 
 
-def _word_lists(compounds: dict[str, list[str]], words: dict[str, str]) -> dict[str, WordList]:
+def _word_lists(compounds: dict[str, list[str]], words: dict[str, str]) -> dict[str, tuple[str, ...]]:
     lists = {name: [first + last for first in a.split() for last in b.split()] for name, (a, b) in compounds.items()}
     lists |= {name: text.split() for name, text in words.items()}
     lists["manners"] = [mood + "ly" for mood in lists["moods"]]
@@ -48,7 +47,7 @@ def _word_lists(compounds: dict[str, list[str]], words: dict[str, str]) -> dict[
     # Plurals are separate lists, so that each word is a single draw, which keeps the grammar unambiguous.
     lists |= {f"many_{name}": [_plural(word) for word in lists[name]] for name in ("objects", "animals", "jobs", "trees")}
     del lists["trees"]
-    return {name: WordList(name, entries) for name, entries in lists.items()}
+    return {name: tuple(entries) for name, entries in lists.items()}
 
 
 _TEXTS = yaml.safe_load(Path(__file__).with_name("stories.yaml").read_text(encoding="utf-8"))
@@ -78,36 +77,18 @@ def story_grammar() -> Chain:
     return Chain([beginning, opening, Repeat(event, _BULK_OF_EVENTS | _TAIL_OF_EVENTS), ending])
 
 
-@dataclass(frozen=True)
-class StoryCorpus:
-    """Stories by (seed, split, index), with the exact entropy and mean length of their distribution."""
+def story(seed: int, split: str, index: int) -> Story:
+    """Return a story of an endless split."""
+    if split not in SPLITS:
+        raise ConfigError(f"split {split!r}: dataset 'stories' has {' and '.join(SPLITS)}")
+    # String seeds are hashed, so neighbouring seeds are unrelated; Python guarantees random() across versions.
+    return Story(*sample(story_grammar(), random.Random(f"nash-mhc story {seed} {split} {index}").random))
 
-    grammar: Chain = field(default_factory=story_grammar, repr=False)
 
-    @property
-    def entropy_nats(self) -> float:
-        """Entropy of one story."""
-        return self.grammar.entropy
-
-    @property
-    def mean_bytes(self) -> float:
-        """Expected length of one story."""
-        return self.grammar.mean_bytes
-
-    @property
-    def floor_nats_per_token(self) -> float:
-        """Lowest possible loss per token for the byte tokenizer, which adds one end token per story."""
-        return self.entropy_nats / (self.mean_bytes + 1)
-
-    @property
-    def floor_bits_per_byte(self) -> float:
-        return self.entropy_nats / math.log(2) / self.mean_bytes
-
-    def story(self, seed: int, split: str, index: int) -> Story:
-        if split not in SPLITS:
-            raise ConfigError(f"split {split!r}: dataset 'stories' has {' and '.join(SPLITS)}")
-        # String seeds are hashed, so neighbouring seeds are unrelated; Python guarantees random() across versions.
-        return Story(*sample(self.grammar, random.Random(f"nash-mhc story {seed} {split} {index}").random))
+def lowest_loss() -> tuple[float, float]:
+    """Return the lowest possible loss of the byte tokenizer, in nats/token (one end token per story) and bits/byte."""
+    grammar = story_grammar()
+    return grammar.entropy / (grammar.mean_bytes + 1), grammar.entropy / math.log(2) / grammar.mean_bytes
 
 
 # Topic, question, name of the answer, reasoning.
@@ -165,13 +146,15 @@ class Stories:
         self.left_out: dict[str, int] = {}
         if cfg.max_documents is None:
             raise ConfigError("--dataset stories: is endless; say how many to prepare with --max-documents")
-        self._corpus = StoryCorpus()
-        self.total = int(cfg.max_documents * self._corpus.mean_bytes)
-        self.content = digest_of(["stories", self._corpus.story(0, SPLITS[0], 0).text])
+        self.total = int(cfg.max_documents * story_grammar().mean_bytes)
+        self.content = digest_of(["stories", story(0, SPLITS[0], 0).text])
 
     def read(self, split: str) -> Iterator[Raw]:
         for number in itertools.count():
-            yield Raw.of_table(0, number + 1, self._corpus.story(0, split, number).text)
+            yield Raw.of_table(0, number + 1, story(0, split, number).text)
+
+
+_LOCK = threading.Lock()  # for threads that read one source: they wait for a volume instead of generating it twice
 
 
 class StoryRows(RowSource):
@@ -179,41 +162,36 @@ class StoryRows(RowSource):
 
     Rows are generated one volume at a time: new stories, packed by best fit, in random order. Each story appears at
     most once (the few that fit in no row are dropped), and whole unless it is longer than a row. If no story is split,
-    a perfect model has the mean loss `StoryCorpus.floor_nats_per_token`; the rest of a split story lacks its opening.
+    a perfect model has the mean loss `lowest_loss`; the rest of a split story lacks its opening.
     """
 
-    endless = True
     name, identity = "stories", "stories-2"
     rows_per_volume = 64
 
     def __init__(self, tokenizer: Tokenizer, *, seed: int, split: str, seq_len: int, align: int = 1) -> None:
-        self._corpus, self._tokenizer = StoryCorpus(), tokenizer
-        self._seed, self._split, self._seq_len, self._align = seed, split, seq_len, align
-        self.__setstate__({})
+        self._tokenizer, self._seed, self._split, self._seq_len, self._align = tokenizer, seed, split, seq_len, align
+
+    @functools.cached_property
+    def _volume(self) -> Callable[[int], Rows]:
+        return functools.lru_cache(maxsize=4)(self._generate)
+
+    def __getstate__(self) -> dict[str, object]:  # for worker processes
+        return {k: v for k, v in self.__dict__.items() if k != "_volume"}
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         rows = []
         for index in indices:
             volume, row = divmod(int(index), self.rows_per_volume)
-            with self._lock:
+            with _LOCK:
                 rows.append([a[row] for a in self._volume(volume)])
         return Rows(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
-
-    def __getstate__(self) -> dict[str, object]:  # for worker processes
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_volume")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()  # grain's reader threads share this object
-        self._volume = functools.lru_cache(maxsize=4)(self._generate)
 
     def _generate(self, volume: int) -> Rows:
         documents, slots = [], 0
         capacity = self.rows_per_volume * self._seq_len
         for number in range(1 << 20):
             # Volumes have disjoint ranges of story numbers: no story is used twice.
-            story = self._corpus.story(self._seed, self._split, (volume << 20) + number)
-            tokens = self._tokenizer.encode(story.text)
+            tokens = self._tokenizer.encode(story(self._seed, self._split, (volume << 20) + number).text)
             slots += -(-(len(tokens) + 1) // self._align) * self._align
             if slots > capacity:
                 break

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Held = dict[str, str]
@@ -25,24 +24,10 @@ UniformSource = Callable[[], float]
 _FIELD = re.compile(r"\{(?:@(?P<recall>\w+)|(?:(?P<name>\w+)=)?(?P<list>\w+))\}")
 
 
-class WordList:
-    """Distinct words, each made of letters or of digits only, so that none contains a delimiter."""
-
-    def __init__(self, name: str, words: Iterable[str]) -> None:
-        self.name = name
-        self.words = tuple(words)
-        repeated = [word for word, times in Counter(self.words).items() if times > 1]
-        malformed = [word for word in self.words if not re.fullmatch("[A-Za-z]+|[0-9]+", word)]
-        if not self.words or repeated or malformed:
-            raise ValueError(f"word list {name!r}: empty, or repeated {repeated}, or not plain words {malformed}")
-
-
 class Distribution:
     """Probabilities from integer weights; the table repeats each index by its weight, so sampling is one lookup."""
 
     def __init__(self, weights: Sequence[int]) -> None:
-        if not weights or min(weights) < 1:
-            raise ValueError(f"weights must be positive integers, not {weights}")
         self.table = [index for index, weight in enumerate(weights) for _ in range(weight)]
         self.probabilities = [weight / len(self.table) for weight in weights]
         self.costs = [-math.log(p) for p in self.probabilities]
@@ -53,12 +38,10 @@ class Distribution:
 
 
 class Node(ABC):
-    """A node of a grammar; `shortest` and `longest` bound the bytes of its texts."""
+    """A node of a grammar."""
 
     entropy: float = 0.0
     mean_bytes: float
-    shortest: int
-    longest: int
 
     @abstractmethod
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
@@ -67,12 +50,8 @@ class Node(ABC):
 
 class Text(Node):
     def __init__(self, value: str) -> None:
-        # With empty text, two derivations could give the same text.
-        if not value or not value.isascii():
-            raise ValueError(f"fixed text must be non-empty ASCII, not {value!r}")
         self.value = value
         self.mean_bytes = float(len(value))
-        self.shortest = self.longest = len(value)
 
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
         out.append(self.value)
@@ -82,12 +61,9 @@ class Text(Node):
 class Recall(Node):
     """Repeat the word that was drawn under `name`; it costs nothing."""
 
-    def __init__(self, word_list: WordList, name: str) -> None:
-        self.name = name
-        self.words = word_list.words
+    def __init__(self, words: tuple[str, ...], name: str) -> None:
+        self.words, self.name = words, name
         self.mean_bytes = sum(map(len, self.words)) / len(self.words)
-        self.shortest = min(map(len, self.words))
-        self.longest = max(map(len, self.words))
 
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
         out.append(held[self.name])
@@ -97,12 +73,12 @@ class Recall(Node):
 class Draw(Recall):
     """Draw a uniform word and remember it as `name`; it differs from the words of `rivals`, earlier draws."""
 
-    def __init__(self, word_list: WordList, name: str, rivals: Sequence[str] = ()) -> None:
-        super().__init__(word_list, name)
+    def __init__(self, words: tuple[str, ...], name: str, rivals: Sequence[str] = ()) -> None:
+        super().__init__(words, name)
         self.rivals = tuple(rivals)
         remaining = len(self.words) - len(self.rivals)
         if remaining < 1:
-            raise ValueError(f"word list {word_list.name!r} is too short for {len(self.rivals) + 1} distinct draws")
+            raise ValueError(f"a list of {len(words)} words is too short for {len(self.rivals) + 1} distinct draws")
         self.entropy = math.log(remaining)
 
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
@@ -123,12 +99,8 @@ class Chain(Node):
 
     def __init__(self, parts: Iterable[Node]) -> None:
         self.parts = tuple(parts)
-        if not self.parts:
-            raise ValueError("a chain needs at least one part")
         self.entropy = math.fsum(part.entropy for part in self.parts)
         self.mean_bytes = math.fsum(part.mean_bytes for part in self.parts)
-        self.shortest = sum(part.shortest for part in self.parts)
-        self.longest = sum(part.longest for part in self.parts)
 
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
         nats = 0.0
@@ -145,8 +117,6 @@ class Choice(Node):
         self.odds = Distribution(weights)
         self.entropy = self.odds.entropy + self.odds.mean(branch.entropy for branch in self.branches)
         self.mean_bytes = self.odds.mean(branch.mean_bytes for branch in self.branches)
-        self.shortest = min(branch.shortest for branch in self.branches)
-        self.longest = max(branch.longest for branch in self.branches)
 
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
         odds = self.odds
@@ -159,16 +129,12 @@ class Repeat(Node):
     """Independent repetitions of a body; `counts` maps each possible count (at least 1) to an integer weight."""
 
     def __init__(self, body: Node, counts: Mapping[int, int]) -> None:
-        if min(counts) < 1:
-            raise ValueError("a repetition needs a count of at least 1")
         self.body = body
         self.counts = tuple(counts)
         self.odds = Distribution(tuple(counts.values()))
         mean_count = self.odds.mean(self.counts)
         self.entropy = self.odds.entropy + mean_count * body.entropy
         self.mean_bytes = mean_count * body.mean_bytes
-        self.shortest = min(self.counts) * body.shortest
-        self.longest = max(self.counts) * body.longest
 
     def sample(self, uniform: UniformSource, held: Held, out: list[str]) -> float:
         odds = self.odds
@@ -187,7 +153,7 @@ class Scope:
     out of scope, and the number of held words never depends on chance.
     """
 
-    def __init__(self, word_lists: Mapping[str, WordList], visible: Mapping[str, WordList] | None = None) -> None:
+    def __init__(self, word_lists: Mapping[str, tuple[str, ...]], visible: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self._word_lists = word_lists
         self._visible = dict(visible or {})
 
