@@ -1,6 +1,6 @@
 """Does a grammar have a text with two derivations? Decided from its structure, without listing any text.
 
-Where it has none, the entropy of the choices (grammar.py) is the entropy of the text.
+Where it has none, the entropy of the choices (data/stories.py) is the entropy of the text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 
-from nash_mhc.data.stories.grammar import Chain, Choice, Node, Recall, Repeat, Text
+from nash_mhc.data.stories import Chain, Choice, Node, Recall, Repeat, Text
 
 _TOKEN = re.compile(r"[A-Za-z]+|[0-9]+|[^A-Za-z0-9]")
 

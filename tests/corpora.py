@@ -16,7 +16,7 @@ from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import RowSource, open_corpus
-from nash_mhc.data.stories.corpus import story
+from nash_mhc.data.stories import story
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()

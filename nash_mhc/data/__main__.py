@@ -147,7 +147,7 @@ def questions_command(argv: Sequence[str]) -> int:
     out = _required_out(args, "questions.jsonl")
     if args.count < 1:
         raise ConfigError(f"--count must be at least 1, not {args.count}")
-    from nash_mhc.data.stories.corpus import write_questions
+    from nash_mhc.data.stories import write_questions
 
     write_questions(out, args.count, args.seed)
     print(f"wrote {args.count:,} questions to {out}. Next: see docs/fine-tuning.md")

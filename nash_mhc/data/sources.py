@@ -23,7 +23,7 @@ from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
-from nash_mhc.data.stories.corpus import SPLITS, Stories, StoryRows, lowest_loss
+from nash_mhc.data.stories import SPLITS, Stories, StoryRows, lowest_loss
 from nash_mhc.data.streamed_rows import open_stream
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 from nash_mhc.data.workers import progress

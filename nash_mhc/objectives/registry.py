@@ -9,8 +9,7 @@ from nash_mhc.config.commands import name_hint
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.protocol import Execution
-from nash_mhc.objectives.base import Objective
-from nash_mhc.objectives.feed import Feed
+from nash_mhc.objectives.base import Feed, Objective
 from nash_mhc.objectives.next_token import make_next_token, make_smoothed
 
 # Makes an objective from the settings that shape programs (`ProgramKey` in train/state.py).

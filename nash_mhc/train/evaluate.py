@@ -25,8 +25,7 @@ from nash_mhc.data.sources import RowSource, fixed_sample
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.model.lora import adapters_of, base_of, on_base
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.objectives.base import Batch, Sums
-from nash_mhc.objectives.feed import OpenFeed
+from nash_mhc.objectives.base import Batch, OpenFeed, Sums
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep, Program

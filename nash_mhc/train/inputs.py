@@ -20,8 +20,7 @@ from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
-from nash_mhc.objectives.base import Batch
-from nash_mhc.objectives.feed import OpenFeed
+from nash_mhc.objectives.base import Batch, OpenFeed
 from nash_mhc.objectives.registry import feed_of, named_objective
 from nash_mhc.parallel.board import from_leader, leader_first
 from nash_mhc.parallel.processes import check_same

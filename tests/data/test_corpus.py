@@ -8,8 +8,20 @@ from itertools import pairwise
 
 import pytest
 
-from nash_mhc.data.stories.corpus import WORD_LISTS, Story, lowest_loss, story, story_grammar
-from nash_mhc.data.stories.grammar import Chain, Choice, Draw, Node, Recall, Repeat, Text
+from nash_mhc.data.stories import (
+    WORD_LISTS,
+    Chain,
+    Choice,
+    Draw,
+    Node,
+    Recall,
+    Repeat,
+    Story,
+    Text,
+    lowest_loss,
+    story,
+    story_grammar,
+)
 from tests.ambiguity import find_ambiguity, text_lengths
 
 GRAMMAR = story_grammar()

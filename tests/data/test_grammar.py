@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from nash_mhc.data.stories.grammar import (
+from nash_mhc.data.stories import (
     Chain,
     Choice,
     Draw,

@@ -25,7 +25,7 @@ from nash_mhc.data.prepared.manifest import Manifest
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import Document
 from nash_mhc.data.sources import fixed_sample, open_held_out, open_source
-from nash_mhc.data.stories.corpus import StoryRows
+from nash_mhc.data.stories import StoryRows
 
 ROOT = Path(__file__).parents[2]
 

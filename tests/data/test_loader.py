@@ -19,7 +19,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import batches, count_bytes
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import Mixture, RowSource, open_source
-from nash_mhc.data.stories.corpus import StoryRows
+from nash_mhc.data.stories import StoryRows
 from nash_mhc.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nash_mhc.data.pack import Rows, best_fit, pack
-from nash_mhc.data.stories.corpus import story
+from nash_mhc.data.stories import story
 
 END = 99
 

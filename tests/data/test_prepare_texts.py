@@ -17,7 +17,7 @@ from nash_mhc.data import __main__ as command
 from nash_mhc.data.documents.files import BLOCK, Files
 from nash_mhc.data.pack import split_document
 from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
-from nash_mhc.data.stories.corpus import story
+from nash_mhc.data.stories import story
 from nash_mhc.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

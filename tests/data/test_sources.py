@@ -15,7 +15,7 @@ from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.sources import RowSource, loss_floor, open_source
-from nash_mhc.data.stories.corpus import Story, StoryRows, lowest_loss, story, story_grammar
+from nash_mhc.data.stories import Story, StoryRows, lowest_loss, story, story_grammar
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from tests.ambiguity import text_lengths
 
@@ -109,7 +109,7 @@ def test_the_loss_of_packed_stories_is_the_floor(monkeypatch: pytest.MonkeyPatch
         costs[found.text] = found.nats
         return found
 
-    monkeypatch.setattr("nash_mhc.data.stories.corpus.story", recorded)
+    monkeypatch.setattr("nash_mhc.data.stories.story", recorded)
     seq_len = text_lengths(story_grammar())[1] + 1
     source = story_rows(seed=2, seq_len=seq_len)
     rows = [source[i] for i in range(StoryRows.rows_per_volume)]

@@ -19,7 +19,7 @@ from nash_mhc.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from nash_mhc.data.stories.corpus import StoryRows
+from nash_mhc.data.stories import StoryRows
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.estimate.memory import estimate
 from nash_mhc.kits.distill.feed import Teachers

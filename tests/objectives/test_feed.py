@@ -8,8 +8,7 @@ from runs import RUN, at, rows
 
 from nash_mhc.config.schema import ObjectiveConfig
 from nash_mhc.objectives import registry
-from nash_mhc.objectives.base import Sum
-from nash_mhc.objectives.feed import Feed, OpenFeed
+from nash_mhc.objectives.base import Feed, OpenFeed, Sum
 from nash_mhc.objectives.next_token import make_next_token
 from nash_mhc.parallel.sharding import named_sharding
 

@@ -23,8 +23,7 @@ from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.kits.distill.teacher import OnlineTeacher, Say, check_random_vocab
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
-from nash_mhc.objectives.base import Batch
-from nash_mhc.objectives.feed import Feed, FeedMemory, OpenFeed
+from nash_mhc.objectives.base import Batch, Feed, FeedMemory, OpenFeed
 from nash_mhc.ops.xent import chunk_length
 from nash_mhc.parallel.sharding import RULES, logical_axes
 from nash_mhc.storage.files import digest_of

@@ -16,7 +16,7 @@ from nash_mhc.data.loader import batches
 from nash_mhc.data.order import mix
 from nash_mhc.data.pack import NothingHeldOut, RowSource
 from nash_mhc.data.sources import Mixture
-from nash_mhc.data.stories.corpus import StoryRows
+from nash_mhc.data.stories import StoryRows
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 from nash_mhc.kits.recursive.puzzles import csv_file, maze, sudoku
 from nash_mhc.kits.recursive.puzzles import rows as puzzle_rows

@@ -25,7 +25,7 @@ from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.pack import NothingHeldOut, RowSource
 from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.sources import DataSource, Opening
-from nash_mhc.data.stories.corpus import SPLITS
+from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze
 from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, is_held_out, sudoku

@@ -22,7 +22,7 @@ from nash_mhc.data.order import combine, mix, permuted, shuffled
 from nash_mhc.data.pack import Rows, RowSource
 from nash_mhc.data.prepared.manifest import write_file
 from nash_mhc.data.sources import DataSource, Opening
-from nash_mhc.data.stories.corpus import SPLITS
+from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze, sudoku
