@@ -102,29 +102,18 @@ class StoredRows(NamedTuple):
 
 
 def split_document(
-    tokens: np.ndarray,
-    end: int,
-    seq_len: int,
-    *,
-    opens: bool = True,
-    closes: bool = True,
-    scored: np.ndarray | None = None,
+    tokens: np.ndarray, end: int, seq_len: int, *, begin: int | None, closes: bool = True, scored: np.ndarray | None = None,
     document: int = 0,
-    begin: int | None = None,
-) -> list[Piece]:
+) -> list[Piece]:  # fmt: skip
     """Split a document, read as [begin, tokens...] to predict [tokens..., end], into pieces of at most `seq_len` slots.
 
-    `begin` defaults to the end token. `opens` and `closes` say whether these tokens are the document's first and last;
-    without `opens`, no begin token is added. `scored` has one entry per token and one for the end.
+    Without `begin`, it is read as [tokens...] and predicts all but its first token. `closes` says whether the document
+    ends with these tokens. `scored` has one entry per token; the end token has that of the last one.
     """
-    edges = np.full(int(opens), end if begin is None else begin), np.full(int(closes), end)
-    whole = np.concatenate([edges[0], tokens, edges[1]]).astype(np.int32)
+    first, last = [] if begin is None else [begin], [end] if closes else []
+    whole = np.concatenate([np.array(first, np.int32), tokens, np.array(last, np.int32)]).astype(np.int32)
     slots = max(0, len(whole) - 1)
-    if scored is None:
-        scored = np.ones(slots, bool)
-    else:
-        scored = np.append(scored[: len(tokens)], scored[-1:] if closes else []).astype(bool)
-        scored = scored[len(scored) - slots :]
+    scored = np.ones(slots, bool) if scored is None else np.append(scored, scored[-1:])[: len(tokens) + closes][-slots:]
     pieces = []
     for start in range(0, slots, seq_len):
         stop = min(start + seq_len, slots)
@@ -139,7 +128,11 @@ def split_document(
 def pack_pieces(
     pieces: Sequence[Piece], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1
 ) -> tuple[StoredRows, list[list[int]]]:
-    """Pack pieces into rows, best fit, each at a multiple of `align`; return the rows and the piece numbers of each."""
+    """Pack pieces into rows, best fit; return the rows and the piece numbers of each.
+
+    Pieces start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the document
+    before it and has no weight, so every aligned block of `align` slots holds one document.
+    """
     slots_of = [-(-len(piece.scored) // align) * align for piece in pieces]
     rows = best_fit(slots_of, seq_len, most_rows)
     count = len(rows) if most_rows is None else most_rows
@@ -179,23 +172,3 @@ def unpack(stored: StoredRows, end: int) -> Rows:
     segments = np.cumsum(starts, axis=1, dtype=np.int32)
     segments *= np.arange(starts.shape[1]) < used[:, None]
     return Rows(np.ascontiguousarray(tokens[:, :-1]), targets, segments, scored.astype(np.float32))
-
-
-def pack(
-    documents: Sequence[np.ndarray],
-    end: int,
-    seq_len: int,
-    most_rows: int | None = None,
-    *,
-    align: int = 1,
-    begins: bool = True,
-    begin: int | None = None,
-) -> Rows:
-    """Pack token arrays. Each document is read as [begin, tokens...] and predicts [tokens..., end]; without `begins`,
-    it is read as [tokens...] and predicts all but its first token.
-
-    Documents start at multiples of `align`, which divides `seq_len`. The gap up to the next start belongs to the
-    document before it and has no weight, so every aligned block of `align` slots holds one document.
-    """
-    pieces = [piece for tokens in documents for piece in split_document(tokens, end, seq_len, opens=begins, begin=begin)]
-    return unpack(pack_pieces(pieces, end, seq_len, most_rows, align=align)[0], end)

@@ -146,10 +146,9 @@ def pieces_of(
             empty += raw.opens and raw.closes
             continue
         _check_ids(whole, tokenizer, f"{names[raw.file]}:{raw.line}")
-        flags = np.concatenate(scored)
         of_document = split_document(
-            whole, tokenizer.end, recipe["seq_len"], opens=raw.opens and tokenizer.begin is not None, closes=raw.closes,
-            scored=np.append(flags, flags[-1]), document=number, begin=tokenizer.begin,
+            whole, tokenizer.end, recipe["seq_len"], begin=tokenizer.begin if raw.opens else None, closes=raw.closes,
+            scored=np.concatenate(scored), document=number,
         )  # fmt: skip
         pieces += [piece for piece in of_document if piece.scored.any()]  # drop pieces of prompt only
     return pieces, empty

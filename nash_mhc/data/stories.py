@@ -25,7 +25,7 @@ import yaml
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.order import combine, permuted
-from nash_mhc.data.pack import Rows, RowSource, pack
+from nash_mhc.data.pack import Piece, Rows, RowSource, pack_pieces, split_document, unpack
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import digest_of, write_atomic
@@ -375,19 +375,16 @@ class StoryRows(RowSource):
         return Rows(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
     def _generate(self, volume: int) -> Rows:
-        documents, slots = [], 0
-        capacity = self.rows_per_volume * self._seq_len
+        pieces: list[Piece] = []
+        slots, seq_len, begin, end = 0, self._seq_len, self._tokenizer.begin, self._tokenizer.end
         for number in range(1 << 20):
             # Volumes have disjoint ranges of story numbers: no story is used twice.
             tokens = self._tokenizer.encode(story(self._seed, self._split, (volume << 20) + number).text)
             slots += -(-(len(tokens) + 1) // self._align) * self._align
-            if slots > capacity:
+            if slots > self.rows_per_volume * seq_len:
                 break
-            documents.append(tokens)
-        rows = pack(
-            documents, self._tokenizer.end, self._seq_len, most_rows=self.rows_per_volume, align=self._align,
-            begins=self._tokenizer.begin is not None, begin=self._tokenizer.begin,
-        )  # fmt: skip
+            pieces += split_document(tokens, end, seq_len, begin=begin)
+        rows = unpack(pack_pieces(pieces, end, seq_len, self.rows_per_volume, align=self._align)[0], end)
         # Best fit packs the longest stories first; shuffled, the first rows of a volume represent it.
         order = permuted(np.arange(self.rows_per_volume), self.rows_per_volume, combine(self._seed, volume))
         return Rows(*(a[order] for a in rows))

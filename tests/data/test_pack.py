@@ -5,10 +5,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nash_mhc.data.pack import Rows, best_fit, pack
+from nash_mhc.data.pack import Rows, best_fit, pack_pieces, split_document, unpack
 from nash_mhc.data.stories import story
 
 END = 99
+
+
+def pack(documents: list[np.ndarray], end: int, seq_len: int, most_rows: int | None = None, *, align: int = 1) -> Rows:
+    split = [piece for tokens in documents for piece in split_document(tokens, end, seq_len, begin=end)]
+    return unpack(pack_pieces(split, end, seq_len, most_rows, align=align)[0], end)
 
 
 def pieces(rows: Rows) -> list[tuple[list[int], list[int]]]:

@@ -112,7 +112,7 @@ def test_pieces_of_an_open_document_predict_every_token_after_their_first() -> N
         (False, False, 1),
     ]:
         tokens = np.arange(1, length + 1)
-        pieces = split_document(tokens, 0, 8, opens=opens, closes=closes)
+        pieces = split_document(tokens, 0, 8, begin=0 if opens else None, closes=closes)
         targets = [int(t) for p in pieces for t, counts in zip(p.tokens[1:], p.scored, strict=True) if counts]
         assert targets == [*tokens[0 if opens else 1 :], *([0] if closes else [])]
         assert all(len(p.scored) <= 8 and len(p.tokens) == len(p.scored) + 1 for p in pieces)
