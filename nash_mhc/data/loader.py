@@ -86,9 +86,8 @@ def check_weights(weights: np.ndarray, name: str, indices: Sequence[int] | np.nd
     """ConfigError for negative weights [B, T]: training would unlearn those targets."""
     if (weights < 0).any():
         row, slot = np.argwhere(weights < 0)[0]
-        raise ConfigError(
-            f"{name}: row {int(indices[row])} has the weight {weights[row, slot]:g} in slot {slot}; weights must be at least 0"
-        )
+        weight = f"{weights[row, slot]:g} in slot {slot}"
+        raise ConfigError(f"{name}: row {int(indices[row])} has the weight {weight}; weights must be at least 0")
 
 
 def count_bytes(rows: Rows, byte_lengths: np.ndarray) -> int:

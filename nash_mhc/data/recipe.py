@@ -62,10 +62,7 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: i
     is_own = test in corpus.splits
     if not is_own and not cfg.test_fraction:
         present = f", there are {', '.join(corpus.splits)}" if corpus.splits else ""
-        raise ConfigError(
-            f"--test-split {test}: the data has no such split{present}; choose another, or hold out a share "
-            "with --test-fraction"
-        )
+        raise ConfigError(f"--test-split {test}: the data has no such split{present}; choose one, or use --test-fraction")
     return recipe | {"test_split": test, "test_fraction": 0.0 if is_own else cfg.test_fraction}
 
 
@@ -158,10 +155,8 @@ def _check_ids(ids: np.ndarray, tokenizer: Tokenizer, where: str) -> None:
     """Prepared files store two bytes per token where the vocabulary allows: a larger id would come back wrong."""
     if ids.max() >= tokenizer.vocab_size or ids.min() < 0:
         bad = int(ids[(ids >= tokenizer.vocab_size) | (ids < 0)][0])
-        raise ConfigError(
-            f"{where}: the tokenizer returns token {bad} for this document, but its vocabulary has {tokenizer.vocab_size} "
-            f"tokens (0 to {tokenizer.vocab_size - 1}); repair it or use another --tokenizer"
-        )
+        size = f"{tokenizer.vocab_size} tokens (0 to {tokenizer.vocab_size - 1})"
+        raise ConfigError(f"{where}: the tokenizer returns token {bad} of {size}; repair it or use another --tokenizer")
 
 
 def alignment_wastes_space(documents: Iterator[Document], recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...]) -> bool:

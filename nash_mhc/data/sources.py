@@ -42,9 +42,8 @@ class Mixture(RowSource):
         if not sum(map(float, weights)) or min(exact_shares(weights)) * BLOCK < 1:
             raise ConfigError(f"--dataset {names[0]}:{weights[0]} ...: each weight must be at least 1/{BLOCK} of their sum")
         if len(set(names)) < len(names):
-            raise ConfigError(
-                f"--dataset: {max(names, key=list(names).count)} is given twice; give it once with the total weight"
-            )
+            repeated = max(names, key=list(names).count)
+            raise ConfigError(f"--dataset: {repeated} is given twice; give it once with the total weight")
         self._shares = exact_shares(weights)
         self.identity = digest_of([[source.identity for source in sources], [str(share) for share in self._shares]])
         self.held_out = "; ".join(f"{source.name}: {source.held_out}" for source in sources if source.held_out)
@@ -161,9 +160,7 @@ def parts_of(cfg: DataConfig) -> list[tuple[DataConfig, str]]:
 def open_corpus(cfg: DataConfig) -> Corpus:
     """Open the documents of --dataset; ConfigError if it does not exist."""
     if parts_of(cfg):
-        raise ConfigError(
-            f"--dataset {cfg.dataset}: is a mixture; prepare each dataset on its own, then mix the prepared folders"
-        )
+        raise ConfigError(f"--dataset {cfg.dataset}: is a mixture; prepare each dataset and mix the prepared folders")
     if cfg.dataset == "stories":
         return Stories(cfg)
     if _is_hub(cfg.dataset):
@@ -172,10 +169,8 @@ def open_corpus(cfg: DataConfig) -> Corpus:
         if cfg.dataset_name is not None:
             raise ConfigError(f"--dataset-name {cfg.dataset_name}: {cfg.dataset} has no variants; leave it out")
         return Files(cfg.dataset, cfg)
-    raise ConfigError(
-        f"--dataset {cfg.dataset}: neither 'stories' nor an existing file or folder; for a Hugging Face dataset use "
-        f"hf:{cfg.dataset}"
-    )
+    name = cfg.dataset
+    raise ConfigError(f"--dataset {name}: neither 'stories' nor a file or folder; for a Hugging Face dataset use hf:{name}")
 
 
 def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int) -> PreparedRows:
@@ -208,20 +203,16 @@ def check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int
         flag, how = ("--no-begin-with-end", "without a") if no_begin else ("--begin-with-end", "with the end token as")
         raise ConfigError(f"{name}: its documents were prepared {how} begin token, unlike this run's; add {flag}")
     if recipe["seq_len"] != cfg.seq_len:
+        T = recipe["seq_len"]
         raise ConfigError(
-            f"{name}: its sequences have {recipe['seq_len']} tokens, the run's {cfg.seq_len}; use --seq-len "
-            f"{recipe['seq_len']}, or prepare it again"
+            f"{name}: its sequences have {T} tokens, the run's {cfg.seq_len}; use --seq-len {T}"
         )
     if recipe["align"] % align:
-        raise ConfigError(
-            f"{name}: its documents start at multiples of {recipe['align']}, this model needs {align}; prepare it again with "
-            "the run's --model-size, --model-ratio and --model-scales"
-        )
+        needed = f"its documents start at multiples of {recipe['align']}, this model needs {align}"
+        raise ConfigError(f"{name}: {needed}; prepare it again with the run's --model-size, --model-ratio and --model-scales")
     if cfg.test_part not in (None, recipe.get("test_split")):
-        raise ConfigError(
-            f"{name}: was prepared without a test part {cfg.test_part!r}; prepare it again with --test-fraction or "
-            "--test-split, or leave them out"
-        )
+        remedy = "prepare it again with --test-fraction or --test-split, or leave them out"
+        raise ConfigError(f"{name}: was prepared without a test part {cfg.test_part!r}; {remedy}")
 
 
 def open_source(

@@ -71,9 +71,7 @@ class ParquetLanes:
         shapes, self.total, self._documents = [], 0, 0
         for number, path in enumerate(self._paths):
             if kind_of(path) != "parquet":
-                raise ConfigError(
-                    f"{path}: --streaming reads Parquet and Hugging Face data only; leave it out to prepare the data"
-                )
+                raise ConfigError(f"{path}: --streaming reads Parquet and Hugging Face data only; leave it out")
             with open_parquet(path) as table:
                 self._columns.among(table.schema_arrow.names, str(path))
                 counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
@@ -167,9 +165,7 @@ class StreamRows(RowSource):
         # Held-out documents are few: with 16 lanes, some lanes might have none.
         self.count = lanes.lanes_of(self._split) if self._part == TRAINED_ON else 1
         if self._part == EVALUATED and not recipe["validation_fraction"]:
-            raise NothingHeldOut(
-                f"--dataset {cfg.dataset}: has no split {split!r} and no held-out documents; raise --validation-fraction"
-            )
+            raise NothingHeldOut(f"{cfg.dataset}: no split {split!r} and no held-out documents; raise --validation-fraction")
         self._text = text_of_volume(cfg.seq_len)
         self.name = cfg.dataset
         shares = recipe["validation_fraction"], recipe.get("test_fraction", 0.0)
@@ -221,9 +217,7 @@ class StreamRows(RowSource):
         if volume == len(lane.ends) - 1:
             lane.add(len(rows), after)
             if epoch > 0 and lane.ends[-1] == 0:
-                raise ConfigError(
-                    f"{self._lanes.names[0]}: lane {number} of the stream has no text to train on; leave out --streaming"
-                )
+                raise ConfigError(f"{self.name}: lane {number} of the stream has no text to train on; leave out --streaming")
         if rows:
             order = permuted(np.arange(len(rows)), len(rows), combine(self._seed, number, volume))
             lane.volumes[volume] = stored, order

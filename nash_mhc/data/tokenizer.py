@@ -17,6 +17,7 @@ import numpy as np
 
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.storage.errors import first_line
 from nash_mhc.storage.folders import check_is_new, download_command, model_name, new_folder
 from nash_mhc.storage.json_files import read_json
 
@@ -58,9 +59,7 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Render messages (role and content) as a prompt for the next answer; ConfigError without a chat template."""
-        raise ConfigError(
-            f"{self.name} has no chat template; write the prompt in the format the model was trained on, without --chat"
-        )
+        raise ConfigError(f"{self.name} has no chat template; write the prompt in the model's own format, without --chat")
 
     def chat_form(self) -> dict[str, Any]:
         """Return what conversations are rendered from, as plain values: the chat template with its variables, and the
@@ -146,7 +145,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             return str(self._inner.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program and may raise anything
-            raise ConfigError(f"{self.name}: its chat template rejects these messages ({_first_line(error)})") from error
+            raise ConfigError(f"{self.name}: its chat template rejects these messages ({first_line(error)})") from error
 
     def chat_form(self) -> dict[str, Any]:
         if not self._inner.chat_template:
@@ -231,8 +230,8 @@ def load_tokenizer(name: str, *, begin_with_end: bool = True) -> Tokenizer:
     hub_name = None if path.exists() else model_name(name)
     if hub_name is None and not path.exists():
         raise ConfigError(
-            f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; for one from Hugging Face use "
-            f"hf:{name}, or a folder ({download_command(name)})"
+            f"--tokenizer {name}: neither 'bytes' nor a tokenizer.json or a folder with one; use hf:{name} or download it: "
+            f"{download_command(name)}"
         )
     if path.is_dir() and not any((path / file).is_file() for file in FILES):
         raise ConfigError(f"--tokenizer {name}: this folder has no tokenizer (such as tokenizer.json); name one that does")
@@ -253,8 +252,7 @@ def _load_inner(path: Path, hub_name: str | None, name: str) -> Any:
     folder = path if path.is_dir() else path.parent
     if hub_name is None and "auto_map" in _values(folder / "tokenizer_config.json"):
         raise ConfigError(
-            f"--tokenizer {name}: its tokenizer_config.json refers to custom code (auto_map), which is never run; if "
-            "tokenizer.json is complete without it, remove auto_map from the file"
+            f"--tokenizer {name}: custom code is never run; remove auto_map from tokenizer_config.json"
         )
     try:
         if hub_name is not None:
@@ -270,16 +268,12 @@ def _load_inner(path: Path, hub_name: str | None, name: str) -> Any:
         return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each parser of the library raises its own
         if hub_name is None:
-            raise ConfigError(f"--tokenizer {name}: transformers cannot read this tokenizer ({_first_line(error)})") from error
+            raise ConfigError(f"--tokenizer {name}: transformers cannot read this tokenizer ({first_line(error)})") from error
         raise ConfigError(
-            f"--tokenizer {name}: cannot be loaded from Hugging Face ({_first_line(error)}); without network access, run "
+            f"--tokenizer {name}: cannot be loaded from Hugging Face ({first_line(error)}); without network access, run "
             f"AutoTokenizer.from_pretrained('{hub_name}').save_pretrained(FOLDER) on a machine that has it and use "
             "--tokenizer FOLDER here"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _auto_tokenizer() -> Any:

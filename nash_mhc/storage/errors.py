@@ -60,4 +60,9 @@ def reason(fault: OSError) -> str:
     return fault.strerror or " ".join(str(fault).split()) or type(fault).__name__
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or else its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 log_failures_once(lambda error: _to_os_error(error) is not None)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.documents.records import Raw, parse_both
+from nash_mhc.storage.errors import first_line
 from nash_mhc.storage.files import digest_of, digests_of_sources
 from nash_mhc.storage.json_files import MALFORMED, parse_json
 
@@ -289,8 +290,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
     except ConfigError:
         raise
     except (OSError, MemoryError, pa.ArrowException, *MALFORMED) as error:  # each decoder raises its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{path}: not a complete Parquet file ({reason}); write it again") from error
+        raise ConfigError(f"{path}: not a complete Parquet file ({first_line(error)}); write it again") from error
 
 
 def parquet_batches(path: Path, columns: Columns, groups: list[int] | None = None) -> Iterator[list[Any]]:

@@ -59,10 +59,8 @@ def survey(documents: Iterable[tuple[int, int]], fraction: float, test: float = 
         if len(sizes) >= min(math.ceil(_ENOUGH / min(shares)), _MOST_SURVEYED):
             return by_share(fraction, test)
     if test and len(sizes) <= len(shares):
-        raise ConfigError(
-            f"--test-fraction {test:g}: {len(sizes)} different documents cannot be split into {len(shares) + 1} parts; "
-            "leave it out, or add documents"
-        )
+        parts = f"{len(sizes)} different documents cannot be split into {len(shares) + 1} parts"
+        raise ConfigError(f"--test-fraction {test:g}: {parts}; leave it out, or add documents")
     if len(sizes) < 2:
         return dataclasses.replace(by_share(fraction), by_piece=bool(fraction))
     total = sum(sizes.values())

@@ -10,6 +10,7 @@ from typing import Any
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import Unreachable, columns_of, format_of
 from nash_mhc.data.documents.records import Raw
+from nash_mhc.storage.errors import first_line
 from nash_mhc.storage.files import digest_of, digests_of_sources
 
 _UNKNOWN_SIZE = 1 << 30  # bytes assumed for a dataset that does not state its size
@@ -38,21 +39,23 @@ class Hub:
         try:
             self._open(cfg)
             if self.splits and cfg.split not in self.splits:
-                raise ConfigError(
-                    f"--dataset {name}: no split {cfg.split!r}, there are {', '.join(self.splits)}; choose one with --split"
-                )
+                present = ", ".join(self.splits)
+                raise ConfigError(f"--dataset {name}: no split {cfg.split!r}, there are {present}; choose one with --split")
             columns = self._stream(cfg.split).column_names if cfg.format == "auto" else None
         except ConfigError:
             raise
         except Exception as error:  # each reader of the library raises its own
             self._check_variant()
-            reason = _first_line(error)
-            if self._path is not None:
-                raise Unreachable(f"--dataset {name}: the datasets library cannot read it ({reason})") from error
-            raise Unreachable(
-                f"--dataset {name}: the datasets library cannot read it ({reason}); without network access, run "
-                f"load_dataset('{name}').save_to_disk(FOLDER) on a machine that has it and use --dataset FOLDER here"
-            ) from error
+            remedy = (
+                ""
+                if self._path
+                else (
+                    f"; without network access, run load_dataset('{name}').save_to_disk(FOLDER) on a machine that has it and use "
+                    "--dataset FOLDER here"
+                )
+            )
+            problem = f"the datasets library cannot read it ({type(error).__name__}: {first_line(error)})"
+            raise Unreachable(f"--dataset {name}: {problem}{remedy}") from error
         self.format = format_of(cfg, columns)
         self._columns = columns_of(cfg, self.format)
 
@@ -108,10 +111,5 @@ class Hub:
         except ConfigError:
             raise
         except Exception as error:
-            raise Unreachable(
-                f"--dataset {self._name}: reading stopped ({_first_line(error)}); start it again to continue"
-            ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+            problem = f"reading stopped ({type(error).__name__}: {first_line(error)})"
+            raise Unreachable(f"--dataset {self._name}: {problem}; start it again to continue") from error

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError
+from nash_mhc.storage.errors import first_line
 from nash_mhc.storage.json_files import parse_json
 
 # Common field names for prompts and responses, for suggestions in errors.
@@ -141,10 +142,7 @@ def _parse_template(flag: str, template: str) -> FieldTemplate:
     opened: int | None = None  # position of the [ of the current section
     for text, token, at in _tokens(template):
         if token in ("{", "}"):
-            raise error(
-                f"the {token} at character {at + 1} does not enclose a field name; write {{question}}, or \\{token} for the "
-                "character"
-            )
+            raise error(f"the {token} at character {at + 1} does not enclose a field name; write \\{token} for the character")
         if token not in ("[", "]"):
             parts.append(Part(text, is_template=token == "text"))
             continue
@@ -208,18 +206,14 @@ def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any
         for count, prompts_answer in ((number, True), (number + 1, False)):
             longer = _render(form, plain[:count], prompts_answer, where)
             if not longer.startswith(rendered):
-                raise ConfigError(
-                    f"{where}: the tokenizer's chat template rewrites the text before message {number + 1} when that message "
-                    "is added, so the answers cannot be located; use one answer per record, or give a --template"
-                )
+                problem = f"the tokenizer's chat template rewrites the text before message {number + 1}"
+                raise ConfigError(f"{where}: {problem}; use one answer per record, or give a --template")
             rendered = longer
             borders.append(len(rendered))
     whole = _render(form, plain, False, where) if not is_answer[-1] else rendered
     if not whole.startswith(rendered):
-        raise ConfigError(
-            f"{where}: the tokenizer's chat template rewrites the last answer when more messages follow; remove those, or give "
-            "a --template"
-        )
+        problem = "the tokenizer's chat template rewrites the last answer when messages follow"
+        raise ConfigError(f"{where}: {problem}; remove those, or give a --template")
     # The begin and end tokens are added to every document anyway.
     first = len(form["begin"]) if form["begin"] and whole.startswith(form["begin"]) else 0
     stop = len(whole.rstrip())
@@ -243,10 +237,8 @@ def _render(form: Mapping[str, Any], messages: list[dict[str, str]], prompts_ans
         template = _compile(form["template"])
         return str(template.render(messages=messages, add_generation_prompt=prompts_answer, **form["tokens"]))
     except Exception as error:  # a template is a program and may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{where}: the tokenizer's chat template rejects these messages ({reason}); change them, or give a --template"
-        ) from error
+        problem = f"the tokenizer's chat template rejects these messages ({first_line(error)})"
+        raise ConfigError(f"{where}: {problem}; change them, or give a --template") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -284,10 +276,8 @@ def check_template(template: str) -> str:
     text = template.replace("\\n", "\n").replace("\\t", "\t")
     names = re.findall(r"\{(\w*)\}", text)
     if names.count("content") != 1 or set(names) - {"role", "content"}:
-        raise ConfigError(
-            f"--template {template!r}: must have {{content}} once and may have {{role}}, such as {TEMPLATE!r}; or be "
-            f"{TOKENIZER}"
-        )
+        remedy = f"write for example {TEMPLATE!r}, or {TOKENIZER}"
+        raise ConfigError(f"--template {template!r}: must have {{content}} once and may have {{role}}; {remedy}")
     return text
 
 
@@ -300,10 +290,7 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
     form, score_all = recipe["format"], recipe["loss_on"] == "all"
     if raw.kind == "text":
         if form == "fields":
-            raise ConfigError(
-                f"{file}: --format fields needs records, this is a text file; leave it out, for example "
-                "with --extensions .jsonl"
-            )
+            raise ConfigError(f"{file}: --format fields needs records, this is text; leave it out with --extensions .jsonl")
         return [Span((Part(_decode(raw, file)),), True)]
     record = _parse_json(_decode(raw, file), where) if raw.kind == "jsonl" else raw.content
     if form == "text":
@@ -325,9 +312,7 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
     else:
         messages = _messages(record, where)
     if not score_all and not any(role in ANSWERS for role, _ in messages):
-        raise ConfigError(
-            f"{where}: no message of role {ANSWERS[0]}, so no target is in the loss; remove the record or use --loss-on all"
-        )
+        raise ConfigError(f"{where}: no message of role {ANSWERS[0]} to learn; remove the record or use --loss-on all")
     if any(role in ANSWERS and not "".join(part.text for part in content).strip() for role, content in messages):
         return []
     return [span for span in _write(messages, where, recipe) if span.text]
@@ -340,9 +325,8 @@ def _decode(raw: Raw, file: str) -> str:
     except UnicodeDecodeError as error:
         line = raw.line + content[: error.start].count(b"\n")
         byte = error.start - (content.rfind(b"\n", 0, error.start) + 1)
-        raise ConfigError(
-            f"{file}:{line}: not UTF-8 at byte {byte} of the line; convert the file, for example with iconv"
-        ) from None
+        remedy = "convert the file, for example with iconv"
+        raise ConfigError(f"{file}:{line}: not UTF-8 at byte {byte} of the line; {remedy}") from None
 
 
 def _parse_json(text: str, where: str) -> Any:

@@ -138,7 +138,7 @@ class Manifest:
                 raise OlderForm(folder, values)
             if values["version"] > VERSION:
                 raise ConfigError(
-                    f"{folder / FILE}: form {values['version']}, this version reads {VERSION}; update nash_mhc, or {_AGAIN}"
+                    f"{folder / FILE}: form {values['version']}, not {VERSION}; update nash_mhc, or {_AGAIN}"
                 )
             return Manifest.from_dict(values)
 

@@ -261,9 +261,7 @@ def _write_errors(out: Path, partial: Path) -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool:
-        raise ConfigError(
-            f"{partial}: a worker process was killed (out of memory?); start the command again to continue"
-        ) from None
+        raise ConfigError(f"{partial}: a worker process was killed (out of memory?); start again to continue") from None
     except OSError as error:
         where = error.filename or out
         raise ConfigError(f"{where}: cannot be written ({error.strerror}); choose another folder or free space") from error

@@ -114,10 +114,8 @@ class PreparedRows(RowSource):
         if split not in splits or not splits[split].rows:
             present = " and ".join(name for name in splits if splits[name].rows) or "none"
             kind = NothingHeldOut if split == recipe["eval_split"] and not recipe["validation_fraction"] else ConfigError
-            raise kind(
-                f"--dataset {self.name}: has no rows of split {split!r}, there is {present}; add text, lower --seq-len, raise "
-                f"--validation-fraction, or choose another --split or --eval-split"
-            )
+            remedy = "choose another split, add text, lower --seq-len or raise --validation-fraction"
+            raise kind(f"--dataset {self.name}: has no rows of split {split!r}, there is {present}; {remedy}")
         self.identity, self.held_out = self.manifest.identity, "; ".join(self.manifest.notes)
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
@@ -141,8 +139,6 @@ class PreparedRows(RowSource):
         bad = (stored.tokens >= self._vocab_size).any(axis=1) | (stored.used > self.form.seq_len)
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
-            raise ConfigError(
-                f"{self.records.place(int(indices[row]))}: token {stored.tokens[row].max()} is outside the vocabulary of "
-                f"{self._vocab_size}; prepare the data with the run's --tokenizer"
-            )
+            problem = f"token {stored.tokens[row].max()} is outside the vocabulary of {self._vocab_size}"
+            raise ConfigError(f"{self.records.place(int(indices[row]))}: {problem}; prepare it with the run's --tokenizer")
         return unpack(stored, self.form.end)
