@@ -204,9 +204,7 @@ def check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int
         raise ConfigError(f"{name}: its documents were prepared {how} begin token, unlike this run's; add {flag}")
     if recipe["seq_len"] != cfg.seq_len:
         T = recipe["seq_len"]
-        raise ConfigError(
-            f"{name}: its sequences have {T} tokens, the run's {cfg.seq_len}; use --seq-len {T}"
-        )
+        raise ConfigError(f"{name}: its sequences have {T} tokens, the run's {cfg.seq_len}; use --seq-len {T}")
     if recipe["align"] % align:
         needed = f"its documents start at multiples of {recipe['align']}, this model needs {align}"
         raise ConfigError(f"{name}: {needed}; prepare it again with the run's --model-size, --model-ratio and --model-scales")

@@ -251,9 +251,7 @@ def _load_inner(path: Path, hub_name: str | None, name: str) -> Any:
 
     folder = path if path.is_dir() else path.parent
     if hub_name is None and "auto_map" in _values(folder / "tokenizer_config.json"):
-        raise ConfigError(
-            f"--tokenizer {name}: custom code is never run; remove auto_map from tokenizer_config.json"
-        )
+        raise ConfigError(f"--tokenizer {name}: custom code is never run; remove auto_map from tokenizer_config.json")
     try:
         if hub_name is not None:
             return _auto_tokenizer().from_pretrained(hub_name, trust_remote_code=False)

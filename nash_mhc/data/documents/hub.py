@@ -46,16 +46,10 @@ class Hub:
             raise
         except Exception as error:  # each reader of the library raises its own
             self._check_variant()
-            remedy = (
-                ""
-                if self._path
-                else (
-                    f"; without network access, run load_dataset('{name}').save_to_disk(FOLDER) on a machine that has it and use "
-                    "--dataset FOLDER here"
-                )
-            )
+            save = f"load_dataset('{name}').save_to_disk(FOLDER)"
+            remedy = f"without network access, run {save} on a machine that has it and use --dataset FOLDER here"
             problem = f"the datasets library cannot read it ({type(error).__name__}: {first_line(error)})"
-            raise Unreachable(f"--dataset {name}: {problem}{remedy}") from error
+            raise Unreachable(f"--dataset {name}: {problem}{'' if self._path else f'; {remedy}'}") from error
         self.format = format_of(cfg, columns)
         self._columns = columns_of(cfg, self.format)
 

@@ -137,9 +137,7 @@ class Manifest:
             if values["version"] < VERSION:
                 raise OlderForm(folder, values)
             if values["version"] > VERSION:
-                raise ConfigError(
-                    f"{folder / FILE}: form {values['version']}, not {VERSION}; update nash_mhc, or {_AGAIN}"
-                )
+                raise ConfigError(f"{folder / FILE}: form {values['version']}, not {VERSION}; update nash_mhc, or {_AGAIN}")
             return Manifest.from_dict(values)
 
 
