@@ -114,7 +114,7 @@ class PreparedRows(RowSource):
         if split not in splits or not splits[split].rows:
             present = " and ".join(name for name in splits if splits[name].rows) or "none"
             kind = NothingHeldOut if split == recipe["eval_split"] and not recipe["validation_fraction"] else ConfigError
-            remedy = "choose another split, add text, lower --seq-len or raise --validation-fraction"
+            remedy = "add text, lower --seq-len, raise --validation-fraction or choose another split"
             raise kind(f"--dataset {self.name}: has no rows of split {split!r}, there is {present}; {remedy}")
         self.identity, self.held_out = self.manifest.identity, "; ".join(self.manifest.notes)
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
