@@ -1,7 +1,8 @@
 """Compute which row is read at each position of a run: keyed permutations and mixtures, without state or tables.
 
 Step k reads the next `batch` positions, so the position is all that a checkpoint stores. The arithmetic is exact
-(64-bit integers) and independent of processes, workers and library versions.
+(64-bit integers) and independent of processes, workers and library versions. Grain's shuffle and mix would tie the
+order of old runs to grain's version.
 """
 
 from __future__ import annotations
@@ -79,11 +80,9 @@ def _shuffled_block(number: int, count: int, seed: int, source: int) -> np.ndarr
 def shuffled(positions: np.ndarray, count: int, *, seed: int, source: int = 0) -> np.ndarray:
     """Return the rows at these positions when `count` rows are read epoch after epoch, each epoch in a new order."""
     blocks, inside = np.divmod(positions.astype(np.int64), BLOCK)
-    rows = np.empty_like(inside)
-    for number in np.unique(blocks):
-        at = blocks == number
-        rows[at] = _shuffled_block(int(number), count, seed, source)[inside[at]]
-    return rows
+    numbers, at = np.unique(blocks, return_inverse=True)
+    tables = [_shuffled_block(int(number), count, seed, source) for number in numbers]
+    return np.array(tables, np.int64).reshape(-1, BLOCK)[at, inside]
 
 
 def exact_shares(weights: Sequence[str]) -> tuple[Fraction, ...]:
@@ -120,8 +119,7 @@ def assign_sources(positions: np.ndarray, parts: tuple[Fraction, ...], *, seed: 
     Each block holds every source's share in a keyed order, so the counts before a block follow from its number alone.
     """
     blocks, inside = np.divmod(positions.astype(np.int64), BLOCK)
-    owners, inner = np.empty_like(inside), np.empty_like(inside)
-    for number in np.unique(blocks):
-        at = blocks == number
-        owners[at], inner[at] = (a[inside[at]] for a in _assigned_block(int(number), parts, seed))
+    numbers, at = np.unique(blocks, return_inverse=True)
+    tables = [_assigned_block(int(number), parts, seed) for number in numbers]
+    owners, inner = np.array(tables, np.int64).reshape(-1, 2, BLOCK)[at, :, inside].T
     return owners, inner
