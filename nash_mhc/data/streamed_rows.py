@@ -29,7 +29,7 @@ from nash_mhc.data.documents.files import (
     format_of,
     kind_of,
     open_parquet,
-    parquet_batches,
+    read_parquet,
 )
 from nash_mhc.data.documents.holdout import EVALUATED, TRAINED_ON, HeldOut, by_share
 from nash_mhc.data.documents.hub import Hub
@@ -73,7 +73,7 @@ class ParquetLanes:
             if kind_of(path) != "parquet":
                 raise ConfigError(f"{path}: --streaming reads Parquet and Hugging Face data only; leave it out")
             with open_parquet(path) as table:
-                self._columns.among(table.schema_arrow.names, str(path))
+                self._columns.among(table.schema_arrow.names, f"{path}:1")
                 counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
             self._documents += sum(counts)
             self.units += [(number, i, sum(counts[:i])) for i in range(len(counts))]
@@ -91,7 +91,7 @@ class ParquetLanes:
         first, skip = state or (0, 0)
         for unit in range(first, len(units)):
             file, group, before = units[unit]
-            contents = itertools.chain.from_iterable(parquet_batches(self._paths[file], self._columns, [group]))
+            contents = read_parquet(self._paths[file], self._columns, [group])
             for row, content in enumerate(itertools.islice(contents, skip, None), start=skip + 1):
                 yield Raw.of_table(file, before + row, content), functools.partial(list, (unit, row))
             skip = 0

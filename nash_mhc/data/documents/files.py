@@ -20,7 +20,7 @@ from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.documents.records import Raw, parse_both
 from nash_mhc.storage.errors import first_line
 from nash_mhc.storage.files import digest_of, digests_of_sources
-from nash_mhc.storage.json_files import MALFORMED, parse_json
+from nash_mhc.storage.json_files import MALFORMED, parse_json, reading
 
 BLOCK = 4 << 20  # bytes of a text file that are read at once: a document may be larger than memory
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -66,6 +66,7 @@ _TEXT = frozenset(
     ".erl .lisp .el .scm .f .f90 .zig .nim .d .dart .v .sv .vhd .sh .bash .zsh .fish .ps1 .sql .proto .cmake".split()
 )
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_RESTORE = "restore it if it is truncated"
 
 
 def register_format(ending: str, read: Callable[[BinaryIO], Iterator[str | dict[str, Any]]], *, version: str = "1") -> None:
@@ -151,8 +152,12 @@ class Columns(NamedTuple):
         for name in self.needed:
             if name not in names:
                 remedy = "--format requires it" if self.is_record else "name the text column with --text-field"
-                raise ConfigError(f"{where}:1: no column {name!r}, there are {', '.join(names) or 'none'}; {remedy}")
+                raise ConfigError(f"{where}: no column {name!r}, there are {', '.join(names) or 'none'}; {remedy}")
         return [*self.needed, *(name for name in self.optional if name in names)]
+
+    def pick(self, document: Any, where: str) -> Any:
+        """Return the document's record, or the text in its only column."""
+        return document if self.is_record or not isinstance(document, dict) else document[self.among(document, where)[0]]
 
 
 def columns_of(cfg: DataConfig, form: str) -> Columns:
@@ -191,10 +196,10 @@ class Files:
     def read(self, split: str) -> Iterator[Raw]:
         for number, path in enumerate(self._paths):
             kind = kind_of(path)
-            with _readable(path):
+            with reading(path, _RESTORE):
                 if kind == "parquet":
-                    contents = itertools.chain.from_iterable(parquet_batches(path, self._columns))
-                    yield from (Raw.of_table(number, row, content) for row, content in enumerate(contents, start=1))
+                    contents = enumerate(read_parquet(path, self._columns), start=1)
+                    yield from (Raw.of_table(number, row, content) for row, content in contents)
                 elif kind == "text":
                     yield from _read_text_file(number, path)
                 else:
@@ -215,17 +220,9 @@ def _decompressed(path: Path) -> io.BufferedReader:
     return path.open("rb")
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); restore it if it is truncated") from error
-
-
 def first_fields(path: Path) -> list[str] | None:
     """Return the field names of the first record; None if there is none or it is invalid, which reading will report."""
-    with _readable(path):
+    with reading(path, _RESTORE):
         if kind_of(path) == "parquet":
             with open_parquet(path) as table:
                 return list(table.schema_arrow.names)
@@ -293,27 +290,19 @@ def open_parquet(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path}: not a complete Parquet file ({first_line(error)}); write it again") from error
 
 
-def parquet_batches(path: Path, columns: Columns, groups: list[int] | None = None) -> Iterator[list[Any]]:
-    """Yield lists of texts or records, from some row groups or from all."""
+def read_parquet(path: Path, columns: Columns, groups: list[int] | None = None) -> Iterator[Any]:
+    """Yield texts or records, from some row groups or from all."""
     with open_parquet(path) as table:
-        names = columns.among(table.schema_arrow.names, str(path))
+        names = columns.among(table.schema_arrow.names, f"{path}:1")
         for batch in table.iter_batches(batch_size=1024, columns=names, row_groups=groups):
-            yield batch.to_pylist() if columns.is_record else batch.column(0).to_pylist()
+            yield from batch.to_pylist() if columns.is_record else batch.column(0).to_pylist()
 
 
 def _read_registered(number: int, path: Path, file: io.BufferedReader, columns: Columns) -> Iterator[Raw]:
     row = 0
     try:
         for row, document in enumerate(FORMATS[_extension(path)].read(file), start=1):
-            content: Any = document
-            if isinstance(document, dict) and not columns.is_record:
-                if (name := columns.needed[0]) not in document:
-                    present = ", ".join(document) or "none"
-                    raise ConfigError(
-                        f"{path}:{row}: no field {name!r}, there are {present}; name the text field with --text-field"
-                    )
-                content = document[name]
-            yield Raw.of_table(number, row, content)
+            yield Raw.of_table(number, row, columns.pick(document, f"{path}:{row}"))
     except (OSError, ConfigError):
         raise
     except Exception as error:  # user code may raise anything

@@ -92,11 +92,11 @@ class Hub:
         stream = self._stream(split, least)
         if stream.column_names is None:  # unknown before reading
             return stream.select_columns(list(self._columns.needed))
-        return stream.select_columns(self._columns.among(stream.column_names, self.names[0]))
+        return stream.select_columns(self._columns.among(stream.column_names, f"{self.names[0]}:1"))
 
     def record(self, row: int, record: dict[str, Any]) -> Raw:
         """Return one record as a document; `row` counts from 1."""
-        return Raw.of_table(0, row, record if self._columns.is_record else record[self._columns.needed[0]])
+        return Raw.of_table(0, row, self._columns.pick(record, self.names[0]))
 
     def read(self, split: str) -> Iterator[Raw]:
         try:
