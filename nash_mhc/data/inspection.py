@@ -11,11 +11,10 @@ import numpy as np
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows, RowSource
 from nash_mhc.data.prepared.manifest import FILE, Damaged, check_files
 from nash_mhc.data.prepared.rows import PreparedRows
-from nash_mhc.data.sources import Mixture, open_source
+from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.storage.json_files import reading
 
@@ -72,18 +71,11 @@ def _green(text: str) -> str:
     return "\n".join(f"\x1b[32m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
-def _locate(source: RowSource, position: int, seed: int) -> tuple[RowSource, int]:
-    """Return the source and the row that a position of a run reads."""
-    if isinstance(source, Mixture):
-        return source.locate(position)
-    return source, position if source.endless else int(shuffled(np.array([position]), len(source), seed=seed)[0])
-
-
 def rows_of_step(source: RowSource, step: int, rows: int, seed: int, *, most: int = 16) -> str:
     """Return `rows 5, 17, 101 of text.txt` for a step, counted from 1; at most `most` rows are listed."""
     by_name: dict[str, list[str]] = {}
     for number in range(min(rows, most)):
-        leaf, index = _locate(source, (step - 1) * rows + number, seed)
+        leaf, index = source.locate((step - 1) * rows + number, seed)
         by_name.setdefault(leaf.name, []).append(str(index))
     named = ", ".join(f"{'rows' if len(each) > 1 else 'row'} {', '.join(each)} of {name}" for name, each in by_name.items())
     return f"{named}{f' and {rows - most:,} more' if rows > most else ''}"
@@ -97,7 +89,7 @@ def _show_step(
         raise ConfigError(f"--row {row}: a step of this run has rows 0 to {rows - 1}")
     shown = []
     for number in range(rows) if row is None else [row]:
-        leaf, index = _locate(source, (step - 1) * rows + number, seed)
+        leaf, index = source.locate((step - 1) * rows + number, seed)
         title = f"step {step}, row {number}: row {index} of {leaf.name}"
         if text := leaf.show(index):
             shown.append(f"== {title}\n{text}")

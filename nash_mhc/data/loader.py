@@ -11,7 +11,6 @@ import numpy as np
 from absl import flags
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.data.order import shuffled
 from nash_mhc.data.pack import Rows, RowSource
 from nash_mhc.data.workers import begin_worker, starting_workers
 
@@ -30,7 +29,7 @@ class Steps:
         share, shares = self._share
         # Row i of a step belongs to share i mod shares, so each microbatch has the same rows for any number of shares.
         positions = int(step) * self._rows + np.arange(share, self._rows, shares)
-        indices = positions if self._source.endless else shuffled(positions, len(self._source), seed=self._seed)
+        indices = self._source.rows_at(positions, self._seed)
         rows = self._source.take(indices)
         check_weights(rows.weights, self._source.name, indices)
         return type(rows)(*(a.reshape(self._microbatches, -1, *a.shape[1:]) for a in rows))

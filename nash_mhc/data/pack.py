@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError
+from nash_mhc.data.order import shuffled
 
 
 class Rows(NamedTuple):
@@ -56,6 +57,15 @@ class RowSource:
     def epochs(self, position: int) -> dict[str, float]:
         """Return the epochs of each finite dataset that are read before this position."""
         return {} if self.endless else {self.name: position / len(self)}
+
+    def rows_at(self, positions: np.ndarray, seed: int, number: int = 0) -> np.ndarray:
+        """Return the rows at these positions of a run. Finite sources are read in a new order each epoch; `number` is
+        that of the source in a mixture."""
+        return positions if self.endless else shuffled(positions, len(self), seed=seed, source=number)
+
+    def locate(self, position: int, seed: int) -> tuple[RowSource, int]:
+        """Return the source and its row that a position of a run reads."""
+        return self, int(self.rows_at(np.array([position]), seed)[0])
 
     def show(self, index: int) -> str:
         """Render a row that is not text; empty for text."""

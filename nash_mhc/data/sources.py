@@ -17,7 +17,7 @@ from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, DataConfig, weighted_parts
 from nash_mhc.data.documents.files import Corpus, Files
 from nash_mhc.data.documents.hub import Hub, is_saved
-from nash_mhc.data.order import BLOCK, assign_sources, counts_before, exact_shares, permuted, shuffled
+from nash_mhc.data.order import BLOCK, assign_sources, counts_before, exact_shares, permuted
 from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource
 from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
 from nash_mhc.data.prepared.prepare import prepare
@@ -66,22 +66,16 @@ class Mixture(RowSource):
         owners, inner = assign_sources(positions, self._shares, seed=self._seed)
         return inner < np.array([sys.maxsize if source.endless else len(source) for source in self._sources])[owners]
 
-    def _rows_of(self, number: int, inner: np.ndarray) -> np.ndarray:
-        """Map positions within a source's own reading to its row numbers."""
-        source = self._sources[number]
-        return inner if source.endless else shuffled(inner, len(source), seed=self._seed, source=number)
-
-    def locate(self, position: int) -> tuple[RowSource, int]:
-        """Return the source that a position reads, and the row in it."""
+    def locate(self, position: int, seed: int) -> tuple[RowSource, int]:
         owners, inner = assign_sources(np.array([position]), self._shares, seed=self._seed)
         number = int(owners[0])
-        return self._sources[number], int(self._rows_of(number, inner)[0])
+        return self._sources[number], int(self._sources[number].rows_at(inner, self._seed, number)[0])
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
-        """Return the rows at these positions of the mixture, in that order."""
         owners, inner = assign_sources(np.asarray(indices), self._shares, seed=self._seed)
         numbers = np.unique(owners).tolist()
-        taken = [self._sources[number].take(self._rows_of(number, inner[owners == number])) for number in numbers]
+        own = {number: self._sources[number].rows_at(inner[owners == number], self._seed, number) for number in numbers}
+        taken = [self._sources[number].take(rows) for number, rows in own.items()]
         back = np.argsort(np.concatenate([np.flatnonzero(owners == number) for number in numbers]), kind="stable")
         return Rows(*(np.concatenate(arrays)[back] for arrays in zip(*taken, strict=True)))
 

@@ -162,22 +162,23 @@ def _run_chunks(job: Job, corpus: Corpus, workers: int, report: Report) -> list[
 
     missing = missing_chunks()
     first = list(itertools.islice(missing, 2))
+    chunks = itertools.chain(first, missing)
     if workers == 1 or len(first) < 2:
-        for chunk in itertools.chain(first, missing):
+        for chunk in chunks:
             done(chunk, make_chunk(job, chunk))
         return [notes[number] for number in sorted(notes)]
     waiting: deque[tuple[Chunk, Future[dict[str, Any]]]] = deque()
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of JAX's threads
     pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
     try:
-        for chunk in itertools.chain(first, missing):
+        for chunk in chunks:
             with starting_workers():
                 waiting.append((chunk, pool.submit(_make_in_worker, chunk)))
-            while len(waiting) > workers + 1:
-                done(waiting[0][0], waiting[0][1].result())
-                waiting.popleft()
-        for chunk, future in waiting:
-            done(chunk, future.result())
+            if len(waiting) > workers + 1:
+                made, future = waiting.popleft()
+                done(made, future.result())
+        for made, future in waiting:
+            done(made, future.result())
     finally:
         pool.shutdown(cancel_futures=True)
     return [notes[number] for number in sorted(notes)]
@@ -200,21 +201,17 @@ def _make_in_worker(chunk: Chunk) -> dict[str, Any]:
 def _describe_held_out(job: Job, splits: dict[str, Split]) -> str:
     """Describe the held-out documents; empty without any, or if the data has its own splits."""
     recipe = job.recipe
-    requested = {
-        "held out": (recipe["eval_split"], recipe["validation_fraction"]),
-        "for the test": (recipe.get("test_split"), recipe.get("test_fraction")),
-    }
-    held = {what: (splits[name], share) for what, (name, share) in requested.items() if share and name in splits}
-    divided = [*(split for split, _ in held.values()), *([splits[recipe["split"]]] if recipe["split"] in splits else [])]
+    requested = {recipe["eval_split"]: recipe["validation_fraction"], recipe.get("test_split"): recipe.get("test_fraction")}
+    held = {name: share for name, share in requested.items() if share and name in splits}
+    divided = [splits[name] for name in (recipe["split"], *held) if name in splits]
     slots, documents = sum(split.slots for split in divided), sum(split.documents for split in divided)
     words = []
-    for what, (split, requested_share) in held.items():
-        share = split.slots / slots
+    for name, requested_share in held.items():
+        split, share = splits[name], splits[name].slots / slots
         if job.held_out.by_piece:
-            return (
-                f"there is only one document: {split.rows:,} sequences of it are held out ({share:.1%} of the text), scattered "
-                "among those that are trained on"
-            )
+            part = f"{split.rows:,} sequences of it are held out ({share:.1%} of the text)"
+            return f"there is only one document: {part}, scattered among those that are trained on"
+        what = "held out" if name == recipe["eval_split"] else "for the test"
         off = "" if 0.5 < share / requested_share < 1.5 else f" instead of {requested_share:.1%}, to keep documents whole"
         words.append(f"{what}: {split.documents:,} of {documents:,} documents, {share:.1%} of the text{off}")
     return "; ".join(words)
@@ -233,7 +230,10 @@ def _difference(before: Recipe, now: Recipe) -> str:
 
 @contextlib.contextmanager
 def _exclusive(partial: Path) -> Iterator[None]:
-    """Create the folder and hold a lock on it; remove it afterwards if it is empty."""
+    """Create the folder and hold a lock on it; remove it afterwards if it is empty.
+
+    The package filelock would leave a file beside every prepared folder.
+    """
     while True:
         # Another process may rename or remove the folder at any moment, which mkdir(exist_ok=True) does not tolerate.
         with contextlib.suppress(FileExistsError):
