@@ -11,9 +11,8 @@ import pyarrow as pa
 from nash_mhc.config.schema import DataConfig
 from nash_mhc.data.loader import batches
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.prepared.manifest import Manifest
+from nash_mhc.data.prepared.folder import Manifest, PreparedRows
 from nash_mhc.data.prepared.prepare import prepare
-from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import RowSource, open_corpus
 from nash_mhc.data.stories import story

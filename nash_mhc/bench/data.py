@@ -21,8 +21,8 @@ import numpy as np
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.loader import batches
+from nash_mhc.data.prepared.folder import PreparedRows
 from nash_mhc.data.prepared.prepare import prepare
-from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -34,7 +34,7 @@ _VOCABULARY = 8192
 # Targets: reading in tokens/s, preparing as a share of the tokenizers library's rate, waiting as a share of the step.
 LEAST_READ, LEAST_SHARE, MOST_WAIT = 5e6, 0.8, 0.02
 _READ_ALL = (
-    "import sys; from pathlib import Path; from nash_mhc.data.prepared.rows import PreparedRows\n"
+    "import sys; from pathlib import Path; from nash_mhc.data.prepared.folder import PreparedRows\n"
     "rows = PreparedRows(Path(sys.argv[1]), 'train')\n"
     "for i in range(0, len(rows), 64): rows.take(list(range(i, min(i + 64, len(rows)))))\n"
 )

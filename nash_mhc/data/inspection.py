@@ -12,8 +12,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.pack import Rows, RowSource
-from nash_mhc.data.prepared.manifest import FILE, Damaged, check_files
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import FILE, Damaged, PreparedRows, check_files
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.storage.json_files import reading

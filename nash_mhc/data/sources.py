@@ -19,9 +19,8 @@ from nash_mhc.data.documents.files import Corpus, Files
 from nash_mhc.data.documents.hub import Hub, is_saved
 from nash_mhc.data.order import BLOCK, assign_sources, counts_before, exact_shares, permuted
 from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource
-from nash_mhc.data.prepared.manifest import FILE, VERSION, Damaged, Manifest
+from nash_mhc.data.prepared.folder import FILE, VERSION, Damaged, Manifest, PreparedRows
 from nash_mhc.data.prepared.prepare import prepare
-from nash_mhc.data.prepared.rows import PreparedRows
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.stories import SPLITS, Stories, StoryRows, lowest_loss
 from nash_mhc.data.streamed_rows import open_stream

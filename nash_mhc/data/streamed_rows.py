@@ -36,7 +36,7 @@ from nash_mhc.data.documents.hub import Hub
 from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, StoredRows, pack_pieces, unpack
-from nash_mhc.data.prepared.manifest import VERSION
+from nash_mhc.data.prepared.folder import VERSION
 from nash_mhc.data.recipe import Document, document_of, make_recipe, pieces_of
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.files import digest_of

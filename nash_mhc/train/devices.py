@@ -15,7 +15,7 @@ import nash_mhc
 from nash_mhc.config import keys
 from nash_mhc.config.fields import weighted_parts
 from nash_mhc.config.schema import RunConfig
-from nash_mhc.data.prepared.manifest import FILE
+from nash_mhc.data.prepared.folder import FILE
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.parallel.mesh import check_fit, make_mesh, misfits
 from nash_mhc.parallel.processes import check_same, start

@@ -16,7 +16,7 @@ from nash_mhc.config.keys import OURS, keys
 from nash_mhc.config.parsing import Settings
 from nash_mhc.config.presets import of_profile
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
-from nash_mhc.data.prepared.manifest import FILE, Manifest
+from nash_mhc.data.prepared.folder import FILE, Manifest
 from nash_mhc.data.sources import source_of
 from nash_mhc.data.tokenizer import is_of_model, load_tokenizer
 from nash_mhc.hub.folder import hub_settings, is_hub_folder

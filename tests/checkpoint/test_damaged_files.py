@@ -14,7 +14,7 @@ from nash_mhc.checkpoint import __main__ as checkpoint_command
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, DataConfig, weighted_parts
-from nash_mhc.data.prepared.manifest import FILE, Manifest
+from nash_mhc.data.prepared.folder import FILE, Manifest
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.generate.prompts import read_prompts

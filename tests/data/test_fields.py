@@ -14,7 +14,7 @@ from records import expected, learned, write
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import columns_of
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import PreparedRows
 from nash_mhc.data.recipe import corpus_texts, template_settings
 from nash_mhc.data.sources import open_corpus, open_source
 

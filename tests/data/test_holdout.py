@@ -21,8 +21,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import recipe as recipe_module
 from nash_mhc.data.documents.holdout import TRAINED_ON, HeldOut, key_of, survey
 from nash_mhc.data.prepared import chunks
-from nash_mhc.data.prepared.manifest import Manifest
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import Manifest, PreparedRows
 from nash_mhc.data.recipe import Document
 from nash_mhc.data.sources import fixed_sample, open_held_out, open_source
 from nash_mhc.data.stories import StoryRows

@@ -16,7 +16,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import EVALUATED, TESTED, TRAINED_ON, by_share, survey
 from nash_mhc.data.pack import RowSource
 from nash_mhc.data.prepared.chunks import near_key
-from nash_mhc.data.prepared.manifest import Manifest
+from nash_mhc.data.prepared.folder import Manifest
 from nash_mhc.data.sources import open_held_out, open_source, open_test
 
 PARTS = ("train", "validation", "test")

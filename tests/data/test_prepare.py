@@ -17,7 +17,7 @@ from corpora import DOCUMENTS, every_byte, prepared, stories, write_jsonl
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.prepared import prepare as prepare_module
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import PreparedRows
 
 ROOT = Path(__file__).parents[2]
 

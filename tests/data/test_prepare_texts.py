@@ -16,7 +16,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import __main__ as command
 from nash_mhc.data.documents.files import BLOCK, Files
 from nash_mhc.data.pack import split_document
-from nash_mhc.data.prepared.rows import PreparedRows, RowFormat
+from nash_mhc.data.prepared.folder import PreparedRows, RowFormat
 from nash_mhc.data.stories import story
 from nash_mhc.data.tokenizer import load_tokenizer
 

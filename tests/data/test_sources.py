@@ -13,7 +13,7 @@ from corpora import save_tokenizer
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.loader import count_bytes
 from nash_mhc.data.pack import Rows
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import PreparedRows
 from nash_mhc.data.sources import RowSource, loss_floor, open_source
 from nash_mhc.data.stories import Story, StoryRows, lowest_loss, story, story_grammar
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer

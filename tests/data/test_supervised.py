@@ -16,7 +16,7 @@ from corpora import prepared, save_tokenizer, write_jsonl
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
 from nash_mhc.data.documents.records import Raw, check_template, spans_of
 from nash_mhc.data.inspection import of_prepared, show_row
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import PreparedRows
 from nash_mhc.data.recipe import document_of, pieces_of
 from nash_mhc.data.sources import Mixture, open_source
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer

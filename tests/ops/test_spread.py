@@ -13,7 +13,7 @@ from corpora import BYTES, prepared, save_tokenizer
 
 from nash_mhc.config.schema import DataConfig
 from nash_mhc.data.pack import Piece, aligned_length, pack_pieces, unpack
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import PreparedRows
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.stories import StoryRows
 from nash_mhc.data.tokenizer import load_tokenizer

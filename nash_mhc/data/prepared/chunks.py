@@ -23,8 +23,7 @@ from nash_mhc.data.documents.files import Corpus
 from nash_mhc.data.documents.holdout import PARTS, TRAINED_ON, HeldOut, key_of
 from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.pack import Piece, aligned_length, pack_pieces
-from nash_mhc.data.prepared.manifest import check_files, write_file
-from nash_mhc.data.prepared.rows import RowFormat
+from nash_mhc.data.prepared.folder import RowFormat, check_files, write_file
 from nash_mhc.data.recipe import Document, Recipe, document_of, pieces_of, read_split
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.storage.files import digest_of

@@ -32,7 +32,7 @@ from nash_mhc.data.prepared.chunks import (
     read_note,
     with_one_piece_held_out,
 )
-from nash_mhc.data.prepared.manifest import FILE, Manifest, OlderForm, Shard, Split, write_file
+from nash_mhc.data.prepared.folder import FILE, Manifest, OlderForm, Shard, Split, write_file
 from nash_mhc.data.recipe import Recipe, alignment_wastes_space, document_of, read_split
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers

@@ -23,8 +23,7 @@ from jaxtyping import Array
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.pack import Extras, Rows
-from nash_mhc.data.prepared.manifest import Damaged, Manifest, check_files, write_file
-from nash_mhc.data.prepared.rows import PreparedRows
+from nash_mhc.data.prepared.folder import Damaged, Manifest, PreparedRows, check_files, write_file
 from nash_mhc.hub.load import Loaded
 from nash_mhc.kits.distill.teacher import top_k_reader
 from nash_mhc.model.protocol import LanguageModel

@@ -71,7 +71,7 @@ def cache_command(argv: Sequence[str]) -> int:
     _settings(own, 1, 1 << 30)  # check the flags first: the imports take seconds
     import jax
 
-    from nash_mhc.data.prepared.manifest import Manifest
+    from nash_mhc.data.prepared.folder import Manifest
     from nash_mhc.data.workers import progress
     from nash_mhc.hub import stored
     from nash_mhc.hub.load import load
@@ -115,7 +115,7 @@ def cache_command(argv: Sequence[str]) -> int:
 
 def _prepare(cfg: DataConfig, alignment: int, loaded: Any, out: Path, has_tokenizer: bool) -> None:
     """Prepare the dataset in `out`, or copy a prepared folder there; ConfigError if it does not fit the teacher."""
-    from nash_mhc.data.prepared.manifest import FILE, Manifest
+    from nash_mhc.data.prepared.folder import FILE, Manifest
     from nash_mhc.data.prepared.prepare import prepare
     from nash_mhc.data.recipe import make_recipe
     from nash_mhc.data.sources import open_corpus

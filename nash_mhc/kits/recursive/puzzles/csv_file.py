@@ -23,7 +23,7 @@ import numpy as np
 
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.pack import NothingHeldOut, RowSource
-from nash_mhc.data.prepared.manifest import write_file
+from nash_mhc.data.prepared.folder import write_file
 from nash_mhc.data.sources import DataSource, Opening
 from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.workers import progress

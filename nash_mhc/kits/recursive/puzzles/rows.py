@@ -20,7 +20,7 @@ import numpy as np
 from nash_mhc.config.fields import ConfigError, Settings
 from nash_mhc.data.order import combine, mix, permuted, shuffled
 from nash_mhc.data.pack import Rows, RowSource
-from nash_mhc.data.prepared.manifest import write_file
+from nash_mhc.data.prepared.folder import write_file
 from nash_mhc.data.sources import DataSource, Opening
 from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.tokenizer import Tokenizer
