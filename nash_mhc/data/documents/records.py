@@ -142,7 +142,8 @@ def _parse_template(flag: str, template: str) -> FieldTemplate:
     opened: int | None = None  # position of the [ of the current section
     for text, token, at in _tokens(template):
         if token in ("{", "}"):
-            raise error(f"the {token} at character {at + 1} encloses no field name; write {{question}}, or \\{token} for the character")
+            remedy = f"write {{question}}, or \\{token} for the character"
+            raise error(f"the {token} at character {at + 1} encloses no field name; {remedy}")
         if token not in ("[", "]"):
             parts.append(Part(text, is_template=token == "text"))
             continue
