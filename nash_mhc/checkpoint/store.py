@@ -26,38 +26,6 @@ from nash_mhc.storage.errors import as_config_error, as_os_errors
 from nash_mhc.storage.files import Folder, is_remote, to_path
 
 _MIN_SLICE_BYTES = 2**20  # smallest slice of a replicated array that a process writes on its own
-
-
-def new_manager(folder: Folder, name: str) -> tuple[ocp.CheckpointManager, Barrier | None]:
-    """Return a manager for an existing folder and, with several processes, the barrier that its threads use.
-
-    All processes call this at the same time, with a `name` that is used only once.
-    """
-    several = jax.process_count() > 1
-    write_replicas_in_parts(_MIN_SLICE_BYTES if several else None)
-    # If creating a folder in the background fails, threads wait for it and delay the exit by ten minutes.
-    async_options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    processes = ocp.options.MultiprocessingOptions()
-    barrier = None
-    if several:
-        # Orbax's own barriers are device collectives without a timeout, and cannot be used again after a failure.
-        barrier = async_options.barrier_sync_fn = Barrier(name)
-        processes.active_processes = set(range(jax.process_count()))
-        processes.barrier_sync_key_prefix = name
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=None, create=False, async_options=async_options, multiprocessing_options=processes
-    )
-    handlers = {"state": ocp.StandardCheckpointHandler(), "values": ocp.JsonCheckpointHandler()}
-    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers), barrier
-
-
-def close_manager(manager: ocp.CheckpointManager) -> None:
-    for _ in range(8):  # each thread of a failed save reports the failure again
-        with contextlib.suppress(Exception):
-            manager.close()
-            return
-
-
 _BARRIER_MS = 1_200_000  # Orbax's own timeout for writing all parts
 _stores = 0  # number of stores opened so far, the same in all processes
 
@@ -91,12 +59,35 @@ class Store:
 
         from_leader(make_folder)
         with as_config_error(self.folder):
-            self._manager = self._new_manager()
+            self._open()
 
-    def _new_manager(self) -> ocp.CheckpointManager:
-        manager, self._barrier = new_manager(self.folder, f"store{self._number}.{self._attempt}")
+    def _open(self) -> None:
+        """Create the checkpointer and, with several processes, the barrier that its threads use.
+
+        Orbax's CheckpointManager would add a list of steps, which is wrong once checkpoints are damaged or renamed.
+        """
+        several = jax.process_count() > 1
+        write_replicas_in_parts(_MIN_SLICE_BYTES if several else None)
+        # If creating a folder in the background fails, threads wait for it and delay the exit by ten minutes.
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        self._processes = ocp.options.MultiprocessingOptions()
+        if several:
+            # Orbax's own barriers are device collectives without a timeout, and cannot be used again after a failure.
+            name = f"store{self._number}.{self._attempt}"  # used only once, and the same in all processes
+            self._barrier = options.barrier_sync_fn = Barrier(name)
+            self._processes.active_processes = set(range(jax.process_count()))
+            self._processes.barrier_sync_key_prefix = name
+        handler = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(multiprocessing_options=self._processes, async_options=options),
+            state=ocp.StandardCheckpointHandler(), values=ocp.JsonCheckpointHandler(),
+        )  # fmt: skip
+        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=self._processes)
         self._inode = self._current_inode()
-        return manager
+
+    def _close(self) -> None:
+        for _ in range(8):  # each thread of a failed save reports the failure again
+            with contextlib.suppress(Exception):
+                return self._checkpointer.close()
 
     def _current_inode(self) -> int | None:
         """Return what identifies the folder, to notice when it is replaced by another one of the same name."""
@@ -107,7 +98,7 @@ class Store:
         return None
 
     def _check_inode(self, cause: Exception | None = None) -> None:
-        """OSError if the folder was moved or deleted since the manager was created, with some of its files."""
+        """OSError if the folder was moved or deleted since the checkpointer was created, with some of its files."""
         if self._current_inode() != self._inode:
             raise FileNotFoundError(errno.ENOENT, "the folder has vanished", str(self.folder)) from cause
 
@@ -134,7 +125,7 @@ class Store:
                 self.wait()
         finally:
             self._background.shutdown()
-            close_manager(self._manager)
+            self._close()
 
     def _save_will_end(self, kind: object) -> bool:
         """Return whether the save in progress ends although this process fails: the other processes may be gone."""
@@ -195,7 +186,7 @@ class Store:
             self._mark(step)
             items = ocp.args.Composite(state=ocp.args.StandardSave(named_leaves(state)), values=ocp.args.JsonSave(values))
             self._check_attempt(attempt)
-            self._manager.save(step, args=items, force=True)
+            self._checkpointer.save(self.folder / str(step), args=items, force=True)
             self._check_attempt(attempt)
             self._failed = False
         # Hashing and deleting must wait for Orbax's commit, so they run in a thread.
@@ -229,13 +220,12 @@ class Store:
     def reopen(self) -> None:
         """Remove what a failed save left, recreate the folder if needed, and create a new manager."""
         attempt, self._failed = self._attempt, True  # until everything below succeeds
-        close_manager(self._manager)  # it would report the old failure for the next save
+        self._close()  # it would report the old failure for the next save
         if jax.process_index() == 0:
             files.make(self.folder)
             remove_unfinished(self.folder)
-        manager = self._new_manager()
         self._check_attempt(attempt)
-        self._manager = manager
+        self._open()
         self._failed = False
 
     def clear(self) -> None:
@@ -246,7 +236,7 @@ class Store:
             remove_unfinished(self.folder)
 
     def _finish(self, step: int) -> None:
-        self._manager.wait_until_finished()
+        self._checkpointer.wait_until_finished()
         self._check_inode()
         if self._barrier is not None:  # all processes have checked their part
             self._barrier(key=f"written/{step}", timeout_ms=_BARRIER_MS)
@@ -278,7 +268,6 @@ class Store:
             if set_aside:
                 files.move(self.folder / str(step), self.folder / name)
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)
-                self._manager.reload()
         if lost := sorted({path.name for path in self.folder.glob("*.damaged")} | damaged):
             raise ConfigError(
                 f"{self.folder}: all checkpoints are damaged ({', '.join(lost)}); restore one from a backup, or start again "
@@ -287,53 +276,40 @@ class Store:
         return None
 
     def mark_verified(self, step: int | None) -> None:
-        """Note that another process has verified this step, and may have renamed later ones."""
-        if jax.process_index():
-            self._manager.reload()
+        """Note that another process has verified this step."""
         if step is not None:
             self._verified.add(step)
 
     def restore(self, step: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Return the state, with the structure and shardings of `like` (ShapeDtypeStructs), and the saved values."""
-        wanted = named_leaves(like)
-        shapes = self._checked(step, wanted)
-        if extra := sorted(set(shapes) - set(wanted)):
-            raise ConfigError(
-                f"{self.folder}/{step}: contains {extra[0]}, which this configuration does not have (see run.json)"
-            )
-        parts = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), values=ocp.args.JsonRestore())
-        with as_config_error(self.folder / str(step)):
-            items = self._manager.restore(step, args=parts)
-        return jax.tree.unflatten(jax.tree.structure(like), [items["state"][name] for name in wanted]), items["values"]
+        return self.restore_part(step, like), manifest.read_values(self.folder / str(step))
 
     def restore_part(self, step: int, like: PyTree, *prefixes: str) -> PyTree:
-        """Restore only the leaves of `like`, each from the first of `prefixes` that has it."""
-        saved, leaves = array_metadata(self.folder / str(step)), named_leaves(like)
-        first = lambda name: next((p for p in prefixes if f"{p}.{name}" in saved), prefixes[-1])
-        wanted = {f"{first(name)}.{name}": leaf for name, leaf in leaves.items()}
-        self._checked(step, wanted)
-        known = {f"{prefix}.{name}" for prefix in prefixes for name in leaves}
-        if extra := sorted(name for name in saved if name.startswith(tuple(f"{p}." for p in prefixes)) and name not in known):
-            raise ConfigError(f"{self.folder}/{step}: contains {extra[0]}, which this model does not have (see run.json)")
+        """Restore the leaves of `like`, each from the first of `prefixes` (such as "model") that has it."""
+        checkpoint, leaves = self.folder / str(step), named_leaves(like)
+        starts = tuple(f"{prefix}." for prefix in prefixes) or ("",)
+        if step not in self._verified and (wrong := manifest.problem(checkpoint)):
+            raise ConfigError(f"{checkpoint}: damaged, {wrong}; use another checkpoint")
+        saved = array_metadata(checkpoint)
+        first = lambda name: next((start for start in starts if start + name in saved), starts[-1])
+        wanted = {first(name) + name: leaf for name, leaf in leaves.items()}
+        for name, leaf in wanted.items():
+            shape, _ = saved.get(name, ("missing", ""))
+            if shape != leaf.shape:
+                raise ConfigError(
+                    f"{checkpoint}: {name} is {shape}, this configuration needs {leaf.shape}; "
+                    f"use the run's own settings (run.json) or another --checkpoint-dir"
+                )
+        known = {start + name for start in starts for name in leaves}
+        if extra := sorted(name for name in saved if name.startswith(starts) and name not in known):
+            raise ConfigError(f"{checkpoint}: contains {extra[0]}, which this configuration does not have (see run.json)")
         arguments = ocp.args.PyTreeRestore(
             item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
         )
-        with as_config_error(self.folder / str(step)), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            restored = reader.restore(self.folder / str(step) / "state", args=arguments)
+        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=self._processes)
+        with as_config_error(checkpoint), reader:
+            restored = reader.restore(checkpoint / "state", args=arguments)
         return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
-
-    def _checked(self, step: int, wanted: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes in a checkpoint; ConfigError if it is damaged or lacks something in `wanted`."""
-        if step not in self._verified and (wrong := manifest.problem(self.folder / str(step))):
-            raise ConfigError(f"{self.folder}/{step}: damaged, {wrong}; use another checkpoint")
-        shapes = {name: tuple(e.shape) for name, e in self._manager.item_metadata(step)["state"].items()}
-        for name, leaf in wanted.items():
-            if shapes.get(name) != leaf.shape:
-                raise ConfigError(
-                    f"{self.folder}/{step}: {name} is {shapes.get(name, 'missing')}, this configuration needs {leaf.shape}; "
-                    f"use the run's own settings (run.json) or another --checkpoint-dir"
-                )
-        return shapes
 
 
 def array_metadata(checkpoint: Folder) -> dict[str, tuple[tuple[int, ...], str]]:

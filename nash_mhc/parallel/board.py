@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import socket
 import sys
 import threading
@@ -53,22 +54,27 @@ class Board:
         entries = _call(lambda: self._client.key_value_dir_get(f"{self._name}/{folder}/"))
         return {key.rpartition("/")[2]: json.loads(value) for key, value in entries}
 
-    def wait(self, key: str, seconds: float) -> Any:
-        """Return the value under `key` as soon as it exists; TimeoutError after `seconds`."""
-        get = self._client.blocking_key_value_get
-        try:
-            return json.loads(_call(lambda: get(f"{self._name}/{key}", int(seconds * 1000)), seconds + ANSWER_S))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                raise TimeoutError(key) from None
-            raise
+    def gather(
+        self, folder: str, count: int, seconds: float = math.inf, cancelled: threading.Event | None = None
+    ) -> tuple[dict[int, Any], list[int]]:
+        """Wait for `folder/0` to `folder/count - 1`, one per process; return those that exist, and which are missing.
+
+        None is missing unless `seconds` have passed or another thread has set `cancelled`.
+        """
+        end, pause, cancelled = time.monotonic() + seconds, 0.02, cancelled or threading.Event()
+        while True:
+            entries = {int(index): value for index, value in self.read(folder).items()}
+            missing = [index for index in range(count) if index not in entries]
+            if not missing or time.monotonic() > end or cancelled.wait(pause):
+                return entries, missing
+            pause = min(1.0, pause * 1.3)
 
 
-def _call(request: Callable[[], T], seconds: float = ANSWER_S) -> T:
+def _call(request: Callable[[], T]) -> T:
     """Send a request to process 0, in a thread, because JAX would wait forever for a frozen process."""
     answer = _in_thread(request)
     # Counts polls instead of time: if this process was frozen itself, process 0 is not to blame.
-    for _ in range(max(1, round(seconds / _POLL_S))):
+    for _ in range(max(1, round(ANSWER_S / _POLL_S))):
         if futures.wait([answer], _POLL_S).done:
             try:
                 return answer.result()
@@ -76,7 +82,7 @@ def _call(request: Callable[[], T], seconds: float = ANSWER_S) -> T:
                 if "UNAVAILABLE" in str(error):
                     raise LostProcess("process 0, which coordinates all processes, is gone", 0) from error
                 raise
-    text = f"process 0, which coordinates all processes, has not answered for {seconds:.0f} s"
+    text = f"process 0, which coordinates all processes, has not answered for {ANSWER_S:.0f} s"
     raise LostProcess(text, 0, frozen=True)
 
 
@@ -142,27 +148,21 @@ def is_waiting() -> bool:
     return _waits > 0
 
 
-def _wait_without_limit(board: Board, key: str) -> Any:
-    """Wait for a value. Preparing data may take hours; runtime/watchdog.py notices if a process stands still."""
-    with waiting_for_peer():
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return board.wait(key, 60)
-
-
 def from_leader(make: Callable[[], T]) -> T:
     """Call `make` in process 0 and return its (JSON) result in every process; a ConfigError is raised in all."""
     if jax.process_count() == 1:
         return make()
     board, key = Board("nash_mhc/leader"), _next_call()
     if jax.process_index():
-        result = _wait_without_limit(board, key)
+        # Without a limit: preparing data may take hours, and runtime/watchdog.py notices if a process stands still.
+        with waiting_for_peer():
+            result = board.gather(key, 1)[0][0]
     else:
         try:
             result = {"value": make()}
         except ConfigError as error:
             result = {"error": str(error)}
-        board.write(key, result)
+        board.write(f"{key}/0", result)
     if "error" in result:
         raise ConfigError(result["error"])
     return result["value"]
@@ -181,7 +181,8 @@ def any_process(mine: bool) -> bool:
         return mine
     board, call = Board("nash_mhc/any"), _next_call()
     board.write(f"{call}/{jax.process_index()}", mine)
-    return any(_wait_without_limit(board, f"{call}/{index}") for index in range(jax.process_count()))
+    with waiting_for_peer():
+        return any(board.gather(call, jax.process_count())[0].values())
 
 
 def barrier() -> None:
@@ -250,15 +251,9 @@ class Barrier:
         if (fault := sys.exc_info()[1]) is not None:
             raise fault
         use = self._uses[key] = self._uses.get(key, 0) + 1
-        me, count = jax.process_index(), jax.process_count()
-        self._board.write(f"{key}/{use}/{me}", True)
-        pause, end = 0.02, time.monotonic() + timeout_ms / 1000
-        while len(arrived := self._board.read(f"{key}/{use}")) < count:
-            if self.cancelled.wait(pause):
-                raise TimeoutError(f"cancelled: {key}")
-            if time.monotonic() > end:
-                missing = [index for index in range(count) if str(index) not in arrived]
-                raise TimeoutError(f"{process_names(missing)} did not reach {key} within {timeout_ms / 1000:.0f} s")
-            pause = min(1.0, pause * 1.5)
+        self._board.write(f"{key}/{use}/{jax.process_index()}", True)
+        _, missing = self._board.gather(f"{key}/{use}", jax.process_count(), timeout_ms / 1000, self.cancelled)
+        if missing:
+            raise TimeoutError(f"{process_names(missing)} did not reach {key} within {timeout_ms / 1000:.0f} s, or it failed")
         if use > 2:
-            self._board.delete(f"{key}/{use - 2}/{me}")
+            self._board.delete(f"{key}/{use - 2}/{jax.process_index()}")

@@ -200,19 +200,17 @@ def check_same(settings: Mapping[str, Any], timeout: float = _SETTINGS_S) -> Non
     board, me = Board(f"nash_mhc/same{_comparisons}"), state.process_id
     board.write(f"settings/{me}", {"--num-processes": count} | dict(settings))
     with waiting_for_peer():
-        _wait_for_entries(board, "settings", 1, timeout)
-        count = board.read("settings")["0"]["--num-processes"]  # may differ from this process's own
-        _wait_for_entries(board, "settings", count, timeout)
-    everyone = board.read("settings")
-    first = everyone["0"]
+        first = _gather(board, "settings", 1, timeout)[0]
+        count = first["--num-processes"]  # may differ from this process's own
+        everyone = _gather(board, "settings", count, timeout)
     for index in range(1, count):
-        other = everyone[str(index)]
+        other = everyone[index]
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if not names:
             continue
         board.write(f"read/{me}", True)
         if me == 0:  # the board ends with process 0, so the others must have read it
-            _wait_for_entries(board, "read", count, timeout)
+            _gather(board, "read", count, timeout)
             time.sleep(1.0)
         differences = [
             f"{name} {_short(first.get(name))} in process 0, {_short(other.get(name))} in process {index}" for name in names
@@ -229,12 +227,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= _VALUE_CHARS else f"{text[:_VALUE_CHARS]}..."
 
 
-def _wait_for_entries(board: Board, folder: str, count: int, seconds: float) -> None:
-    """Wait until each of the first `count` processes has written its entry."""
-    end, pause = time.monotonic() + seconds, 0.05
-    while missing := sorted(set(range(count)) - set(map(int, board.read(folder)))):
-        if time.monotonic() > end:
-            text = f"{process_names(missing)} connected but did not send its settings within {seconds:.0f} s: dead or frozen"
-            raise LostProcess(text, *missing)
-        time.sleep(pause)
-        pause = min(1.0, pause * 1.2)
+def _gather(board: Board, folder: str, count: int, seconds: float) -> dict[int, Any]:
+    """Return the entries of the first `count` processes; LostProcess names those that have sent none in time."""
+    entries, missing = board.gather(folder, count, seconds)
+    if missing:
+        text = f"{process_names(missing)} connected but did not send its settings within {seconds:.0f} s: dead or frozen"
+        raise LostProcess(text, *missing)
+    return entries

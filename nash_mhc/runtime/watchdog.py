@@ -132,13 +132,11 @@ class StoppingPoint:
         with self._lock:
             self._board.write("notes/stop", why)
             self._board.write(f"points/{self._index}", self._points)
-            try:
-                points = [self._board.wait(f"points/{index}", 3 * SILENCE_S) for index in range(self._count)]
-            except TimeoutError as late:
-                # With the lock held, so that this process passes no other point before it exits.
-                give_up(f"{why}, but process {str(late).rpartition('/')[2]} did not answer")
+            points, missing = self._board.gather("points", self._count, 3 * SILENCE_S)
+            if missing:  # with the lock held, so that this process passes no other point before it exits
+                give_up(f"{why}, but {process_names(missing)} did not answer")
             else:
-                self._stop_at = 1 + max(points)
+                self._stop_at = 1 + max(points.values())
 
 
 class Verdicts:

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from nash_mhc.bench import corpus
-from nash_mhc.checkpoint.store import close_manager, new_manager
+from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.ops.attend import attend, attend_with_lse
 from nash_mhc.ops.attention_io import AttentionInput
@@ -162,12 +162,10 @@ def test_log_sum_exp_is_computed_without_the_passes_of_splash(monkeypatch):
 
 def test_checkpoints_are_written_without_orbax_s_handlers(tmp_path, monkeypatch):
     monkeypatch.delattr(ocp.type_handlers, "register_type_handler")
-    manager, meeting = new_manager(tmp_path, "test")
-    manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"a": jnp.arange(3)}), values=ocp.args.JsonSave({})))
-    manager.wait_until_finished()
-    restored = manager.restore(1, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
-    assert meeting is None and restored["state"]["a"].tolist() == [0, 1, 2]
-    close_manager(manager)
+    with Store(tmp_path) as store:
+        store.save(1, {"a": jnp.arange(3)}, {})
+        store.wait()
+        assert store.restore(1, {"a": jax.ShapeDtypeStruct((3,), jnp.int32)})[0]["a"].tolist() == [0, 1, 2]
 
 
 def test_raised_errors_are_not_logged_as_well(monkeypatch):

@@ -168,7 +168,7 @@ def test_during_a_save(unbroken, monkeypatch, tmp_path, moment):
         signal_once("writing")
 
     def finishing(self, step, *args):
-        self._manager.wait_until_finished()
+        self._checkpointer.wait_until_finished()
         signal_once("hashing")
         return finish(self, step, *args)
 
