@@ -40,7 +40,7 @@ def _imports(reporter: Reporter) -> None:
 def _processes(reporter: Reporter, devices: list[Any]) -> str:
     """Describe this process's place among those of a launcher, without waiting for the others."""
     from nash_mhc.config.schema import MeshConfig
-    from nash_mhc.parallel.place import find_place
+    from nash_mhc.parallel.processes import find_place
 
     place = find_place(MeshConfig(), os.environ)
     together = max(device.process_index for device in devices) + 1

@@ -78,8 +78,9 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
 
     from nash_mhc.evaluate.scoring import length_multiple
     from nash_mhc.hub.load import config_of, load
+    from nash_mhc.parallel.board import check_same
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
-    from nash_mhc.parallel.processes import check_same, start
+    from nash_mhc.parallel.processes import start
     from nash_mhc.runtime.compiled import use_compilation_cache
 
     cfg = config_of(args.folder)

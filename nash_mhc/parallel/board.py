@@ -1,4 +1,7 @@
-"""Communication between the processes of a run: a shared key-value board, and decisions and barriers built on it."""
+"""Communication between the processes of a run: a shared key-value board, and decisions and barriers built on it.
+
+The barriers of jax.experimental.multihost_utils use the devices, and wait forever for a frozen process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -257,3 +260,53 @@ class Barrier:
             raise TimeoutError(f"{process_names(missing)} did not reach {key} within {timeout_ms / 1000:.0f} s, or it failed")
         if use > 2:
             self._board.delete(f"{key}/{use - 2}/{jax.process_index()}")
+
+
+# --- equal settings --------------------------------------------------------------------------------------------------
+
+_SHOWN_CHARS, _SHOWN_DIFFERENCES = 60, 3
+
+
+def check_same(settings: Mapping[str, Any], timeout: float = 60.0) -> None:
+    """ConfigError in every process if `settings` differ between them, with names and values. LostProcess names who is
+    missing. All processes call this in the same order; it uses no device.
+    """
+    state = distributed_state()
+    if (count := state.num_processes or 1) == 1:
+        return
+    board, me = Board(f"nash_mhc/same/{_next_call()}"), state.process_id
+
+    def gather(folder: str, count: int) -> dict[int, Any]:
+        entries, missing = board.gather(folder, count, timeout)
+        if missing:
+            late = f"connected but did not send its settings within {timeout:.0f} s: dead or frozen"
+            raise LostProcess(f"{process_names(missing)} {late}", *missing)
+        return entries
+
+    board.write(f"settings/{me}", {"--num-processes": count} | dict(settings))
+    with waiting_for_peer():
+        first = gather("settings", 1)[0]
+        count = first["--num-processes"]  # may differ from this process's own
+        everyone = gather("settings", count)
+    for index, other in sorted(everyone.items()):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if not names:
+            continue
+        board.write(f"read/{me}", True)
+        if me == 0:  # the board ends with process 0, so the others must have read it
+            gather("read", count)
+            time.sleep(1.0)
+        differences = [
+            f"{name} {_short(first.get(name))} in process 0, {_short(other.get(name))} in process {index}"
+            for name in names[:_SHOWN_DIFFERENCES]
+        ]
+        more = f", and {len(names) - _SHOWN_DIFFERENCES} more" if len(names) > _SHOWN_DIFFERENCES else ""
+        raise ConfigError(
+            f"the processes of this run differ: {'; '.join(differences)}{more}; start all of them with the same "
+            "flags, files and packages"
+        )
+
+
+def _short(value: Any) -> str:
+    text = "(none)" if value is None else str(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

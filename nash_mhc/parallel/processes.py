@@ -1,23 +1,27 @@
-"""Joining the processes of a run: a roll call, JAX's initialization, equal settings, and the loss of process 0."""
+"""Joining the processes of a run: place of this process, roll call, JAX's initialization, and loss of process 0."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
-import selectors
+import re
 import signal
 import socket
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from nash_mhc.config.schema import ConfigError, MeshConfig
-from nash_mhc.parallel.board import Board, LostProcess, coordinator_answers, process_names, waiting_for_peer
-from nash_mhc.parallel.place import find_place
+from nash_mhc.parallel.board import coordinator_answers
 from nash_mhc.runtime.compat.jax import can_join, distributed_state, when_heartbeats_stop
 
 _CONNECT_S = 300  # when JAX finds the processes itself: a container may still be pulling its image
@@ -50,9 +54,160 @@ def start(cfg: MeshConfig) -> int:
     return int(distributed_state().num_processes)
 
 
+# --- this process's place among the others ---------------------------------------------------------------------------
+# JAX's own detection is used for TPU pods only: it does not know torchrun, and its errors name no missing variable.
+
+
+@dataclass(frozen=True)
+class Place:
+    """The index of this process and how to reach the others. Without an address, JAX detects the rest (TPU pods)."""
+
+    address: str | None = None
+    count: int | None = None
+    index: int | None = None
+    local_device: int | None = None  # the only device to use, if processes share the node
+
+
+def find_place(cfg: MeshConfig, env: Mapping[str, str]) -> Place | None:
+    """Return this process's place, from flags or else the environment; None for a single process."""
+    if cfg.num_processes == 1:
+        return None
+    flags = {
+        "--coordinator-address": cfg.coordinator_address,
+        "--num-processes": cfg.num_processes,
+        "--process-id": cfg.process_id,
+    }
+    if any(value is not None for value in flags.values()):
+        if missing := [flag for flag, value in flags.items() if value is None]:
+            given = next(flag for flag, value in flags.items() if value is not None)
+            raise ConfigError(f"{given}: also needs {' and '.join(missing)}")
+        own = Place(cfg.coordinator_address, cfg.num_processes, cfg.process_id)
+        if not re.fullmatch(r".+:\d+", own.address or ""):
+            raise ConfigError(f"--coordinator-address {own.address}: must be HOST:PORT, such as 10.0.0.1:8476")
+        if (own.index or 0) >= (own.count or 0):
+            raise ConfigError(f"--process-id {own.index}: must be 0 to {(own.count or 1) - 1} with --num-processes {own.count}")
+        return own
+    # torchrun first: srun may have started it once per node, and then SLURM's variables describe the node.
+    launchers = _by_jax_variables, _by_torchrun, _by_slurm, _by_open_mpi, _by_tpu_pod, _by_kubernetes
+    return next((found for launcher in launchers if (found := launcher(env)) is not None), None)
+
+
+# Variables that other frameworks read: (meaning, field, flag).
+_UNREAD = {
+    "TPU_NUM_DEVICES": ("the number of devices", "num_devices", "--num-devices"),
+    "USE_TPU": ("the platform", "platform", "--platform"),
+}
+
+
+def unread_variables(cfg: MeshConfig, env: Mapping[str, str]) -> list[str]:
+    """Return a line for each variable that is set but ignored, with the flag to use, unless the flag is given."""
+    lines = []
+    for name, (meaning, field, flag) in _UNREAD.items():
+        if env.get(name) and getattr(cfg, field) == getattr(MeshConfig(), field):
+            value = env[name] if field == "num_devices" else ("cpu" if env[name].lower() in ("0", "false", "no") else "tpu")
+            lines.append(f"{name}={env[name]} is ignored; use {flag} {value} to set {meaning}")
+    return lines
+
+
+def _by_torchrun(env: Mapping[str, str]) -> Place | None:
+    """torchrun, and launchers that set the same variables, such as Kubeflow's PyTorchJob."""
+    names = "WORLD_SIZE", "RANK", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    if wrong := [name for name in names if not env.get(name, "").isdecimal() and env.get(name)]:
+        raise ConfigError(
+            f"{wrong[0]}={env[wrong[0]]}: must be a number; unset it, or use --num-processes 1 for a single process"
+        )
+    count = int(env.get("WORLD_SIZE") or 1)
+    if count < 2:
+        return None
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
+        raise ConfigError(
+            f"WORLD_SIZE={count} is set without {' and '.join(missing)}; set them as torchrun does, or use "
+            f"--coordinator-address HOST:PORT, --num-processes {count} and --process-id, or --num-processes 1"
+        )
+    # torchrun's own store listens at MASTER_PORT.
+    port = int(env["MASTER_PORT"]) + (env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true")
+    local = int(env.get("LOCAL_RANK") or 0), int(env.get("LOCAL_WORLD_SIZE") or 1)
+    return Place(f"{env['MASTER_ADDR']}:{port}", count, int(env["RANK"]), _own_device(env, *local))
+
+
+def _by_jax_variables(env: Mapping[str, str]) -> Place | None:
+    if not env.get("JAX_COORDINATOR_ADDRESS") or int(env.get("JAX_NUM_PROCESSES", 1)) < 2:
+        return None
+    return Place(env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
+
+
+def _own_device(env: Mapping[str, str], local_index: int, local_count: int) -> int | None:
+    """Return the device for a process that shares its node; None if the scheduler has already assigned one."""
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    return local_index if local_count > 1 and (not visible or "," in visible) else None
+
+
+def _by_slurm(env: Mapping[str, str]) -> Place | None:
+    # Only processes started by srun have these variables; a shell inside an allocation is a single process.
+    count = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+    if count < 2 or not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(env):
+        return None
+    # node[003-006,010],other -> node003
+    first = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", env["SLURM_STEP_NODELIST"])
+    assert first is not None
+    port = 61440 + int(env["SLURM_JOB_ID"]) % 4096  # different for jobs that share a node
+    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(count)  # 2(x3),1
+    device = _own_device(env, int(env.get("SLURM_LOCALID", 0)), int(re.split(r"[(,]", tasks_per_node)[0]))
+    return Place(f"{first[1]}{first[2] or ''}:{port}", count, int(env["SLURM_PROCID"]), device)
+
+
+def _by_open_mpi(env: Mapping[str, str]) -> Place | None:
+    count = int(env.get("OMPI_COMM_WORLD_SIZE", 1))
+    if count < 2:
+        return None
+    # Up to version 4, the launcher gives its own address: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
+    uri = re.match(r"(\d+)\..*?tcp6?://\[?([^,\]:]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    if uri is None:
+        raise ConfigError(
+            f"Open MPI started {count} processes but gives no address; add --coordinator-address HOST:PORT of rank 0, "
+            f"--num-processes {count} and --process-id $OMPI_COMM_WORLD_RANK"
+        )
+    port = 61440 + int(uri[1]) // 4096 % 4096
+    local = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+    return Place(f"{uri[2]}:{port}", count, int(env["OMPI_COMM_WORLD_RANK"]), _own_device(env, *local))
+
+
+def _by_tpu_pod(env: Mapping[str, str]) -> Place | None:
+    """TPU pods, listed in variables on GKE and in metadata on Compute Engine. JAX connects their processes."""
+    if "," in env.get("TPU_WORKER_HOSTNAMES", "") or int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1:
+        return Place()
+    chips = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    has_metadata = (chips and importlib.util.find_spec("libtpu") is not None) or "GCE_METADATA_IP" in env
+    if not has_metadata or "TPU_SKIP_MDS_QUERY" in env:
+        return None
+    host = env.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+    try:
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with urllib.request.urlopen(request, timeout=3) as answer:
+            return Place() if answer.read().decode().count(",") else None
+    except (OSError, urllib.error.URLError):
+        return None  # a Colab machine, or a TPU outside Google's cloud
+
+
+def _by_kubernetes(env: Mapping[str, str]) -> Place | None:
+    """Indexed jobs on GPUs. Only the cluster's API, which JAX can query, knows the number of pods."""
+    if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
+        return None
+    if importlib.util.find_spec("kubernetes") is not None:
+        return Place()
+    if env["JOB_COMPLETION_INDEX"] == "0":
+        return None
+    raise ConfigError(
+        "cannot find the other pods of this Kubernetes job; pip install kubernetes, or "
+        "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (JOB_COMPLETION_INDEX) in each pod"
+    )
+
+
 # --- roll call: JAX itself does not say which process is missing, and aborts with a C++ stack trace ------------------
 
 _POLL_S = 0.2
+_HANG_UP_S = 2.0
 _MARGIN_S = 10.0  # process 0 may have started to wait later than the others
 _ALL = "all"
 _MARK = b"nash_mhc: "  # start of an answer; if JAX of an earlier run still listens, it answers something else
@@ -75,27 +230,29 @@ def _collect(port: int, count: int, timeout: float) -> str:
     end, callers = time.monotonic() + timeout, dict[int, socket.socket]()
     with contextlib.ExitStack() as closing:
         server = closing.enter_context(_listen(port, count, end))
-        selector = closing.enter_context(selectors.DefaultSelector())
-        selector.register(server, selectors.EVENT_READ)
+        server.settimeout(_POLL_S)
         while len(callers) < count - 1 and time.monotonic() < end:
-            for key, _ in selector.select(_POLL_S):
-                if key.fileobj is server:
-                    caller = closing.enter_context(server.accept()[0])
-                    selector.register(caller, selectors.EVENT_READ)
-                    continue
-                caller = key.fileobj  # type: ignore[assignment]
-                selector.unregister(caller)
-                with contextlib.suppress(OSError, ValueError):
-                    number = int(caller.recv(64))
-                    if 0 < number < count:
-                        callers[number] = caller
-        missing = [number for number in range(1, count) if number not in callers]
+            with contextlib.suppress(OSError, ValueError):
+                caller = closing.enter_context(server.accept()[0])
+                if 0 < (index := _index_of(caller)) < count:
+                    callers[index] = caller
+        missing = [index for index in range(1, count) if index not in callers]
         names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {count}"
         answer = f"{names} did not connect to process 0 at {{address}}" if missing else _ALL
         for caller in callers.values():
             with contextlib.suppress(OSError):
                 caller.sendall(_MARK + answer.encode())
     return answer
+
+
+def _index_of(caller: socket.socket) -> int:
+    """Return the index that a caller sends at once; hang up otherwise, and a process of the run will call again."""
+    caller.settimeout(_HANG_UP_S)
+    try:
+        return int(caller.recv(64))
+    except (OSError, ValueError):
+        caller.close()
+        raise
 
 
 def _listen(port: int, count: int, end: float) -> socket.socket:
@@ -179,58 +336,3 @@ def _lost() -> None:
     _on_lost()
     ctypes.CDLL(None).signal(signal.SIGABRT, signal.SIG_DFL)
     _terminate()
-
-
-# --- equal settings --------------------------------------------------------------------------------------------------
-
-_SETTINGS_S = 60.0  # timeout; all processes have connected already
-_VALUE_CHARS = 60
-_comparisons = 0
-
-
-def check_same(settings: Mapping[str, Any], timeout: float = _SETTINGS_S) -> None:
-    """ConfigError in every process if `settings` differ between them, with names and values. LostProcess names who is
-    missing. All processes call this in the same order; it uses no device.
-    """
-    global _comparisons  # noqa: PLW0603
-    state = distributed_state()
-    if (count := state.num_processes or 1) == 1:
-        return
-    _comparisons += 1
-    board, me = Board(f"nash_mhc/same{_comparisons}"), state.process_id
-    board.write(f"settings/{me}", {"--num-processes": count} | dict(settings))
-    with waiting_for_peer():
-        first = _gather(board, "settings", 1, timeout)[0]
-        count = first["--num-processes"]  # may differ from this process's own
-        everyone = _gather(board, "settings", count, timeout)
-    for index in range(1, count):
-        other = everyone[index]
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if not names:
-            continue
-        board.write(f"read/{me}", True)
-        if me == 0:  # the board ends with process 0, so the others must have read it
-            _gather(board, "read", count, timeout)
-            time.sleep(1.0)
-        differences = [
-            f"{name} {_short(first.get(name))} in process 0, {_short(other.get(name))} in process {index}" for name in names
-        ]
-        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise ConfigError(
-            f"the processes of this run differ: {'; '.join(differences[:3])}{more}; start all of them with the same "
-            "flags, files and packages"
-        )
-
-
-def _short(value: Any) -> str:
-    text = "(none)" if value is None else str(value)
-    return text if len(text) <= _VALUE_CHARS else f"{text[:_VALUE_CHARS]}..."
-
-
-def _gather(board: Board, folder: str, count: int, seconds: float) -> dict[int, Any]:
-    """Return the entries of the first `count` processes; LostProcess names those that have sent none in time."""
-    entries, missing = board.gather(folder, count, seconds)
-    if missing:
-        text = f"{process_names(missing)} connected but did not send its settings within {seconds:.0f} s: dead or frozen"
-        raise LostProcess(text, *missing)
-    return entries

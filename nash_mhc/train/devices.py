@@ -17,8 +17,9 @@ from nash_mhc.config.fields import weighted_parts
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.prepared.folder import FILE
 from nash_mhc.model.architectures import for_platform
+from nash_mhc.parallel.board import check_same
 from nash_mhc.parallel.mesh import check_fit, make_mesh, misfits
-from nash_mhc.parallel.processes import check_same, start
+from nash_mhc.parallel.processes import start
 from nash_mhc.runtime.profile import disable_command_buffers
 from nash_mhc.storage.files import digest_of, digest_of_file, is_remote
 from nash_mhc.train.state import abstract_state

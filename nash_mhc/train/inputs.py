@@ -22,8 +22,7 @@ from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.objectives.base import Batch, OpenFeed
 from nash_mhc.objectives.registry import feed_of, named_objective
-from nash_mhc.parallel.board import from_leader, leader_first
-from nash_mhc.parallel.processes import check_same
+from nash_mhc.parallel.board import check_same, from_leader, leader_first
 from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import as_config_error

@@ -21,7 +21,7 @@ from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.weights import count_by_storage
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
-from nash_mhc.parallel.place import unread_variables
+from nash_mhc.parallel.processes import unread_variables
 from nash_mhc.runtime.hardware import peak_memory
 from nash_mhc.telemetry.sinks import Telemetry, without_nan
 from nash_mhc.telemetry.terminal import JsonReporter, LivePanel, Reporter, is_terminal

@@ -33,7 +33,7 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
 from nash_mhc.parallel.mesh import misfits
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.place import find_place
+from nash_mhc.parallel.processes import find_place
 from nash_mhc.train.callbacks import EachStep
 from nash_mhc.train.restore_check import wanted_state
 from nash_mhc.train.trainer import run

@@ -19,8 +19,7 @@ from nash_mhc.checkpoint import manifest
 from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import MeshConfig
-from nash_mhc.parallel.place import Place, find_place, unread_variables
-from nash_mhc.parallel.processes import roll_call
+from nash_mhc.parallel.processes import Place, find_place, roll_call, unread_variables
 from nash_mhc.runtime.signals import TRY_AGAIN
 from nash_mhc.train.devices import settings_of_run
 
