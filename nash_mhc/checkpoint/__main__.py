@@ -145,7 +145,7 @@ def restore_test_command(folder: Folder, step: int | None) -> int:
         raise ConfigError(f"{folder}: must be named {CHECKPOINTS}; rename it")
     checkpoint = _last(folder, step)
     # In another process, to hide the accelerators, and because this package must not import models.
-    argv = [sys.executable, "-m", "nash_mhc.train.restore_check", str(folder.parent), checkpoint.name]
+    argv = [sys.executable, "-m", "nash_mhc.train.verify_resume", "restore-test", str(folder.parent), checkpoint.name]
     return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
 
 

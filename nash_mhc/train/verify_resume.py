@@ -1,7 +1,7 @@
-"""`python -m nash_mhc.train --verify-resume`: compare a run that was killed and resumed with an uninterrupted one.
+"""Check that a run resumes exactly (`train --verify-resume`) or that a checkpoint restores (`checkpoint restore-test`).
 
-Each run trains a few steps of the user's configuration in a separate process and a temporary directory. The parent
-process uses no accelerator, so all devices are free for the runs.
+The first trains a few steps of the user's configuration in separate processes and a temporary directory. Its parent
+process uses no accelerator, so all devices are free for them. The second uses one CPU device.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.run_folder import RunFolder
-from nash_mhc.checkpoint.store import Store
+from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
 from nash_mhc.parallel.mesh import misfits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
+from nash_mhc.storage.files import Folder, sizes, to_path
 from nash_mhc.train.callbacks import EachStep
-from nash_mhc.train.restore_check import wanted_state
+from nash_mhc.train.state import TrainState, abstract_state, saved_part
 from nash_mhc.train.trainer import run
 
 STEPS, SAVED, KILLED = 8, 3, 5  # steps per run; the step that is resumed from; the last step of the killed run
 # Relative tolerance of losses on another mesh, which adds up sums in another order.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
+_BLOCK = 1 << 24  # numbers that are checked together; bounds the extra memory
 
 
 def short_run(cfg: RunConfig, folder: Path) -> RunConfig:
@@ -130,10 +133,10 @@ class WrongExit(Exception):
         self.code = code
 
 
-def _train(config: dict[str, Any], what: str, *, killed: bool = False) -> None:
+def _train(cfg: RunConfig, folder: Path, what: str, *, killed: bool = False) -> None:
     """Train in a separate process, whose output is shown."""
-    file = Path(str(config["train"]["checkpoint_dir"])).with_suffix(".json")
-    file.write_text(json.dumps(config))
+    file = folder.with_suffix(".json")
+    file.write_text(json.dumps(short_run(cfg, folder).to_dict()))
     argv = [sys.executable, "-u", "-m", "nash_mhc.train.verify_resume", str(file), *(["killed"] if killed else [])]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as child:
         try:
@@ -154,8 +157,11 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def main() -> int:
-    """Train a run in this process: argv has its configuration file, then `killed` if it must kill itself."""
+    """Train a run: argv has its configuration file, then `killed` if it must kill itself. Or restore a checkpoint."""
     file, *killed = sys.argv[1:]
+    if file == "restore-test":
+        folder, step = killed
+        return 0 if restore_test(to_path(folder), int(step)) else 1
     cfg = RunConfig.from_dict(json.loads(Path(file).read_text()))
     threading.Thread(target=_end_with_parent, args=(Path(file).parent,), daemon=True).start()
     kill = EachStep(kill_after(Path(str(cfg.train.checkpoint_dir)), KILLED))
@@ -172,14 +178,14 @@ def _resume_is_exact(cfg: RunConfig, folder: Path) -> bool:
     """Return whether the killed and resumed run equals the uninterrupted one; keep a copy of the killed one."""
     unbroken, resumed = folder / "unbroken", folder / "resumed"
     print(f"1/4 {STEPS} steps without interruption ...", flush=True)
-    _train(short_run(cfg, unbroken).to_dict(), "the uninterrupted run")
+    _train(cfg, unbroken, "the uninterrupted run")
     print(f"2/4 the same run, killed (SIGKILL) in step {KILLED + 1} with a checkpoint of step {SAVED} ...", flush=True)
-    _train(short_run(cfg, resumed).to_dict(), "the run to be killed", killed=True)
+    _train(cfg, resumed, "the run to be killed", killed=True)
     if RunFolder(resumed).steps() != [SAVED]:
         raise WrongExit("the run was killed from outside: it", -signal.SIGKILL)
     shutil.copytree(resumed, folder / "moved")
     print("3/4 the killed run, resumed ...", flush=True)
-    _train(short_run(cfg, resumed).to_dict(), "the resumed run")
+    _train(cfg, resumed, "the resumed run")
     wrong = [what for _, what in different_losses(unbroken, resumed, 0.0)]
     if names := different_states(unbroken, resumed):
         wrong.append(f"{len(names)} parts of the last checkpoint differ: {', '.join(names[:4])}{', ...' * (len(names) > 4)}")
@@ -195,7 +201,7 @@ def _resume_agrees_on_other_mesh(folder: Path) -> bool:
         print(f"4/4 skipped: this run fits no other mesh of {devices['there']} x {devices['kind']}")
         return True
     print(f"4/4 the killed run, resumed on mesh {mesh} ...", flush=True)
-    _train(short_run(dataclasses.replace(cfg, mesh=mesh), moved).to_dict(), "the run on another mesh")
+    _train(dataclasses.replace(cfg, mesh=mesh), moved, "the run on another mesh")
     tolerance = TOLERANCE[cfg.train.dtype]
     largest = max(difference for difference, _ in different_losses(unbroken, moved, -1.0))
     wrong = [f"{what}, on mesh {mesh}" for _, what in different_losses(unbroken, moved, tolerance)]
@@ -220,6 +226,71 @@ def verify_resume(cfg: RunConfig) -> int:
     if code == 1:
         print(f"the runs are in {folder}")
     return code
+
+
+# --- restore a checkpoint --------------------------------------------------------------------------------------------
+
+
+def _blocks(array: Any) -> Iterator[np.ndarray]:
+    flat = np.asarray(array).reshape(-1)  # no copy: the device is the host
+    return (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
+
+
+def wanted_state(checkpoint: Folder) -> TrainState:
+    """Return the shapes and dtypes that the checkpoint's configuration needs, on one CPU device."""
+    try:
+        cfg = RunConfig.from_dict(manifest.read_values(checkpoint)["config"])
+    except (KeyError, TypeError, ConfigError) as error:
+        wrong = manifest.problem(checkpoint) or f"this version cannot read its configuration ({error})"
+        raise ConfigError(f"{checkpoint}: {wrong}") from error
+    device = SingleDeviceSharding(jax.devices("cpu")[0])
+    on_device = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device)
+    return jax.tree.map(on_device, saved_part(abstract_state(cfg), cfg.lora))
+
+
+def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:
+    """Yield a line for every array saved with another dtype than its configuration needs, or with non-finite values.
+
+    A restore checks the shapes, but casts another dtype silently.
+    """
+    restored = named_leaves(state)
+    for name, like in named_leaves(wanted).items():
+        if saved[name] != (like.shape, str(like.dtype)):
+            yield f"{name} is saved as {saved[name][1]}{list(saved[name][0])}, expected {like.dtype}{list(like.shape)}"
+        if bad := sum(int((~np.isfinite(block)).sum()) for block in _blocks(restored[name])):
+            yield f"{name} has {bad:,} non-finite values of {restored[name].size:,}"
+
+
+def restore_test(folder: Folder, step: int) -> bool:
+    """Restore a checkpoint of a run, print the result, and return whether it is sound."""
+    checkpoint = RunFolder(folder).checkpoints / str(step)
+    size = sum(sizes(checkpoint).values())
+    print(f"{checkpoint}: {size:,} bytes; verifying and restoring ...", flush=True)
+    began = time.monotonic()
+    try:
+        wanted = wanted_state(checkpoint)
+        with Store(folder) as store:
+            state, values = store.restore(step, wanted)
+    except Exception as error:  # any error here would also have stopped a run
+        print(f"FAILED: {' '.join(str(error).split()) or type(error).__name__}")
+        return False
+    seconds = time.monotonic() - began
+    wrong = list(_wrong_arrays(array_metadata(checkpoint), wanted, state))
+    if not 0 <= int(state.step) <= int(values["step"]) == step:
+        wrong.append(f"it records step {values['step']} and {int(state.step)} updates")
+    for line in wrong:
+        print(f"FAILED: {line}")
+    parameters, size = jax.tree.leaves(state.model), sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    squares = sum(float(np.square(block, dtype=np.float64).sum()) for leaf in parameters for block in _blocks(leaf))
+    device = next(iter(state.step.devices()))
+    print(
+        f"restored in {seconds:.1f} s on one {device.platform} device: {len(named_leaves(state))} arrays, {size:,} bytes; "
+        f"the model has {sum(leaf.size for leaf in parameters):,} parameters with norm {math.sqrt(squares):.6g}; "
+        f"{int(state.step)} updates"
+    )
+    if not wrong:
+        print("every array has the shape and dtype of its configuration, and every number is finite")
+    return not wrong
 
 
 if __name__ == "__main__":

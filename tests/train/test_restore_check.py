@@ -15,7 +15,7 @@ from saves import data_file, flip
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.train import restore_check
+from nash_mhc.train import verify_resume
 from nash_mhc.train.resume import checkpoint_values
 
 CFG = small.mesh_config(small.config(optim__ema_decay=0.9), 2, 2, 2)
@@ -35,8 +35,8 @@ def saved(folder, state, *, step=4, cfg=CFG):
 
 
 def tried(folder, monkeypatch, capsys, step=4):
-    monkeypatch.setattr(sys, "argv", ["restore_check", str(folder), str(step)])
-    return restore_check.main(), capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["verify_resume", "restore-test", str(folder), str(step)])
+    return verify_resume.main(), capsys.readouterr().out
 
 
 def test_a_laptop_with_one_device_restores_what_eight_wrote(state, tmp_path):

@@ -19,8 +19,8 @@ from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
-from nash_mhc.train.restore_check import wanted_state
 from nash_mhc.train.resume import check_resume, starting_state
+from nash_mhc.train.verify_resume import wanted_state
 
 
 @pytest.fixture(scope="module")
