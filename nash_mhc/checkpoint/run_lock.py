@@ -80,22 +80,20 @@ class _Wait:
 
     def __init__(self, folder: Folder, limit: float, say: Callable[[str], None]) -> None:
         self._folder, self._limit, self._say = folder, limit, say
-        self._start = time.monotonic()
-        self._last_message: float | None = None
+        self._start, self._next_message = time.monotonic(), 0.0
 
     def pause(self, holder: str) -> None:
         """Sleep until the next attempt; ConfigError if the time is up."""
-        now = time.monotonic()
-        waited = now - self._start
+        waited = time.monotonic() - self._start
         if waited >= self._limit:
             tried = f" (waited for {waited:.0f} s)" if self._limit else ""
             raise ConfigError(
                 f"--checkpoint-dir {self._folder}: another run holds it ({holder}){tried}; stop that run, wait for it with "
                 f"--wait-for-lock SECONDS, or choose another folder"
             )
-        if self._last_message is None or now - self._last_message > _REPEAT_MESSAGE_S:
+        if waited >= self._next_message:
             self._say(f"{self._folder}: another run holds it ({holder}); waiting up to {self._limit - waited:.0f} s ...")
-            self._last_message = now
+            self._next_message = waited + _REPEAT_MESSAGE_S
         time.sleep(min(_POLL_S, self._limit - waited))
 
 
@@ -105,18 +103,15 @@ class _Wait:
 def _try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
     """Create and lock a file; return its descriptor, or None if another process holds the lock."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with contextlib.ExitStack() as closing, contextlib.suppress(BlockingIOError):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            closing.callback(os.close, handle)
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            if is_same_file(path, handle):  # else the previous holder deleted it meanwhile
-                return handle
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        except OSError:
-            os.close(handle)
-            raise
-        os.close(handle)
+            if not is_same_file(path, handle):
+                continue  # the previous holder deleted it meanwhile
+            closing.pop_all()
+            return handle
+        return None
 
 
 class _FileLock(Owner):
@@ -264,10 +259,8 @@ class _Lease(Owner):
 def _is_alive(pid: Any) -> bool:
     try:
         os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError, TypeError):
-        return True
+    except (OSError, ValueError, TypeError) as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
