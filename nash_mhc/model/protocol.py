@@ -88,16 +88,6 @@ class RandomWeights(NamedTuple):
     digest: str  # of some of the values, to detect another random generator
 
 
-class WarmStart(NamedTuple):
-    """Solve for weights before the first step, from sums over a few batches."""
-
-    batches: int
-    # (model, tokens_BT, targets_BT, segments_BT, weights_BT, execution) -> a tree of sums over tokens
-    sums: Callable[[Any, Array, Array, Array, Array, Execution], Any]
-    solutions: Callable[[Any], list[Any]]  # total sums, as numpy arrays -> candidate weights; the lowest loss wins
-    put: Callable[[Any, Any], Any]  # (model, weights) -> the model with these weights
-
-
 class Architecture(NamedTuple):
     """A kind of model, as functions of its configuration."""
 
@@ -110,7 +100,8 @@ class Architecture(NamedTuple):
     activations: Callable[[Any, Execution, int, int, int], Activations] | None = None
     gathers_once: bool = False  # gather the weights of all layers over fsdp up front, not layer by layer
     random_weights: Callable[[Any], RandomWeights | None] = lambda cfg: None  # None: no frozen random weights
-    warm_start: Callable[[Any], WarmStart | None] = lambda cfg: None  # None: random initial values only
+    # (run, data source, mesh, say) -> a fresh model on the mesh, fitted to a few batches. None: random initial values.
+    warm_start: Callable[[RunConfig, Any, Any, Callable[[str], None]], Any | None] = lambda run, source, mesh, say: None
     # Weights of the auxiliary losses, by name. The objectives next_token and smoothed add them to their loss.
     penalties: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
     # Memory capacity known before training, for run.json and the report (see `kits/reservoir/memory.py`).

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import Description, RunFolder, flatten_config
@@ -32,18 +26,14 @@ from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
 from nash_mhc.model.architectures import abstract_model, architecture_of, check_random_weights
 from nash_mhc.model.lora import base_of, on_base
-from nash_mhc.model.protocol import Execution
-from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.registry import carries
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.parallel.sharding import named_sharding, shardings, with_shardings
+from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import exists, is_remote
 from nash_mhc.telemetry.sinks import without_nan
-from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
-from nash_mhc.train.step import make_objective
 
 # Settings that determine the sequences of each step, so a resumed run must keep them.
 _SAME_DATA = (
@@ -289,7 +279,7 @@ def starting_state(
 ) -> Start:
     """Return the run's own latest complete checkpoint, else that of --resume-from, else --init-from or fresh weights.
 
-    Fresh weights of an architecture with a warm start are solved for with batches of `source`.
+    Fresh weights of an architecture with a warm start depend on `source`.
     """
     on_mesh = lambda shape: with_shardings(shape, mesh)
 
@@ -332,49 +322,5 @@ def starting_state(
         averaged = "averaged " * record.get("averaged", False)
         origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"
         return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=record)
-    model = None if source is None else warm_model(cfg, source, mesh, say)
+    model = None if source is None else architecture_of(cfg.model).warm_start(cfg, source, mesh, say)
     return Start(create_state(cfg, mesh, model), 0, {}, "fresh weights" if model is None else "weights that were solved for")
-
-
-# --- weights that are solved for (`Architecture.warm_start`) ---------------------------------------------------------
-
-
-def warm_model(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Any | None:
-    """Return a fresh model with weights solved for from the run's first batches; None without a warm start.
-
-    Choose among the solutions and the initial weights by the loss on the next batch.
-    """
-    architecture = architecture_of(cfg.model)
-    if (warm_start := architecture.warm_start(cfg.model)) is None:
-        return None
-    on_mesh = shardings(abstract_model(cfg.model), mesh)
-    init = jax.jit(lambda key: architecture.init(cfg.model, key=key), out_shardings=on_mesh)
-    execution = Execution(cfg.train.dtype, "none", cfg.train.attention, source.most_documents)
-    objective = make_objective(cfg.with_next_token(), source, most_documents=source.most_documents)
-
-    @functools.partial(jax.jit, out_shardings=named_sharding(mesh))
-    def sums(model: Any, batch: Batch) -> Any:
-        of_part = lambda part: warm_start.sums(model, part.inputs, part.targets, part.segments, part.weights, execution)
-        return jax.tree.map(lambda a: a.sum(axis=0), jax.lax.map(of_part, batch))
-
-    @jax.jit
-    def loss(model: Any, batch: Batch) -> Any:
-        total = objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums["loss"]
-        return total.total / total.weight
-
-    put = jax.jit(warm_start.put, out_shardings=on_mesh)
-    rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed)
-    with jax.set_mesh(mesh), contextlib.closing(rows):
-        model, total = init(jax.random.key(cfg.train.seed)), None
-        batches = prefetched(itertools.islice(rows, warm_start.batches + 1), mesh)
-        for batch in itertools.islice(batches, warm_start.batches):
-            added = jax.tree.map(lambda a: np.asarray(a, np.float64), sums(model, batch))
-            total = added if total is None else jax.tree.map(np.add, total, added)
-        last = next(batches)
-        best = before = float(loss(model, last))
-        for weights in warm_start.solutions(total):
-            candidate = put(model, weights)
-            if (candidate_loss := float(loss(candidate, last))) < best or math.isnan(best):
-                model, best = candidate, candidate_loss
-    say(f"solved for weights with {warm_start.batches} batches: loss {before:.4f} -> {best:.4f} on the next batch")
-    return model

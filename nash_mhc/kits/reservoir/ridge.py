@@ -10,22 +10,30 @@ in the residual stream is then chosen by the loss on one more batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import NamedTuple
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from nash_mhc.config.schema import RunConfig
+from nash_mhc.data.pack import RowSource
 from nash_mhc.kits.reservoir.model import Reservoir
-from nash_mhc.kits.reservoir.settings import ReservoirConfig
+from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.lm import kernel_for
 from nash_mhc.model.parts import embed
-from nash_mhc.model.protocol import Execution, WarmStart
-from nash_mhc.parallel.sharding import for_compute
+from nash_mhc.model.protocol import Execution
+from nash_mhc.objectives.base import Batch
+from nash_mhc.parallel.sharding import for_compute, named_sharding, shardings
 
 _STRENGTH = 1e-3  # ridge strength, relative to a feature's mean square
 _SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)  # readout scales, relative to the input embeddings
@@ -55,18 +63,12 @@ def features(
     return jnp.concatenate(last.gated(*last.states(x_BTD, segments_BT, cfg, cfg.layers - 1)), axis=-1)
 
 
-def sums(
-    model: Reservoir,
-    tokens_BT: Int[Array, "B T"],
-    targets_BT: Int[Array, "B T"],
-    segments_BT: Int[Array, "B T"],
-    weights_BT: Float[Array, "B T"],
-    execution: Execution,
-) -> Normal:
-    f_BTF = features(model, tokens_BT, segments_BT, execution).astype(jnp.float32)
-    target_BTD = embed(model.unembed_VD, targets_BT, jnp.float32) * model.cfg.width**0.5
+def sums(model: Reservoir, batch: Batch, execution: Execution) -> Normal:
+    """Return the sums over a microbatch [B, T]."""
+    f_BTF = features(model, batch.inputs, batch.segments, execution).astype(jnp.float32)
+    target_BTD = embed(model.unembed_VD, batch.targets, jnp.float32) * model.cfg.width**0.5
     target_BTD = target_BTD * model.norm.scale_D[None, None]
-    weighted_BTF = f_BTF * (weights_BT > 0)[..., None]
+    weighted_BTF = f_BTF * (batch.weights > 0)[..., None]
     # At full precision: the features are nearly parallel.
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     return Normal(einsum("btf,btg->fg", weighted_BTF, f_BTF), einsum("btf,btd->fd", weighted_BTF, target_BTD))
@@ -86,5 +88,41 @@ def put(model: Reservoir, readout_FD: Float[Array, "F D"]) -> Reservoir:
     return eqx.tree_at(places, model, tuple(w.at[-1].set(half) for w, half in zip(places(model), halves, strict=True)))
 
 
-def warm_start(cfg: ReservoirConfig) -> WarmStart | None:
-    return WarmStart(cfg.ridge_batches, sums, solutions, put) if cfg.ridge_batches else None
+def warm_start(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Reservoir | None:
+    """Return a fresh model with the best readout on the batch after the first `ridge_batches`; None without any."""
+    from nash_mhc.train.device_batches import host_batches, prefetched  # deferred: a model needs no training
+    from nash_mhc.train.step import make_objective
+
+    model_cfg: Any = cfg.model
+    if not (count := model_cfg.ridge_batches):
+        return None
+    on_mesh = shardings(abstract_model(model_cfg), mesh)
+    init = jax.jit(lambda key: Reservoir.init(model_cfg, key=key), out_shardings=on_mesh)
+    execution = Execution(cfg.train.dtype, "none", cfg.train.attention, source.most_documents)
+    objective = make_objective(cfg.with_next_token(), source, most_documents=source.most_documents)
+
+    @functools.partial(jax.jit, out_shardings=named_sharding(mesh))
+    def batch_sums(model: Reservoir, batch: Batch) -> Normal:
+        return jax.tree.map(lambda a: a.sum(axis=0), jax.lax.map(lambda part: sums(model, part, execution), batch))
+
+    @jax.jit
+    def loss(model: Reservoir, batch: Batch) -> Any:
+        total = objective(model, jax.tree.map(lambda a: a[0], batch))[1].sums["loss"]
+        return total.total / total.weight
+
+    put_on_mesh = jax.jit(put, out_shardings=on_mesh)
+    rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed)
+    with jax.set_mesh(mesh), contextlib.closing(rows):
+        model, total = init(jax.random.key(cfg.train.seed)), None
+        batches = prefetched(itertools.islice(rows, count + 1), mesh)
+        for batch in itertools.islice(batches, count):
+            added = jax.tree.map(lambda a: np.asarray(a, np.float64), batch_sums(model, batch))
+            total = added if total is None else jax.tree.map(np.add, total, added)
+        last = next(batches)
+        best = before = float(loss(model, last))
+        for readout_FD in solutions(total):
+            candidate = put_on_mesh(model, readout_FD)
+            if (candidate_loss := float(loss(candidate, last))) < best or math.isnan(best):
+                model, best = candidate, candidate_loss
+    say(f"solved for weights with {count} batches: loss {before:.4f} -> {best:.4f} on the next batch")
+    return model

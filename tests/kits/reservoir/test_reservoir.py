@@ -25,10 +25,10 @@ from nash_mhc.kits.reservoir import scans
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import Execution, LanguageModel
+from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.train.devices import resolve
-from nash_mhc.train.resume import warm_model
 from nash_mhc.train.state import abstract_state
 
 CFG = ReservoirConfig(width=32, units=48, ffn=64)
@@ -264,7 +264,7 @@ def test_the_ridge_regression_agrees_with_least_squares(model):
     """Against numpy's least squares over all tokens that count, with the ridge as more equations."""
     batch = tuple(map(jnp.asarray, (TOKENS_BT[:, :-1], TOKENS_BT[:, 1:], WHOLE_BT)))
     weights_BT = (np.random.default_rng(5).random((6, 32)) < 0.9).astype(np.float32)
-    found = jax.jit(lambda m, *b: reservoir_ridge.sums(m, *b, Execution()))(model, *batch, weights_BT)
+    found = jax.jit(lambda m, *b: reservoir_ridge.sums(m, Batch(*b), Execution()))(model, *batch, weights_BT)
     read = jax.jit(lambda m: reservoir_ridge.features(m, batch[0], batch[2], Execution()))(model)
     counts = np.asarray(weights_BT) > 0
     f, D = np.asarray(read, np.float64)[counts], CFG.width
@@ -289,7 +289,7 @@ def test_ridge_regression_lowers_the_initial_loss_on_every_mesh(learned):
     said = []
     for shape in (MeshConfig(), MeshConfig(data=2, fsdp=2, tp=2)):
         resolved, mesh = resolve(dataclasses.replace(cfg, mesh=shape))
-        warm_model(resolved, source, mesh, said.append)
+        reservoir_ridge.warm_start(resolved, source, mesh, said.append)
     before, after = zip(*(map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", line)[0]) for line in said), strict=True)
     assert before[0] == pytest.approx(before[1], abs=1e-4) and after[0] == pytest.approx(after[1], abs=1e-3)
     assert after[0] < before[0] - 0.3  # on rows that the sums are not of
