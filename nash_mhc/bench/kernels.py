@@ -27,7 +27,7 @@ from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import to_device
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import create_state
 from nash_mhc.train.step import make_objective, make_train_step
 

@@ -37,7 +37,7 @@ from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.hardware import cores, matmul_rate, memory_rate
 from nash_mhc.train.device_batches import abstract_batch, to_device
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import abstract_state, create_state
 
 _ROUNDS = 5  # timed rounds of many calls; the median counts

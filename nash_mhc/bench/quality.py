@@ -28,8 +28,8 @@ from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.model.lm import LM
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import abstract_batch, host_batches, prefetched
-from nash_mhc.train.devices import resolve
 from nash_mhc.train.evaluate import Evaluator
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
 

@@ -28,7 +28,7 @@ from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
 from nash_mhc.train.device_batches import abstract_batch, to_device
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
 

@@ -24,8 +24,8 @@ from nash_mhc.runtime.compiled import is_compiling
 from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, exit_now
 from nash_mhc.telemetry.terminal import JsonReporter
-from nash_mhc.train.devices import join, resolve
 from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
+from nash_mhc.train.inputs import join, resolve
 from nash_mhc.train.samples import TEMPERATURE
 from nash_mhc.train.trainer import Result, run
 from nash_mhc.train.verify_resume import STEPS, verify_resume

@@ -32,9 +32,8 @@ from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train.callbacks import Callback, profile_callback
 from nash_mhc.train.device_batches import host_batches, prefetched
-from nash_mhc.train.devices import join, resolve
 from nash_mhc.train.evaluate import Best, Evaluations
-from nash_mhc.train.inputs import Inputs, open_inputs
+from nash_mhc.train.inputs import Inputs, join, open_inputs, resolve
 from nash_mhc.train.log import Meter, StepLog, describe_devices, describe_epochs, describe_run, make_reporter
 from nash_mhc.train.resume import checkpoint_values, starting_state
 from nash_mhc.train.run_record import describe_changes, open_telemetry, record_run

@@ -31,7 +31,7 @@ from nash_mhc.model.lm import flops_per_token
 from nash_mhc.runtime import hardware
 from nash_mhc.runtime.hardware import known_peak
 from nash_mhc.train import device_batches, evaluate
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 
 
 def test_figures_follow_from_one_another(monkeypatch):

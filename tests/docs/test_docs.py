@@ -30,7 +30,7 @@ from nash_mhc.parallel.sharding import RULES, logical_axes
 from nash_mhc.plan import __main__ as plan
 from nash_mhc.report import __main__ as report
 from nash_mhc.train import __main__ as train
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import abstract_state, sharded_abstract_state
 
 # The test that really runs a command of each kind, with a small model, on this machine.

@@ -18,7 +18,7 @@ from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import __main__ as command
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 
 NASH = dataclasses.replace(small.config(data__batch_size=8, data__seq_len=256), model=small.NASH)
 

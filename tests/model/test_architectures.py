@@ -19,7 +19,7 @@ from nash_mhc.model import architectures
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import generate_tokens
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 
 
 @pytest.fixture(autouse=True)

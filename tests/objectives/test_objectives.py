@@ -14,7 +14,7 @@ from runs import RUN, at, rows
 from nash_mhc.config.schema import ConfigError, ObjectiveConfig
 from nash_mhc.objectives import registry
 from nash_mhc.objectives.base import Aux, Sum, means
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.step import make_objective
 
 

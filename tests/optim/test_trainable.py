@@ -16,7 +16,7 @@ from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.resume import starting_state
 from nash_mhc.train.state import abstract_state
 

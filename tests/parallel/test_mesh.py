@@ -20,7 +20,7 @@ from nash_mhc.config.schema import (
 )
 from nash_mhc.parallel.mesh import describe, make_mesh, mesh_shape
 from nash_mhc.train.__main__ import main
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.trainer import run
 
 

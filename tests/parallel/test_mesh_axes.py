@@ -10,7 +10,7 @@ from nash_mhc.config.fields import axis
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.parallel import sharding
 from nash_mhc.parallel.mesh import describe, make_mesh
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.processes import Place, find_place, roll_call, unread_variables
 from nash_mhc.runtime.signals import TRY_AGAIN
-from nash_mhc.train.devices import settings_of_run
+from nash_mhc.train.inputs import settings_of_run
 
 STEPS, HALF = 12, 8
 MESH = "--mesh-data 2 --mesh-fsdp 2 --mesh-tp 2".split()

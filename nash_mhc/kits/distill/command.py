@@ -79,7 +79,7 @@ def cache_command(argv: Sequence[str]) -> int:
     from nash_mhc.parallel.board import leader_first
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
     from nash_mhc.runtime.compiled import use_compilation_cache
-    from nash_mhc.train.devices import join
+    from nash_mhc.train.inputs import join
 
     join(cfg, **vars(own))  # before anything else uses jax
     mesh = make_mesh(cfg.mesh)

@@ -28,7 +28,7 @@ from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import with_shardings
-from nash_mhc.train.devices import resolve
+from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import abstract_state
 
 CFG = ReservoirConfig(width=32, units=48, ffn=64)
