@@ -144,7 +144,7 @@ class Saver:
         if self._failures >= attempts:
             with contextlib.suppress(OSError, ConfigError):
                 self._owner.check()
-                self._store.clear()
+                self._store.recover()
             raise ConfigError(
                 f"{failed}; stopping after {self._failures} failed attempts in a row; {self._last_complete()}; fix the "
                 f"storage, then continue with {resume_command(self._run)}"
@@ -181,7 +181,7 @@ class Saver:
             if jax.process_index() == 0:
                 files.make(self._store.folder)
             self._owner.reacquire()  # before anything is removed: the folder may belong to another run by now
-            self._store.reopen()
+            self._store.recover()
             if jax.process_index() == 0:
                 self._run.write(self._texts)
         if missing:  # otherwise only other processes miss something

@@ -51,43 +51,36 @@ class Store:
         global _stores  # noqa: PLW0603
         _stores += 1
         self._number, self._attempt = _stores, 0
-        self._barrier: Barrier | None = None
+        self._barrier: Barrier | None = None  # of the last save
+        self._inode: int | None = None  # of the folder, at the start of the last save
 
         def make_folder() -> None:
             with as_config_error(self.folder):
                 files.make(self.folder)
 
         from_leader(make_folder)
-        with as_config_error(self.folder):
-            self._open()
+        write_replicas_in_parts(_MIN_SLICE_BYTES if jax.process_count() > 1 else None)
 
-    def _open(self) -> None:
-        """Create the checkpointer and, with several processes, the barrier that its threads use.
+    def _processes(self, purpose: object) -> ocp.options.MultiprocessingOptions:
+        """Return options that let processes wait for each other without devices, which would have no timeout."""
+        name = f"store{self._number}.{self._attempt}.{purpose}"
+        return ocp.options.MultiprocessingOptions(
+            active_processes=set(range(jax.process_count())), barrier_sync_key_prefix=name
+        )
+
+    def _checkpointer(self, step: int, barrier: Barrier) -> ocp.AsyncCheckpointer:
+        """Return a checkpointer for one save; after a failure it cannot be used again.
 
         Orbax's CheckpointManager would add a list of steps, which is wrong once checkpoints are damaged or renamed.
         """
-        several = jax.process_count() > 1
-        write_replicas_in_parts(_MIN_SLICE_BYTES if several else None)
+        processes = self._processes(step)
         # If creating a folder in the background fails, threads wait for it and delay the exit by ten minutes.
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        self._processes = ocp.options.MultiprocessingOptions()
-        if several:
-            # Orbax's own barriers are device collectives without a timeout, and cannot be used again after a failure.
-            name = f"store{self._number}.{self._attempt}"  # used only once, and the same in all processes
-            self._barrier = options.barrier_sync_fn = Barrier(name)
-            self._processes.active_processes = set(range(jax.process_count()))
-            self._processes.barrier_sync_key_prefix = name
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=barrier)
         handler = ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(multiprocessing_options=self._processes, async_options=options),
+            composite_options=ocp.CompositeOptions(multiprocessing_options=processes, async_options=options),
             state=ocp.StandardCheckpointHandler(), values=ocp.JsonCheckpointHandler(),
         )  # fmt: skip
-        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=self._processes)
-        self._inode = self._current_inode()
-
-    def _close(self) -> None:
-        for _ in range(8):  # each thread of a failed save reports the failure again
-            with contextlib.suppress(Exception):
-                return self._checkpointer.close()
+        return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes)
 
     def _current_inode(self) -> int | None:
         """Return what identifies the folder, to notice when it is replaced by another one of the same name."""
@@ -98,7 +91,7 @@ class Store:
         return None
 
     def _check_inode(self, cause: Exception | None = None) -> None:
-        """OSError if the folder was moved or deleted since the checkpointer was created, with some of its files."""
+        """OSError if the folder was moved or deleted since the save began, with some of its files."""
         if self._current_inode() != self._inode:
             raise FileNotFoundError(errno.ENOENT, "the folder has vanished", str(self.folder)) from cause
 
@@ -125,7 +118,6 @@ class Store:
                 self.wait()
         finally:
             self._background.shutdown()
-            self._close()
 
     def _save_will_end(self, kind: object) -> bool:
         """Return whether the save in progress ends although this process fails: the other processes may be gone."""
@@ -181,16 +173,19 @@ class Store:
         with self._storage_faults():
             attempt = self._attempt
             if self._failed:
-                self.reopen()
+                self.recover()
             self._failed = True
+            self._inode = self._current_inode()
             self._mark(step)
             items = ocp.args.Composite(state=ocp.args.StandardSave(named_leaves(state)), values=ocp.args.JsonSave(values))
             self._check_attempt(attempt)
-            self._checkpointer.save(self.folder / str(step), args=items, force=True)
+            self._barrier = barrier = Barrier(f"store{self._number}.{attempt}.{step}")
+            checkpointer = self._checkpointer(step, barrier)
+            checkpointer.save(self.folder / str(step), args=items, force=True)
             self._check_attempt(attempt)
             self._failed = False
         # Hashing and deleting must wait for Orbax's commit, so they run in a thread.
-        self._finishing = self._background.submit(self._finish, step)
+        self._finishing = self._background.submit(self._finish, step, checkpointer, barrier)
 
     def _mark(self, step: int) -> None:
         """Create the mark in process 0 and wait for it in the others: a lost disk may look like an empty folder."""
@@ -217,29 +212,16 @@ class Store:
             self._attempt += 1
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def reopen(self) -> None:
-        """Remove what a failed save left, recreate the folder if needed, and create a new manager."""
-        attempt, self._failed = self._attempt, True  # until everything below succeeds
-        self._close()  # it would report the old failure for the next save
+    def recover(self) -> None:
+        """Remove what a failed save left, and recreate the folder if needed."""
         if jax.process_index() == 0:
             files.make(self.folder)
             remove_unfinished(self.folder)
-        self._check_attempt(attempt)
-        self._open()
-        self._failed = False
 
-    def clear(self) -> None:
-        """Remove what the last, failed save left, for a run that ends."""
-        if jax.process_count() == 1:
-            self.reopen()
-        elif jax.process_index() == 0:
-            remove_unfinished(self.folder)
-
-    def _finish(self, step: int) -> None:
-        self._checkpointer.wait_until_finished()
+    def _finish(self, step: int, checkpointer: ocp.AsyncCheckpointer, barrier: Barrier) -> None:
+        checkpointer.close()  # waits for Orbax's commit, and raises its failure
         self._check_inode()
-        if self._barrier is not None:  # all processes have checked their part
-            self._barrier(key=f"written/{step}", timeout_ms=_BARRIER_MS)
+        barrier(key="written", timeout_ms=_BARRIER_MS)  # all processes have checked their part
         if jax.process_index() == 0:
             manifest.write(self.folder / str(step))
             # The checkpoint is complete, so failures no longer matter: the next save cleans up.
@@ -306,7 +288,7 @@ class Store:
         arguments = ocp.args.PyTreeRestore(
             item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
         )
-        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=self._processes)
+        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=self._processes("restore"))
         with as_config_error(checkpoint), reader:
             restored = reader.restore(checkpoint / "state", args=arguments)
         return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])

@@ -246,20 +246,19 @@ class Barrier:
     """A barrier that can be cancelled, for the threads of Orbax that write a checkpoint."""
 
     def __init__(self, name: str) -> None:
-        self._board, self._uses = Board(f"nash_mhc/meeting/{name}"), dict[str, int]()
+        self._board = Board(f"nash_mhc/barrier/{name}")
         self.cancelled = threading.Event()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         # Orbax enters the barrier in a `finally` even after a failure. The others would never arrive.
         if (fault := sys.exc_info()[1]) is not None:
             raise fault
-        use = self._uses[key] = self._uses.get(key, 0) + 1
-        self._board.write(f"{key}/{use}/{jax.process_index()}", True)
-        _, missing = self._board.gather(f"{key}/{use}", jax.process_count(), timeout_ms / 1000, self.cancelled)
+        if jax.process_count() == 1:
+            return
+        self._board.write(f"{key}/{jax.process_index()}", True)
+        _, missing = self._board.gather(key, jax.process_count(), timeout_ms / 1000, self.cancelled)
         if missing:
             raise TimeoutError(f"{process_names(missing)} did not reach {key} within {timeout_ms / 1000:.0f} s, or it failed")
-        if use > 2:
-            self._board.delete(f"{key}/{use - 2}/{jax.process_index()}")
 
 
 # --- equal settings --------------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_a_checkpoint_without_its_manifest_is_removed_before_the_retry(store, he
     assert (store.folder / "2").is_dir()
     assert store.finished() == [1]
     monkeypatch.setattr(manifest, "write", write)
-    store.reopen()  # as the next attempt begins
+    store.recover()  # as the next attempt begins
     assert names(store) == ["1"]
     saver.save(tree(3), 3, {}, wait=True)
     assert names(store) == ["1", "3"]

@@ -167,10 +167,10 @@ def test_during_a_save(unbroken, monkeypatch, tmp_path, moment):
         save(self, step, *args)
         signal_once("writing")
 
-    def finishing(self, step, *args):
-        self._checkpointer.wait_until_finished()
+    def finishing(self, step, checkpointer, barrier):
+        checkpointer.wait_until_finished()
         signal_once("hashing")
-        return finish(self, step, *args)
+        return finish(self, step, checkpointer, barrier)
 
     monkeypatch.setattr(Store, "save", saving)
     monkeypatch.setattr(Store, "_finish", finishing)
