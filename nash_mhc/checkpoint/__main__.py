@@ -75,13 +75,13 @@ def _state(folder: Folder, name: str) -> str:
 
 def list_command(folder: Folder, step: int | None) -> int:
     _steps(folder, step)
-    names = [name for name in files.subfolders(folder) if _is_step(name)]
-    names = [n for n in names if step is None or n.partition(".")[0] == str(step)]
-    best = min((int(n) for n in names if "." not in n), key=lambda n: manifest.held_out_loss(folder / str(n)), default=None)
+    names = [n for n in files.subfolders(folder) if _is_step(n) and (step is None or n.partition(".")[0] == str(step))]
+    losses = {name: manifest.held_out_loss(folder / name) for name in names}
+    best = manifest.best_of({int(name): loss for name, loss in losses.items() if "." not in name})
     lines = [("step", "size", "tokens seen", "held-out loss", "saved", "state")]
     for name in sorted(names, key=lambda n: (int(n.partition(".")[0]), n)):
-        checkpoint = folder / name
-        loss, tokens = manifest.held_out_loss(checkpoint), number(manifest.read_values(checkpoint), "tokens_seen")
+        checkpoint, loss = folder / name, losses[name]
+        tokens = number(manifest.read_values(checkpoint), "tokens_seen")
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(files.modified_at(checkpoint)))
         shown = "-" if math.isinf(loss) else f"{loss:.4f}{' (best)' * (name == str(best))}"
         lines.append((name, _size(checkpoint), "-" if tokens is None else f"{tokens:,.0f}", shown, saved, _state(folder, name)))
