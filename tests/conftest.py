@@ -2,6 +2,7 @@
 and an order."""
 
 import gc
+import logging
 import os
 import platform
 import signal
@@ -143,3 +144,31 @@ def pytest_collection_finish():
     gc.freeze()
     gc.enable()
     gc.set_threshold(100_000, 20, 20)
+
+
+class _Collect(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def messages():
+    """Messages of the package from level INFO on, as a handler of a library user gets them."""
+    package, handler = logging.getLogger("nash_mhc"), _Collect()
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    yield handler.texts
+    package.removeHandler(handler)
+    package.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_is_left():
+    """Commands configure logging for their process, which a test shares with the next one."""
+    yield
+    if "nash_mhc.config.logs" in sys.modules:
+        sys.modules["nash_mhc.config.logs"].silence()

@@ -175,7 +175,7 @@ def run_on_stories(folder: Path) -> None:
 
 def lock(folder: Path) -> None:
     (folder / "run").mkdir()
-    with_lock = acquire(folder / "run", wait=0, say=print)
+    with_lock = acquire(folder / "run", wait=0)
     with_lock.release()
     (folder / "run" / ".lock").write_text(json.dumps({"id": "a", "machine": ["b"], "pid": 3, "since": "then", "beat": 0}))
 

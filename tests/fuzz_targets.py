@@ -103,7 +103,7 @@ def signed_again(folder: Path) -> int:
 
 
 def take_lock(folder: Path) -> int:
-    return refused_or_read(lambda: acquire(folder / "run", wait=0, say=print).release())
+    return refused_or_read(lambda: acquire(folder / "run", wait=0).release())
 
 
 def import_model(folder: Path) -> int:

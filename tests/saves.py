@@ -29,11 +29,11 @@ def tree(value):
 LIKE = jax.eval_shape(lambda: tree(0))
 
 
-def saver_of(store, heard, **options):
+def saver_of(store, **options):
     options = {"attempts": 5, "first_pause": 0.05, "longest_pause": 0.1} | options
     files = {"run.json": "{}\n", "parameters.txt": "a 3\n"}
     RunFolder(store.folder.parent).write(files)
-    return Saver(store, files, say=heard.append, **options)
+    return Saver(store, files, **options)
 
 
 def until_due(saver):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from nash_mhc.config import logs
 from nash_mhc.config.commands import chosen_command, file_to_write, local_path, one_line_errors
 from nash_mhc.config.parsing import Settings, keys, parse, shown
 from nash_mhc.config.schema import ConfigError, RunConfig
 
+log = logging.getLogger(__name__)
 ABOUT = {
     "step": "time the train step on this machine",
     "parts": "time every part of the step separately, against a lower bound",
@@ -93,7 +96,7 @@ def _run(command: str, cfg: RunConfig, own: argparse.Namespace) -> dict[str, Any
         from nash_mhc.bench.torch_step import against_torch
 
         return against_torch(cfg, steps=own.steps, warmup=own.warmup)
-    print("compiling ...", file=sys.stderr, flush=True)
+    log.info("compiling ...")
     if command == "compile":
         from nash_mhc.bench.step import bench_compile
 
@@ -178,6 +181,7 @@ def main() -> int:
     parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own, **options)
     if shown(parsed):
         return 0
+    logs.configure(parsed.config.telemetry.log_level)
     _check_flags(command, parsed.given)
     file = file_to_write("--json", parsed.own.json) if parsed.own.json != "-" else None
     picture_file = file_to_write("--picture", getattr(parsed.own, "picture", None))

@@ -13,6 +13,7 @@ import hashlib
 import html
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -29,6 +30,8 @@ from typing import Any
 from nash_mhc.config.commands import OneLineParser, local_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.runtime.compat.pip import default_index
+
+log = logging.getLogger(__name__)
 
 # Large manuals, and code by many authors. Do not change versions: another list is another corpus.
 ARCHIVES = (
@@ -171,7 +174,7 @@ def build(out: Path, archives: Sequence[str] = ARCHIVES) -> dict[str, tuple[int,
             stack.callback(part.unlink, missing_ok=True)
         files = {kind: stack.enter_context(part.open("w", encoding="utf-8")) for kind, part in parts.items()}
         for number, archive in enumerate(archives, 1):
-            print(f"{number}/{len(archives)} {archive}", file=sys.stderr, flush=True)
+            log.info(f"{number}/{len(archives)} {archive}")
             for kind, text in _texts(_fetched(archive, index, cache)):
                 if (known := hashlib.sha256(text.encode()).hexdigest()) in seen:
                     continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from nash_mhc.train.trainer import run
 
+log = logging.getLogger(__name__)
 _SECONDS = 3.0  # to read sequences
 _ROWS = 64  # smallest batch to read: a consumer at such a rate reads large batches
 _VOCABULARY = 8192
@@ -125,7 +127,6 @@ def waiting_share(cfg: RunConfig, dataset: Path, folder: Path, steps: int) -> tu
 def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
     if megabytes < 1 or steps < 4:
         raise ConfigError("--megabytes must be at least 1 and --steps at least 4")
-    say = lambda text: print(text, file=sys.stderr, flush=True)
     align, cores = cfg.model.alignment, os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -145,22 +146,22 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
             tokens = sum(split.tokens for split in manifest.splits.values())
             return PreparedRows(folder / out, "train"), tokens / (time.perf_counter() - began)
 
-        say("tokenizing ...")
+        log.info("tokenizing ...")
         before = library_rate(folder / "bpe" / "tokenizer.json", texts)
         bpe, rate = prepared(load_tokenizer(str(folder / "bpe")), "rows-bpe")
         # The machine's speed may vary; take the better of two measurements.
         library = max(before, library_rate(folder / "bpe" / "tokenizer.json", texts))
         rows, bytes_rate = prepared(ByteTokenizer(), "rows-bytes")
-        say("reading ...")
+        log.info("reading ...")
         read = read_rate(bpe, cfg.data, cfg.train.grad_accum, cfg.train.seed)
-        say("measuring memory ...")
+        log.info("measuring memory ...")
         seq_len = ["--seq-len", str(cfg.data.seq_len)]
         memory = {}
         for size in ("one", "four"):
             files = ["--dataset", str(folder / f"{size}.jsonl"), "--out", str(folder / size)]
             memory[f"prepare {size}"] = peak_memory(["-m", "nash_mhc.data", "prepare", *files, *seq_len])
             memory[f"read {size}"] = peak_memory(["-c", _READ_ALL, str(folder / size)])
-        say("training ...")
+        log.info("training ...")
         step_ms, waiting = waiting_share(cfg, folder / "rows-bytes", folder / "run", steps)
         return {
             "cores": cores,

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import logging
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import abstract_state, create_state
 
+log = logging.getLogger(__name__)
 _ROUNDS = 5  # timed rounds of many calls; the median counts
 _QUEUED = 8  # calls queued on an accelerator; on a CPU they might run in parallel
 _CALL_S, _MOST_COPIES = 4e-4, 4  # a program has several copies of a part until a call takes this long
@@ -173,7 +174,7 @@ def bench_parts(
     run = lambda walk: CompiledStep(wanted(walk), mesh, deterministic=cfg.train.deterministic)(state.model, batch)
     parts, arrays = parts_and_arrays(cfg, run)
     del state
-    print(f"compiling {sum(1 + parts[name].has_gradient for name in names)} programs ...", file=sys.stderr, flush=True)
+    log.info(f"compiling {sum(1 + parts[name].has_gradient for name in names)} programs ...")
     programs = _compiled(cfg.train, mesh, before, parts, arrays)
     prepared_s = time.perf_counter() - start
     queued = 0 if device.platform == "cpu" else _QUEUED

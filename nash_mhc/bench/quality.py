@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import statistics
 import time
@@ -32,6 +33,8 @@ from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
+
+log = logging.getLogger(__name__)
 
 # The changes of each variant to the run's model. Dense attention has no window, its best form.
 _DENSE: dict[str, Any] = {"scales": 1, "window": None, "full_every": 0}
@@ -98,14 +101,11 @@ class _Progress:
         self._last = time.monotonic()
         self.status = self._console.status("")
 
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
-        self._last = time.monotonic()
-
     def now(self, text: str) -> None:
         self.status.update(text)
         if not self._console.is_terminal and time.monotonic() - self._last > 10:
-            self.say(text)
+            self._last = time.monotonic()
+            log.info(text)
 
 
 @dataclass
@@ -142,7 +142,7 @@ def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None])
     total, seed, mesh = cfg.train.total_steps, cfg.train.seed, setting.mesh
     source = setting.source(cfg)
     # Learning rate, schedule and seed are arguments of the program: all runs of a variant share one.
-    step_fn = compile_train_step(cfg, mesh, source, warn=setting.progress.say)
+    step_fn = compile_train_step(cfg, mesh, source)
     state = create_state(cfg, mesh)
     rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=seed)
     tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
@@ -215,10 +215,9 @@ class Contestant:
 
     def __init__(self, name: str, cfg: RunConfig, setting: Setting) -> None:
         self.name, self.cfg, self._setting = name, cfg, setting
-        say = setting.progress.say
-        say(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {base_model(cfg.model).ffn}; compiling ...")
+        log.info(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {base_model(cfg.model).ffn}; compiling ...")
         setting.progress.status.update(f"{name}: compiling ...")
-        step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg), warn=say)
+        step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg))
         step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
         self._evaluator = Evaluator(cfg, setting.held_out, setting.tokenizer, setting.mesh)
         self.figures: Figures = {
@@ -236,7 +235,7 @@ class Contestant:
         trained = train(cfg, self._setting, watch)
         progress.status.update(f"{where}: evaluating ...")
         loss = self._evaluator.evaluate(trained.model)["eval/loss"]
-        progress.say(f"{where}: held-out loss {loss:.4f} after {total} steps, {trained.tokens_per_s:,.0f} tok/s")
+        log.info(f"{where}: held-out loss {loss:.4f} after {total} steps, {trained.tokens_per_s:,.0f} tok/s")
         return _finite(loss), trained
 
     def compete(self, rates: list[float], seeds: list[int]) -> None:

@@ -11,9 +11,9 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import itertools
+import logging
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
 from nash_mhc.hub.config_json import family_config, family_of
 
+log = logging.getLogger(__name__)
 _PROJECTIONS = {
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "mlp": ["gate_proj", "up_proj", "down_proj"],
@@ -45,12 +46,11 @@ def _check(cfg: RunConfig) -> None:
 def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     """Measure PyTorch, then this package, on the same device, and return both and the ratio of their speeds."""
     _check(cfg)
-    say = lambda text: print(text, file=sys.stderr, flush=True)
-    say("torch: eager, then compiled ...")
+    log.info("torch: eager, then compiled ...")
     # A separate process frees the device's memory before JAX starts.
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         theirs = pool.submit(_measure, cfg, steps, warmup).result()
-    say(f"torch: {theirs['tokens_per_s']:,.0f} tokens/s ({theirs['form']}); ours: compiling ...")
+    log.info(f"torch: {theirs['tokens_per_s']:,.0f} tokens/s ({theirs['form']}); ours: compiling ...")
     from nash_mhc.bench.step import bench_step  # after PyTorch: JAX reserves most of a GPU's memory
 
     ours = bench_step(cfg, steps=steps, warmup=warmup)
@@ -106,7 +106,7 @@ def _measure(cfg: RunConfig, steps: int, warmup: int) -> dict[str, Any]:
             if not compiled:
                 raise
             figures = None
-            print(f"torch: torch.compile failed ({type(error).__name__}); using eager", file=sys.stderr, flush=True)
+            log.warning(f"torch: torch.compile failed ({type(error).__name__}); using eager")
         tried[f"{name}_tokens_per_s"] = figures and figures["tokens_per_s"]
         if figures and figures["tokens_per_s"] > best.get("tokens_per_s", 0.0):
             best = figures | {"form": name}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from nash_mhc.storage.errors import as_config_error, as_os_errors, reason
 from nash_mhc.storage.files import Folder, is_remote, to_path
 from nash_mhc.storage.json_files import MALFORMED, parse_json, read_json, reading
 
+log = logging.getLogger(__name__)
 RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
     "run.json", "parameters.txt", "metrics.jsonl", "eval.jsonl", "checkpoints",
 )  # fmt: skip
@@ -215,7 +216,7 @@ def with_current_names(row: Mapping[str, Any]) -> Row:
 
 @functools.cache
 def _warn_unknown(section: str) -> None:
-    print(f"note: ignoring the run's settings for {section}: this kit is not installed", file=sys.stderr)
+    log.warning(f"note: ignoring the run's settings for {section}: this kit is not installed")
 
 
 def _configured(info: dict[str, Any]) -> dict[str, Any]:

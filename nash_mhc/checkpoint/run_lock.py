@@ -12,12 +12,12 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from nash_mhc.storage.errors import as_os_errors
 from nash_mhc.storage.files import Folder, create_exclusive, exists, is_remote, is_same_file, write_atomic
 from nash_mhc.storage.json_files import parse_json
 
+log = logging.getLogger(__name__)
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"
 RENEW_S, EXPIRED_S = 10.0, 45.0  # a lease is renewed this often, and expires after this long without renewal
 SEEN_S = 30.0  # a shared disk may show files from other machines this late
@@ -78,8 +79,8 @@ def _describe(record: dict[str, Any]) -> str:
 class _Wait:
     """Waits for another run to release a directory, up to `limit` seconds."""
 
-    def __init__(self, folder: Folder, limit: float, say: Callable[[str], None]) -> None:
-        self._folder, self._limit, self._say = folder, limit, say
+    def __init__(self, folder: Folder, limit: float) -> None:
+        self._folder, self._limit = folder, limit
         self._start, self._next_message = time.monotonic(), 0.0
 
     def pause(self, holder: str) -> None:
@@ -92,7 +93,7 @@ class _Wait:
                 f"--wait-for-lock SECONDS, or choose another folder"
             )
         if waited >= self._next_message:
-            self._say(f"{self._folder}: another run holds it ({holder}); waiting up to {self._limit - waited:.0f} s ...")
+            log.info(f"{self._folder}: another run holds it ({holder}); waiting up to {self._limit - waited:.0f} s ...")
             self._next_message = waited + _REPEAT_MESSAGE_S
         time.sleep(min(_POLL_S, self._limit - waited))
 
@@ -115,9 +116,9 @@ def _try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
 
 
 class _FileLock(Owner):
-    def __init__(self, folder: Path, wait: float, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, wait: float) -> None:
         self._folder = folder
-        self._handle = self._acquire(_Wait(folder, wait, say))
+        self._handle = self._acquire(_Wait(folder, wait))
 
     def _acquire(self, wait: _Wait, *, again: bool = False) -> int:
         path = self._folder / LOCK
@@ -177,16 +178,16 @@ class _SharedLock(Owner):
 class _Lease(Owner):
     """Ownership by a record that a thread keeps renewing."""
 
-    def __init__(self, folder: Folder, wait: float, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Folder, wait: float) -> None:
         self._folder, self._path, self._record = folder, folder / OBJECT, _new_record()
         self._new_owner: str | None = None  # the run that has taken over
         self._last_renewal = time.monotonic()
         self._stopped = threading.Event()
-        self._acquire(_Wait(folder, wait, say), say)
+        self._acquire(_Wait(folder, wait))
         self._thread = threading.Thread(target=self._keep_renewing, name="owner", daemon=True)
         self._thread.start()
 
-    def _acquire(self, wait: _Wait, say: Callable[[str], None]) -> None:
+    def _acquire(self, wait: _Wait) -> None:
         seen: dict[str, Any] = {}
         since = time.monotonic()
         while not (self._try_create() and self._won_takeover(seen)):
@@ -197,10 +198,10 @@ class _Lease(Owner):
                 if record.get("id") == seen.get("id"):
                     wait.pause(_describe(record))  # renewed since the last look: alive
                 else:
-                    say(f"{self._folder}: held by {_describe(record)}; checking whether it is still alive ...")
+                    log.info(f"{self._folder}: held by {_describe(record)}; checking whether it is still alive ...")
                 seen, since = record, time.monotonic()
             elif time.monotonic() - since > EXPIRED_S:
-                say(f"{self._folder}: {_describe(record)} has been silent for {EXPIRED_S:.0f} s; taking over")
+                log.warning(f"{self._folder}: {_describe(record)} has been silent for {EXPIRED_S:.0f} s; taking over")
                 self._remove(record)
             time.sleep(min(1.0, RENEW_S / 10))
 
@@ -267,16 +268,16 @@ def _is_alive(pid: Any) -> bool:
 # --- acquiring -------------------------------------------------------------------------------------------------------
 
 
-def acquire(folder: Folder, *, wait: float = 0.0, say: Callable[[str], None] = print) -> Owner:
+def acquire(folder: Folder, *, wait: float = 0.0) -> Owner:
     """Own an existing run directory until `release` or the end of the process. ConfigError names the current owner."""
     if is_remote(folder):
-        return _Lease(folder, wait, say)
+        return _Lease(folder, wait)
     try:
-        return _FileLock(folder, wait, say)
+        return _FileLock(folder, wait)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return _Lease(folder, wait, say)
+        return _Lease(folder, wait)
 
 
 def acquire_shared(folder: Folder) -> Owner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from nash_mhc.parallel.board import any_process, run_collectively
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason
 
+log = logging.getLogger(__name__)
 _ATTEMPTS_WHILE_STOPPING = 3  # with the first pauses 30 s: many schedulers kill after that
 _POLL_S = 1.0  # how often a pause checks whether the run is asked to stop
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -39,7 +41,6 @@ class Saver:
         store: Store,
         texts: Mapping[str, str | bytes],
         *,
-        say: Callable[[str], None],
         owner: Owner = Owner(),
         last: int | None = None,
         attempts: int = 8,  # with the default pauses about 15 minutes
@@ -53,7 +54,7 @@ class Saver:
         `stopping` returns whether the run was asked to stop; then pauses are short. `free_space` deletes what can be
         regenerated from a full disk and returns the bytes.
         """
-        self._store, self._texts, self._attempts, self._say, self._owner = store, texts, attempts, say, owner
+        self._store, self._texts, self._attempts, self._owner = store, texts, attempts, owner
         self._run = RunFolder(store.folder.parent)
         self._first_pause, self._longest_pause = first_pause, longest_pause
         self._stopping, self._free_space = stopping, free_space
@@ -129,7 +130,7 @@ class Saver:
             self._note(fault, wait=wait)
             return
         if self._failures:
-            self._say(f"saved checkpoint {self._saving} after {self._failures} failed attempt{'s' * (self._failures > 1)}")
+            log.info(f"saved checkpoint {self._saving} after {self._failures} failed attempt{'s' * (self._failures > 1)}")
         self.last, self._saving, self._failures, self._retry_at = self._saving, None, 0, None
 
     def _note(self, fault: OSError, *, wait: bool) -> None:
@@ -138,7 +139,7 @@ class Saver:
         self._store.give_up()  # in every process, because all of them retry
         self._failures += 1
         if fault.errno in _FULL and (freed := self._free_space()):
-            self._say(f"the disk is full: removed {freed / 1e6:,.1f} MB of compiled programs; the next start recompiles them")
+            log.warning(f"the disk is full: removed {freed / 1e6:,.1f} MB of compiled programs; the next start recompiles them")
         attempts = min(self._attempts, _ATTEMPTS_WHILE_STOPPING) if any_process(self._stopping()) else self._attempts
         failed = f"checkpoint {step} could not be written ({reason(fault)}, {self._store.folder})"
         if self._failures >= attempts:
@@ -153,7 +154,7 @@ class Saver:
         self._retry_at = time.monotonic() + pause
         training = "" if wait else "training continues, "
         end = duration(sum(map(self._pause, range(self._failures, attempts))))
-        self._say(f"{failed}; {training}retrying in {duration(pause)}; the run stops if saving still fails in {end}")
+        log.warning(f"{failed}; {training}retrying in {duration(pause)}; the run stops if saving still fails in {end}")
 
     def _pause(self, failures: int) -> float:
         return min(self._first_pause * 2 ** (failures - 1), self._longest_pause)
@@ -186,4 +187,4 @@ class Saver:
                 self._run.write(self._texts)
         if missing:  # otherwise only other processes miss something
             lost = ", without the earlier checkpoints" if CHECKPOINTS in missing else ""
-            self._say(f"{self._run}: recreated {', '.join(missing)}, which had vanished{lost}")
+            log.warning(f"{self._run}: recreated {', '.join(missing)}, which had vanished{lost}")

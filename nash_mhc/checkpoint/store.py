@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,7 @@ from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error, as_os_errors
 from nash_mhc.storage.files import Folder, is_remote, to_path
 
+log = logging.getLogger(__name__)
 _MIN_SLICE_BYTES = 2**20  # smallest slice of a replicated array that a process writes on its own
 _BARRIER_MS = 1_200_000  # Orbax's own timeout for writing all parts
 _stores = 0  # number of stores opened so far, the same in all processes
@@ -229,7 +231,7 @@ class Store:
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)
                 delete_unretained(self.folder, keep=self._keep, keep_every=self._keep_every)
 
-    def latest_complete(self, say: Callable[[str], None], *, set_aside: bool = False) -> int | None:
+    def latest_complete(self, *, set_aside: bool = False) -> int | None:
         """Return the latest step with a complete checkpoint; None if there never was one.
 
         Unusable ones are reported and, with `set_aside`, renamed. ConfigError if all checkpoints are damaged, not
@@ -237,7 +239,7 @@ class Store:
         """
         damaged: set[str] = set()
         for name in manifest.misnamed(self.folder):
-            say(f"{self.folder / name}: ignored, because its name is not a step")
+            log.warning(f"{self.folder / name}: ignored, because its name is not a step")
         for step in reversed(self.steps()):
             if (wrong := manifest.problem(self.folder / str(step))) is None:
                 self._verified.add(step)
@@ -246,7 +248,7 @@ class Store:
             reason = "its save was interrupted" if unfinished else f"damaged, {wrong}"
             name = f"{step}.{'unfinished' if unfinished else 'damaged'}"
             damaged |= set() if unfinished else {name if set_aside else str(step)}
-            say(f"checkpoint {step}: {reason}; {f'renamed to {name}' if set_aside else 'skipped'}")
+            log.warning(f"checkpoint {step}: {reason}; {f'renamed to {name}' if set_aside else 'skipped'}")
             if set_aside:
                 files.move(self.folder / str(step), self.folder / name)
                 (self.folder / f"{step}.saving").unlink(missing_ok=True)

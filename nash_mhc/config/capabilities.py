@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nash_mhc.config.fields import ConfigError, Section, key
+from nash_mhc.config.logs import HELP, LEVELS
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class TelemetryConfig(Section):
     wandb: str | None = key(None, "Weights & Biases project to log to (none: no logging)")
     wandb_mode: str = key("online", "offline: store in the run directory, for wandb sync", choices=("online", "offline"))
     log_format: str = key("text", "json: one JSON object per line on stdout", choices=("text", "json"))
+    log_level: str = key("info", HELP, choices=LEVELS)
     profile: str | None = key(None, "steps to profile, such as 50:55: writes a trace and prints the ten most costly parts")
     sample_tokens: int = key(160, "tokens of the sample written at every evaluation (0: none)", low=0)
     sample_prompt: str | None = key(None, "prompt of the samples (none: start of a document)")

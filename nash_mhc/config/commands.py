@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nash_mhc import __version__
+from nash_mhc.config import logs
 from nash_mhc.config.fields import ConfigError, check_scheme
 
 
@@ -116,6 +117,7 @@ def printable(text: str) -> str:
 
 def one_line_errors(main: Callable[[], int]) -> int:
     """Run a command and return its exit code: 2 and one line on stderr for a user's mistake, 130 for Ctrl-C."""
+    logs.configure("info")  # until `main` has parsed --log-level
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"nash_mhc {__version__}, jax {version('jax')}, Python {platform.python_version()}")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import logging
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from nash_mhc.config.yaml_file import nodes_of, read_yaml
 
 __all__ = ["Key", "Parsed", "Settings", "as_flags", "keys", "parse", "render", "sections", "shown", "usage"]
 
+log = logging.getLogger(__name__)
 _TYPED = ("flag ", "override ")  # origins of settings typed on the command line
 OwnFlags = Callable[[argparse._ArgumentGroup], object]
 Found = Callable[[Mapping[str, Any], Mapping[str, Any]], Settings]
@@ -182,10 +183,7 @@ def _note_replaced(typed: Settings, settings: Settings) -> None:
     for path, (value, origin) in typed.items():
         now, file = settings[path]
         if now != value:
-            print(
-                f"note: {file} sets {path} to {now}, after {origin} {value}; name --config first to keep {value}",
-                file=sys.stderr,
-            )
+            log.warning(f"note: {file} sets {path} to {now}, after {origin} {value}; name --config first to keep {value}")
 
 
 def with_origins(error: ConfigError, parsed: Parsed) -> ConfigError:

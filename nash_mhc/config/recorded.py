@@ -7,7 +7,7 @@ from typing import Any
 # Keys that belong to one start of a run and are not inherited.
 PER_START = {
     "train.checkpoint_dir", "train.resume", "train.wait_for_lock", "mesh.coordinator_address", "mesh.num_processes",
-    "mesh.process_id", "mesh.connect_timeout", "telemetry.log_format",
+    "mesh.process_id", "mesh.connect_timeout", "telemetry.log_format", "telemetry.log_level",
 }  # fmt: skip
 _FILLED_IN = {"train.dtype", "train.attention", "train.unroll"}
 

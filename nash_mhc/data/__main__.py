@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.checkpoint.run_folder import RUN, RunFolder
+from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
 from nash_mhc.config.parsing import Settings, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
@@ -54,6 +55,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags, found=_tokenizer_settings)
     if shown(parsed):
         return 0
+    logs.configure(parsed.config.telemetry.log_level)
     cfg, own, out = parsed.config, parsed.own, _required_out(parsed.own, "data/notes")
     if own.workers < 0:
         raise ConfigError(f"--workers must be at least 0, not {own.workers}")
@@ -122,6 +124,7 @@ def train_bpe_command(argv: Sequence[str]) -> int:
     parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
     if shown(parsed):
         return 0
+    logs.configure(parsed.config.telemetry.log_level)
     cfg, own, out = parsed.config, parsed.own, _required_out(parsed.own, "tokenizers/notes")
     from nash_mhc.data.recipe import corpus_texts
     from nash_mhc.data.sources import open_corpus, parts_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from nash_mhc.data.workers import progress
 from nash_mhc.storage.files import digest_of
 from nash_mhc.storage.folders import model_name
 
+log = logging.getLogger(__name__)
 _SAMPLE_KEY = 2512_24880  # of the permutation that chooses the evaluated rows; never change it
 
 
@@ -180,7 +182,7 @@ def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int
     try:
         return prepared()
     except Damaged as damage:
-        print(f"--dataset {cfg.dataset}: its prepared copy is damaged ({damage}); preparing it again", file=sys.stderr)
+        log.warning(f"--dataset {cfg.dataset}: its prepared copy is damaged ({damage}); preparing it again")
         shutil.rmtree(folder)
         return prepared()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -45,6 +46,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
+log = logging.getLogger(__name__)
 _QUIET_SECONDS, _LINE_SECONDS = 2.0, 10.0  # before the first output; between lines if stderr is not a terminal
 
 
@@ -66,7 +68,7 @@ def progress(title: str, unit: str = "tokens") -> Iterator[Callable[[int, int, i
             bar.start()
             bar.update(task, completed=min(done, total), total=total, note=note)
         if not console.is_terminal and now - last > _LINE_SECONDS:
-            console.print(f"{title}: {min(1.0, done / max(total, 1)):.0%}, {note}", markup=False, soft_wrap=True)
+            log.info(f"{title}: {min(1.0, done / max(total, 1)):.0%}, {note}")
             last = now
 
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.chips import Chip, Machine, by_kind, host_memory, this_cpu
 from nash_mhc.runtime.hardware import device_memory
 
+log = logging.getLogger(__name__)
 _GIB = 2**30
 # In tests, the compiler needs as little as this share of the estimate: a run is refused only if even that is too much.
 _TRUSTED = 0.85
@@ -72,7 +74,7 @@ def device_capacity(mesh: Mesh) -> float:
     return host[1] / len(local)
 
 
-def preflight(cfg: RunConfig, mesh: Mesh, say: Callable[[str], None], *, no_preflight: bool = False) -> dict[str, Any] | None:
+def preflight(cfg: RunConfig, mesh: Mesh, *, no_preflight: bool = False) -> dict[str, Any] | None:
     """Return the estimated memory and speed of a resolved run, for run.json; None for a model without an estimate.
 
     Raise ConfigError if the run cannot fit, with settings that would; with `no_preflight`, only warn.
@@ -87,9 +89,11 @@ def preflight(cfg: RunConfig, mesh: Mesh, say: Callable[[str], None], *, no_pref
             "no split of it fits; take a smaller --model-size or more devices (nash-mhc plan says how many)"
         )  # fmt: skip
         if memory.total * _TRUSTED <= capacity:
-            say(f"tight: this run needs about {need} of each device's {has}; {advice}")
+            log.warning(f"tight: this run needs about {need} of each device's {has}; {advice}")
         elif no_preflight:
-            say(f"this run needs about {need} of each device's {has}; continuing despite the memory estimate (--no-preflight)")
+            log.warning(
+                f"this run needs about {need} of each device's {has}; continuing despite the memory estimate (--no-preflight)"
+            )
         else:
             raise ConfigError(
                 f"this run needs about {need} of each device's {has} ({largest(memory)}); {advice}, or try anyway with "
@@ -185,7 +189,7 @@ def machine_here(mesh: Mesh) -> Machine:
     return Machine(chip.name, dataclasses.replace(chip, usable_gib=device_capacity(mesh) / _GIB), mesh.size)
 
 
-def fastest_here(cfg: RunConfig, given: Mapping[str, Any], say: Callable[[str], None]) -> RunConfig:
+def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """Return the run with the mesh, remat and microbatches that are estimated to be the fastest here (`--mesh-auto`).
 
     Settings that the user has `given` stay as they are. Raise ConfigError if nothing fits.
@@ -205,7 +209,7 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any], say: Callable[[str], 
         )
     best = found[0]
     flags = " ".join(as_flags(best.settings))
-    say(f"--mesh-auto: {flags} ({_size(best.memory.total)} per device, best of {len(found)} layouts)")
+    log.info(f"--mesh-auto: {flags} ({_size(best.memory.total)} per device, best of {len(found)} layouts)")
     axes: dict[str, Any] = {**best.mesh}
     chosen = {name: getattr(best.cfg.train, name) for name in ("grad_accum", "remat", "remat_keep")}
     return dataclasses.replace(

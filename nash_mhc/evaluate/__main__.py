@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError, MeshConfig, check_field
 from nash_mhc.evaluate import tasks
@@ -47,6 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         note = "" if default is None else f" [{default}]"
         parser.add_argument(flag, type=int, default=default, metavar="INT", help=text + note)
     parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results to this file")
+    logs.add_flag(parser)
     args = parser.parse_strictly(argv, "give tasks with --tasks, separated by commas")
     for flag, (bounds, default, _) in _OPTIONS.items():
         check_field(flag, getattr(args, flag[2:].replace("-", "_")), int | None if default is None else int, bounds)
@@ -61,6 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main() -> int:
     args = parse(sys.argv[1:])
+    logs.configure(args.log_level)
     texts, harness_names = _split_names(args.tasks)
     import jax  # not before the flags are checked
 
@@ -85,16 +88,18 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
 
     cfg = config_of(args.folder)
     if start(args.mesh) > 1:
-        check_same({f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()})
+        check_same({f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items() if name != "log_level"})
     mesh = make_mesh(args.mesh)
     progress = Progress(quiet=jax.process_index() > 0)
+    if jax.process_index() > 0:
+        logs.silence()
     multiple = length_multiple(cfg.model.alignment, mesh)
     data = dataclasses.replace(cfg.data, batch_size=args.batch_size, seq_len=-(-cfg.data.seq_len // multiple) * multiple)
     check_fit(dataclasses.replace(cfg, data=data), mesh.shape, model_is_given=True)
-    loaded_tasks = {task.name: task for task in tasks.load_tasks(harness_names, progress.say)} if harness_names else {}
+    loaded_tasks = {task.name: task for task in tasks.load_tasks(harness_names)} if harness_names else {}
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(to_path(args.folder))
-    loaded = load(args.folder, args.step, mesh=mesh, say=progress.say)
+    loaded = load(args.folder, args.step, mesh=mesh)
     rows: list[Row] = []
     details: dict[str, Any] = {}
     try:
@@ -136,10 +141,7 @@ def _evaluate(
     from nash_mhc.evaluate.held_out import held_out, stories, text_file
     from nash_mhc.evaluate.scoring import Scorer
 
-    scorer = Scorer(
-        loaded.model, mesh, longest=loaded.config.data.seq_len, batch_size=args.batch_size, dtype=loaded.dtype,
-        say=progress.say,
-    )  # fmt: skip
+    scorer = Scorer(loaded.model, mesh, longest=loaded.config.data.seq_len, batch_size=args.batch_size, dtype=loaded.dtype)
     model = None
     for name in args.tasks:
         if name in loaded_tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import MANY, generate_tokens
 from nash_mhc.parallel.sharding import for_compute, named_sharding
 
+log = logging.getLogger(__name__)
 _MAX_NEW_TOKENS = 256  # for tasks that do not say, as in lm-eval's own backends
 _SMALLEST_CACHE = 64  # tokens
 
@@ -76,7 +78,7 @@ class HarnessModel(TemplateLM):
 
     def _scores(self, requests: list[Request]) -> list[Score]:
         if truncated := sum(len(r.context) + len(r.continuation) > self.max_length + 1 for r in requests):
-            self._progress.say(
+            log.warning(
                 f"{self.task}: {truncated:,} of {len(requests):,} prompts are longer than {self.max_length:,} tokens; "
                 "truncating them on the left"
             )
@@ -102,7 +104,7 @@ class HarnessModel(TemplateLM):
         stops = [stop for stop in options["until"] if stop]
         count, longest = options["max_gen_toks"], self.max_length
         if count >= longest:
-            self._say_once(
+            self._warn_once(
                 f"{self.task}: max_gen_toks is {count:,}, but the model's context is {longest:,} tokens; dropping the oldest "
                 "tokens of longer texts"
             )
@@ -111,11 +113,12 @@ class HarnessModel(TemplateLM):
         capacity = max(_SMALLEST_CACHE, 1 << (len(tokens) + count - 1).bit_length())  # a power of 2: few programs
         generated: list[int] = []
         if self._local is None:
+            log.info("compiling ...")
             self._local = on_one_device(self.loaded.model, self.loaded.dtype)
         for token in generate_tokens(
             self._local, tokens, seq_len=min(capacity, max(longest, 2)), end=self.loaded.tokenizer.end, max_tokens=count,
             temperature=float(options["temperature"]) if options["do_sample"] else 0.0, top_k=int(options.get("top_k") or 0),
-            top_p=float(options.get("top_p") or 1.0), dtype=self.loaded.dtype, at_once=MANY, say=self._say_once,
+            top_p=float(options.get("top_p") or 1.0), dtype=self.loaded.dtype, at_once=MANY,
         ):  # fmt: skip
             if token in self.loaded.stops:
                 break
@@ -133,10 +136,10 @@ class HarnessModel(TemplateLM):
         tail = self.loaded.tokenizer.decode(np.array(generated[-longest - 4 :], np.int32))
         return any(stop in tail for stop in stops)
 
-    def _say_once(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if text not in self._warnings:
             self._warnings.add(text)
-            self._progress.say(text)
+            log.warning(text)
 
 
 def on_one_device(model: LanguageModel, dtype: str) -> LanguageModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 
 import numpy as np
@@ -18,6 +19,7 @@ from nash_mhc.hub.load import Loaded
 from nash_mhc.objectives.registry import named_objective
 from nash_mhc.train.evaluate import Evaluator
 
+log = logging.getLogger(__name__)
 _MAX_IMPORTED_LENGTH = 2048  # of stories for imported models, which may have much longer contexts
 
 
@@ -71,7 +73,7 @@ def _evaluate(
     sections = tuple(section for section in run.of_kits if section.of_objective == objective.name)
     cfg = RunConfig(model=run.model, data=data, train=train, objective=objective, of_kits=sections)
     evaluator = Evaluator(cfg, source, loaded.tokenizer, mesh)
-    progress.say(f"compiling for sequences of {data.seq_len:,} tokens ...")
+    log.info(f"compiling for sequences of {data.seq_len:,} tokens ...")
     with progress.track(name, evaluator.batches) as advance:
         batches = iter(range(evaluator.batches + 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 import time
@@ -19,6 +20,7 @@ from nash_mhc.config.humanize import duration
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import reason
 
+log = logging.getLogger(__name__)
 _REPORT_INTERVAL = 10.0  # seconds
 _HEAD = ("task", "metric", "value", "stderr")
 
@@ -28,9 +30,6 @@ class Progress:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(file=sys.stderr, highlight=False, quiet=quiet)
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def track(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -59,10 +58,10 @@ class Progress:
             elif now - reported > _REPORT_INTERVAL and done < total:
                 reported = now
                 left = (now - first_end) / max(done - first, 1) * (total - done)
-                self.say(f"{name}: {done:,} of {total:,}, about {duration(left)} left")
+                log.info(f"{name}: {done:,} of {total:,}, about {duration(left)} left")
 
         yield advance
-        self.say(f"{name}: {total:,} in {duration(time.monotonic() - start)}")
+        log.info(f"{name}: {total:,} in {duration(time.monotonic() - start)}")
 
 
 class Row(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from nash_mhc.parallel.sharding import RULES, named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import own_rows, to_device
 
+log = logging.getLogger(__name__)
 _SHORTEST = 64  # tokens; each length is compiled, and shorter ones save little
 
 Advance = Callable[[int], None]  # called with the number of newly finished requests
@@ -69,10 +71,9 @@ class Scorer:
         longest: int,
         batch_size: int,
         dtype: str,
-        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.longest, self.batch_size = longest, batch_size
-        self._model, self._mesh, self._say = model, mesh, say
+        self._model, self._mesh = model, mesh
         self._multiple = length_multiple(model.cfg.alignment, mesh)
         execution = Execution(dtype)
 
@@ -81,7 +82,7 @@ class Scorer:
             return sharded_log_probs(x_BTD, model.unembed_VD, batch.targets[0], model.cfg.vocab_size)
 
         # Recompilation for several shapes is expected, so no warnings. All processes get all results.
-        self._program = CompiledStep(scores, mesh, out_shardings=named_sharding(mesh), warn=lambda text: None)
+        self._program = CompiledStep(scores, mesh, out_shardings=named_sharding(mesh), several_shapes=True)
         self._compiled: set[int] = set()  # lengths
 
     def padded_length(self, count: int) -> int:
@@ -142,5 +143,5 @@ class Scorer:
         batch = to_device(own_rows(Rows(inputs_ABT, targets_ABT, same, same.astype(np.float32)), self._mesh), self._mesh)
         if T not in self._compiled:
             self._compiled.add(T)
-            self._say(f"compiling for sequences of {T:,} tokens ...")
+            log.info(f"compiling for sequences of {T:,} tokens ...")
         return self._program(self._model, batch)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nash_mhc.evaluate.harness_model import HarnessModel
 
 STORIES, HELD_OUT, BYTES = "stories", "held_out", "bytes:"
+log = logging.getLogger(__name__)
 _RESAMPLES = 1000  # bootstrap samples for standard errors; lm-eval's default of 100,000 takes minutes
 _NAMED = re.compile(r"^(?:task|group|tag): *[\"']?([\w.+-]+)[\"']? *$", re.MULTILINE)
 
@@ -74,19 +75,19 @@ def check_path(name: str) -> None:
         raise ConfigError(f"--tasks {name}: the folder has no .yaml file of a task")
 
 
-def load_tasks(names: list[str], say: Callable[[str], None] = lambda text: None) -> list[Task]:
+def load_tasks(names: list[str]) -> list[Task]:
     """Load tasks by name, file or folder; ConfigError for an unknown name or a broken file."""
     with quietly():
-        return [_load(name, say) for name in names]
+        return [_load(name) for name in names]
 
 
-def _load(name: str, say: Callable[[str], None]) -> Task:
+def _load(name: str) -> Task:
     from lm_eval.tasks import TaskManager
 
     path = Path(name).expanduser()
-    say(f"loading {name} ...")
+    log.info(f"loading {name} ...")
     if not is_path(name):
-        manager, selected = _by_name(name, say)
+        manager, selected = _by_name(name)
     elif path.is_dir():
         for file in sorted(path.glob("**/*.yaml")):
             _read_yaml(file)  # lm-eval skips files that it cannot read
@@ -148,7 +149,7 @@ def _outermost(manager: Any) -> list[str]:
     return [name for name in [*manager.all_groups, *manager.all_subtasks] if name not in inner]
 
 
-def _by_name(name: str, say: Callable[[str], None]) -> tuple[Any, list[str]]:
+def _by_name(name: str) -> tuple[Any, list[str]]:
     """Return a task manager and what to load from it.
 
     lm-eval parses 14,000 files to list its tasks; a text search finds the file of most tasks at once.
@@ -164,7 +165,7 @@ def _by_name(name: str, say: Callable[[str], None]) -> tuple[Any, list[str]]:
         known = {match for text in texts.values() for match in _NAMED.findall(text)}
         hint = did_you_mean(name, [STORIES, HELD_OUT, *sorted(known)]) or "; `lm-eval ls tasks` lists the names"
         raise ConfigError(f"--tasks {name}: lm-eval has no task of this name, and no such file exists{hint}")
-    say("reading lm-eval's list of tasks ...")
+    log.info("reading lm-eval's list of tasks ...")
     manager = _all_tasks()
     if name not in manager.all_tasks:
         raise ConfigError(f"--tasks {name}: lm-eval has no task of this name{did_you_mean(name, manager.all_tasks)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nash_mhc.config import kits
+from nash_mhc.config import kits, logs
 from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
 from nash_mhc.config.kits import Generator, Registry
 from nash_mhc.config.schema import ConfigError, check_field
@@ -22,6 +23,8 @@ from nash_mhc.storage.folders import check_model_folder
 if TYPE_CHECKING:
     from nash_mhc.generate.prompts import Prompt
     from nash_mhc.hub.load import Loaded
+
+log = logging.getLogger(__name__)
 
 # flag -> (type, bounds, default, help)
 _OPTIONS = {
@@ -63,6 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         note = "" if default is None else f" [{default}]"
         convert = float if kind is float else int
         parser.add_argument(flag, type=convert, default=default, metavar=convert.__name__.upper(), help=text + note)
+    logs.add_flag(parser)
     args = parser.parse_strictly(argv, "give the prompt with --prompt {word!r}")
     if args.folder and args.checkpoint_dir:
         raise ConfigError(f"give one folder, not both {args.folder} and {args.checkpoint_dir}")
@@ -94,13 +98,9 @@ def _kit_flag(args: argparse.Namespace) -> str | None:
     return next((name for name in GENERATORS if getattr(args, name) is not None), None)
 
 
-def _say(text: str) -> None:
-    """Print to stderr, so that stdout has nothing but the text."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     args = parse(sys.argv[1:])
+    logs.configure(args.log_level)
     # JAX is not imported before the flags are checked.
     from nash_mhc.generate.prompts import Prompt, chat_prompt, read_prompts
     from nash_mhc.hub.load import load
@@ -110,7 +110,7 @@ def main() -> int:
     if args.prompts:
         prompts = read_prompts(Path(args.prompts), chat=args.chat, system=args.system)
     check_model_folder("", args.folder, "; give the text to continue with --prompt")
-    loaded = load(args.folder, args.step, say=_say)
+    loaded = load(args.folder, args.step)
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(to_path(args.folder))  # has the program of the run's samples
     if flag := _kit_flag(args):
@@ -137,7 +137,6 @@ def _generate(
     loaded: Loaded,
     prompts: Sequence[list[int]],
     is_done: Callable[[int], bool],
-    say: Callable[[str], None],
     at_once: int = 1,
 ) -> Iterator[tuple[int, int]]:
     """Yield (row, token) as tokens are generated."""
@@ -148,7 +147,7 @@ def _generate(
     return generate_rows(
         loaded.model, prompts, Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty),
         seq_len=min(capacity, loaded.config.data.seq_len), ends=set(loaded.stops), max_tokens=args.max_tokens, seed=args.seed,
-        dtype=loaded.dtype, at_once=at_once, is_done=is_done, say=say,
+        dtype=loaded.dtype, at_once=at_once, is_done=is_done,
     )  # fmt: skip
 
 
@@ -157,7 +156,8 @@ def _stream(args: argparse.Namespace, loaded: Loaded, prompt: Prompt) -> Iterato
     from nash_mhc.data.tokenizer import stream_text
     from nash_mhc.generate.prompts import before_stop
 
-    rows = _generate(args, loaded, [prompt.tokens(loaded.tokenizer)], lambda row: False, _say)
+    log.info("compiling ...")
+    rows = _generate(args, loaded, [prompt.tokens(loaded.tokenizer)], lambda row: False)
     return before_stop(stream_text((token for _, token in rows), loaded.tokenizer), args.stop)
 
 
@@ -180,8 +180,9 @@ def _answer_all(args: argparse.Namespace, loaded: Loaded, prompts: Sequence[Prom
         stopped = set(range(len(batch), size))
         tokens += tokens[:1] * len(stopped)
         generated: list[list[int]] = [[] for _ in range(size)]
-        say = _say if first == 0 else lambda text: None
-        for row, token in _generate(args, loaded, tokens, stopped.__contains__, say, MANY):
+        if first == 0:
+            log.info("compiling ...")
+        for row, token in _generate(args, loaded, tokens, stopped.__contains__, MANY):
             generated[row].append(token)
             count += row < len(batch)
             start = start or time.perf_counter()  # after compilation
@@ -193,9 +194,9 @@ def _answer_all(args: argparse.Namespace, loaded: Loaded, prompts: Sequence[Prom
             ended = row in stopped or len(generated[row]) < args.max_tokens
             line = {"prompt": prompt.text, "text": text, "tokens": len(generated[row]), "ended": ended}
             print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
-        _say(f"{min(first + size, len(prompts))} of {len(prompts)} prompts")
+        log.info(f"{min(first + size, len(prompts))} of {len(prompts)} prompts")
     seconds = time.perf_counter() - start
-    _say(f"{count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.0f} tokens/s")
+    log.info(f"{count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.0f} tokens/s")
     if args.out:
         out.close()
     return 0

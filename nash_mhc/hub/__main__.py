@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
 from nash_mhc.config.kits import HubCommand, Registry
 from nash_mhc.config.kits import load as load_reference
@@ -25,12 +26,15 @@ ABOUT = {
 _TEXT = "The old lighthouse keeper counted the ships as they came in, and wrote the number of each into a small green book. "
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _parser(command: str) -> OneLineParser:
     return OneLineParser(prog=f"python -m nash_mhc.hub {command}", allow_abbrev=False, description=ABOUT[command])
+
+
+def _parsed(parser: OneLineParser, argv: Sequence[str], stray: str) -> argparse.Namespace:
+    logs.add_flag(parser)
+    args = parser.parse_strictly(argv, stray)
+    logs.configure(args.log_level)
+    return args
 
 
 def _generate_command(folder: str) -> str:
@@ -52,7 +56,7 @@ def _import(argv: Sequence[str]) -> int:
         metavar="FOLDER",
         help="base model of the adapters: a run directory or Hugging Face folder",
     )
-    args = parser.parse_strictly(argv, "the folder to create is --out {word}")
+    args = _parsed(parser, argv, "the folder to create is --out {word}")
     folder = Path(args.folder).expanduser()
     if (folder / "adapter_config.json").is_file():
         return _import_adapters(folder, args)
@@ -64,7 +68,7 @@ def _import(argv: Sequence[str]) -> int:
     from nash_mhc.hub.writing import import_folder
     from nash_mhc.model.architectures import count_parameters
 
-    loaded = import_folder(folder, Path(args.out), _say)
+    loaded = import_folder(folder, Path(args.out))
     count = count_parameters(loaded.config.model)
     print(f"{args.out}: {count / 1e6:,.1f} million parameters; train it with --init-from {args.out}, or generate text with")
     print(f"  {_generate_command(args.out)}")
@@ -76,7 +80,7 @@ def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder}: holds adapters; give their base model with --base FOLDER")
     from nash_mhc.hub.adapters import import_adapters
 
-    count = import_adapters(folder, args.base, Path(args.out), _say)
+    count = import_adapters(folder, args.base, Path(args.out))
     print(f"{args.out}: adapters of {count:,} parameters on {args.base}; generate text with them, or merge them:")
     print(f"  {_generate_command(args.out)}")
     print(f"  {module_command('nash_mhc.hub', 'merge', args.out, '--out', f'{args.out}-merged')}")
@@ -92,13 +96,13 @@ def _parse_and_load(command: str, argv: Sequence[str]) -> tuple[argparse.Namespa
     kinds = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=kinds, default="auto", help="dtype of the weights [auto: as imported, else float32]")
     parser.add_argument("--shard-size", type=float, default=4.0, metavar="GB", help="largest file size [4]")
-    args = parser.parse_strictly(argv, "the folder to create is --out {word}")
+    args = _parsed(parser, argv, "the folder to create is --out {word}")
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
     from nash_mhc.hub.load import load
 
     check_is_new(Path(args.out))
-    return args, load(args.folder, args.step, say=_say)
+    return args, load(args.folder, args.step)
 
 
 def _export(argv: Sequence[str]) -> int:
@@ -138,7 +142,7 @@ def _write(args: argparse.Namespace, loaded: Any) -> int:
 
     dtype = None if args.dtype == "auto" else args.dtype
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
-    _list_files(export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card, say=_say))
+    _list_files(export(loaded, Path(args.out), dtype=dtype, shard_bytes=int(args.shard_size * 1e9), card=card))
     print(f"{args.out}: compare the two with {module_command('nash_mhc.hub', 'check', args.folder, args.out)}")
     return 0
 
@@ -174,12 +178,12 @@ def _check(argv: Sequence[str]) -> int:
     parser.add_argument("--text", type=local_path, metavar="FILE", help="text to compare on (default: a repeated sentence)")
     parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="tokens to compare [256]")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code in a Hugging Face folder")
-    args = parser.parse_strictly(argv, "give two folders to compare")
+    args = _parsed(parser, argv, "give two folders to compare")
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
     from nash_mhc.hub.check import compare
 
-    found = compare(args.one, args.other, _text(args), args.tokens, trusted=args.trust_remote_code, say=_say)
+    found = compare(args.one, args.other, _text(args), args.tokens, trusted=args.trust_remote_code)
     print(f"{args.one} (by {found['by'][0]}) and {args.other} (by {found['by'][1]}), {found['tokens']} tokens:")
     for name in ("largest difference", "mean KL, nats", "same choice"):
         print(f"  {name:<20} {found[name]:.3g}")

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.folders import check_is_new, new_folder
 
+log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
 DTYPES = "adapter_dtypes"  # key of run.json: tensor -> dtype it was imported from, if not float32
 _ADAPTED = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?[AB](?:\.weight)?")  # group: the module
@@ -107,7 +109,7 @@ def _in_dtype(array: np.ndarray, dtype: str | None) -> np.ndarray:
     return narrow if np.array_equal(narrow.astype(np.float32), array) else np.ascontiguousarray(array)
 
 
-def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], None]) -> int:
+def import_adapters(folder: Path, base: str, out: Path) -> int:
     """Convert PEFT adapters to a run directory on top of `base`; return their number of parameters."""
     check_is_new(out)
     run = config_of(base, "--base")
@@ -115,12 +117,12 @@ def import_adapters(folder: Path, base: str, out: Path, say: Callable[[str], Non
         raise ConfigError(f"--base {base}: PEFT adapters do not fit a model of the kind {run.model.architecture!r}")
     peft, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)
     pairs = _pairs(peft, tensors, run.model, folder / WEIGHTS, base)
-    say(f"hashing {base} ...")
-    record = stored.find("--base", base, None, hashed=True, say=say)
+    log.info(f"hashing {base} ...")
+    record = stored.find("--base", base, None, hashed=True)
     if peft.init is not None:
-        say(f"reading {base}, whose weights {peft.init} changed at the start ...")
+        log.info(f"reading {base}, whose weights {peft.init} changed at the start ...")
         place = functools.partial(on_devices, mesh=None)
-        weights = named_leaves(stored.read(record, abstract_model(run.model), place, say, verified=True))
+        weights = named_leaves(stored.read(record, abstract_model(run.model), place, verified=True))
         for (parameter, i), pair in pairs.items():
             pairs[parameter, i] = _on_unchanged_base(pair, np.asarray(weights[parameter][i], np.float32), peft.init)
     lora = _lora_config(peft, pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from nash_mhc.hub.config_json import has_only_our_code
 from nash_mhc.hub.folder import CONFIG, is_hub_folder
 from nash_mhc.hub.load import load, tokenizer_of
 
+log = logging.getLogger(__name__)
 
-def compare(a: str, b: str, text: str, count: int, *, trusted: bool, say: Callable[[str], None]) -> dict[str, Any]:
+
+def compare(a: str, b: str, text: str, count: int, *, trusted: bool) -> dict[str, Any]:
     """Compare two folders on the first `count` tokens of the text; `by` names the library that ran each."""
     tokenizer = tokenizer_of(a)
     tokens = np.array(with_begin(tokenizer, tokenizer.encode(text)[: count - 1].tolist()), np.int32)
-    (logits_a, by_a), (logits_b, by_b) = (_logits(folder, tokens, trusted, say) for folder in (a, b))
+    (logits_a, by_a), (logits_b, by_b) = (_logits(folder, tokens, trusted) for folder in (a, b))
     return {"tokens": len(tokens), "by": [by_a, by_b], **difference(logits_a, logits_b)}
 
 
@@ -39,18 +41,18 @@ def difference(a_TV: np.ndarray, b_TV: np.ndarray) -> dict[str, float]:
     }
 
 
-def _logits(folder: str, tokens: np.ndarray, trusted: bool, say: Callable[[str], None]) -> tuple[np.ndarray, str]:
+def _logits(folder: str, tokens: np.ndarray, trusted: bool) -> tuple[np.ndarray, str]:
     """Return float32 logits [T, V] and the library used: transformers for Hugging Face folders, if torch is there."""
     if is_hub_folder(folder):
         if importlib.util.find_spec("torch") is not None:
-            return _logits_by_torch(folder, tokens, trusted, say), "transformers"
-        say(f"{folder}: torch is not installed; running it with nash_mhc")
-    loaded = load(folder, say=say)
+            return _logits_by_torch(folder, tokens, trusted), "transformers"
+        log.info(f"{folder}: torch is not installed; running it with nash_mhc")
+    loaded = load(folder)
     logits = jax.jit(lambda model, tokens_BT: model(tokens_BT))(loaded.model, jnp.asarray(tokens[None]))
     return np.asarray(logits[0]), "nash_mhc"
 
 
-def _logits_by_torch(folder: str, tokens: np.ndarray, trusted: bool, say: Callable[[str], None]) -> np.ndarray:
+def _logits_by_torch(folder: str, tokens: np.ndarray, trusted: bool) -> np.ndarray:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +60,7 @@ def _logits_by_torch(folder: str, tokens: np.ndarray, trusted: bool, say: Callab
     trusted = trusted or has_only_our_code(Path(folder), values)
     if "auto_map" in values and not trusted:
         raise ConfigError(f"{folder}: the model needs to run code from the folder; allow it with --trust-remote-code")
-    say(f"reading {folder} with transformers ...")
+    log.info(f"reading {folder} with transformers ...")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusted).eval()
     with torch.no_grad():
         logits: np.ndarray = model(torch.from_numpy(tokens[None].astype(np.int64))).logits[0].float().numpy()

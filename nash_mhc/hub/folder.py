@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.json_files import read_json
 
+log = logging.getLogger(__name__)
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 # Small files that accompany the weights and are copied with the model.
@@ -226,7 +228,7 @@ def _programs(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> _Progra
     )
 
 
-def read_weights(folder: HubFolder, like: Any, say: Callable[[str], None] = lambda text: None) -> Any:
+def read_weights(folder: HubFolder, like: Any) -> Any:
     """Load the weights as `like` (ShapeDtypeStructs with shardings) describes them, one layer of a tensor at a time.
 
     Every process of a mesh calls this and reads what its own devices hold. The folder is checked first.
@@ -252,7 +254,7 @@ def read_weights(folder: HubFolder, like: Any, say: Callable[[str], None] = lamb
         done += leaf.size
         if time.monotonic() - reported > _REPORT_INTERVAL:
             reported = time.monotonic()
-            say(f"reading {folder.path}: {done / 1e6:,.0f} of {total / 1e6:,.0f} million parameters ...")
+            log.info(f"reading {folder.path}: {done / 1e6:,.0f} of {total / 1e6:,.0f} million parameters ...")
     return jax.tree.unflatten(jax.tree.structure(like), [loaded[name] for name in leaves])
 
 

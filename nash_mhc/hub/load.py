@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,14 @@ from nash_mhc.parallel.sharding import with_shardings
 from nash_mhc.storage.files import Folder, exists, is_remote
 from nash_mhc.storage.folders import check_model_folder
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 class ModelFormat(NamedTuple):
     """How to read a model directory that is not a run."""
 
     config: Callable[[Path], RunConfig]
-    read: Callable[[Path, Any, Say], Any]  # (folder, shapes with shardings, say) -> model
+    read: Callable[[Path, Any], Any]  # (folder, shapes with shardings) -> model
     check: Callable[[Path], object] = lambda path: None  # ConfigError if the weights do not match the configuration
     stops: Callable[[Path], Sequence[int]] = lambda path: ()  # end-of-text tokens, beside the tokenizer's own
     dtype: str | None = None  # compute dtype; None: that of the configuration
@@ -46,7 +47,7 @@ def _hub_config(path: Path) -> RunConfig:
 
 _HUB = ModelFormat(
     config=_hub_config,
-    read=lambda path, like, say: read_weights(HubFolder(path), like, say),
+    read=lambda path, like: read_weights(HubFolder(path), like),
     check=lambda path: HubFolder(path).check(),
     stops=lambda path: HubFolder(path).stop_tokens(),
     dtype="bfloat16",
@@ -67,26 +68,26 @@ class Loaded:
     beside: Path | None = None  # files (tokenizer, license, ...) of the Hugging Face model it is or started from
 
 
-def load(folder: str | Folder, step: int | None = None, *, mesh: Mesh | None = None, say: Say = lambda text: None) -> Loaded:
+def load(folder: str | Folder, step: int | None = None, *, mesh: Mesh | None = None) -> Loaded:
     """Load a model directory. `step` chooses a run's checkpoint (default: the latest complete one).
 
     Parameters are sharded over `mesh` as in training (the caller checks that it divides them), or on the first device.
     """
     if (form := format_of(folder)) is None:
-        return _load_run(folder, step, mesh, say)
+        return _load_run(folder, step, mesh)
     if step is not None:
         raise ConfigError(f"--step {step}: {folder} is not a run and has no steps")
     path = Path(str(folder))
     cfg = form.config(path)
     form.check(path)  # before the sizes in the configuration are used
     tokenizer = tokenizer_of(str(folder))
-    say(f"reading {path} ...")
-    model = form.read(path, on_devices(adapted_shape(cfg.model, cfg.lora), mesh), say)
+    log.info(f"reading {path} ...")
+    model = form.read(path, on_devices(adapted_shape(cfg.model, cfg.lora), mesh))
     dtype, stops = _compute_dtype(form.dtype or cfg.train.dtype), (tokenizer.end, *form.stops(path))
     return Loaded(cfg, tokenizer, model, 0, dtype, stops, path if form.is_hub else None)
 
 
-def _load_run(folder: str | Folder, step: int | None, mesh: Mesh | None, say: Say) -> Loaded:
+def _load_run(folder: str | Folder, step: int | None, mesh: Mesh | None) -> Loaded:
     check_model_folder("", str(folder))
     run = RunFolder(folder)
     cfg = run.config()
@@ -100,13 +101,13 @@ def _load_run(folder: str | Folder, step: int | None, mesh: Mesh | None, say: Sa
             raise ConfigError(f"{run.checkpoints} has no complete checkpoint; wait until the run has saved one")
         if step is not None and step not in steps:
             raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {', '.join(map(str, steps))}")
-        chosen = default_step(run, store, say) if step is None else step
+        chosen = default_step(run, store) if step is None else step
         if chosen is None:
             raise ConfigError(f"{run.checkpoints}: the first checkpoint is still being written; wait, or resume the run")
-        say(f"reading step {chosen} of {folder} ...")
+        log.info(f"reading step {chosen} of {folder} ...")
         place = functools.partial(on_devices, mesh=mesh)
         if cfg.lora.rank:
-            model = read_adapted(run, adapted_shape(cfg.model, cfg.lora), store, chosen, place, say)
+            model = read_adapted(run, adapted_shape(cfg.model, cfg.lora), store, chosen, place)
         else:
             model = store.restore_part(chosen, place(model_shape(cfg.model, cfg.of_kits)), "ema", "model")
     stops = (tokenizer.end, *(HubFolder(beside).stop_tokens() if beside is not None else []))

@@ -6,6 +6,7 @@ A run with adapters does not copy its base. It records where the base is and its
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.files import digest_of, digests_of_files, exists, is_remote
 from nash_mhc.storage.folders import check_model_folder
 
+log = logging.getLogger(__name__)
 Record = dict[str, Any]  # in run.json: the location of the weights, and what identifies them
-Say = Callable[[str], None]
 Place = Callable[[Any], Any]  # adds shardings to a model of ShapeDtypeStructs
 _MOVED = "; if it has moved, use train RUN --init-from NEW_PLACE"
 
@@ -35,7 +36,7 @@ def absolute(name: str) -> str:
     return name if is_remote(name) else str(Path(name).expanduser().absolute())
 
 
-def find(flag: str, name: str, step: int | None, *, hashed: bool, say: Say) -> Record:
+def find(flag: str, name: str, step: int | None, *, hashed: bool) -> Record:
     """Return the record of a directory's weights: its latest complete checkpoint, or the one at `step`.
 
     `hashed`: also hash the files of a Hugging Face folder. Every process calls this.
@@ -47,7 +48,7 @@ def find(flag: str, name: str, step: int | None, *, hashed: bool, say: Say) -> R
     if not exists(RunFolder(name).checkpoints, kind="directory"):  # first: Store would create it
         raise ConfigError(f"{flag} {name}: has no checkpoint; wait until the run has saved one")
     with Store(name) as store:
-        chosen: int | None = from_leader(lambda: default_step(RunFolder(name), store, say)) if step is None else step
+        chosen: int | None = from_leader(lambda: default_step(RunFolder(name), store)) if step is None else step
         if chosen is None:
             raise ConfigError(f"{flag} {name}: has no complete checkpoint; wait until the run has saved one")
         checkpoint = store.folder / str(chosen)
@@ -57,7 +58,7 @@ def find(flag: str, name: str, step: int | None, *, hashed: bool, say: Say) -> R
         return {"folder": folder, "step": chosen, "averaged": averaged, "manifest": manifest.identity(checkpoint)}
 
 
-def default_step(run: RunFolder, store: Store, say: Say) -> int | None:
+def default_step(run: RunFolder, store: Store) -> int | None:
     """Return the latest complete checkpoint, or the best one if the run's configuration ends with it."""
     ends_with_best = False
     with contextlib.suppress(ConfigError):  # a damaged run.json does not prevent reading the checkpoint
@@ -66,11 +67,11 @@ def default_step(run: RunFolder, store: Store, say: Say) -> int | None:
         if (problem := manifest.problem(run.checkpoints / str(best))) is None:
             store.mark_verified(best)
             return best
-        say(f"skipping the best checkpoint, {best}: damaged, {problem}")
-    return store.latest_complete(say)
+        log.warning(f"skipping the best checkpoint, {best}: damaged, {problem}")
+    return store.latest_complete()
 
 
-def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool = False) -> Any:
+def read(record: Record, shape: Any, place: Place, *, verified: bool = False) -> Any:
     """Load recorded weights in the shapes and dtypes of `shape`; ConfigError if they have changed since.
 
     Weight modules (such as quantized weights) are restored if the directory stores the same ones. Otherwise the model
@@ -83,7 +84,7 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
             raise ConfigError(f"{name}: the base model of this run's adapters is missing; restore it{_MOVED}")
         if not verified and "sha256" in record and from_leader(lambda: _hub_digest(name)) != record["sha256"]:
             raise ConfigError(f"{name}: sha256 differs from the model this run started from; restore it, or start a new run")
-        return read_weights(HubFolder(name), like, say)
+        return read_weights(HubFolder(name), like)
     run, step = RunFolder(name), record["step"]
     if not verified:
         from_leader(lambda: _check_unchanged(record, run))
@@ -91,7 +92,7 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
         store.mark_verified(step)
         cfg = run.config()
         if cfg.lora.rank:
-            whole = merged(read_adapted(run, adapted_shape(cfg.model, cfg.lora), store, step, place, say))
+            whole = merged(read_adapted(run, adapted_shape(cfg.model, cfg.lora), store, step, place))
         elif not has_derived(own := model_shape(cfg.model, cfg.of_kits)):
             return store.restore_part(step, like, "ema", "model")
         else:
@@ -104,10 +105,10 @@ def read(record: Record, shape: Any, place: Place, say: Say, *, verified: bool =
     return jax.tree.map(lambda a, b: jax.device_put(a.astype(b.dtype), b.sharding), whole, like)
 
 
-def read_adapted(run: RunFolder, shape: Any, store: Store, step: int, place: Place, say: Say) -> Any:
+def read_adapted(run: RunFolder, shape: Any, store: Store, step: int, place: Place) -> Any:
     """Load the model of a run with adapters: the adapters from its checkpoint, on the recorded base."""
     adapters = store.restore_part(step, adapters_of(place(shape)), "ema", "model")
-    return on_base(adapters, read(base_record(run, step), base_of(shape), place, say))
+    return on_base(adapters, read(base_record(run, step), base_of(shape), place))
 
 
 def model_shape(cfg: ArchitectureConfig, sections: Iterable[Section]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,12 @@ from nash_mhc.model.weights import has_derived, materialized
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.folders import check_is_new, new_folder
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _END = "<|endoftext|>"
-Say = Callable[[str], None]
 
 
-def export(
-    loaded: Loaded, out: Path, *, dtype: str | None, shard_bytes: int, card: str, say: Say = lambda text: None
-) -> list[Path]:
+def export(loaded: Loaded, out: Path, *, dtype: str | None, shard_bytes: int, card: str) -> list[Path]:
     """Write a Hugging Face folder, all of it or nothing, and return its files.
 
     Tensors are cast to `dtype`. None: each has the dtype it was imported from, else float32.
@@ -49,7 +48,7 @@ def export(
     with new_folder(out) as part:
         found = named_tensors(loaded, write_tied_twice=OUTPUT in imported)
         cast_tensors = ((name, cast(name, x, own.get(name, default), "bfloat16 or float32")) for name, x in found)
-        _write_weights(cast_tensors, part, shard_bytes, say)
+        _write_weights(cast_tensors, part, shard_bytes)
         _write_companions(loaded, cfg, part, dtype)
         (part / "README.md").write_text(card, encoding="utf-8")
     return sorted(out.iterdir())
@@ -75,7 +74,7 @@ def named_tensors(loaded: Loaded, *, write_tied_twice: bool = False) -> Iterator
             yield OUTPUT, array
 
 
-def _write_weights(arrays: Iterator[tuple[str, np.ndarray]], folder: Path, shard_bytes: int, say: Say) -> None:
+def _write_weights(arrays: Iterator[tuple[str, np.ndarray]], folder: Path, shard_bytes: int) -> None:
     """Write files of at most `shard_bytes` (tensors are not split), and an index if there are several."""
     from safetensors.numpy import save_file
 
@@ -84,7 +83,7 @@ def _write_weights(arrays: Iterator[tuple[str, np.ndarray]], folder: Path, shard
     total = size = 0
 
     def write() -> None:
-        say(f"writing {size / 1e6:,.0f} MB ...")
+        log.info(f"writing {size / 1e6:,.0f} MB ...")
         save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
         (folder / f"{len(shards)}.part").chmod(0o644)  # safetensors creates it readable by the owner only
         shards.append(list(pending))
@@ -196,14 +195,14 @@ class _Weights(eqx.Module):
     model: Any
 
 
-def import_folder(folder: Path, out: Path, say: Say = lambda text: None) -> Loaded:
+def import_folder(folder: Path, out: Path) -> Loaded:
     """Convert a Hugging Face folder to a run directory, all of it or nothing."""
     check_is_new(out)
-    loaded = load(folder, say=say)
+    loaded = load(folder)
     with new_folder(out) as part:
         config = loaded.config.to_dict()
         config["data"]["tokenizer"] = str(out / RUN_COPY)
-        say(f"writing {out} ...")
+        log.info(f"writing {out} ...")
         parameters = count_parameters(loaded.config.model)
         write_run(part, loaded.model, config, copy_from=folder, imported=folder.name, parameters=parameters)
     return loaded

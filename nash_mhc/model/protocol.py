@@ -100,8 +100,8 @@ class Architecture(NamedTuple):
     activations: Callable[[Any, Execution, int, int, int], Activations] | None = None
     gathers_once: bool = False  # gather the weights of all layers over fsdp up front, not layer by layer
     random_weights: Callable[[Any], RandomWeights | None] = lambda cfg: None  # None: no frozen random weights
-    # (run, data source, mesh, say) -> a fresh model on the mesh, fitted to a few batches. None: random initial values.
-    warm_start: Callable[[RunConfig, Any, Any, Callable[[str], None]], Any | None] = lambda run, source, mesh, say: None
+    # (run, data source, mesh) -> a fresh model on the mesh, fitted to a few batches. None: random initial values.
+    warm_start: Callable[[RunConfig, Any, Any], Any | None] = lambda run, source, mesh: None
     # Weights of the auxiliary losses, by name. The objectives next_token and smoothed add them to their loss.
     penalties: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
     # Memory capacity known before training, for run.json and the report (see `kits/reservoir/memory.py`).

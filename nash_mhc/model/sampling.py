@@ -7,6 +7,7 @@ continues while the prompts of others are still being read. No text is padded, a
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.parallel.sharding import for_compute
 
+log = logging.getLogger(__name__)
 _CHUNK = 64  # most tokens read or sampled in one call
 MANY = 16  # a good `at_once` if no one watches; tokens after the end of a text are wasted
 _NONE = -1  # stands for a token that cannot be sampled
@@ -152,7 +154,6 @@ def generate_rows(
     dtype: str = "float32",
     at_once: int = 1,
     is_done: Callable[[int], bool] = lambda row: False,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of the text, its next token), until each text has met one of `ends` (not yielded), has `max_tokens`
     new tokens, or `is_done`. Runs on the device that holds the model. The same arguments give the same tokens.
@@ -160,7 +161,7 @@ def generate_rows(
     A token sees at most `seq_len` tokens before it, from `context_start` on. Restarting the cache costs half a
     `seq_len` of steps every half `seq_len` of tokens, so a token costs about two steps however long the text is. A
     prompt usually starts with the tokenizer's begin token, like a document. Each call samples `at_once` tokens: 1
-    streams every token; more is faster, as the device need not wait for the host. `say` gets progress messages.
+    streams every token; more is faster, as the device need not wait for the host.
     """
     texts = [[int(t) for t in prompt] for prompt in prompts]
     if not all(texts):
@@ -180,7 +181,6 @@ def generate_rows(
 
     at, start, read_to = fresh(), 0, 0
     last_message = time.monotonic()
-    say("compiling ...")
     while active:
         known_to = min(len(texts[row]) for row in active)
         new_start = context_start(model.cfg, known_to, seq_len)
@@ -201,7 +201,7 @@ def generate_rows(
             if not any(generated) and read_to < known_to and time.monotonic() - last_message > _PROGRESS_S:
                 at.logits_BV.block_until_ready()  # dispatch is asynchronous: the message must not run ahead
                 last_message = time.monotonic()
-                say(f"reading the prompt: {read_to - start:,} of {known_to - start:,} tokens ...")
+                log.info(f"reading the prompt: {read_to - start:,} of {known_to - start:,} tokens ...")
             continue
         new_BT = np.asarray(decoded_BT)[:, count - (read_to - known_to) : count]
         for position, new_B in enumerate(new_BT.T, start=known_to):
@@ -246,12 +246,11 @@ def generate_tokens(
     seed: int = 0,
     dtype: str = "float32",
     at_once: int = 1,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[int]:
     """Yield the tokens of one text; see `generate_rows`."""
     how = Sampling(temperature, top_k, top_p)
     for _, token in generate_rows(
         model, [prompt_tokens], how, seq_len=seq_len, ends=(end,), max_tokens=max_tokens, seed=seed, dtype=dtype,
-        at_once=at_once, say=say,
+        at_once=at_once,
     ):  # fmt: skip
         yield token

@@ -109,9 +109,7 @@ class Feed:
         """Return what opens --dataset (data/sources.py: Opening -> RowSource); None: the registered sources."""
         return None
 
-    def open(
-        self, cfg: RunConfig, source: Any, tokenizer: Any, mesh: Mesh, say: Callable[[str], None]
-    ) -> tuple[RunConfig, OpenFeed]:
+    def open(self, cfg: RunConfig, source: Any, tokenizer: Any, mesh: Mesh) -> tuple[RunConfig, OpenFeed]:
         """Return the configuration, completed by what the source records, and the feed; ConfigError."""
         return cfg, OpenFeed()
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from nash_mhc.config import logs
 from nash_mhc.config.commands import file_to_write, local_path, one_line_errors
 from nash_mhc.config.parsing import Parsed, Settings, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
@@ -97,6 +98,7 @@ def main() -> int:
     parsed = parse(sys.argv[1:], prog="python -m nash_mhc.plan", own=own_flags, **options)
     if shown(parsed):
         return 0
+    logs.configure(parsed.config.telemetry.log_level)
     own = parsed.own
     if own.top < 1:
         raise ConfigError("--top must be at least 1")

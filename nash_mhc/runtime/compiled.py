@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from nash_mhc.runtime.compat.jax import write_programs_whole
 from nash_mhc.runtime.compiler_options import compiler_options
 from nash_mhc.storage.files import Folder, is_remote
 
+log = logging.getLogger(__name__)
 _HIT = "/jax/compilation_cache/cache_hits"  # JAX's monitoring event, sent in the thread that compiles
 _thread_state = threading.local()
 _STALE_S = 3600.0  # a partial file without a write for this long was left by a killed process
@@ -94,7 +96,8 @@ class CompiledStep:
     """`fn(state, batch, *constants)`, compiled ahead of time. The shape of the state never changes.
 
     `constants` are scalars that are arguments of the program, so other values need no compilation. `traces` counts how
-    often `fn` was traced: once per run; otherwise `warn` receives the shapes that have changed.
+    often `fn` was traced: once per run; otherwise a warning names the shapes that have changed, unless
+    `several_shapes` are expected.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class CompiledStep:
         out_shardings: Any = None,
         deterministic: bool = True,
         constants: Sequence[Any] = (),
-        warn: Callable[[str], None] = print,
+        several_shapes: bool = False,
     ) -> None:
         self._traces, self._earlier_traces = [0], 0  # the list is shared by copies (`with_constants`)
         self.seconds = 0.0  # spent compiling
@@ -118,7 +121,7 @@ class CompiledStep:
 
         options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
         self._jit = jax.jit(traced, donate_argnums=(0,) if donate else (), **options)
-        self._mesh, self._warn = mesh, warn
+        self._mesh, self._several_shapes = mesh, several_shapes
         self._constants = constants
         self._device_constants: list[Any] | None = None
         self._programs: dict[tuple[str, ...], Program] = {}  # by batch shape; shared by copies
@@ -157,9 +160,9 @@ class CompiledStep:
 
     def _trace(self, key: tuple[str, ...], state: Any, batch: Any) -> tuple[Program, Callable[[Program | None], None]]:
         """Trace; return the future program and the function that compiles it."""
-        if self._latest is not None:
+        if self._latest is not None and not self._several_shapes:
             changes = [f"{new} (was {old})" for old, new in zip(self._latest, key, strict=False) if old != new]
-            self._warn(f"recompiling the step because the batch changed: {'; '.join(changes)}")
+            log.warning(f"recompiling the step because the batch changed: {'; '.join(changes)}")
         start = time.perf_counter()
         scalar = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named_sharding(self._mesh))
         constants = jax.tree.map(scalar, self._constants)
@@ -191,10 +194,10 @@ class CompiledStep:
         assert self._latest is not None
         return str(self._programs[self._latest].result().as_text())
 
-    def with_constants(self, constants: Sequence[Any] = (), warn: Callable[[str], None] = print) -> CompiledStep:
+    def with_constants(self, constants: Sequence[Any] = ()) -> CompiledStep:
         """Return a copy for another run, with the same programs and other constants."""
         other = copy.copy(self)
-        other._constants, other._device_constants, other._warn = constants, None, warn
+        other._constants, other._device_constants = constants, None
         other._latest, other._earlier_traces, other.seconds, other.from_cache = None, self._traces[0], 0.0, False
         return other
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import gzip
 import json
+import logging
 import os
 import re
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 
+log = logging.getLogger(__name__)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?metadata=\{[^}]*op_name=\"([^\"]+)\"", re.MULTILINE)
 # Components of op names that JAX adds for calls, loops and differentiation.
 _ADDED_BY_JAX = re.compile(
@@ -37,9 +39,9 @@ class Profile:
     `program` returns the HLO text of the compiled step, which has the op name of each instruction.
     """
 
-    def __init__(self, first: int, last: int, folder: Path, program: Callable[[], str], say: Callable[[str], None]) -> None:
+    def __init__(self, first: int, last: int, folder: Path, program: Callable[[], str]) -> None:
         self.first, self.last = first, last
-        self._folder, self._program, self._say = folder, program, say
+        self._folder, self._program = folder, program
         self._running = False
 
     @contextlib.contextmanager
@@ -49,7 +51,7 @@ class Profile:
             yield
         except Exception as error:
             self._running = False
-            self._say(f"no profile: {type(error).__name__}: {' '.join(str(error).split())[:200]}; training continues")
+            log.warning(f"no profile: {type(error).__name__}: {' '.join(str(error).split())[:200]}; training continues")
 
     def before(self, step: int, state: Any) -> float:
         """Start the trace before the first step, once `state` is ready; return the seconds that this took."""
@@ -85,13 +87,13 @@ class Profile:
 
     def _report(self) -> None:
         steps = self.last - self.first + 1
-        self._say(f"profile of steps {self.first} to {self.last}: {self._folder} (view it with xprof or tensorboard --logdir)")
+        log.info(f"profile of steps {self.first} to {self.last}: {self._folder} (view it with xprof or tensorboard --logdir)")
         parts = costs(self._folder, parts_of(self._program()))
         whole = sum(parts.values())
         for name, seconds in sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN]:
-            self._say(f"  {seconds / whole:6.1%}  {1e3 * seconds / steps:8.2f} ms/step  {name}")
+            log.info(f"  {seconds / whole:6.1%}  {1e3 * seconds / steps:8.2f} ms/step  {name}")
         if any("command_buffer" in name for name in parts):
-            self._say(f"  (CUDA graphs hide their kernels; set XLA_FLAGS=--{_GRAPHS}= before starting Python to see them)")
+            log.info(f"  (CUDA graphs hide their kernels; set XLA_FLAGS=--{_GRAPHS}= before starting Python to see them)")
 
 
 def parts_of(program: str) -> dict[str, str]:

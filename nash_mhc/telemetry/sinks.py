@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -27,6 +28,8 @@ from nash_mhc.checkpoint.run_lock import Owner
 from nash_mhc.config.schema import ConfigError, TelemetryConfig
 from nash_mhc.storage.errors import as_os_errors, reason
 from nash_mhc.storage.files import Folder, exists, is_remote, open_log, write_atomic
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -78,7 +81,7 @@ def _entries(tag: str, value: Any) -> Iterator[tuple[str, float]]:
 class JsonLines:
     """One of ROW_FILES, one JSON object per line. Rows after `last_step` are dropped: they will be written again."""
 
-    def __init__(self, folder: Folder, name: str, last_step: int, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, folder: Folder, name: str, last_step: int) -> None:
         self.name = name
         path = folder / name
         if exists(path):
@@ -89,7 +92,7 @@ class JsonLines:
                 copy = path.with_name(f"{name}.damaged")
                 write_atomic(copy, data)
                 others = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
-                say(f"{path}: skipping unreadable line {damaged[0]}{others}; the original file is saved as {copy.name}")
+                log.warning(f"{path}: skipping unreadable line {damaged[0]}{others}; the original file is saved as {copy.name}")
             remaining = [line + b"\n" for line, row in rows if row is not None and row["step"] <= last_step]
             write_atomic(path, b"".join(remaining))
         self._file = open_log(path)
@@ -269,15 +272,14 @@ class Telemetry:
         *,
         start_step: int = 0,
         evaluated: int | None = None,
-        say: Callable[[str], None] = lambda text: None,
         owner: Owner = Owner(),
         others: Sequence[Sink] = (),
         texts: Mapping[str, str] = {},
     ) -> None:
-        self._folder, self._say, self._failing, self._owner = folder, say, False, owner
+        self._folder, self._failing, self._owner = folder, False, owner
         with as_os_errors():
             last_steps = {METRICS: start_step, EVALUATIONS: start_step if evaluated is None else evaluated}
-            rows = [JsonLines(folder, name, last_steps[name], say) for name in ROW_FILES]
+            rows = [JsonLines(folder, name, last_steps[name]) for name in ROW_FILES]
         self._sinks: list[Sink] = [*rows, EventFile(folder, start_step, texts), *others]
         self._flush()
 
@@ -296,9 +298,9 @@ class Telemetry:
                 failure = failure or (sink.name, error)
         if failure and not self._failing:
             name, fault = failure
-            self._say(f"{name} could not be written ({reason(fault)}, {self._folder}); its rows wait, training continues")
+            log.warning(f"{name} could not be written ({reason(fault)}, {self._folder}); its rows wait, training continues")
         elif self._failing and not failure:
-            self._say(f"metrics are written to {self._folder} again, including the rows that waited")
+            log.info(f"metrics are written to {self._folder} again, including the rows that waited")
         self._failing = failure is not None
 
     def close(self) -> None:
@@ -308,7 +310,7 @@ class Telemetry:
             lost["metrics" if sink.name in ROW_FILES else sink.name] += sink.waiting
         for name, count in lost.items():
             if count:
-                self._say(f"{count} row{'s' * (count > 1)} of {name} could not be written to {self._folder}")
+                log.warning(f"{count} row{'s' * (count > 1)} of {name} could not be written to {self._folder}")
 
 
 class NullTelemetry(Telemetry):

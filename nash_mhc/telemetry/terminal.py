@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import math
 import sys
 import time
@@ -23,34 +24,38 @@ from nash_mhc.config.kits import FIGURES
 from nash_mhc.telemetry.sinks import without_nan
 
 _SAMPLE_CHARS = 160  # printed of a sample
+log = logging.getLogger(__name__)
 
 
 def is_terminal() -> bool:
-    return Console(file=sys.stdout).is_terminal
+    return _console().is_terminal
 
 
-class Reporter:
-    """Print one plain line per log interval."""
+def _console() -> Console:
+    return Console(file=sys.stdout, highlight=False, emoji=False)  # a step range such as 1:100: is no emoji
 
-    def __init__(self, total_steps: int, floor: float | None, *, quiet: bool = False) -> None:
-        self.total, self.floor, self._quiet = total_steps, floor, quiet
+
+class Reporter(logging.Handler):
+    """Log a run's progress, one line per log interval. As a handler, print the messages of the run."""
+
+    def __init__(self, total_steps: int, floor: float | None) -> None:
+        super().__init__()
+        self.total, self.floor = total_steps, floor
         self._most_unused = 0.0  # maximum over all rows so far: each level is reported once
         self._start_time, self._start_step = time.monotonic(), 0  # when and where this process started to train
-        self._console = Console(file=sys.stdout, highlight=False)
+        self._console = _console()
 
-    def say(self, text: str) -> None:
-        if self._quiet:
-            return
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(self.format(record), markup=False, soft_wrap=True)
         except BrokenPipeError:
             raise
         except OSError:
-            self._console = Console(file=sys.stdout, highlight=False)  # forget what a full disk did not take
+            self._console = _console()  # forget what a full disk did not take
 
     def wait_for(self, text: str) -> None:
         """Announce a slow operation; the next message ends it."""
-        self.say(text)
+        log.info(text)
 
     def begin(self, step: int) -> None:
         self._start_time, self._start_step = time.monotonic(), step
@@ -64,7 +69,7 @@ class Reporter:
         if sum(unused) > self._most_unused:
             self._most_unused = sum(unused)
             layers = ", ".join(str(layer) for layer, count in enumerate(unused) if count)
-            self.say(
+            log.warning(
                 f"step {step}: {self._most_unused:.0f} head scales had zero weight since the last row, in layers {layers} "
                 "(health/scales_unused)"
             )
@@ -72,11 +77,12 @@ class Reporter:
     def _line(self, step: int, row: dict[str, Any]) -> None:
         mfu = f"  mfu {row['mfu']:.0%}" if row.get("mfu", 0) >= 0.01 else ""
         data = f"  {epochs}" if (epochs := self._epochs(row)) else ""
-        self.say(
+        text = (
             f"step {step:>{len(str(self.total))}}/{self.total}  loss {row['loss']:.4f}{self._relative_loss(row)}  "
             f"lr {row['lr']:.2e}  grad {row['grad_norm']:.2f}  {row['step_ms']:.0f} ms  {row['tokens_per_s']:,.0f} tok/s{mfu}  "
             f"{short(row['tokens_seen'])} tokens{data}  {self._clock(step)}"
         )
+        _log_event("metrics", text, {"step": step, **row})
 
     def _relative_loss(self, row: dict[str, Any]) -> str:
         """Return the loss relative to its floor, then the objective's figures."""
@@ -96,9 +102,14 @@ class Reporter:
     def evaluation(
         self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
     ) -> None:
-        self.say(_evaluation_line(step, values, floor))
+        floors = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
+        samples = {} if sample is None else {"sample": sample}
+        _log_event("evaluation", _evaluation_line(step, values, floor), {"step": step, **values, **floors, **samples})
+        self._show_sample(step, sample)
+
+    def _show_sample(self, step: int, sample: str | None) -> None:
         if sample is not None and step < self.total:  # the last sample is printed in full after the run
-            self.say(f"sample: {' '.join(sample.split())[:_SAMPLE_CHARS] or '(empty)'}")
+            log.info(f"sample: {' '.join(sample.split())[:_SAMPLE_CHARS] or '(empty)'}")
 
     def end(self) -> None:
         """Stop drawing. May be called more than once."""
@@ -107,37 +118,35 @@ class Reporter:
 class JsonReporter(Reporter):
     """Print one JSON object per line (`--log-format json`), with the event's name and time."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.floor: float | None = None
-        self._quiet = quiet
-
-    def emit(self, event: str, **values: Any) -> None:
-        if self._quiet:
-            return
-        clean = {name: without_nan(value) for name, value in values.items()}
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        try:
-            print(json.dumps({"event": event, "at": now} | clean), flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError:
-            pass  # a full disk must not stop the run
-
-    def say(self, text: str) -> None:
-        self.emit("message", text=text)
+    def emit(self, record: logging.LogRecord) -> None:
+        event, values = getattr(record, "event", ("message", {"text": self.format(record)}))
+        print_event(event, values)
 
     def begin(self, step: int) -> None:
-        self.emit("training", step=step)
+        super().begin(step)
+        _log_event("training", f"training from step {step}", {"step": step})
 
     def row(self, step: int, row: dict[str, Any]) -> None:
-        self.emit("metrics", step=step, **row)
+        self._line(step, row)
 
-    def evaluation(
-        self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None
-    ) -> None:
-        floors = {} if floor is None else {"floor_nats_per_token": floor[0], "floor_bits_per_byte": floor[1]}
-        samples = {} if sample is None else {"sample": sample}
-        self.emit("evaluation", step=step, **values, **floors, **samples)
+    def _show_sample(self, step: int, sample: str | None) -> None:
+        """Print nothing: the evaluation's object has the sample."""
+
+
+def _log_event(event: str, text: str, values: Mapping[str, Any]) -> None:
+    log.info(text, extra={"event": (event, values)})
+
+
+def print_event(event: str, values: Mapping[str, Any]) -> None:
+    """Print one line of `--log-format json`."""
+    clean = {name: without_nan(value) for name, value in values.items()}
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    try:
+        print(json.dumps({"event": event, "at": now} | clean), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass  # a full disk must not stop the run
 
 
 def short_figures(row: Mapping[str, float], prefix: str = "") -> list[str]:
@@ -182,8 +191,8 @@ def sparkline(values: list[float], width: int) -> str:
 class LivePanel(Reporter):
     """Draw a live panel below the messages: progress, loss curve, speed, memory, checkpoint, warnings."""
 
-    def __init__(self, total_steps: int, floor: float | None, *, quiet: bool = False) -> None:
-        super().__init__(total_steps, floor, quiet=quiet)
+    def __init__(self, total_steps: int, floor: float | None) -> None:
+        super().__init__(total_steps, floor)
         self._step, self._row, self._losses = 0, dict[str, Any](), list[float]()
         self._held_out, self._waiting_for, self._since = "", "", 0.0
         self._training = False
@@ -233,11 +242,13 @@ class LivePanel(Reporter):
         warnings += [f"{self._most_unused:.0f} head scales unused"] * (self._most_unused > 0)
         return ", ".join(warnings)
 
-    def say(self, text: str) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "event", ("",))[0] == "metrics":
+            return  # the panel has them
         self._waiting_for = ""
         if not self._training:
             self._live.stop()
-        super().say(text)
+        super().emit(record)
 
     def wait_for(self, text: str) -> None:
         super().wait_for(text)
@@ -257,6 +268,7 @@ class LivePanel(Reporter):
     def _line(self, step: int, row: dict[str, Any]) -> None:
         self._step, self._row = step, row
         self._losses.append(row["loss"])
+        super()._line(step, row)
 
     def evaluation(
         self, step: int, values: dict[str, float], floor: tuple[float, float] | None, sample: str | None = None

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.config import logs
 from nash_mhc.config.commands import module_command, one_line_errors, resume_command, this_python
 from nash_mhc.config.parsing import Parsed, as_flags, parse, render, with_origins
 from nash_mhc.config.schema import ConfigError, RunConfig
@@ -23,7 +24,7 @@ from nash_mhc.parallel.board import LostProcess
 from nash_mhc.runtime.compiled import is_compiling
 from nash_mhc.runtime.compiler_options import as_comments
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, Interrupted, exit_now
-from nash_mhc.telemetry.terminal import JsonReporter
+from nash_mhc.telemetry.terminal import print_event
 from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.inputs import join, resolve
 from nash_mhc.train.samples import TEMPERATURE
@@ -95,9 +96,12 @@ def main() -> int:
 
 def _start(parsed: Parsed) -> int:
     cfg = parsed.config
+    logs.configure(cfg.telemetry.log_level)
     if parsed.own.mesh_auto:
         join(cfg)  # before the devices are used to find the fastest mesh
-        cfg = fastest_here(cfg, parsed.given, lambda text: print(text, file=sys.stderr))
+        if jax.process_index() > 0:
+            logs.silence()
+        cfg = fastest_here(cfg, parsed.given)
     if parsed.own.verify_resume:
         return verify_resume(cfg)
     if parsed.print_config:
@@ -124,8 +128,9 @@ def _start(parsed: Parsed) -> int:
             print(f"stopped: {stopped}; to continue: {resume_command(stopped.folder, *flags)}", file=sys.stderr)
         return TRY_AGAIN
     if parsed.config.telemetry.log_format == "json":
-        done = JsonReporter(quiet=jax.process_index() > 0)
-        done.emit("done", folder=str(result.folder), steps=parsed.config.train.total_steps, **result.evaluation)
+        if jax.process_index() == 0:
+            values = {"folder": str(result.folder), "steps": parsed.config.train.total_steps, **result.evaluation}
+            print_event("done", values)
         return 0
     if jax.process_index() == 0:
         if result.sample is not None:

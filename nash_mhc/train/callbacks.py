@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from nash_mhc.runtime.profile import Profile
 from nash_mhc.storage.files import is_remote
 from nash_mhc.train.state import TrainState
 
+log = logging.getLogger(__name__)
+
 
 class TrainingRun(Protocol):
     """The part of `Trainer` that callbacks may use."""
@@ -25,7 +28,7 @@ class TrainingRun(Protocol):
     folder: RunFolder
     state: TrainState  # after step `step`; the next step overwrites its buffers, so copy what you need later
     step: int  # the last step dispatched
-    say: Callable[[str], None]  # prints a line between those of the run
+    log: logging.Logger  # of the run, whose progress display shows the messages
 
     @property
     def model(self) -> Any:
@@ -100,7 +103,6 @@ def profile_callback(
     step: int,
     step_fn: CompiledStep,
     exclude: Callable[[float], None],
-    say: Callable[[str], None],
 ) -> list[Callback]:
     """Return the callback for `--profile` in process 0, if the steps to profile come after `step`.
 
@@ -110,9 +112,9 @@ def profile_callback(
         return []
     first, last, total = *steps, train.total_steps
     if not step < first <= total:
-        say(f"--profile {first}:{last}: nothing to profile, because this start takes steps {step + 1} to {total}")
+        log.warning(f"--profile {first}:{last}: nothing to profile, because this start takes steps {step + 1} to {total}")
         return []
     if (every := train.eval_interval) and (first - 1) // every != (last - 1) // every:
-        say(f"--profile {first}:{last}: the profile will include an evaluation")
+        log.warning(f"--profile {first}:{last}: the profile will include an evaluation")
     folder = run_folder.path / "profile" if not is_remote(run_folder.path) else Path("runs") / "profile"
-    return [ProfileSteps(Profile(first, min(last, total), folder, step_fn.text, say), exclude)]
+    return [ProfileSteps(Profile(first, min(last, total), folder, step_fn.text), exclude)]

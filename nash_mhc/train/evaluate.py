@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import CACHED, ProgramKey, TrainState
 from nash_mhc.train.step import objective_for, padded_attention_length
 
+log = logging.getLogger(__name__)
 _QUESTIONS = 3  # held-out prompts that are answered before and after training
 _SHOWN = 70  # characters of a prompt or answer in the terminal
 
@@ -227,7 +229,7 @@ class Evaluations:
             with self.clock.during("evaluation"):
                 self.sample = self.samples.write(state.best_model)
         except Stopped:
-            self.reporter.say(f"the evaluation at step {step} was interrupted; the resumed run repeats it")
+            log.info(f"the evaluation at step {step} was interrupted; the resumed run repeats it")
             return False
         self.values.update(values)
         self.step = step
@@ -277,7 +279,7 @@ class Evaluations:
         if self.evaluator is None or best.step is None or best.step == step or best.step not in store.steps():
             return state, step
         loss = f"held-out loss {best.loss:.4f} instead of {self.values['eval/loss']:.4f}"
-        self.reporter.say(f"the run ends with its best checkpoint, step {best.step} ({loss})")
+        log.info(f"the run ends with its best checkpoint, step {best.step} ({loss})")
         if has_adapters:
             model = on_base(store.restore_part(best.step, adapters_of(like.model), "model"), base_of(state.model))
         else:
@@ -303,13 +305,13 @@ class Evaluations:
                 return {}
             result["test"] = {name.replace("eval/", "test/"): value for name, value in values.items()}
             scores = ", ".join(f"{name.removeprefix('test/')} {value:.4f}" for name, value in result["test"].items())
-            self.reporter.say(f"test split at step {step}: {scores}")
+            log.info(f"test split at step {step}: {scores}")
         if before := written.get("answers", []):
             _, answers = self._answers(state)
             result["answers"] = [row | {"after": answer} for row, answer in zip(before, answers, strict=False)]
             for row in result["answers"]:
-                self.reporter.say(f"prompt: {_shortened(row['prompt'])}\n  expected: {_shortened(row['response'])}")
-                self.reporter.say(f"  before: {_shortened(row['before'])}\n  after: {_shortened(row['after'])}")
+                log.info(f"prompt: {_shortened(row['prompt'])}\n  expected: {_shortened(row['response'])}")
+                log.info(f"  before: {_shortened(row['before'])}\n  after: {_shortened(row['after'])}")
         if jax.process_index() == 0 and len(result) > 2:
             self.folder.write({RESULT: json.dumps(result, indent=2) + "\n"})
         return result.get("test", {})

@@ -8,7 +8,6 @@ import glob
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,10 @@ from nash_mhc.train.resume import check_resume
 from nash_mhc.train.state import abstract_state
 from nash_mhc.train.step import make_objective
 
-Say = Callable[[str], None]
-
 # Settings that may differ between processes, or that only process 0 uses.
 _PER_PROCESS = {
     "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout", "telemetry.log_format",
-    "train.wait_for_lock",
+    "telemetry.log_level", "train.wait_for_lock",
 }  # fmt: skip
 _SAMPLED_BYTES = 2**20  # read at the beginning and at the end of a file, to compare it between processes
 
@@ -164,12 +161,12 @@ class Inputs:
         return self.feed.abstract(source, batch)
 
 
-def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.ExitStack, say: Say) -> Inputs:
+def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.ExitStack) -> Inputs:
     """Open the data and lock the run directory until `stack` closes; raise ConfigError for settings that do not fit."""
     existing = None if cfg.train.checkpoint_dir is None else RunFolder(cfg.train.checkpoint_dir)
     owner: Owner | None = None
     if existing is not None and from_leader(existing.exists):
-        owner = _lock(existing, watch, stack, say, wait=cfg.train.wait_for_lock)
+        owner = _lock(existing, watch, stack, wait=cfg.train.wait_for_lock)
     watch.set_phase("preparing the data")
     tokenizer = _tokenizer(cfg.data, cfg.model.vocab_size, existing, cfg.train)
     floor = loss_floor(cfg.data, tokenizer)
@@ -184,7 +181,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     if cfg.train.epochs is not None:
         steps = _steps_of_epochs(cfg.train.epochs, cfg.data.batch_size * cfg.train.grad_accum, source, cfg.optim.warmup_steps)
         cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, total_steps=steps))
-    cfg, feed = feed_of(cfg.objective.name).open(cfg, source, tokenizer, mesh, say)
+    cfg, feed = feed_of(cfg.objective.name).open(cfg, source, tokenizer, mesh)
     identity = feed.identity(source)
     if jax.process_count() > 1:
         check_same({f"the data of --dataset {cfg.data.dataset}": identity}, timeout=math.inf)  # opening data may take long
@@ -202,7 +199,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
-        owner = _lock(folder, watch, stack, say, wait=cfg.train.wait_for_lock)
+        owner = _lock(folder, watch, stack, wait=cfg.train.wait_for_lock)
         # Another run may have used the directory meanwhile.
         from_leader(lambda: check_resume(cfg, rows=identity, other_data=feed.described))
     return Inputs(cfg, folder, owner, tokenizer, source, held_out, test, feed, floor)
@@ -232,14 +229,14 @@ def _steps_of_epochs(epochs: float, sequences_per_step: int, source: RowSource, 
     return steps
 
 
-def _lock(folder: RunFolder, watch: Watch, stack: contextlib.ExitStack, say: Say, *, wait: float) -> Owner:
+def _lock(folder: RunFolder, watch: Watch, stack: contextlib.ExitStack, *, wait: float) -> Owner:
     """Lock the directory for this run: process 0 takes the lock, then the other processes join it."""
 
     def acquire_lock() -> Owner:
         watch.set_phase(f"waiting for {folder}")
         with as_config_error(f"--checkpoint-dir {folder}"):
             if jax.process_index() == 0:
-                return acquire(folder.path, wait=wait, say=say)
+                return acquire(folder.path, wait=wait)
             check_visible(folder.path)
             return acquire_shared(folder.path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from nash_mhc.checkpoint.run_folder import with_current_names
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.config.commands import module_command
-from nash_mhc.config.schema import ArchitectureConfig, ConfigError, MeshConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, MeshConfig, TelemetryConfig
 from nash_mhc.data.inspection import rows_of_step, summarize_epochs
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.weights import count_by_storage
@@ -28,9 +29,10 @@ from nash_mhc.telemetry.terminal import JsonReporter, LivePanel, Reporter, is_te
 from nash_mhc.telemetry.wall_clock import WallClock
 from nash_mhc.train import spikes
 from nash_mhc.train.callbacks import Callback, TrainingRun
-from nash_mhc.train.inputs import Inputs, Say
+from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.state import abstract_state
 
+log = logging.getLogger(__name__)
 _MAX_PLAUSIBLE_RATE = 0.1  # ten times the largest learning rate of any preset or recipe
 
 # --- a row of metrics ------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class StepLog(Callback):
     def on_step(self, run: TrainingRun, step: int, metrics: dict[str, Any]) -> None:
         train, skipped = self.inputs.cfg.train, self.meter.skipped_in_a_row
         if message := spikes.message(step, metrics, skipped):
-            self.reporter.say(message)
+            log.warning(message)
         if metrics["skipped"] and skipped >= train.max_bad_steps > 0:
             self.saver.wait_quietly()
             raise self._bad_steps_error(step - skipped + 1, step)
@@ -242,42 +244,43 @@ class StepLog(Callback):
 # --- the first lines -------------------------------------------------------------------------------------------------
 
 
-def make_reporter(log_format: str, total_steps: int, *, quiet: bool) -> Reporter:
-    if log_format == "json":
-        return JsonReporter(quiet=quiet)
-    return (LivePanel if is_terminal() and not quiet else Reporter)(total_steps, None, quiet=quiet)
+def make_reporter(cfg: TelemetryConfig, total_steps: int, *, shown: bool) -> Reporter:
+    if cfg.log_format == "json":
+        return JsonReporter(total_steps, None)
+    has_panel = shown and is_terminal() and cfg.log_level in ("debug", "info")
+    return (LivePanel if has_panel else Reporter)(total_steps, None)
 
 
-def describe_devices(requested: MeshConfig, mesh: MeshConfig, batch_size: int, learning_rate: float, say: Say) -> None:
-    """Say which settings were resolved for the devices: `requested` became `mesh`."""
+def describe_devices(requested: MeshConfig, mesh: MeshConfig, batch_size: int, learning_rate: float) -> None:
+    """Log which settings were resolved for the devices: `requested` became `mesh`."""
     if mesh.profile_for is not None:
-        say(f"--profile-for {mesh.profile_for}: --batch-size {batch_size} --learning-rate {learning_rate:g}")
+        log.info(f"--profile-for {mesh.profile_for}: --batch-size {batch_size} --learning-rate {learning_rate:g}")
     for line in unread_variables(requested, os.environ):
-        say(line)
+        log.warning(line)
     if "," in requested.platform:
-        say(f"--platform {requested.platform}: using {mesh.platform}")
+        log.info(f"--platform {requested.platform}: using {mesh.platform}")
 
 
-def describe_run(inputs: Inputs, mesh: Mesh, say: Say) -> None:
-    """Say what the run trains: devices, parameters, directory, data, batch, and held-out data."""
+def describe_run(inputs: Inputs, mesh: Mesh) -> None:
+    """Log what the run trains: devices, parameters, directory, data, batch, and held-out data."""
     cfg = inputs.cfg
     parameters = _parameters(cfg.model, abstract_state(cfg).model, Training.of(cfg), has_adapters=cfg.lora.rank > 0)
-    say(f"{describe(mesh)}, {cfg.train.dtype}; {parameters}; run in {inputs.folder}")
+    log.info(f"{describe(mesh)}, {cfg.train.dtype}; {parameters}; run in {inputs.folder}")
     if cfg.optim.optimizer in ("adamw", "adam_atan2", "muon") and cfg.optim.learning_rate > _MAX_PLAUSIBLE_RATE:
         rate = f"--learning-rate {cfg.optim.learning_rate:g}"
-        say(f"warning: {rate} is far above the usual 1e-4 to 1e-2; the loss will rise")
+        log.warning(f"warning: {rate} is far above the usual 1e-4 to 1e-2; the loss will rise")
     for line in inputs.summary(mesh):
-        say(line)
+        log.info(line)
     if inputs.evaluator is None:
-        say(f"no evaluation: {cfg.data.dataset} has no held-out data")
+        log.info(f"no evaluation: {cfg.data.dataset} has no held-out data")
     elif inputs.source.held_out:
-        say(inputs.source.held_out)
+        log.info(inputs.source.held_out)
 
 
-def describe_epochs(inputs: Inputs, say: Say) -> None:
-    """Say how often the run reads its data, if that is known."""
+def describe_epochs(inputs: Inputs) -> None:
+    """Log how often the run reads its data, if that is known."""
     if reads := summarize_epochs(inputs.source.epochs(inputs.cfg.train.total_steps * inputs.sequences_per_step)):
-        say(f"the run {reads}")
+        log.info(f"the run {reads}")
 
 
 def _parameters(cfg: ArchitectureConfig, model: Any, training: Training, *, has_adapters: bool) -> str:

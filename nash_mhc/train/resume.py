@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ from nash_mhc.storage.errors import as_config_error
 from nash_mhc.storage.files import exists, is_remote
 from nash_mhc.telemetry.sinks import without_nan
 from nash_mhc.train.state import TrainState, abstract_state, create_state, saved_part, sharded_abstract_state
+
+log = logging.getLogger(__name__)
 
 # Settings that determine the sequences of each step, so a resumed run must keep them.
 _SAME_DATA = (
@@ -274,9 +276,7 @@ class Start(NamedTuple):
         return due and self.values.get("evaluation") is None
 
 
-def starting_state(
-    cfg: RunConfig, mesh: Mesh, store: Store, say: Callable[[str], None], source: RowSource | None = None
-) -> Start:
+def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, source: RowSource | None = None) -> Start:
     """Return the run's own latest complete checkpoint, else that of --resume-from, else --init-from or fresh weights.
 
     Fresh weights of an architecture with a warm start depend on `source`.
@@ -284,7 +284,7 @@ def starting_state(
     on_mesh = lambda shape: with_shardings(shape, mesh)
 
     def latest_complete(store: Store, **options: bool) -> int | None:
-        step: int | None = from_leader(lambda: store.latest_complete(say, **options))  # one process verifies for all
+        step: int | None = from_leader(lambda: store.latest_complete(**options))  # one process verifies for all
         store.mark_verified(step)
         return step
 
@@ -297,7 +297,7 @@ def starting_state(
             init_from = stored.base_record(run, step)
             if cfg.train.init_from is not None:  # the base may have moved; `stored.read` compares its hash
                 init_from |= {"folder": stored.absolute(cfg.train.init_from)}
-            base = stored.read(init_from, base_of(abstract_state(cfg).model), on_mesh, say)
+            base = stored.read(init_from, base_of(abstract_state(cfg).model), on_mesh)
             state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
         return Start(state, step, values, f"step {step} of {name}", source is store, before, init_from)
 
@@ -316,11 +316,11 @@ def starting_state(
     if cfg.train.resume == "must":
         raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no complete checkpoint; use --resume auto")
     if (name := cfg.train.init_from) is not None:
-        record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0, say=say)
-        model = stored.read(record, base_of(abstract_state(cfg).model), on_mesh, say, verified=True)
+        record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0)
+        model = stored.read(record, base_of(abstract_state(cfg).model), on_mesh, verified=True)
         step = f"step {record['step']} of " if "step" in record else ""
         averaged = "averaged " * record.get("averaged", False)
         origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"
         return Start(create_state(cfg, mesh, model), 0, {}, origin, init_from=record)
-    model = None if source is None else architecture_of(cfg.model).warm_start(cfg, source, mesh, say)
+    model = None if source is None else architecture_of(cfg.model).warm_start(cfg, source, mesh)
     return Start(create_state(cfg, mesh, model), 0, {}, "fresh weights" if model is None else "weights that were solved for")

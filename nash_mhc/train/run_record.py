@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,16 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.files import is_remote
 from nash_mhc.telemetry.sinks import NullTelemetry, Sink, Telemetry, WeightsAndBiases, new_wandb_id
-from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.resume import Start
 
+log = logging.getLogger(__name__)
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 # How and where a run was started; not settings of the run itself.
 _NOT_SETTINGS = {
     "train.checkpoint_dir", "train.resume", "train.resume_from", "train.init_from", "train.init_step", "train.wait_for_lock",
-    "data.cache_dir", "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout", "kit",
+    "data.cache_dir", "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout",
+    "telemetry.log_level", "kit",
 }  # fmt: skip
 _OF_SCHEDULE = {
     "train.total_steps", "optim.learning_rate", "optim.min_lr_ratio", "optim.warmup_steps", "optim.schedule",
@@ -92,21 +94,18 @@ def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, A
     return Record({**texts, **beside}, changed, wandb)
 
 
-def open_telemetry(
-    inputs: Inputs, record: Record, *, evaluated: int, step: int, sinks: Sequence[Sink], reporter: Reporter
-) -> Telemetry:
+def open_telemetry(inputs: Inputs, record: Record, *, evaluated: int, step: int, sinks: Sequence[Sink]) -> Telemetry:
     """Write the record and open metrics.jsonl and eval.jsonl, without rows after `step` and `evaluated`."""
     if jax.process_index() > 0:
         return NullTelemetry()
     configuration = "".join(f"    {line}\n" for line in json.dumps(inputs.cfg.to_dict(), indent=2).splitlines())
-    others = [*sinks, *_wandb_sink(inputs, record.wandb, reporter)]
+    others = [*sinks, *_wandb_sink(inputs, record.wandb)]
     try:
         inputs.folder.write(record.texts)
         return Telemetry(
             inputs.folder.path,
             start_step=step,
             evaluated=evaluated,
-            say=reporter.say,
             owner=inputs.owner,
             others=others,
             texts={"configuration": configuration},
@@ -129,11 +128,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Changes:
     return {k: [before[k], v] for k, v in now.items() if k in before and k not in _NOT_SETTINGS and before[k] != v}
 
 
-def describe_changes(changed: Changes, config: dict[str, Any], updates: int, say: Callable[[str], None]) -> None:
-    """Say which settings changed since the run's last start; `config` are those now, after `updates` updates."""
+def describe_changes(changed: Changes, config: dict[str, Any], updates: int) -> None:
+    """Log which settings changed since the run's last start; `config` are those now, after `updates` updates."""
     if not changed:
         return
-    say("settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
+    log.info("settings changed: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items()))
     if _OF_SCHEDULE & set(changed):
         values = {name: dict(part) if isinstance(part, dict) else part for name, part in config.items()}
         for key, (old, _) in changed.items():
@@ -144,7 +143,7 @@ def describe_changes(changed: Changes, config: dict[str, Any], updates: int, say
         was, now, end = (
             float(learning_rate(h, n)) for h, n in ((before, updates), (after, updates), (after, int(after.total)))
         )
-        say(
+        log.info(
             f"learning rate of the next step: {now:.2e} (was {was:.2e} with the old settings); "
             f"{config['optim']['schedule']} now ends at step {config['train']['total_steps']} with {end:.2e}"
         )
@@ -159,10 +158,10 @@ def _wandb_run(inputs: Inputs) -> dict[str, str] | None:
     return {"project": wanted, "id": new_wandb_id()}
 
 
-def _wandb_sink(inputs: Inputs, run: dict[str, str] | None, reporter: Reporter) -> list[Sink]:
+def _wandb_sink(inputs: Inputs, run: dict[str, str] | None) -> list[Sink]:
     cfg = inputs.cfg
     if run is None or cfg.telemetry.wandb is None:
         return []
     sink = WeightsAndBiases(cfg.telemetry, inputs.folder.path, run["id"], cfg.to_dict())
-    reporter.say(f"wandb: run {run['id']} of project {run['project']}, {cfg.telemetry.wandb_mode}")
+    log.info(f"wandb: run {run['id']} of project {run['project']}, {cfg.telemetry.wandb_mode}")
     return [sink]

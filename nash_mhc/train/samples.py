@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from nash_mhc.model.sampling import MANY, Sampling, generate_rows, generate_toke
 from nash_mhc.parallel.sharding import for_compute, named_sharding
 from nash_mhc.runtime.hardware import device_memory
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 TEMPERATURE = 0.8
 _MAX_CONTEXT = 2048  # tokens
@@ -38,18 +40,17 @@ class Samples:
         model: ArchitectureConfig,
         mesh: Mesh,
         tokenizer: Tokenizer,
-        say: Callable[[str], None],
         seq_len: int,
         dtype: str,
     ) -> None:
-        self._tokenizer, self._mesh, self._say = tokenizer, mesh, say
+        self._tokenizer, self._mesh = tokenizer, mesh
         platform = mesh.devices.flat[0].platform
         self._dtype = "float32" if platform == "cpu" else dtype
         self._count, self._seq_len = telemetry.sample_tokens, min(seq_len, _MAX_CONTEXT)
         prompt = telemetry.sample_prompt or ""
         self._prompt = with_begin(tokenizer, tokenizer.encode(prompt).tolist())
         if self._count and not _fits(count_parameters(model), mesh, self._dtype):
-            say("no samples: a second copy of the model does not fit on one device")
+            log.warning("no samples: a second copy of the model does not fit on one device")
             self._count = 0
 
     def write(self, model: LanguageModel) -> str | None:
@@ -92,7 +93,7 @@ class Samples:
         except Exception as error:  # a failed sample must not stop the run
             self._count = 0
             reason = (str(error).splitlines() or [""])[0]
-            self._say(f"sampling failed ({type(error).__name__}: {reason}); training continues without samples")
+            log.warning(f"sampling failed ({type(error).__name__}: {reason}); training continues without samples")
             return None
 
 

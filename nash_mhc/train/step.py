@@ -124,7 +124,6 @@ def compile_train_step(
     source: RowSource | None = None,
     *,
     most_documents: int | None = None,
-    warn: Callable[[str], None] = print,
 ) -> CompiledStep:
     """Return the train step that runs, benchmarks and tests use: jitted, with a donated state of fixed sharding.
 
@@ -133,7 +132,7 @@ def compile_train_step(
     """
     most_documents = source.most_documents if source is not None else most_documents
     shared = _train_step(ProgramKey.of(cfg), mesh, most_documents, padded_attention_length(cfg.model.alignment, source))
-    return shared.with_constants([Hyperparameters.of(cfg.optim, cfg.train)], warn)
+    return shared.with_constants([Hyperparameters.of(cfg.optim, cfg.train)])
 
 
 @functools.lru_cache(CACHED)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.saving import Saver
 from nash_mhc.checkpoint.store import Store
+from nash_mhc.config import logs
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.estimate.preflight import preflight
 from nash_mhc.estimate.roofline import flops_per_token
@@ -40,6 +42,8 @@ from nash_mhc.train.run_record import describe_changes, open_telemetry, record_r
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import TrainState, saved_part, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ def run(
     Raise ConfigError for invalid settings. Raise Interrupted if a signal stops the run: its last step is saved, and the
     same call resumes it.
 
+    Print progress on stdout, unless `quiet` or the caller's own logging handlers print it to the console.
+
     callbacks: called at every step, evaluation and save. sinks: receive metrics and evaluations in process 0.
     no_preflight: train even if the memory estimate exceeds the devices. command: the command line, for run.json.
     on_open: called with the run directory once this run holds its lock.
@@ -76,18 +82,20 @@ def run(
     join(cfg)  # the other processes, if there are any
     requested, (cfg, mesh) = cfg, resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as stack:
-        reporter = make_reporter(cfg.telemetry.log_format, cfg.train.total_steps, quiet=quiet or jax.process_index() > 0)
+        shown = not quiet and jax.process_index() == 0 and not logs.caller_prints()
+        reporter = make_reporter(cfg.telemetry, cfg.train.total_steps, shown=shown)
+        stack.enter_context(logs.showing(reporter if shown else None, cfg.telemetry.log_level))
         stack.callback(reporter.end)
-        describe_devices(requested.mesh, cfg.mesh, cfg.data.batch_size, cfg.optim.learning_rate, reporter.say)
-        estimate = from_leader(lambda: preflight(cfg, mesh, reporter.say, no_preflight=no_preflight))
+        describe_devices(requested.mesh, cfg.mesh, cfg.data.batch_size, cfg.optim.learning_rate)
+        estimate = from_leader(lambda: preflight(cfg, mesh, no_preflight=no_preflight))
 
         # Data and run directory. Settings that do not fit are refused here, before anything is written.
-        inputs = open_inputs(cfg, mesh, watch, stack, reporter.say)
+        inputs = open_inputs(cfg, mesh, watch, stack)
         cfg = inputs.cfg
         on_open(str(inputs.folder))
         use_compilation_cache(inputs.folder.path)
         reporter.floor, reporter.total = inputs.floor[0] if inputs.floor else None, cfg.train.total_steps
-        describe_run(inputs, mesh, reporter.say)
+        describe_run(inputs, mesh)
 
         # Program, state and steps.
         invocation = {"settings": requested.to_dict(), "commands": [command] if command else [], "expected": estimate}
@@ -118,16 +126,16 @@ class Trainer:
         """
         self.inputs, self.mesh, self.store = inputs, mesh, store
         self.watch, self.clock, self.reporter = watch, clock, reporter
-        cfg, say = inputs.cfg, reporter.say
-        self.cfg, self.folder, self.say = cfg, inputs.folder, say
+        cfg = inputs.cfg
+        self.cfg, self.folder, self.log = cfg, inputs.folder, log
 
         # Compile in the background; meanwhile create or restore the state.
         reporter.wait_for("compiling the step ...")
         watch.set_phase("compiling")
-        self.step_fn = compile_train_step(cfg, mesh, inputs.source, warn=say)
+        self.step_fn = compile_train_step(cfg, mesh, inputs.source)
         shapes = sharded_abstract_state(cfg, mesh)
         compiling = self.step_fn.compile_in_background(shapes, inputs.abstract_batch(inputs.source, cfg.train.grad_accum, mesh))
-        self.start = start = starting_state(cfg, mesh, store, say, inputs.source)
+        self.start = start = starting_state(cfg, mesh, store, inputs.source)
         self.state, self.step = start.state, start.step
         store.warm_up(saved_part(start.state, cfg.lora))
         if start.own and "clock" in start.values:
@@ -137,9 +145,9 @@ class Trainer:
         record = record_run(inputs, mesh, start, invocation)
         self.repeats_evaluation = inputs.evaluator is not None and start.evaluation_missing(cfg.train)
         evaluated = start.step - self.repeats_evaluation
-        self.telemetry = open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks, reporter=reporter)
+        self.telemetry = open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks)
         self.saver = Saver(
-            store, record.texts, say=say, owner=inputs.owner, last=start.step if start.own else None,
+            store, record.texts, owner=inputs.owner, last=start.step if start.own else None,
             stopping=lambda: SIGNALS.caught is not None, free_space=lambda: remove_programs(self.folder.path),
         )  # fmt: skip
 
@@ -148,21 +156,21 @@ class Trainer:
                 evaluator.compile(shapes.model, inputs.abstract_batch(evaluator.held_out, 1, mesh), after=compiling)
             compiling.result()
         cached = " (cache hit)" if self.step_fn.from_cache else ""
-        say(f"compiled in {self.step_fn.seconds:.1f} s{cached}; starting from {start.origin}")
-        describe_changes(record.changed, cfg.to_dict(), int(start.state.step), say)
+        log.info(f"compiled in {self.step_fn.seconds:.1f} s{cached}; starting from {start.origin}")
+        describe_changes(record.changed, cfg.to_dict(), int(start.state.step))
 
         self.meter = Meter(
             slots=cfg.data.seq_len * inputs.sequences_per_step, flops_per_token=flops_per_token(cfg),
             peak_flops=peak_flops(mesh, cfg.train.dtype), step=start.step, updates=int(start.state.step), saved=start.values,
         )  # fmt: skip
-        samples = Samples(cfg.telemetry, cfg.model, mesh, inputs.tokenizer, say, cfg.data.seq_len, cfg.train.dtype)
+        samples = Samples(cfg.telemetry, cfg.model, mesh, inputs.tokenizer, cfg.data.seq_len, cfg.train.dtype)
         self.evaluations = Evaluations(
             inputs.evaluator, inputs.test, samples, Best.of(start.values.get("best") if start.own else None),
             folder=self.folder, floor=inputs.floor, watch=watch, clock=clock, reporter=reporter, telemetry=self.telemetry,
         )  # fmt: skip
-        log = StepLog(inputs, mesh, self.meter, reporter, self.telemetry, clock, self.saver)
-        profile = profile_callback(cfg.telemetry, cfg.train, self.folder, start.step, self.step_fn, self.meter.exclude, say)
-        self.callbacks: list[Callback] = [log, *profile]
+        rows = StepLog(inputs, mesh, self.meter, reporter, self.telemetry, clock, self.saver)
+        profile = profile_callback(cfg.telemetry, cfg.train, self.folder, start.step, self.step_fn, self.meter.exclude)
+        self.callbacks: list[Callback] = [rows, *profile]
         self._pending: tuple[int, Any] | None = None  # the latest step, and its metrics on the device
         self._saved_step, self._save_requested, self._stop_reason = -1, False, ""
 
@@ -173,7 +181,7 @@ class Trainer:
         rows = host_batches(cfg.data, source, self.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **span)
         add_fields = self.inputs.feed.reader(source)
         feed = prefetched(rows, self.mesh, lambda batch: add_fields(self.state.model, batch))
-        describe_epochs(self.inputs, self.say)
+        describe_epochs(self.inputs)
         self.reporter.begin(start.step)
         try:
             with SIGNALS.at_work():
@@ -181,7 +189,7 @@ class Trainer:
                 if self.step >= cfg.train.total_steps or self.out_of_patience:
                     longer = "--total-steps" if cfg.train.epochs is None else "--epochs"
                     flag = "--patience" if self.out_of_patience else longer
-                    self.say(f"all {self.step} steps are done already; raise {flag} to train further")
+                    log.info(f"all {self.step} steps are done already; raise {flag} to train further")
                     self.evaluate(write_row=not start.own or self.repeats_evaluation)
                 else:
                     if self.step == 0:
@@ -287,7 +295,7 @@ class Trainer:
         if SIGNALS.caught is not None or (is_short and not self._stop_reason):
             raise Interrupted(self.step, str(self.folder))
         if self._stop_reason:
-            self.say(f"the run ends at step {self.step}: {self._stop_reason}")
+            log.info(f"the run ends at step {self.step}: {self._stop_reason}")
         state, step = self.state, self.step
         if cfg.ends_with_best:
             like = sharded_abstract_state(cfg, self.mesh)

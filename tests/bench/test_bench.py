@@ -326,13 +326,13 @@ def test_the_verdict_says_what_the_seeds_say(nash, dense, below, words):
     assert found["dense"]["spread"] == max(dense) - min(dense)
 
 
-def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, messages):
     now = 0.0
     monkeypatch.setattr(quality, "time", SimpleNamespace(monotonic=lambda: now))
     progress = quality._Progress()
     for now in (1.0, 9.0, 11.0, 12.0, 20.0, 22.0):
         progress.now(f"at {now:.0f}")
-    assert capsys.readouterr().err == "at 11\nat 22\n"
+    assert messages == ["at 11", "at 22"]
 
 
 def run_command(monkeypatch, *argv):

@@ -60,23 +60,22 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(run, name):
+def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(run, name, messages):
     damage, message = DAMAGES[name]
     damage(run / "checkpoints" / "6")
-    heard = []
     with Store(run) as store:
-        assert store.latest_complete(heard.append, set_aside=True) == 3
+        assert store.latest_complete(set_aside=True) == 3
         state, values = store.restore(3, LIKE)
         np.testing.assert_array_equal(state["a"], tree(3)["a"])
         assert (int(state["b"]["c"]), values["step"]) == (3, 3)
-        assert len(heard) == 1
-        assert re.fullmatch(rf"checkpoint 6: damaged, {message}.*; renamed to 6\.damaged$", heard[0])
+        assert len(messages) == 1
+        assert re.fullmatch(rf"checkpoint 6: damaged, {message}.*; renamed to 6\.damaged$", messages[0])
         assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["3", "6.damaged"]
         # The run gets there again, and its new checkpoint takes the name.
         store.save(6, tree(6), {"step": 6})
     with Store(run) as store:
-        assert store.latest_complete(heard.append) == 6
-    assert len(heard) == 1
+        assert store.latest_complete() == 6
+    assert len(messages) == 1
 
 
 def test_a_flipped_bit_in_any_file_is_detected(run):
@@ -93,12 +92,11 @@ def test_a_flipped_bit_in_any_file_is_detected(run):
         assert manifest.problem(checkpoint) is None
 
 
-def test_reading_renames_nothing_and_refuses_a_damaged_step(run):
+def test_reading_renames_nothing_and_refuses_a_damaged_step(run, messages):
     flip(data_file(run / "checkpoints" / "6"))
-    heard = []
     with Store(run) as store:
-        assert store.latest_complete(heard.append) == 3
-        assert heard[0].endswith("skipped")
+        assert store.latest_complete() == 3
+        assert messages[0].endswith("skipped")
         assert store.steps() == [3, 6]
         with pytest.raises(ConfigError, match=r"checkpoints/6: damaged, the content of state/"):
             store.restore(6, LIKE)
@@ -109,20 +107,19 @@ def test_a_run_stops_if_all_checkpoints_are_damaged(run):
         flip(data_file(run / "checkpoints" / step))
     for set_aside in (False, True, True):  # also if they were renamed before
         with Store(run) as store, pytest.raises(ConfigError, match=r"all checkpoints are damaged \(3\S*, 6\S*\)"):
-            store.latest_complete(lambda text: None, set_aside=set_aside)
+            store.latest_complete(set_aside=set_aside)
 
 
-def test_an_interrupted_save_is_not_reported_as_damage(run):
+def test_an_interrupted_save_is_not_reported_as_damage(run, messages):
     """Killed after Orbax's commit and before the manifest; or while an old checkpoint was being deleted."""
     for step in ("3", "6"):
         (run / "checkpoints" / step / manifest.FILE).unlink()
         (run / "checkpoints" / f"{step}.saving").touch()
-    heard = []
     with Store(run) as store:
-        assert store.latest_complete(heard.append) is None
-        assert store.latest_complete(heard.append, set_aside=True) is None
-        assert heard[2:] == [f"checkpoint {n}: its save was interrupted; renamed to {n}.unfinished" for n in (6, 3)]
-        assert store.latest_complete(heard.append, set_aside=True) is None
+        assert store.latest_complete() is None
+        assert store.latest_complete(set_aside=True) is None
+        assert messages[2:] == [f"checkpoint {n}: its save was interrupted; renamed to {n}.unfinished" for n in (6, 3)]
+        assert store.latest_complete(set_aside=True) is None
         store.save(4, tree(4), {})
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["4"]
 
@@ -164,7 +161,7 @@ def test_hashing_runs_in_the_background_and_its_failure_is_raised(tmp_path, monk
         assert (tmp_path / "checkpoints" / "1.saving").exists()
         go.set()
         store.wait()
-        assert store.latest_complete(print) == 1
+        assert store.latest_complete() == 1
 
         def full(checkpoint):
             raise OSError(28, "No space left on device")
@@ -173,7 +170,7 @@ def test_hashing_runs_in_the_background_and_its_failure_is_raised(tmp_path, monk
         store.save(2, tree(2), {})
         with pytest.raises(OSError, match="No space left"):
             store.wait()
-        assert store.latest_complete(print) == 1
+        assert store.latest_complete() == 1
 
 
 def test_files_are_synced_before_the_manifest_and_it_before_an_old_checkpoint_is_deleted(tmp_path, monkeypatch):

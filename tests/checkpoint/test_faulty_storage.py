@@ -18,11 +18,6 @@ from nash_mhc.train import run as train
 from nash_mhc.train import run_record, trainer
 
 
-@pytest.fixture
-def heard():
-    return []
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     return at(tmp_path_factory.mktemp("unbroken") / "run")
@@ -113,40 +108,40 @@ def test_an_unwritable_directory_is_refused_at_the_start(tmp_path):
     assert not list((tmp_path / "run").glob("*.part")) + list((tmp_path / "run").glob("metrics.jsonl"))
 
 
-def test_rows_wait_while_the_disk_is_full(tmp_path, heard):
-    telemetry = Telemetry(tmp_path, say=heard.append)
+def test_rows_wait_while_the_disk_is_full(tmp_path, messages):
+    telemetry = Telemetry(tmp_path)
     telemetry.write(1, {"loss": 1.0})
     (tmp_path / "metrics.jsonl").rename(tmp_path / "kept")
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # every write: no space left on device
     for step in (2, 3):
         telemetry.write(step, {"loss": 1.0})
     telemetry.write(3, {"eval/loss": 1.0}, file="eval.jsonl")
-    assert heard == [
+    assert messages == [
         f"metrics.jsonl could not be written (No space left on device, {tmp_path}); its rows wait, training continues"
     ]
     (tmp_path / "kept").replace(tmp_path / "metrics.jsonl")
     telemetry.write(4, {"loss": 1.0})
-    assert heard[1:] == [f"metrics are written to {tmp_path} again, including the rows that waited"]
+    assert messages[1:] == [f"metrics are written to {tmp_path} again, including the rows that waited"]
     telemetry.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
-    assert len(heard) == 2
+    assert len(messages) == 2
 
 
-def test_a_row_is_never_written_partly(tmp_path, heard):
-    telemetry = Telemetry(tmp_path, say=heard.append)
+def test_a_row_is_never_written_partly(tmp_path, messages):
+    telemetry = Telemetry(tmp_path)
     with full_disk():
         for step in range(1, 4):
             telemetry.write(step, {"losses": [1.5] * 5000})  # 25,000 bytes: the second finds room for a part
     assert [row["step"] for row in rows(tmp_path)] == [1]
     telemetry.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
-    assert sum("could not be written (File too large" in line for line in heard) == 1
+    assert sum("could not be written (File too large" in line for line in messages) == 1
 
 
-def test_lost_rows_are_reported(tmp_path, heard):
+def test_lost_rows_are_reported(tmp_path, messages):
     (tmp_path / "run").mkdir()
-    telemetry = Telemetry(tmp_path / "run", say=heard.append)
+    telemetry = Telemetry(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     telemetry.write(1, {"loss": 1.0})
     telemetry.close()
-    assert heard[-1] == f"1 row of metrics could not be written to {tmp_path / 'run'}"
+    assert messages[-1] == f"1 row of metrics could not be written to {tmp_path / 'run'}"

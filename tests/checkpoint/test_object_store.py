@@ -92,8 +92,7 @@ def test_a_run_in_a_bucket_recovers_from_damage_bit_for_bit(unbroken, gcs, monke
     np.testing.assert_array_equal(loaded.model.embed_VD, jax.device_get(unbroken.state.model.embed_VD))
 
 
-def test_deletions_are_complete_and_interrupted_saves_are_removed(gcs):
-    heard = []
+def test_deletions_are_complete_and_interrupted_saves_are_removed(gcs, messages):
     with Store("gs://bucket/run", keep=1) as store:
         for step in (1, 2):
             store.save(step, tree(step), {})
@@ -106,8 +105,8 @@ def test_deletions_are_complete_and_interrupted_saves_are_removed(gcs):
     del gcs.objects["bucket", "run/checkpoints/3/manifest.json"]
     gcs.put("bucket", "run/checkpoints/3.saving", b"")
     with Store("gs://bucket/run") as store:
-        assert store.latest_complete(heard.append, set_aside=True) is None
-        assert heard == ["checkpoint 3: its save was interrupted; renamed to 3.unfinished"]
+        assert store.latest_complete(set_aside=True) is None
+        assert messages == ["checkpoint 3: its save was interrupted; renamed to 3.unfinished"]
         store.save(4, tree(4), {})
         store.wait()
         np.testing.assert_array_equal(store.restore(4, LIKE)[0]["a"], tree(4)["a"])
@@ -116,21 +115,21 @@ def test_deletions_are_complete_and_interrupted_saves_are_removed(gcs):
 
 @pytest.mark.parametrize("status", [403, 418])  # an OSError of gcsfs, and an error of another kind
 @pytest.mark.parametrize("part", ["/state/", "/manifest.json"])
-def test_a_failing_object_store_is_retried(gcs, part, status, caplog):
-    heard, gcs.status = [], status
+def test_a_failing_object_store_is_retried(gcs, part, status, caplog, messages):
+    gcs.status = status
     with Store("gs://bucket/run") as store:
-        saver = saver_of(store, heard)
+        saver = saver_of(store)
         saver.save(tree(1), 1, {}, wait=True)
         gcs.refuse = lambda method, name: method in ("POST", "PUT") and part in name
         saver.save(tree(2), 2, {})
         until_due(saver)
-        assert len(heard) == 1
-        assert heard[0].startswith("checkpoint 2 could not be written (")
+        assert len(messages) == 1
+        assert messages[0].startswith("checkpoint 2 could not be written (")
         end = "training continues, retrying in 0.05 s; the run stops if saving still fails in 0.35 s"
-        assert heard[0].endswith(f"gs://bucket/run/checkpoints); {end}")
+        assert messages[0].endswith(f"gs://bucket/run/checkpoints); {end}")
         gcs.refuse = None
         saver.save(tree(3), 3, {}, wait=True)
-        assert heard[1:] == ["saved checkpoint 3 after 1 failed attempt"]
+        assert messages[1:] == ["saved checkpoint 3 after 1 failed attempt"]
         assert store.steps() == store.finished() == [1, 3]
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -160,10 +159,10 @@ def test_a_silent_store_marks_no_checkpoint_as_damaged(gcs, unread):
         before = gcs.names("bucket")
         gcs.refuse = lambda method, name: method == "GET" and name.endswith(unread)
         with pytest.raises((ConfigError, OSError), match="the storage says no"):
-            store.latest_complete(pytest.fail, set_aside=True)
+            store.latest_complete(set_aside=True)
         gcs.refuse = None
         assert gcs.names("bucket") == before
-        assert store.latest_complete(pytest.fail, set_aside=True) == 2
+        assert store.latest_complete(set_aside=True) == 2
 
 
 def test_a_remote_log_is_uploaded_from_time_to_time_and_at_the_end(gcs):

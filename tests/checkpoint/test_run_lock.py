@@ -118,7 +118,7 @@ def test_only_one_of_many_threads_holds_the_lock(tmp_path):
     inside, most, done = [0], [0], []
 
     def work():
-        owner = acquire(tmp_path, wait=600.0, say=lambda text: None)
+        owner = acquire(tmp_path, wait=600.0)
         inside[0] += 1
         most[0] = max(most)
         assert inside[0] == 1
@@ -163,7 +163,7 @@ def test_a_save_removes_nothing_from_another_runs_directory(tmp_path):
     folder = tmp_path / "run"
     with Store(folder) as store:
         owner = acquire(folder)
-        saver = Saver(store, {"run.json": "{}"}, say=lambda text: None, owner=owner)
+        saver = Saver(store, {"run.json": "{}"}, owner=owner)
         folder.rename(tmp_path / "moved")
         folder.mkdir()
         other = acquire(folder)

@@ -41,14 +41,13 @@ def owner_of(folder):
     return json.loads((folder / OBJECT).read_text())
 
 
-def test_a_live_owner_is_named_and_keeps_the_directory(beating):
-    heard = []
+def test_a_live_owner_is_named_and_keeps_the_directory(beating, messages):
     owner = acquire(beating)
     with pytest.raises(ConfigError, match=r"another run holds it \(process \d+ on host-0, since"):
-        acquire(beating, say=heard.append)
-    assert "checking whether it is still alive" in heard[0]
+        acquire(beating)
+    assert "checking whether it is still alive" in messages[0]
     with pytest.raises(ConfigError, match=r"\(waited for \d+ s\)"):
-        acquire(beating, wait=0.6, say=heard.append)
+        acquire(beating, wait=0.6)
     owner.check()
     assert owner_of(beating)["machine"] == ["host-0"]
     owner.release()
@@ -56,14 +55,13 @@ def test_a_live_owner_is_named_and_keeps_the_directory(beating):
     acquire(beating).release()
 
 
-def test_an_expired_lease_is_taken_over_and_the_old_owner_stops(beating, monkeypatch):
+def test_an_expired_lease_is_taken_over_and_the_old_owner_stops(beating, monkeypatch, messages):
     monkeypatch.setattr(run_lock, "EXPIRED_S", 1.0)
-    heard = []
     frozen = acquire(beating)
     frozen._stopped.set()  # a machine that was put to sleep
     frozen._thread.join()
-    owner = acquire(beating, say=heard.append)
-    assert heard[-1].endswith("has been silent for 1 s; taking over")
+    owner = acquire(beating)
+    assert messages[-1].endswith("has been silent for 1 s; taking over")
     frozen._renew()  # it wakes up, and finds another one
     with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) has taken over"):
         frozen.check()
@@ -115,7 +113,7 @@ def test_the_lease_of_a_dead_local_process_is_removed_immediately(beating, monke
     monkeypatch.setattr(run_lock, "EXPIRED_S", 1e6)
     with pytest.raises(ConfigError, match="another run holds it"):
         first = acquire(beating)
-        acquire(beating, say=lambda text: None)
+        acquire(beating)
     first.release()
     with subprocess.Popen(["true"]) as ended:
         pid = ended.pid

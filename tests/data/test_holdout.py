@@ -267,7 +267,7 @@ def test_a_folder_of_an_earlier_version_is_refused_with_the_prepare_command(tmp_
         Manifest.read(tmp_path / "out")
 
 
-def test_a_damaged_copy_in_the_cache_is_prepared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_copy_in_the_cache_is_prepared_again(tmp_path: Path, messages: list[str]) -> None:
     write_jsonl(tmp_path / "a.jsonl", stories(60))
     cfg = DataConfig(dataset=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
     wanted = open_source(cfg, BYTES, split="train", seed=0)
@@ -276,5 +276,5 @@ def test_a_damaged_copy_in_the_cache_is_prepared_again(tmp_path: Path, capsys: p
         (folder / name).write_text("{")
         again = open_source(cfg, BYTES, split="train", seed=0)
         assert again.identity == wanted.identity
-        assert "a.jsonl: its prepared copy is damaged (" in capsys.readouterr().err
+        assert "a.jsonl: its prepared copy is damaged (" in messages.pop()
     shutil.rmtree(tmp_path / "cache")

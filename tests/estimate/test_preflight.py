@@ -66,14 +66,13 @@ def test_settings_that_change_least_come_first():
     assert len({remedy.flags for remedy in [first, *others]}) == 1 + len(others) <= 3
 
 
-def test_who_insists_gets_a_warning_and_a_run_that_knows_what_was_expected(monkeypatch, tmp_path, capsys):
+def test_who_insists_gets_a_warning_and_a_run_that_knows_what_was_expected(monkeypatch, tmp_path, messages):
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 1.0)
     with pytest.raises(ConfigError, match="no split of it fits; take a smaller --model-size or more devices"):
         at(tmp_path, RUN)
-    said = []
     cfg, mesh, total = sizes_of(RUN)
-    expected = preflight.preflight(cfg, mesh, said.append, no_preflight=True)
-    assert "--no-preflight" in said[0]
+    expected = preflight.preflight(cfg, mesh, no_preflight=True)
+    assert "--no-preflight" in messages[0]
     assert expected["gib"] == pytest.approx(total / 2**30) == pytest.approx(sum(expected["gib_by_category"].values()))
 
 
@@ -91,11 +90,11 @@ def test_a_teacher_and_an_anchor_count(monkeypatch, tmp_path):
     alone = sizes_of(RUN)[2]
     weights = 2 * 4 * count_parameters(wide)
     assert weights <= total - alone < 1.2 * weights
-    expected = preflight.preflight(cfg, mesh, print)
+    expected = preflight.preflight(cfg, mesh)
     assert expected["gib_by_category"]["teachers"] == weights / 2**30
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 2.0 * alone)
     with pytest.raises(ConfigError, match=r"teachers [\d.]+ [GM]iB from .*--objective"):
-        preflight.preflight(cfg, mesh, print)
+        preflight.preflight(cfg, mesh)
 
 
 def test_the_runs_folder_keeps_what_was_expected(tmp_path):
@@ -133,16 +132,15 @@ def test_what_was_known_to_be_too_much_is_answered_with_what_there_is_room_for(m
         assert sizes_of(with_flags(cfg, flags))[2] < 0.85 * 0.7 * total
 
 
-def test_the_best_mesh_for_the_devices_here_is_taken():
+def test_the_best_mesh_for_the_devices_here_is_taken(messages):
     count = jax.device_count()
     asked = dataclasses.replace(NASH, mesh=dataclasses.replace(NASH.mesh, num_devices=count))
-    said = []
-    best = preflight.fastest_here(asked, {}, said.append)
+    best = preflight.fastest_here(asked, {})
     shape = make_mesh(best.mesh).shape
     assert shape["data"] * shape["fsdp"] * shape["tp"] == count > 1
     assert best.data.batch_size * best.train.grad_accum == asked.data.batch_size * asked.train.grad_accum
-    assert said[0].startswith("--mesh-auto: --mesh-data ")
-    kept = preflight.fastest_here(asked, {"mesh.tp": 2, "train.remat": "full"}, said.append)
+    assert messages[0].startswith("--mesh-auto: --mesh-data ")
+    kept = preflight.fastest_here(asked, {"mesh.tp": 2, "train.remat": "full"})
     assert kept.mesh.tp == 2
     assert kept.train.remat == asked.train.remat  # the user's settings stay
 
@@ -150,4 +148,4 @@ def test_the_best_mesh_for_the_devices_here_is_taken():
 def test_a_mesh_that_does_not_fit_is_not_taken(monkeypatch):
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 1000.0)
     with pytest.raises(ConfigError, match=r"^--mesh-auto: nothing fits: the smallest layout needs "):
-        preflight.fastest_here(NASH, {}, lambda text: None)
+        preflight.fastest_here(NASH, {})

@@ -146,21 +146,19 @@ def test_continuing_a_generated_text_gives_the_same_tokens(lively: Loaded) -> No
 
 
 def test_a_long_prompt_reports_progress_and_compiles_once(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, messages: list[str]
 ) -> None:
     monkeypatch.setattr("nash_mhc.model.sampling._PROGRESS_S", -1.0)
-    said: list[str] = []
     with jax.log_compiles():
-        list(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, max_tokens=60, say=said.append))
-    progress = [f"reading the prompt: {n} of 150 tokens ..." for n in (64, 128)]
-    assert said == ["compiling ...", *progress]
+        list(generate_tokens(loaded.model, [65] * 150, seq_len=192, end=-1, max_tokens=60))
+    assert messages == [f"reading the prompt: {n} of 150 tokens ..." for n in (64, 128)]
     assert len(compiled(caplog)) == 1  # for chunks of the prompt, single tokens and a fresh start alike
 
 
 def test_a_run_on_one_device_writes_its_samples_with_one_program(trained: Result, caplog: pytest.LogCaptureFixture) -> None:
     cfg = tiny_config(trained.folder)
     telemetry = dataclasses.replace(cfg.telemetry, sample_tokens=2 * MANY)
-    samples = Samples(telemetry, cfg.model, make_mesh(cfg.mesh), BYTES, print, 24, cfg.train.dtype)
+    samples = Samples(telemetry, cfg.model, make_mesh(cfg.mesh), BYTES, 24, cfg.train.dtype)
     with jax.log_compiles():
         assert samples.write(trained.state.model)
     assert len(compiled(caplog)) == 1

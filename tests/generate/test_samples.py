@@ -33,8 +33,8 @@ def one_device():
     return jax.make_mesh((1, 1, 1), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
-def of_run(mesh, say, telemetry=CFG.telemetry):
-    return Samples(telemetry, CFG.model, mesh, BYTES, say, CFG.data.seq_len, CFG.train.dtype)
+def of_run(mesh, telemetry=CFG.telemetry):
+    return Samples(telemetry, CFG.model, mesh, BYTES, CFG.data.seq_len, CFG.train.dtype)
 
 
 def test_every_evaluation_samples_the_text_that_generate_gives(trained):
@@ -60,25 +60,24 @@ def test_a_sample_of_any_mesh_is_generated_on_one_device(trained, monkeypatch):
     model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(CFG, mesh).model)
     assert len(model.embed_VD.devices()) == 8
     with jax.transfer_guard("disallow"):  # as in the loop
-        assert of_run(mesh, print).write(model) == trained.sample
+        assert of_run(mesh).write(model) == trained.sample
     monkeypatch.setattr(samples, "generate_tokens", lambda model, *_, **__: [48 + len(model.embed_VD.devices())])
-    assert of_run(mesh, print).write(model) == "1"
+    assert of_run(mesh).write(model) == "1"
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(samples, "_fits", lambda *_: True)
-    assert of_run(mesh, print).write(model) is None
+    assert of_run(mesh).write(model) is None
 
 
-def test_a_failing_sample_does_not_stop_training(trained, monkeypatch):
-    said = []
-    few = of_run(one_device(), said.append, TelemetryConfig(sample_tokens=0))
+def test_a_failing_sample_does_not_stop_training(trained, monkeypatch, messages):
+    few = of_run(one_device(), TelemetryConfig(sample_tokens=0))
     assert few.write(trained.state.model) is None
     monkeypatch.setattr(samples, "stream_text", lambda tokens, tokenizer: 1 / 0)
-    broken = of_run(one_device(), said.append)
+    broken = of_run(one_device())
     assert broken.write(trained.state.model) is broken.write(trained.state.model) is None
-    assert len(said) == 1 and "ZeroDivisionError: division by zero" in said[0]
+    assert len(messages) == 1 and "ZeroDivisionError: division by zero" in messages[0]
     monkeypatch.setattr(samples, "_MAX_PARAMETERS", 1000)
-    assert of_run(one_device(), said.append).write(trained.state.model) is None
-    assert len(said) == 2 and said[1].startswith("no samples: ")
+    assert of_run(one_device()).write(trained.state.model) is None
+    assert len(messages) == 2 and messages[1].startswith("no samples: ")
 
 
 def test_training_ends_with_a_sample(trained, monkeypatch, capsys):

@@ -89,12 +89,12 @@ def test_a_row_counts_the_scales_that_no_step_of_its_interval_has_used():
     assert interval.means(last)["health/scales_unused"] == [1.0, 0.0]
 
 
-def test_the_run_says_when_more_scales_go_without_weight(capsys):
+def test_the_run_says_when_more_scales_go_without_weight(messages):
     reporter = Reporter(9, None)
     row = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.0, "tokens_seen": 1}
     for step, unused in enumerate([[0.0, 0.0], [0.0, 2.0], [0.0, 2.0], [1.0, 2.0]], 1):
         reporter.row(step, row | {"health/scales_unused": unused})
-    said = [line for line in capsys.readouterr().out.splitlines() if "had zero weight" in line]
+    said = [line for line in messages if "had zero weight" in line]
     assert said == [
         "step 2: 2 head scales had zero weight since the last row, in layers 1 (health/scales_unused)",
         "step 4: 3 head scales had zero weight since the last row, in layers 0, 1 (health/scales_unused)",

@@ -14,7 +14,7 @@ from nash_mhc.parallel.sharding import named_sharding
 
 
 class NormFeed(Feed):
-    def open(self, cfg, source, tokenizer, mesh, say):
+    def open(self, cfg, source, tokenizer, mesh):
         return cfg, OpenNormFeed(mesh)
 
 

@@ -131,7 +131,7 @@ def test_a_run_begins_with_averaged_and_frozen_weights_of_another(tmp_path):
     other = at(tmp_path / "other", dataclasses.replace(RUN, optim=optim), total_steps=2, evaluated=False)
     cfg = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, init_from=str(tmp_path / "other")))
     with Store(tmp_path / "run") as store:
-        begun = starting_state(cfg, small.make_mesh(cfg.mesh), store, print)
+        begun = starting_state(cfg, small.make_mesh(cfg.mesh), store)
     assert begun.init_from["averaged"]
     assert_equal_states(begun.state.model, other.state.best_model)
     taken, last = named_leaves(begun.state.model), named_leaves(other.state.model)

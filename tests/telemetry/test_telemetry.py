@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import math
 import re
 import sys
@@ -14,9 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
 
+from nash_mhc.config import logs
 from nash_mhc.telemetry.sinks import Telemetry
 from nash_mhc.telemetry.terminal import LivePanel, Reporter, is_terminal, sparkline
 
+log = logging.getLogger("nash_mhc.test")
 ROW = {"loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "step_ms": 12.0, "tokens_per_s": 34567.0, "mfu": 0.42}
 ROW |= {"tokens_seen": 1_234_567}
 
@@ -151,23 +154,26 @@ def test_tensorboard_reads_texts_and_pictures(tmp_path: Path) -> None:
 def test_off_a_terminal_a_row_is_one_plain_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", iter([0.0, 100.0, 175.0]).__next__)
     reporter = Reporter(200, floor=0.5)
-    reporter.begin(10)
-    reporter.advance(19)
-    reporter.row(20, ROW | {"epochs/a": 2.5, "epochs/b": 0.125})  # ten steps in 75 s
-    monkeypatch.undo()
-    reporter.say("saved [the] rest, " + "x" * 200)
-    reporter.end()
+    with logs.showing(reporter, "info"):
+        reporter.begin(10)
+        reporter.advance(19)
+        reporter.row(20, ROW | {"epochs/a": 2.5, "epochs/b": 0.125})  # ten steps in 75 s
+        monkeypatch.undo()
+        log.info("saved [the] rest, steps 1:100: " + "x" * 200)
+        reporter.end()
     out, err = capsys.readouterr()
     assert out == (
         "step  20/200  loss 1.2500 (2.50x the floor)  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s  mfu 42%  1.23M tokens  "
         "data 250%, 12%  1 min 15 s, 22 min 30 s left\n"
-        "saved [the] rest, " + "x" * 200 + "\n"
+        "saved [the] rest, steps 1:100: " + "x" * 200 + "\n"
     )
     assert err == ""
 
 
 def test_unknown_floor_and_peak_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    Reporter(20, floor=None).row(20, ROW | {"mfu": 0.001})
+    reporter = Reporter(20, floor=None)
+    with logs.showing(reporter, "info"):
+        reporter.row(20, ROW | {"mfu": 0.001})
     line = "step 20/20  loss 1.2500  lr 1.00e-03  grad 0.50  12 ms  34,567 tok/s  1.23M tokens  "
     assert re.fullmatch(re.escape(line) + r"\S+ s\n", capsys.readouterr().out)
 
@@ -177,18 +183,20 @@ def test_a_full_disk_does_not_stop_the_reporter(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("w") as full:  # raised when it is closed
         monkeypatch.setattr(sys, "stdout", full)
         reporter = Reporter(20, floor=None)
-        for _ in range(3):
-            reporter.row(20, ROW)
-            told += 1
+        with logs.showing(reporter, "info"):
+            for _ in range(3):
+                reporter.row(20, ROW)
+                told += 1
     assert told == 3
 
 
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(20, floor=0.5, quiet=True)
-    reporter.begin(0)
-    reporter.advance(1)
-    reporter.row(20, ROW)
-    reporter.end()
+    reporter = Reporter(20, floor=0.5)
+    with logs.showing(None, "info"):
+        reporter.begin(0)
+        reporter.advance(1)
+        reporter.row(20, ROW)
+        reporter.end()
     assert capsys.readouterr() == ("", "")
 
 
@@ -230,18 +238,19 @@ def test_the_panel_is_drawn_below_the_messages(monkeypatch: pytest.MonkeyPatch) 
     terminal = on_a_terminal(monkeypatch)
     assert is_terminal()
     panel = LivePanel(20, floor=0.5)
-    panel.wait_for("compiling the step ...")
-    panel.say("compiled in 2.0 s")
-    panel.begin(5)
-    for step, loss in ((6, 4.0), (7, 2.0), (8, 1.25)):
-        panel.advance(step)
-        panel.row(
-            step, ROW | {"loss": loss, "memory_gib": 1.5, "last_checkpoint": 5, "goodput": 0.5, "spikes": 2, "skipped": 1}
-        )
-    panel.evaluation(8, {"eval/loss": 1.5}, None, "Once\nupon")
-    panel.say("something happened")
-    panel.end()
-    panel.end()
+    with logs.showing(panel, "info"):
+        panel.wait_for("compiling the step ...")
+        log.info("compiled in 2.0 s")
+        panel.begin(5)
+        for step, loss in ((6, 4.0), (7, 2.0), (8, 1.25)):
+            panel.advance(step)
+            panel.row(
+                step, ROW | {"loss": loss, "memory_gib": 1.5, "last_checkpoint": 5, "goodput": 0.5, "spikes": 2, "skipped": 1}
+            )
+        panel.evaluation(8, {"eval/loss": 1.5}, None, "Once\nupon")
+        log.info("something happened")
+        panel.end()
+        panel.end()
     shown = on_the_screen(terminal.getvalue())
     text = "\n".join(shown)
     words = [line for line in shown if line and line[0] not in "╭│╰"]

@@ -147,15 +147,15 @@ class Broken:
         return len(self.rows)
 
 
-def test_a_failing_sink_keeps_its_rows_and_does_not_stop_the_run(tmp_path):
-    heard, sink = [], Broken()
-    telemetry = Telemetry(tmp_path, say=heard.append, others=[sink])
+def test_a_failing_sink_keeps_its_rows_and_does_not_stop_the_run(tmp_path, messages):
+    sink = Broken()
+    telemetry = Telemetry(tmp_path, others=[sink])
     for step in (1, 2, 3, 4):
         telemetry.write(step, {"loss": 1.0 / step})
     telemetry.close()
     assert [step for step, *_ in sink.written] == [1, 2, 3]
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
-    assert [line.split(" (")[0].split(" to ")[0] for line in heard] == [
+    assert [line.split(" (")[0].split(" to ")[0] for line in messages] == [
         "somewhere could not be written",
         "metrics are written",
         "somewhere could not be written",

@@ -229,7 +229,7 @@ def test_the_weights_are_the_saved_ones_bit_for_bit_and_the_rest_is_new(base, tm
     cfg = small.mesh_config(cfg, *mesh)
     mesh = small.make_mesh(cfg.mesh)
     with Store(tmp_path / "new") as store, Store(base.folder) as other:
-        start = starting_state(cfg, mesh, store, print)
+        start = starting_state(cfg, mesh, store)
         saved, _ = other.restore(4, wanted_state(base.folder / "checkpoints" / "4"))
     fresh = small.start(cfg, mesh)
     assert (start.step, int(start.state.step)) == (0, 0)
@@ -255,7 +255,7 @@ def test_averaged_weights_are_what_another_run_starts_from(tmp_path):
         {"run.json": json.dumps({"config": averaging.to_dict(), "rows": "none", "parameters": 0})}
     )
     with Store(tmp_path / "new") as store:
-        start = starting_state(new, mesh, store, print)
+        start = starting_state(new, mesh, store)
     assert start.origin.startswith("the averaged weights of step 3 of ")
     assert_equal_states(start.state.model, state.ema, rtol=0, atol=0)
 
@@ -275,9 +275,9 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
     mesh = small.make_mesh(RUN.mesh)
     with Store(tmp_path / "new") as store:
         with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* needs \(2, 32, 32\)"):
-            starting_state(new(model__ffn=32), mesh, store, print)
+            starting_state(new(model__ffn=32), mesh, store)
         with pytest.raises(ConfigError, match=r"contains model\.layers\.attention\.k_norm\.scale_D"):
-            starting_state(new(model__qk_norm=False), mesh, store, print)
+            starting_state(new(model__qk_norm=False), mesh, store)
     with pytest.raises(ConfigError, match=r"--resume-from .*--init-from"):
         new(train__resume_from=str(base.folder))
     with pytest.raises(ConfigError, match=r"--init-step .*--init-from"):

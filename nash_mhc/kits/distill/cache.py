@@ -229,7 +229,7 @@ def _compiled_reader(loaded: Loaded, source: PreparedRows, mesh: Mesh, settings:
     )  # fmt: skip
     only_part = lambda model, batch: read(model, jax.tree.map(lambda a: a[0], batch))[:3]
     places = named_sharding(mesh, "batch", "time", "candidates")
-    return CompiledStep(only_part, mesh, out_shardings=(places, places, places), warn=lambda text: None)
+    return CompiledStep(only_part, mesh, out_shardings=(places, places, places), several_shapes=True)
 
 
 def _write_shard(

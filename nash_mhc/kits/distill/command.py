@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
 import shutil
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, run_path
 from nash_mhc.config.parsing import parse, shown
 from nash_mhc.config.schema import ConfigError, DataConfig
@@ -19,6 +21,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 if TYPE_CHECKING:
     from nash_mhc.kits.distill.cache import CacheSettings
 
+log = logging.getLogger(__name__)
 ABOUT = {
     "cache": "a teacher reads a dataset once; its top-k logits are stored for train --objective distill",
     "chain": "runs a teacher, its cache and stages of a student from a file such as recipes/kd-qat-2bit.yaml",
@@ -64,6 +67,7 @@ def cache_command(argv: Sequence[str]) -> int:
     if shown(parsed):
         return 0
     cfg, own = parsed.config, parsed.own
+    logs.configure(cfg.telemetry.log_level)
     for flag, value, example in (("--teacher", own.teacher, "runs/teacher"), ("--out", own.out, "data/taught")):
         if not value:
             raise ConfigError(f"{flag} is missing; name a folder, such as {flag} {example}")
@@ -83,15 +87,16 @@ def cache_command(argv: Sequence[str]) -> int:
 
     join(cfg, **vars(own))  # before anything else uses jax
     mesh = make_mesh(cfg.mesh)
-    say = (lambda text: print(text, file=sys.stderr, flush=True)) if jax.process_index() == 0 else (lambda text: None)
-    record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True, say=say)
-    loaded = load(own.teacher, own.teacher_step, mesh=mesh, say=say)
+    if jax.process_index() > 0:
+        logs.silence()
+    record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True)
+    loaded = load(own.teacher, own.teacher_step, mesh=mesh)
     check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape, model_is_given=True)
     leader_first(lambda: _prepare(cfg.data, cfg.model.alignment, loaded, out, "data.tokenizer" in parsed.given))
     settings = _settings(own, cfg.data.batch_size, loaded.tokenizer.vocab_size)
     rows, needed = cache_size(out, settings)
     check_disk_space(out, needed)
-    say(f"{describe(mesh)}; {rows:,} sequences, {needed / 1e6:,.1f} MB will be in {out}; compiling ...")
+    log.info(f"{describe(mesh)}; {rows:,} sequences, {needed / 1e6:,.1f} MB will be in {out}; compiling ...")
     use_compilation_cache(out.parent)
     began, done = time.monotonic(), 0
     seq_len = Manifest.read(out).recipe["seq_len"]

@@ -20,7 +20,7 @@ from nash_mhc.hub.load import shape_of
 from nash_mhc.kits.distill.cache import CachedRows, read_teacher_json
 from nash_mhc.kits.distill.logits import TeacherLogits
 from nash_mhc.kits.distill.settings import DistillConfig
-from nash_mhc.kits.distill.teacher import OnlineTeacher, Say, check_random_vocab
+from nash_mhc.kits.distill.teacher import OnlineTeacher, check_random_vocab
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Batch, Feed, FeedMemory, OpenFeed
@@ -34,14 +34,14 @@ _TOKEN_BYTES = 6  # of one of the K tokens: its id as int32, its logit as float1
 class Teachers(OpenFeed):
     """The online teachers of a run: `teacher`, unless a cache has its logits, and `anchor`, the initial model."""
 
-    def __init__(self, cfg: RunConfig, tokenizer: Tokenizer, mesh: Mesh, say: Say) -> None:
+    def __init__(self, cfg: RunConfig, tokenizer: Tokenizer, mesh: Mesh) -> None:
         d, self._online = cfg.section(DistillConfig), dict[str, OnlineTeacher]()
         self.described = f"the model in --distill-teacher {d.teacher}" if d.teacher else ""
         if d.layers and d.teacher is None:
             raise ConfigError("--distill-layers: a cache has no layers; name a model with --distill-teacher")
         if d.anchor and cfg.train.init_from is None:
             raise ConfigError("--distill-anchor: needs an initial model; name one with --init-from")
-        make = functools.partial(OnlineTeacher, cfg=cfg, tokenizer=tokenizer, mesh=mesh, say=say)
+        make = functools.partial(OnlineTeacher, cfg=cfg, tokenizer=tokenizer, mesh=mesh)
         if d.teacher is not None:
             self._online["teacher"] = make("--distill-teacher", d.teacher, temperature=d.temperature, layers=d.layers > 0)
         if d.anchor:
@@ -79,14 +79,14 @@ class DistillFeed(Feed):
         d = cfg.section(DistillConfig)
         return functools.partial(_open_cache, temperature=d.temperature) if d.teacher is None else None
 
-    def open(self, cfg: RunConfig, source: RowSource, tokenizer: Tokenizer, mesh: Mesh, say: Say) -> tuple[RunConfig, OpenFeed]:
+    def open(self, cfg: RunConfig, source: RowSource, tokenizer: Tokenizer, mesh: Mesh) -> tuple[RunConfig, OpenFeed]:
         if isinstance(source, CachedRows):  # the cache knows its number of random tokens
             if source.random:
                 remedy, is_fixed = "make the cache again without --random", cfg.train.init_from is not None
                 subject, vocab_size = f"--dataset {cfg.data.dataset}", cfg.model.vocab_size
                 check_random_vocab(subject, source.random_vocab, vocab_size, is_fixed=is_fixed, remedy=remedy)
             cfg = cfg.with_section(replace(cfg.section(DistillConfig), random=source.random))
-        return cfg, Teachers(cfg, tokenizer, mesh, say)
+        return cfg, Teachers(cfg, tokenizer, mesh)
 
     def models(self, cfg: RunConfig) -> list[ArchitectureConfig]:
         return [model for model, _ in _shapes(cfg.section(DistillConfig), cfg.train.init_from)]

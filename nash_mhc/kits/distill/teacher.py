@@ -27,8 +27,6 @@ from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.files import digest_of
 from nash_mhc.train.step import padded_attention_length
 
-Say = Callable[[str], None]
-
 
 class TopK(NamedTuple):
     """The teacher's logits of a microbatch."""
@@ -102,7 +100,6 @@ class OnlineTeacher:
         cfg: RunConfig,
         tokenizer: Tokenizer,
         mesh: Mesh,
-        say: Say,
         *,
         temperature: float,
         layers: bool,
@@ -126,9 +123,9 @@ class OnlineTeacher:
             is_fixed = cfg.train.init_from is not None
             check_random_vocab(f"{flag} {name}", own.vocab_size, cfg.model.vocab_size, is_fixed=is_fixed, remedy=remedy)
         check_fit(dataclasses.replace(cfg, model=own), mesh.shape, model_is_given=True)
-        record = stored.find(flag, name, step, hashed=True, say=say)
+        record = stored.find(flag, name, step, hashed=True)
         self.identity = digest_of({k: v for k, v in record.items() if k != "folder"})  # a moved folder is the same teacher
-        self._loaded = load(name, step, mesh=mesh, say=say)
+        self._loaded = load(name, step, mesh=mesh)
         if self._loaded.tokenizer.fingerprint != tokenizer.fingerprint:
             raise ConfigError(f"{flag} {name}: its tokenizer is not {cfg.data.tokenizer}; give both the same")
         if d.random and d.top_k >= tokenizer.vocab_size:
@@ -168,7 +165,7 @@ class OnlineTeacher:
         return jax.tree.map(place, shapes, self._shardings)
 
     def program(self, source: RowSource) -> CompiledStep:
-        return CompiledStep(self._read(source), self._mesh, out_shardings=self._shardings, warn=lambda text: None)
+        return CompiledStep(self._read(source), self._mesh, out_shardings=self._shardings, several_shapes=True)
 
     def reader(self, source: RowSource) -> Callable[[Batch], TeacherLogits]:
         program = self.program(source)

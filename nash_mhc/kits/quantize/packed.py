@@ -11,8 +11,7 @@ import dataclasses
 import functools
 import json
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, local_path, module_command, run_path
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the run's final one)")
     about = "dtype of what is not quantized; float32 is bit-equal to training [float32]"
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=about)
+    logs.add_flag(parser)
     args = parser.parse_strictly(argv, "the folder to create is --out {word}")
+    logs.configure(args.log_level)
     check_is_new(Path(args.out))
     loaded = load_quantized(args.folder, args.step)
     sizes = write_packed(loaded, Path(args.out), args.dtype)
@@ -74,14 +76,13 @@ def main(argv: Sequence[str]) -> int:
 
 def load_quantized(folder: str, step: int | None = None) -> Loaded:
     """Load a run with its quantized weights, under the adapters of a LoRA run on one. ConfigError."""
-    say = functools.partial(print, file=sys.stderr, flush=True)
-    loaded = load(folder, step, say=say)
+    loaded = load(folder, step)
     if loaded.config.lora.rank and format_of(folder) is None:  # `load` reads the base as plain arrays
         record = base_record(RunFolder(folder), loaded.step)
         cfg = None if record.get("hub") else RunFolder(record["folder"]).config()
         shape = cfg and model_shape(cfg.model, cfg.of_kits)
         if has_derived(shape):
-            base = read(record, shape, functools.partial(on_devices, mesh=None), say)
+            base = read(record, shape, functools.partial(on_devices, mesh=None))
             return dataclasses.replace(loaded, model=on_base(adapters_of(loaded.model), base))
     if not has_derived(loaded.model):
         raise ConfigError(f"{folder}: was not trained with --quantize; export it with python -m nash_mhc.hub export")
@@ -157,7 +158,7 @@ def read_config(folder: Path) -> RunConfig:
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, tokenizer=tokenizer)).with_section(QuantizeConfig())
 
 
-def read_packed(folder: Path, like: Any, say: Callable[[str], None]) -> Any:
+def read_packed(folder: Path, like: Any) -> Any:
     """Return the model with the arrays that training computed with, in the shapes and shardings of `like`."""
     from safetensors.numpy import load_file
 

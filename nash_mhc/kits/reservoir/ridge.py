@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -35,6 +35,7 @@ from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.sharding import for_compute, named_sharding, shardings
 
+log = logging.getLogger(__name__)
 _STRENGTH = 1e-3  # ridge strength, relative to a feature's mean square
 _SCALES = (0.5, 1.0, 2.0, 4.0, 8.0)  # readout scales, relative to the input embeddings
 
@@ -88,7 +89,7 @@ def put(model: Reservoir, readout_FD: Float[Array, "F D"]) -> Reservoir:
     return eqx.tree_at(places, model, tuple(w.at[-1].set(half) for w, half in zip(places(model), halves, strict=True)))
 
 
-def warm_start(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str], None]) -> Reservoir | None:
+def warm_start(cfg: RunConfig, source: RowSource, mesh: Mesh) -> Reservoir | None:
     """Return a fresh model with the best readout on the batch after the first `ridge_batches`; None without any."""
     from nash_mhc.train.device_batches import host_batches, prefetched  # deferred: a model needs no training
     from nash_mhc.train.step import make_objective
@@ -124,5 +125,5 @@ def warm_start(cfg: RunConfig, source: RowSource, mesh: Mesh, say: Callable[[str
             candidate = put_on_mesh(model, readout_FD)
             if (candidate_loss := float(loss(candidate, last))) < best or math.isnan(best):
                 model, best = candidate, candidate_loss
-    say(f"solved for weights with {count} batches: loss {before:.4f} -> {best:.4f} on the next batch")
+    log.info(f"solved for weights with {count} batches: loss {before:.4f} -> {best:.4f} on the next batch")
     return model

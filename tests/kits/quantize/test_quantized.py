@@ -294,14 +294,14 @@ def test_a_run_starts_from_the_same_quantized_weights_or_refits_others(quantized
     first = quantized_run
     cfg = dataclasses.replace(RUN.train, init_from=str(first.folder), total_steps=1)
     kept = stored.read(
-        stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
+        stored.find("--init-from", str(first.folder), None, hashed=False),
         abstract_state(dataclasses.replace(with_bits(FORMS[TRAINED].weights), train=cfg)).model,
         lambda x: with_shardings(x, MESH), print,
     )  # fmt: skip
     assert_equal_states(kept, first.state.model)
     for other in ("2/0,2/8", "3/0,2/4", None):
         plain = stored.read(
-            stored.find("--init-from", str(first.folder), None, hashed=False, say=print),
+            stored.find("--init-from", str(first.folder), None, hashed=False),
             abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: with_shardings(x, MESH), print,
         )  # fmt: skip
         assert_equal_states(plain, jax.jit(materialized)(first.state.model))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from nash_mhc.kits.recursive.puzzles import maze, sudoku
 from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, find_kind, is_held_out, is_puzzle
 from nash_mhc.storage.files import digest_of
 
+log = logging.getLogger(__name__)
 _VERSION = 1  # of the puzzles and of the cache file; increase it when either changes
 SHARE = 0.1  # of all classes that are held out
 # Largest numbers (training, held-out). A maze has only 8 images, so it needs more; 4x4 cells have no more classes.
@@ -133,7 +135,7 @@ def _read_pool(path: Path, kind: Kind) -> Pool | None:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); remove it, or choose another --cache-dir") from error
     digest, body = content[:32], content[32:]
     if hashlib.sha256(body).digest() != digest:
-        print(f"{path}: is damaged; making the puzzles of {kind.name} again", file=sys.stderr)
+        log.warning(f"{path}: is damaged; making the puzzles of {kind.name} again")
         return None
     file = io.BytesIO(body)
     arrays = [np.load(file, allow_pickle=False) for _ in range(2 * len(_DTYPES))]

@@ -1,0 +1,80 @@
+"""Show the package's log records. Modules only write records to `logging.getLogger(__name__)`.
+
+A command calls `configure` once. A run attaches its own handler with `showing`. Otherwise the caller's handlers decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+LEVELS = ("debug", "info", "warning", "error")
+HELP = "least severe messages to show"
+_PACKAGE = logging.getLogger("nash_mhc")
+_shown: logging.Handler | None = None  # the handler that `configure` or `showing` has attached
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Print messages to the current sys.stderr, which progress bars and tests replace."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help=f"{HELP} [info]")
+
+
+def configure(level: str) -> None:
+    """Print the package's messages to stderr, from `level` on. For commands: a library leaves this to its user."""
+    _PACKAGE.setLevel(level.upper())
+    _attach(StderrHandler(), level)
+
+
+def silence() -> None:
+    """Undo `configure`, for all processes of a command but the first."""
+    _PACKAGE.setLevel(logging.NOTSET)
+    _attach(None)
+
+
+@contextlib.contextmanager
+def showing(handler: logging.Handler | None, level: str) -> Iterator[None]:
+    """Show messages through `handler` instead of the one of `configure`; None shows nothing.
+
+    The caller's own handlers get the same records.
+    """
+    before, own_level = _shown, _PACKAGE.level
+    if handler is not None and own_level == logging.NOTSET:
+        _PACKAGE.setLevel(level.upper())
+    _attach(handler, level)
+    try:
+        yield
+    finally:
+        _PACKAGE.setLevel(own_level)
+        _attach(before)
+
+
+def _attach(handler: logging.Handler | None, level: str | None = None) -> None:
+    global _shown  # noqa: PLW0603
+    if _shown is not None:
+        _PACKAGE.removeHandler(_shown)
+    if handler is not None:
+        if level is not None:
+            handler.setLevel(level.upper())
+        _PACKAGE.addHandler(handler)
+    _shown = handler
+
+
+def caller_prints() -> bool:
+    """Return whether a handler of the caller prints the package's messages to the console."""
+    inherited = logging.getLogger().handlers if _PACKAGE.propagate else []
+    streams = [getattr(handler, "stream", None) for handler in (*_PACKAGE.handlers, *inherited) if handler is not _shown]
+    return sys.stdout in streams or sys.stderr in streams
