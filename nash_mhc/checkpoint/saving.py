@@ -129,8 +129,8 @@ class Saver:
         except OSError as fault:
             self._note(fault, wait=wait)
             return
-        if self._failures:
-            log.info(f"saved checkpoint {self._saving} after {self._failures} failed attempt{'s' * (self._failures > 1)}")
+        failed = f" after {self._failures} failed attempt{'s' * (self._failures > 1)}" if self._failures else ""
+        log.log(logging.INFO if failed else logging.DEBUG, f"saved checkpoint {self._saving}{failed}")
         self.last, self._saving, self._failures, self._retry_at = self._saving, None, 0, None
 
     def _note(self, fault: OSError, *, wait: bool) -> None:

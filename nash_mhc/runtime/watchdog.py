@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from nash_mhc.parallel.board import ANSWER_S, Board, LostProcess, coordinator_an
 from nash_mhc.parallel.processes import on_lost_coordinator, report_lost_coordinator
 from nash_mhc.runtime.signals import SIGNALS, TRY_AGAIN, exit_now
 
+log = logging.getLogger(__name__)
 SILENCE_S = 20.0  # a process without a heartbeat for this long counts as dead
 BEGIN_S = 120.0  # the same for a process that has connected but not sent its first heartbeat
 _MAX_WAIT_S = 300.0  # upper limit while waiting for the thread to find the lost process
@@ -241,6 +243,7 @@ class Watch:
         """Record what the main thread does next. Only while `working` does the stall timeout count its time."""
         self._phase, self._working, self._begun = phase, working, self._begun or working
         self._moves += 1
+        log.debug(phase)
 
     def should_stop(self) -> bool:
         """Return whether to stop here, at the same point in every process, no matter which received the signal."""
