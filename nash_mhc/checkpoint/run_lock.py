@@ -145,7 +145,7 @@ class _FileLock(Owner):
 
     def reacquire(self) -> None:
         if not self._is_held():
-            before, self._handle = self._handle, self._acquire(_Wait(self._folder, 0.0, print), again=True)
+            before, self._handle = self._handle, self._acquire(_Wait(self._folder, 0.0), again=True)
             os.close(before)
 
     def release(self) -> None:

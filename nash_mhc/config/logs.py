@@ -36,6 +36,7 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 def configure(level: str) -> None:
     """Print the package's messages to stderr, from `level` on. For commands: a library leaves this to its user."""
     _PACKAGE.setLevel(level.upper())
+    _PACKAGE.propagate = False  # absl, which Orbax imports, gives the root logger a handler
     _attach(StderrHandler(), level)
 
 
@@ -43,15 +44,20 @@ def silence() -> None:
     """Undo `configure`, for all processes of a command but the first."""
     _PACKAGE.setLevel(logging.NOTSET)
     _attach(None)
+    _PACKAGE.propagate = True
 
 
 @contextlib.contextmanager
 def showing(handler: logging.Handler | None, level: str) -> Iterator[None]:
     """Show messages through `handler` instead of the one of `configure`; None shows nothing.
 
-    The caller's own handlers get the same records.
+    The caller's own handlers get the same records, but for those that print to the console: unless the caller has
+    enabled the package's messages, `handler` is the only one that does.
     """
     before, own_level = _shown, _PACKAGE.level
+    duplicates = [] if caller_prints() else _on_console()
+    for other in duplicates:
+        other.addFilter(_is_of_others)
     if handler is not None and own_level == logging.NOTSET:
         _PACKAGE.setLevel(level.upper())
     _attach(handler, level)
@@ -60,6 +66,8 @@ def showing(handler: logging.Handler | None, level: str) -> Iterator[None]:
     finally:
         _PACKAGE.setLevel(own_level)
         _attach(before)
+        for other in duplicates:
+            other.removeFilter(_is_of_others)
 
 
 def _attach(handler: logging.Handler | None, level: str | None = None) -> None:
@@ -74,7 +82,16 @@ def _attach(handler: logging.Handler | None, level: str | None = None) -> None:
 
 
 def caller_prints() -> bool:
-    """Return whether a handler of the caller prints the package's messages to the console."""
+    """Return whether the caller has enabled the package's messages and prints them to the console."""
+    return _PACKAGE.isEnabledFor(logging.INFO) and bool(_on_console())
+
+
+def _on_console() -> list[logging.Handler]:
+    """Return the caller's handlers for the package's messages that print to the console."""
     inherited = logging.getLogger().handlers if _PACKAGE.propagate else []
-    streams = [getattr(handler, "stream", None) for handler in (*_PACKAGE.handlers, *inherited) if handler is not _shown]
-    return sys.stdout in streams or sys.stderr in streams
+    others = [handler for handler in (*_PACKAGE.handlers, *inherited) if handler is not _shown]
+    return [handler for handler in others if getattr(handler, "stream", None) in (sys.stdout, sys.stderr)]
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] != _PACKAGE.name

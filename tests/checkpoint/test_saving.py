@@ -81,7 +81,9 @@ def test_a_failed_save_is_reported_and_retried_with_the_current_state(store, mes
             assert not saver.retry_due()
     saver.save(tree(7), 7, {}, wait=True)  # the end of a run asks for no pause
     assert messages[4:] == ["saved checkpoint 7 after 1 failed attempt"]
-    assert not caplog.records  # no library has told it a second time, with a traceback
+    assert all(
+        record.name.startswith("nash_mhc") for record in caplog.records
+    )  # no library has told it a second time, with a traceback
 
 
 def test_too_many_failures_stop_the_run_and_keep_the_latest_checkpoint(store, messages):

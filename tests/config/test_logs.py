@@ -35,7 +35,6 @@ def test_import_installs_nothing_that_prints():
         "package = logging.getLogger('nash_mhc')\n"
         "assert [type(h) for h in package.handlers] == [logging.NullHandler], package.handlers\n"
         "assert package.level == logging.NOTSET and package.propagate\n"
-        "logging.getLogger('nash_mhc.train').warning('not shown')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -80,6 +79,26 @@ def test_a_users_console_handler_replaces_the_display(tmp_path, capsys):
     assert out == ""
     assert err.count("step 1/1  loss ") == 1
     assert err.count("WARNING nash_mhc.train.log: warning: --learning-rate 1") == 1
+
+
+def test_the_root_handler_that_absl_adds_repeats_nothing(tmp_path, capsys):
+    """absl calls logging.basicConfig while Orbax is imported."""
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        run(one_step(tmp_path / "a"))
+        out, err = capsys.readouterr()
+        assert out.count("step 1/1  loss ") == 1 and err == ""
+        run(one_step(tmp_path / "b"), quiet=True)
+        assert capsys.readouterr() == ("", "")
+        logs.configure("info")
+        log.info("once")
+        assert capsys.readouterr() == ("", "once\n")
+        logs.silence()
+        log.warning("shown by the caller's handler")
+        assert capsys.readouterr().err.count("shown") == 1
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def test_a_quiet_run_still_gives_its_records_to_the_user(tmp_path, capsys, messages):
