@@ -117,7 +117,7 @@ def _fresh_model(cfg: ModelConfig, seed: int) -> Any:
 def _start(cfg: RunConfig, seed: int) -> TrainState:
     if cfg.lora.rank or cfg.of_kits:  # which draw for themselves
         return jax.device_get(create_state(dataclasses.replace(cfg, train=TrainConfig(seed=seed)), make_mesh(cfg.mesh)))
-    return jax.device_get(initial_state(cfg, _fresh_model(cfg.model, seed)))
+    return jax.device_get(initial_state(ProgramKey.of(cfg), _fresh_model(cfg.model, seed)))
 
 
 def start(cfg: RunConfig, mesh: Any) -> TrainState:
@@ -131,7 +131,7 @@ def start(cfg: RunConfig, mesh: Any) -> TrainState:
 
 def _placed(cfg: RunConfig, mesh: Any, state: TrainState) -> TrainState:
     """A copy: the step is given these buffers to overwrite."""
-    return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
+    return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(ProgramKey.of(cfg), mesh))
 
 
 def drawn_model(cfg: Any) -> Any:

@@ -256,6 +256,62 @@ def test_what_a_deleted_kit_had_is_refused_in_one_line(gone, left, tmp_path):
     assert len(done.stdout.splitlines()) == 1 and "must be one of nash-mhc" in done.stdout
 
 
+# Run a module as an earlier version would: run.json and the checkpoints have the sections of all kits.
+AS_BEFORE = """
+import runpy, sys
+from nash_mhc.config.schema import RunConfig
+
+RunConfig.recorded = RunConfig.to_dict
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def older_run(tmp_path_factory):
+    """A run that used no kit, recorded by an earlier version."""
+    run = tmp_path_factory.mktemp("older") / "run"
+    done = python("-c", AS_BEFORE, "nash_mhc.train", *SMALL, "--checkpoint-dir", str(run), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert {"distill", "quantize"} <= json.loads((run / "run.json").read_text())["config"].keys()
+    return run
+
+
+@pytest.fixture(scope="module")
+def without_kits(tmp_path_factory):
+    """Return a function that starts Python with a package whose kits were deleted, all but reservoir."""
+    root = tmp_path_factory.mktemp("package")
+    gone = shutil.ignore_patterns("__pycache__", "distill", "quantize", "recursive")
+    shutil.copytree(ROOT / "nash_mhc", root / "nash_mhc", ignore=gone)
+    return lambda *words: python(*words, cwd=root, PYTHONPATH=str(root))
+
+
+def test_a_run_that_used_no_kit_continues_without_the_kits(older_run, without_kits, tmp_path):
+    run = str(shutil.copytree(older_run, tmp_path / "run"))
+    resumed = without_kits("-m", "nash_mhc.train", run, "--total-steps", "4")
+    assert resumed.returncode == 0 and "step 4" in resumed.stdout.replace("  ", " "), resumed.stdout + resumed.stderr
+    for module, *flags in (("generate", "--max-tokens", "2"), ("report", "--out", str(tmp_path / "page.html"))):
+        done = without_kits("-m", f"nash_mhc.{module}", run, *flags)
+        assert done.returncode == 0, done.stderr
+    asked = without_kits("-m", "nash_mhc.train", "--config", str(older_run / "run.json"), "--print-config")
+    assert asked.returncode == 0 and "width: 32" in asked.stdout, asked.stderr
+    assert not {"distill", "quantize"} & json.loads((tmp_path / "run" / "run.json").read_text())["config"].keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("quantize", "weights", "q2a4"), ("distill", "temperature", 2.0), ("", "model_kind", "recursive")],
+)
+def test_a_run_that_used_a_deleted_kit_is_refused_in_one_line(section, key, value, older_run, without_kits, tmp_path):
+    info = json.loads((older_run / "run.json").read_text())
+    for values in (info["config"], info["settings"]):
+        (values[section] if section else values)[key] = value
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    for module in ("train", "generate"):
+        done = without_kits("-m", f"nash_mhc.{module}", str(tmp_path))
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert str(tmp_path) in done.stderr and (section or value) in done.stderr and "kit" in done.stderr
+
+
 def test_importing_the_core_imports_no_kit():
     """Not even by way of a registry: kits are imported when one of their names is looked up."""
     text = "import sys, nash_mhc.train.trainer; print([name for name in sys.modules if name.startswith('nash_mhc.kits.')])"

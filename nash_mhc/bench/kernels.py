@@ -42,7 +42,7 @@ _DOCUMENTS = 7  # at most, per sequence
 
 def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     if isinstance(cfg.model, ModelConfig):
-        cfg = one_group(cfg, 2)
+        cfg = dataclasses.replace(cfg, model=one_group(cfg.model, 2))
     cfg, mesh = resolve(cfg)
     state = create_state(cfg, mesh)
     state = dataclasses.replace(state, model=jax.jit(_with_noise)(state.model))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import logging
 import math
 import statistics
@@ -31,7 +32,7 @@ from rich.table import Table
 
 from nash_mhc.bench.step import bench_step, random_rows
 from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, module_of, one_group, parts_and_arrays
-from nash_mhc.config.schema import ModelConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import ArchitectureConfig, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.compiled import CompiledStep
@@ -141,16 +142,18 @@ def _figures(part: Part, arrays: Arrays, rates: Rates, forward: float, whole: fl
     }
 
 
-def step_ms(cfg: RunConfig, steps: int) -> tuple[float, str]:
-    """Return (time of the whole step, its source). A deep model is extrapolated from two shallow ones."""
-    assert isinstance(cfg.model, ModelConfig)
-    groups = cfg.model.layers // len(cfg.model.windows)
-    few = (1, 2) if cfg.train.unroll == "yes" else (2, 4)  # a loop of one iteration is no loop
-    measure = lambda groups: bench_step(one_group(cfg, groups), steps=steps, warmup=2)["step_ms"]
+def step_ms(model: ArchitectureConfig, unroll: str, measure: Callable[[ModelConfig], float]) -> tuple[float, str]:
+    """Return (time of the whole step, its source). A deep model is extrapolated from two shallow ones.
+
+    `measure` returns the ms/step of a model.
+    """
+    assert isinstance(model, ModelConfig)
+    groups = model.layers // len(model.windows)
+    few = (1, 2) if unroll == "yes" else (2, 4)  # a loop of one iteration is no loop
     if groups <= few[1]:
-        return measure(groups), "measured"
-    first, second = (measure(count) for count in few)
-    layers = [count * len(cfg.model.windows) for count in few]
+        return measure(model), "measured"
+    first, second = (measure(one_group(model, count)) for count in few)
+    layers = [count * len(model.windows) for count in few]
     return first + (second - first) * (groups - few[0]) / (few[1] - few[0]), f"from {layers[0]} and {layers[1]} layers"
 
 
@@ -161,13 +164,14 @@ def bench_parts(
     cfg, mesh = resolve(cfg)
     check(cfg.model, cfg.objective.name, mesh.size)
     device, start = mesh.devices.flat[0], time.perf_counter()
+    of_one_group = dataclasses.replace(cfg, model=one_group(cfg.model))
     rates = lambda: Rates(matmul_rate(cfg.train.dtype, device, seconds), memory_rate(device, seconds))
     with jax.set_mesh(mesh):  # check the names before anything is measured
-        shapes = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
+        shapes = abstract_state(of_one_group).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
         names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *shapes))[0]), only)
     before = rates()
     state, batch = (
-        create_state(one_group(cfg), mesh),
+        create_state(of_one_group, mesh),
         to_device(random_rows(cfg.data, cfg.train.grad_accum, cfg.model.vocab_size), mesh),
     )
     wanted = lambda walk: lambda model, batch: {name: a for name, a in walk(model, batch).items() if name in names}
@@ -203,7 +207,10 @@ def bench_parts(
         "prepared_s": prepared_s,
     }
     if only is None:
-        whole, source = (whole_step_ms, "given") if whole_step_ms is not None else step_ms(cfg, steps=5)
+        measure = lambda model: bench_step(dataclasses.replace(cfg, model=model), steps=5, warmup=2)["step_ms"]
+        whole, source = whole_step_ms, "given"
+        if whole is None:
+            whole, source = step_ms(cfg.model, cfg.train.unroll, measure)
         figures |= {"step_ms": whole, "step_ms_is": source, "rest_ms": whole - figures["parts_ms"]}
     return figures
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from nash_mhc.bench.findings import Figures, compare, verdict
 from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
@@ -73,20 +73,18 @@ def matched(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
     return dataclasses.replace(model, ffn=unit * max(1, 1 + round((parameters - at(unit)) / slope)))
 
 
-def relative(name: str, cfg: RunConfig, base: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the run of one variant. `base` is `cfg` with the settings for this platform resolved."""
+def variant(name: str, model: ModelConfig, tp: int) -> ModelConfig:
+    """Return the variant of the model with the nearest number of parameters that divides over `tp`."""
     if not VARIANTS[name]:
-        return base
-    target = count_parameters(cfg.model)
-    model = matched(dataclasses.replace(base_model(cfg.model), **VARIANTS[name]), target, math.lcm(8, mesh.shape["tp"]))
+        return model
+    target = count_parameters(model)
+    model = matched(dataclasses.replace(model, **VARIANTS[name]), target, math.lcm(8, tp))
     if abs((count := count_parameters(model)) / target - 1) > _TOLERANCE:
         raise ConfigError(
             f"variant {name}: no FFN width gives {target:,} parameters within {_TOLERANCE:.0%} (the nearest, {model.ffn}, "
             f"gives {count:,}); use a larger model or a smaller --mesh-tp"
         )
-    # Choose the kernel again: the best one with a window may not be the best without.
-    run = dataclasses.replace(base, model=model, train=dataclasses.replace(base.train, attention=cfg.train.attention))
-    return for_platform(run, base.mesh.platform)
+    return model
 
 
 _NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide
@@ -119,10 +117,10 @@ class Setting:
     held_out: RowSource
     progress: _Progress
 
-    def source(self, cfg: RunConfig) -> RowSource:
+    def source(self, data: DataConfig, seed: int) -> RowSource:
         if self.task == "recall":
-            return RecallRows(cfg.data.seq_len, self.tokenizer.vocab_size, seed=cfg.train.seed)
-        return open_source(cfg.data, self.tokenizer, split=cfg.data.split, seed=cfg.train.seed, align=self.align)
+            return RecallRows(data.seq_len, self.tokenizer.vocab_size, seed=seed)
+        return open_source(data, self.tokenizer, split=data.split, seed=seed, align=self.align)
 
 
 @dataclass
@@ -140,7 +138,7 @@ def _finite(loss: float) -> float | None:
 def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None]) -> Trained:
     """Train from random weights. The seed and the alignment determine the data."""
     total, seed, mesh = cfg.train.total_steps, cfg.train.seed, setting.mesh
-    source = setting.source(cfg)
+    source = setting.source(cfg.data, seed)
     # Learning rate, schedule and seed are arguments of the program: all runs of a variant share one.
     step_fn = compile_train_step(cfg, mesh, source)
     state = create_state(cfg, mesh)
@@ -201,15 +199,6 @@ def by_position(model: LM, evaluator: Evaluator, seq_len: int, task: str) -> dic
     return {"accuracy_by_distance" if recall else "loss_by_position": figures}
 
 
-def _with(cfg: RunConfig, *, rate: float | None = None, seed: int | None = None, steps: int | None = None) -> RunConfig:
-    optim = cfg.optim if rate is None else dataclasses.replace(cfg.optim, learning_rate=rate)
-    changes: dict[str, Any] = {"seed": seed, "total_steps": steps}
-    run = dataclasses.replace(cfg.train, **{k: v for k, v in changes.items() if v is not None})
-    if steps is not None and optim.warmup_steps >= steps:
-        optim = dataclasses.replace(optim, warmup_steps=steps - 1)
-    return dataclasses.replace(cfg, optim=optim, train=run)
-
-
 class Contestant:
     """One variant: compiled once, trained with every learning rate, and with the best one for every seed."""
 
@@ -217,7 +206,7 @@ class Contestant:
         self.name, self.cfg, self._setting = name, cfg, setting
         log.info(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {base_model(cfg.model).ffn}; compiling ...")
         setting.progress.status.update(f"{name}: compiling ...")
-        step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg))
+        step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg.data, cfg.train.seed))
         step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
         self._evaluator = Evaluator(cfg, setting.held_out, setting.tokenizer, setting.mesh)
         self.figures: Figures = {
@@ -227,9 +216,17 @@ class Contestant:
             "compile_s": step_fn.seconds,
         }
 
-    def run(self, cfg: RunConfig) -> tuple[float | None, Trained]:
-        """Return (held-out loss, trained model)."""
-        total, progress = cfg.train.total_steps, self._setting.progress
+    def run(self, seed: int, *, rate: float | None = None, steps: int | None = None) -> tuple[float | None, Trained]:
+        """Return (held-out loss, trained model) of a run with another seed, and another rate and length if given."""
+        total = self.cfg.train.total_steps if steps is None else steps
+        optim = dataclasses.replace(
+            self.cfg.optim,
+            learning_rate=self.cfg.optim.learning_rate if rate is None else rate,
+            warmup_steps=self.cfg.optim.warmup_steps if steps is None else min(self.cfg.optim.warmup_steps, steps - 1),
+        )
+        short = dataclasses.replace(self.cfg.train, seed=seed, total_steps=total)
+        cfg = dataclasses.replace(self.cfg, optim=optim, train=short)
+        progress = self._setting.progress
         where = f"{self.name}, rate {cfg.optim.learning_rate:g}, seed {cfg.train.seed}"
         watch = lambda step, loss: progress.now(f"{where}: step {step}/{total}, loss {loss:.4f}")
         trained = train(cfg, self._setting, watch)
@@ -244,7 +241,7 @@ class Contestant:
         best: Trained | None = None
         speeds = []
         for rate in rates:
-            loss, trained = self.run(_with(self.cfg, rate=rate, seed=seeds[0]))
+            loss, trained = self.run(seeds[0], rate=rate)
             known = [v for v in tried.values() if v is not None]
             tried[rate] = loss
             speeds.append(trained.tokens_per_s)
@@ -254,10 +251,10 @@ class Contestant:
         assert best is not None
         rate = min(rates, key=lambda r: math.inf if (loss := tried[r]) is None else loss)
         positions = by_position(best.model, self._evaluator, self.cfg.data.seq_len, self._setting.task)
-        self.cfg = _with(self.cfg, rate=rate)
+        self.cfg = dataclasses.replace(self.cfg, optim=dataclasses.replace(self.cfg.optim, learning_rate=rate))
         curve, health = best.curve, best.health
         del best
-        losses = [tried[rate], *(self.run(_with(self.cfg, seed=seed))[0] for seed in seeds[1:])]
+        losses = [tried[rate], *(self.run(seed)[0] for seed in seeds[1:])]
         inside = len(rates) > 2 and rate not in (min(rates), max(rates))
         self.figures |= {
             "rates": {f"{r:g}": loss for r, loss in tried.items()},
@@ -275,7 +272,7 @@ class Contestant:
         tokens = self.cfg.train.grad_accum * self.cfg.data.batch_size * self.cfg.data.seq_len
         steps = max(1, min(self.cfg.train.total_steps, round(seconds * self.figures["tokens_per_s"] / tokens)))
         whole = steps == self.cfg.train.total_steps
-        loss = self.figures["held_out"][0] if whole else self.run(_with(self.cfg, seed=seed, steps=steps))[0]
+        loss = self.figures["held_out"][0] if whole else self.run(seed, steps=steps)[0]
         self.figures["equal_seconds"] = {"seconds": seconds, "steps": steps, "held_out": loss}
 
 
@@ -313,6 +310,7 @@ def bench_quality(
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: set --model-vocab-size {tokenizer.vocab_size} or more")
     align, numbers = model.alignment, [cfg.train.seed + i for i in range(seeds)]
+    dataclasses.replace(cfg.train, seed=numbers[-1])  # raises for a seed that is too large
     # Four times the batches of a run's evaluation, for a precision of half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
     held_out: RowSource | None
@@ -324,9 +322,10 @@ def bench_quality(
         raise ConfigError("there is no held-out data to compare the models on; raise --validation-fraction")
     runs: dict[str, RunConfig] = {}
     for name in names:
-        run = relative(name, cfg, base, mesh)
-        runs[name] = dataclasses.replace(run, train=dataclasses.replace(run.train, eval_batches=batches))
-        [_with(runs[name], seed=seed) for seed in numbers]  # rejects seeds that are too large
+        # Choose the kernel again: the best one with a window may not be the best without.
+        train_config = dataclasses.replace(base.train, attention=cfg.train.attention, eval_batches=batches)
+        run = dataclasses.replace(base, model=variant(name, model, mesh.shape["tp"]), train=train_config)
+        runs[name] = for_platform(run, base.mesh.platform)
     progress = _Progress()
     setting = Setting(tokenizer, mesh, align, task, held_out, progress)
     contestants = []

@@ -137,7 +137,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     emulated = dataclasses.replace(cfg.mesh, platform="cpu")
     with contextlib.nullcontext() if topology == "cpu" else hidden("libtpu", "TPU_STDERR_LOG_LEVEL"):
         mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg.mesh, topology)
-        check_fit(cfg, mesh.shape)
+        check_fit(cfg.data, cfg.model, mesh.shape, resizable=cfg.resizable)
         cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
         step = compile_train_step(cfg, mesh)
         compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))

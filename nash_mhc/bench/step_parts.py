@@ -100,10 +100,12 @@ class _Recorder:
         return out
 
 
-def _walk(cfg: RunConfig, model: ModelConfig, sides: tuple[Any, Any], batch: Batch) -> _Recorder:
+def _walk(
+    model: ModelConfig, train: TrainConfig, z_loss: float, smoothing: float, sides: tuple[Any, Any], batch: Batch
+) -> _Recorder:
     """Run the parts of a step for one layer of each kind. `sides`: the trained and the frozen part of the model."""
-    recorder = _Recorder(cfg.train.dtype, math.prod(batch.inputs.shape))
-    groups, accum = model.layers // len(model.group), cfg.train.grad_accum
+    recorder = _Recorder(train.dtype, math.prod(batch.inputs.shape))
+    groups, accum = model.layers // len(model.group), train.grad_accum
     whole = lambda *names: tuple(_only(side, names) for side in sides)
     group = [
         [jax.tree.map(lambda a: a[0], stack) for stack in stacks_of_group(side.layers, len(model.group))] for side in sides
@@ -112,7 +114,7 @@ def _walk(cfg: RunConfig, model: ModelConfig, sides: tuple[Any, Any], batch: Bat
 
     table = jax.tree.leaves(whole("embed_VD"))[0]
     x_BTD = recorder.run(
-        "embedding", accum, lambda lm, _, tokens_BT: lm.embed_tokens(tokens_BT, cfg.train.dtype), whole("embed_VD"),
+        "embedding", accum, lambda lm, _, tokens_BT: lm.embed_tokens(tokens_BT, train.dtype), whole("embed_VD"),
         constants=batch.inputs, in_layer=False, rereads_inputs=False, rows=0,  # a lookup, not a matmul
         unread=model.width * table.dtype.itemsize * max(0, table.shape[0] - batch.inputs.size),
     )  # fmt: skip
@@ -136,7 +138,7 @@ def _walk(cfg: RunConfig, model: ModelConfig, sides: tuple[Any, Any], batch: Bat
         conv = lambda own, x, segments_BT: own(x, segments_BT)
         module = of_layer(lambda layer: layer.attention_conv)
         mixed_BTD = recorder.run("conv", accum * model.layers, conv, module, mixed_BTD, batch.segments)
-    y_BTD = _run_mixers(cfg.train, model, recorder, lambda i: of_layer(lambda layer: layer.attention, i), mixed_BTD, batch)
+    y_BTD = _run_mixers(train, model, recorder, lambda i: of_layer(lambda layer: layer.attention, i), mixed_BTD, batch)
 
     no_weights = of_layer(lambda layer: _only(layer.attention_residual, ()))
     if model.mixings:
@@ -152,16 +154,13 @@ def _walk(cfg: RunConfig, model: ModelConfig, sides: tuple[Any, Any], batch: Bat
         feed_forward, module = (lambda own, x, _: own(x)), of_layer(lambda layer: layer.ffn, i)
         recorder.run(f"ffn-{name}", accum * groups * count, feed_forward, module, normed_BTD)
 
-    smoothing = cfg.objective.label_smoothing if cfg.objective.name == "smoothed" else 0.0
     loss = lambda lm, x_BTD, labels: sharded_xent(
-        x_BTD, lm.unembed_VD, *labels, model.vocab_size, cfg.optim.z_loss, smoothing
+        x_BTD, lm.unembed_VD, *labels, model.vocab_size, z_loss, smoothing
     )  # fmt: skip
     recorder.run(
         "loss", accum, loss, whole("embed_VD" if model.tied_embeddings else "output_VD"), normed_BTD,
         (batch.targets, batch.weights), in_layer=False, rereads_inputs=False, rows=model.vocab_size,
     )  # fmt: skip
-    training, h = Training.of(cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(cfg.optim, cfg.train))
-    _run_updates(training, h, bool(cfg.optim.ema_decay), model, recorder, sides[0])
     return recorder
 
 
@@ -275,11 +274,10 @@ def chosen(names: list[str], wanted: str | None) -> list[str]:
     return [name for name in names if name in selected or wanted is None]
 
 
-def one_group(cfg: RunConfig, groups: int = 1) -> RunConfig:
-    """Return the run with the model cut to this many groups of layers."""
-    assert isinstance(cfg.model, ModelConfig)
-    layers = groups * len(cfg.model.windows)
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=layers))
+def one_group(model: ArchitectureConfig, groups: int = 1) -> ModelConfig:
+    """Return the model cut to this many groups of layers."""
+    assert isinstance(model, ModelConfig)
+    return dataclasses.replace(model, layers=groups * len(model.windows))
 
 
 def parts_and_arrays(cfg: RunConfig, call: Callable[[Callable[..., Any]], Any]) -> tuple[dict[str, Part], Any]:
@@ -288,7 +286,12 @@ def parts_and_arrays(cfg: RunConfig, call: Callable[[Callable[..., Any]], Any]) 
 
     def walk(model: Any, batch: Any) -> dict[str, Arrays]:
         assert isinstance(cfg.model, ModelConfig)
-        recorder = _walk(cfg, cfg.model, Training.of(cfg).split(model), jax.tree.map(lambda a: a[0], batch))
+        training, h = Training.of(cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(cfg.optim, cfg.train))
+        sides = training.split(model)
+        smoothing = cfg.objective.label_smoothing if cfg.objective.name == "smoothed" else 0.0
+        microbatch = jax.tree.map(lambda a: a[0], batch)
+        recorder = _walk(cfg.model, cfg.train, cfg.optim.z_loss, smoothing, sides, microbatch)
+        _run_updates(training, h, bool(cfg.optim.ema_decay), cfg.model, recorder, sides[0])
         parts.update(recorder.parts)
         return recorder.arrays
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import importlib.util
 import itertools
 import logging
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, LoraConfig, ModelConfig, OptimConfig, RunConfig
 from nash_mhc.hub.config_json import family_config, family_of
 
 log = logging.getLogger(__name__)
@@ -30,22 +31,22 @@ _PROJECTIONS = {
 }
 
 
-def _check(cfg: RunConfig) -> None:
+def _check(model: ArchitectureConfig, lora: LoraConfig) -> None:
     """Raise ConfigError if transformers has no such model or a library is missing, without importing them."""
-    if not isinstance(cfg.model, ModelConfig) or family_of(cfg.model) is None:
+    if not isinstance(model, ModelConfig) or family_of(model) is None:
         raise ConfigError(
             "--against torch: transformers has no such model; use the dense decoder (--model-scales 1 --model-conv-taps 0 "
             "--model-residual plain --model-full-every 0 --model-window none)"
         )
-    wanted = ["torch", "transformers", *(["peft"] if cfg.lora.rank else [])]
+    wanted = ["torch", "transformers", *(["peft"] if lora.rank else [])]
     if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"--against torch: {missing[0]} is not installed; pip install {' '.join(missing)}")
-    _targets(cfg.lora)
+    _targets(lora)
 
 
 def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     """Measure PyTorch, then this package, on the same device, and return both and the ratio of their speeds."""
-    _check(cfg)
+    _check(cfg.model, cfg.lora)
     log.info("torch: eager, then compiled ...")
     # A separate process frees the device's memory before JAX starts.
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -69,21 +70,20 @@ def _targets(cfg: LoraConfig) -> list[str]:
     return targets
 
 
-def _model(cfg: RunConfig, device: Any) -> Any:
+def _model(shape: ArchitectureConfig, lora: LoraConfig, seq_len: int, seed: int, device: Any) -> Any:
     import torch
     import transformers
 
-    assert isinstance(cfg.model, ModelConfig)
-    values = family_config(cfg.model, str(family_of(cfg.model)), cfg.data.seq_len)
+    assert isinstance(shape, ModelConfig)
+    values = family_config(shape, str(family_of(shape)), seq_len)
     # Our tied embeddings have a factor that transformers lacks, which does not affect the speed.
-    config = transformers.AutoConfig.for_model(**values | {"tie_word_embeddings": cfg.model.tied_embeddings})
+    config = transformers.AutoConfig.for_model(**values | {"tie_word_embeddings": shape.tied_embeddings})
     with device:
-        torch.manual_seed(cfg.train.seed)
+        torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    if cfg.lora.rank:
+    if lora.rank:
         import peft
 
-        lora = cfg.lora
         settings: dict[str, Any] = {
             "r": lora.rank, "lora_alpha": 2 * lora.rank if lora.alpha is None else lora.alpha, "lora_dropout": lora.dropout,
             "target_modules": _targets(lora), "use_rslora": lora.rslora, "task_type": "CAUSAL_LM",
@@ -97,11 +97,15 @@ def _measure(cfg: RunConfig, steps: int, warmup: int) -> dict[str, Any]:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = (cfg.data.batch_size, cfg.data.seq_len)
+    tokens_BT = torch.from_numpy(np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape)).to(device)
+    make_model = functools.partial(_model, cfg.model, cfg.lora, cfg.data.seq_len, cfg.train.seed, device)
+    timed = functools.partial(_timed, make_model, tokens_BT, cfg.optim, cfg.train.grad_accum, steps, warmup)
     tried: dict[str, Any] = {}
     best: dict[str, Any] = {}
     for name, compiled in (("eager", False), ("compiled", True)):
         try:
-            figures = _time_within_memory(cfg, device, compiled, steps, warmup)
+            figures = _within_memory(functools.partial(timed, compiled=compiled))
         except Exception as error:  # torch.compile fails in many ways, and needs a C++ compiler
             if not compiled:
                 raise
@@ -115,64 +119,71 @@ def _measure(cfg: RunConfig, steps: int, warmup: int) -> dict[str, Any]:
     return best | tried | {"version": torch.__version__}
 
 
-def _time_within_memory(cfg: RunConfig, device: Any, compiled: bool, steps: int, warmup: int) -> dict[str, Any] | None:
+def _within_memory(timed: Callable[..., dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the figures without recomputation, else with it; None if memory runs out even then."""
     import torch
 
     for recompute in (False, True):
         with contextlib.suppress(torch.OutOfMemoryError):
-            return _timed(cfg, device, compiled, recompute, steps, warmup)
+            return timed(recompute=recompute)
         torch.cuda.empty_cache()
     return None
 
 
-def _losses(cfg: RunConfig, model: Any, device: Any) -> Iterator[Any]:
+def _losses(model: Any, tokens_BT: Any, optim: OptimConfig, grad_accum: int) -> Iterator[Any]:
     """Train, and yield the loss of each step, on the device."""
     import torch
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    o = cfg.optim
+    trained, device = [parameter for parameter in model.parameters() if parameter.requires_grad], tokens_BT.device.type
     optimizer = torch.optim.AdamW(
-        trained, lr=o.learning_rate, betas=(o.b1, o.b2), weight_decay=o.weight_decay, fused=True
-    )  # fmt: skip
-    shape = (cfg.data.batch_size, cfg.data.seq_len)
-    tokens_BT = torch.from_numpy(np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape)).to(device)
+        trained, lr=optim.learning_rate, betas=(optim.b1, optim.b2), weight_decay=optim.weight_decay, fused=True
+    )
     while True:
         losses = []
-        for _ in range(cfg.train.grad_accum):
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss / cfg.train.grad_accum
+        for _ in range(grad_accum):
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss / grad_accum
             loss.backward()
             losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(trained, o.max_grad_norm or float("inf"))
+        torch.nn.utils.clip_grad_norm_(trained, optim.max_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield sum(losses)
 
 
-def _timed(cfg: RunConfig, device: Any, compiled: bool, recompute: bool, steps: int, warmup: int) -> dict[str, Any]:
+def _timed(
+    make_model: Callable[[], Any],
+    tokens_BT: Any,
+    optim: OptimConfig,
+    grad_accum: int,
+    steps: int,
+    warmup: int,
+    *,
+    compiled: bool,
+    recompute: bool,
+) -> dict[str, Any]:
     import torch
 
-    on_gpu = device.type == "cuda"
+    on_gpu = tokens_BT.device.type == "cuda"
     torch.set_float32_matmul_precision("high")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    model = _model(cfg, device)
+    model = make_model()
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if compiled:
         model = torch.compile(model)
     # As in bench_step, the host reads the loss of a step while the next one runs. Times are between these reads.
     ends, losses, before = [], [], None
-    for loss in itertools.islice(_losses(cfg, model, device), max(warmup, 1) + steps + 1):
+    for loss in itertools.islice(_losses(model, tokens_BT, optim, grad_accum), max(warmup, 1) + steps + 1):
         if before is not None:
             losses.append(float(before))
             ends.append(time.perf_counter())
         before = loss
     seconds = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends[-steps - 1 :]))
-    tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
     return {
         "step_ms": seconds * 1e3,
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": grad_accum * tokens_BT.numel() / seconds,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "recomputes": recompute,
         "first_loss": losses[0],

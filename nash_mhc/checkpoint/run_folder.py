@@ -9,22 +9,19 @@ checkpoints/      one numbered folder per checkpoint (store.py)
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, read_values, saved_steps, step_of
-from nash_mhc.config import kits
 from nash_mhc.config.recorded import leaves, taken_over
-from nash_mhc.config.schema import ConfigError, ModelConfig, RunConfig, section_classes
+from nash_mhc.config.schema import KIT_SECTIONS, ConfigError, ModelConfig, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error, as_os_errors, reason
 from nash_mhc.storage.files import Folder, is_remote, to_path
 from nash_mhc.storage.json_files import MALFORMED, parse_json, read_json, reading
 
-log = logging.getLogger(__name__)
 RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
     "run.json", "parameters.txt", "metrics.jsonl", "eval.jsonl", "checkpoints",
 )  # fmt: skip
@@ -214,22 +211,12 @@ def with_current_names(row: Mapping[str, Any]) -> Row:
     return {new.get(name, name): value for name, value in row.items()}
 
 
-@functools.cache
-def _warn_unknown(section: str) -> None:
-    log.warning(f"note: ignoring the run's settings for {section}: this kit is not installed")
-
-
 def _configured(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration in run.json without the sections of missing kits.
+    """Return the configuration in run.json.
 
     Models imported before `begin_with_end` existed were trained without a begin token.
     """
     config: dict[str, Any] = info["config"]
-    if isinstance(folders := config.get("kit"), str):
-        kits.use(folders, recorded=True)
-    for name in {name for name, keys in config.items() if isinstance(keys, dict)} - {*section_classes()}:
-        _warn_unknown(name)
-        config = {other: value for other, value in config.items() if other != name}
     return config | {"data": {"begin_with_end": False} | config["data"]} if "imported" in info else config
 
 
@@ -240,7 +227,11 @@ def _usable(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration by `section.key`; KeyError or AttributeError if it is not one."""
+    """Return a configuration by `section.key`; KeyError or AttributeError if it is not one.
+
+    The sections of kits that it leaves out have their defaults.
+    """
+    config = {name: dataclasses.asdict(kind()) for name, kind in KIT_SECTIONS.items()} | config  # type: ignore[call-overload]
     values = {
         f"{section}.{k}": v for section in ("model", "data", "optim", "train", "mesh") for k, v in config[section].items()
     }

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+# Earlier versions recorded the sections of all kits. These are the values that a run without the kit recorded.
+_UNUSED = {
+    "distill": {
+        "temperature": 1.0, "text": 0.0, "hard": 0.0, "teacher": None, "top_k": 128, "random": 0, "layers": 0.0,
+        "anchor": 0.0, "renormalised": False,
+    },
+    "quantize": {
+        "weights": None, "group": 32, "levels": "uniform", "magnitudes": False, "rest": 0.0, "trains": "both",
+    },
+}  # fmt: skip
+
 # Keys that belong to one start of a run and are not inherited.
 PER_START = {
     "train.checkpoint_dir", "train.resume", "train.wait_for_lock", "mesh.coordinator_address", "mesh.num_processes",
     "mesh.process_id", "mesh.connect_timeout", "telemetry.log_format", "telemetry.log_level",
 }  # fmt: skip
 _FILLED_IN = {"train.dtype", "train.attention", "train.unroll"}
+
+
+def is_unused(section: str, values: Any) -> bool:
+    """Return whether an earlier version recorded this section of a kit for a run that did not use the kit."""
+    defaults = _UNUSED.get(section)
+    return defaults is not None and isinstance(values, dict) and values.items() <= defaults.items()
 
 
 def is_run_json(names: set[str]) -> bool:

@@ -20,7 +20,7 @@ OPTIONAL = " and ".join(
 _BEGINNING = f"""\
 # Configuration
 
-Every key of a run. This page is made from the declarations in `config/` (schema.py, data.py, model.py); do not edit it:
+Every key of a run. This page is made from the declarations in `config/` (schema.py, sections.py, model.py); do not edit it:
 
 ```
 {COMMAND}

@@ -6,17 +6,11 @@ The command line, `--help`, the YAML reader and the checks all read the same fie
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from nash_mhc.config import kits
-from nash_mhc.config.capabilities import (
-    LoraConfig,
-    ObjectiveConfig,
-    PrecisionConfig,
-    TelemetryConfig,
-)
-from nash_mhc.config.data import TEMPLATE, DataConfig
 from nash_mhc.config.fields import (
     REMOVED,
     ConfigError,
@@ -29,173 +23,31 @@ from nash_mhc.config.fields import (
     weighted_parts,
 )
 from nash_mhc.config.kits import Registry
-from nash_mhc.config.mesh import PLATFORMS, MeshConfig
 from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
+from nash_mhc.config.recorded import is_unused
+from nash_mhc.config.sections import (
+    KEEPABLE,
+    PLATFORMS,
+    TEMPLATE,
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    PrecisionConfig,
+    TelemetryConfig,
+    TrainConfig,
+)
 
 __all__ = [
-    "ARCHITECTURES",
-    "KIT_SECTIONS",
-    "PLATFORMS",
-    "TEMPLATE",
-    "ArchitectureConfig",
-    "ConfigError",
-    "DataConfig",
-    "Length",
-    "LoraConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimConfig",
-    "PrecisionConfig",
-    "RunConfig",
-    "Section",
-    "TelemetryConfig",
-    "TrainConfig",
-    "accepted_types",
-    "check_field",
-    "expand_home",
-    "key",
-    "nearest_multiple",
-    "weighted_parts",
+    "ARCHITECTURES", "KEEPABLE", "KIT_SECTIONS", "PLATFORMS", "TEMPLATE", "ArchitectureConfig", "ConfigError",
+    "DataConfig", "Length", "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig",
+    "PrecisionConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types", "check_field",
+    "expand_home", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip
 
 
 S = TypeVar("S", bound=Section)
-
-# Activations that --remat-keep can save for the backward pass; `model/remat.py` implements them.
-KEEPABLE = ("qkv", "attention", "mixed", "output", "ffn-up", "ffn-down", "read", "coefficients")
-
-
-@dataclass(frozen=True)
-class OptimConfig(Section):
-    section = "optim"
-
-    learning_rate: float = key(
-        1.2e-3, "peak learning rate of matrices at width 640; other parameters follow by role and width", above=0
-    )
-    min_lr_ratio: float = key(0.05, "final learning rate as a share of the peak", low=0, high=1)
-    warmup_steps: int = key(25, "steps of linear warm-up", low=0)
-    optimizer: str = key(
-        "adamw", "adamw, adam_atan2, muon (Muon for matrices, AdamW for the rest), or a registered optimizer", seam="optimizers"
-    )
-    freeze: str | None = key(
-        None, "parameters not to train, comma-separated: names from parameters.txt or prefixes of them; * matches anything"
-    )
-    train_only: str | None = key(None, "parameters to train, in the same form; all others are frozen")
-    schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("cosine", "wsd", "constant"))
-    decay_fraction: float = key(0.2, "share of the steps in which wsd decays, at the end", low=0, high=1)
-    weight_decay: float = key(0.1, "weight decay of AdamW, on matrices only", low=0)
-    b1: float = key(0.9, "decay of AdamW's first moment", low=0, high=1)
-    b2: float = key(0.95, "decay of AdamW's second moment", low=0, high=1)
-    eps: float = key(1e-8, "epsilon of AdamW", above=0)
-    max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: no clipping)", low=0)
-    z_loss: float = key(0.0, "weight of the squared log-partition term in the loss", low=0)
-    sparsity: float = key(0.0, "weight of the scales' entropy in the loss", low=0)
-    ema_decay: float = key(0.0, "decay of the averaged weights (0: no averaging)", low=0, high=0.999999)
-
-
-@dataclass(frozen=True)
-class TrainConfig(Section):
-    section = "train"
-
-    total_steps: int = key(300, "optimizer steps of the whole run", low=1)
-    epochs: float | None = key(None, "passes over the data; sets --total-steps", above=0, further="tuning")
-    patience: int = key(
-        0, "stop after this many evaluations in a row without a lower held-out loss (0: never)", low=0, further="tuning"
-    )
-    end_with: str = key(
-        "auto",
-        "checkpoint a run ends with: last, or best by held-out loss (auto: best with --lora-rank, --epochs or --patience)",
-        choices=("auto", "last", "best"),
-        further="tuning",
-    )
-    seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
-    grad_accum: int = key(1, "microbatches per step (gradient accumulation)", low=1)
-    remat: str = key(
-        "none",
-        "activations to recompute in the backward pass: none, all but matmul results (dots), or all (full)",
-        choices=("none", "dots", "full"),
-    )
-    remat_keep: str | None = key(
-        None,
-        f"extra activations to save under remat, comma-separated: {', '.join(KEEPABLE)}",
-        further="precision",
-    )
-    dtype: str = key("auto", "compute dtype; auto: float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16"))
-    matmul_dtype: str = key(
-        "compute",
-        "dtype of attention and MLP matmuls: `compute` (the compute dtype) or `float8` (faster on Hopper and newer)",
-        choices=("compute", "float8"),
-        further="precision",
-    )
-    attention: str = key(
-        "auto", "attention kernel; auto: the fastest on this platform", choices=("auto", "xla", "cudnn", "pallas", "splash")
-    )
-    deterministic: bool = key(True, "give the same bits in every run; costs a GPU some memory, and speed for long sequences")
-    unroll: str = key(
-        "auto",
-        "unroll the layers instead of scanning over them: slower to compile, faster on a GPU (auto: on one GPU)",
-        choices=("auto", "yes", "no"),
-    )
-    log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
-    eval_interval: int = key(150, "steps between evaluations (0: only at the end)", low=0)
-    eval_batches: int = key(16, "batches per evaluation", low=1)
-    checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
-    checkpoint_dir: str | None = key(
-        None, "run directory; an existing run is resumed (none: runs/SIZE-DATE-TIME)", path=True, remote=True
-    )
-    max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
-    on_spike: str = key(
-        "report", "what to do about a sudden rise of loss or gradient norm", choices=("report", "skip", "ignore")
-    )
-    spike_score: float = key(20.0, "robust standard deviations above the median of recent steps that count as a spike", above=0)
-    stall_timeout: float = key(
-        600.0, "seconds without progress after which the run names the process that hangs and exits (0: never)", low=0
-    )
-    keep_last: int = key(3, "newest checkpoints to retain; the best by held-out loss is retained too", low=1)
-    keep_every: int = key(0, "also retain checkpoints at multiples of this many steps (0: none)", low=0)
-    resume: str = key(
-        "auto",
-        "resume from the latest complete checkpoint: if there is one (auto), never, or fail without one (must)",
-        choices=("auto", "never", "must"),
-    )
-    resume_from: str | None = key(
-        None,
-        "run directory to continue in another one, with weights, optimizer, schedule and step count",
-        path=True,
-        remote=True,
-    )
-    init_from: str | None = key(
-        None,
-        "run directory or Hugging Face folder with the initial weights; without --dataset, also a run's data",
-        path=True,
-        remote=True,
-    )
-    init_step: int | None = key(None, "checkpoint of --init-from to use (none: the last)", low=0)
-    wait_for_lock: float = key(0.0, "seconds to wait if another run uses --checkpoint-dir (0: exit at once)", low=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.resume == "never" and self.resume_from is not None:
-            raise ConfigError("--resume never starts from fresh weights; leave out --resume-from, or --resume")
-        if self.resume_from is not None and self.init_from is not None:
-            raise ConfigError("--resume-from resumes a run, --init-from starts a new one from its weights; give one of them")
-        if unknown := [name for name in self._kept_names if name not in KEEPABLE]:
-            raise ConfigError(f"train.remat_keep: unknown activation {unknown[0]!r}; choose from {', '.join(KEEPABLE)}")
-        if self.remat_keep is not None and self.remat == "none":
-            raise ConfigError("train.remat_keep: --remat none saves everything; leave it out, or set --remat dots or full")
-        if self.init_step is not None and self.init_from is None:
-            raise ConfigError("--init-step needs --init-from, whose checkpoint it names; give both, or leave it out")
-
-    @property
-    def _kept_names(self) -> list[str]:
-        return [] if self.remat_keep is None else [name.strip() for name in self.remat_keep.split(",")]
-
-    @property
-    def kept(self) -> str:
-        """Return the remat choice with the extra saved activations: `dots`, `dots+ffn-up`."""
-        return "+".join([self.remat, *([",".join(sorted(self._kept_names))] if self.remat_keep else [])])
-
 
 # Model configurations by kind.
 ARCHITECTURES: Registry[type[ArchitectureConfig]] = Registry("model_kinds", {ModelConfig.architecture: ModelConfig})
@@ -276,6 +128,11 @@ class RunConfig:
         return self.model.architecture
 
     @property
+    def resizable(self) -> tuple[str, ...]:
+        """Return the sections whose sizes the user may change: not the model's, if the run starts from weights."""
+        return ("data", "model") if self.train.init_from is None and self.train.resume_from is None else ("data",)
+
+    @property
     def ends_with_best(self) -> bool:
         """Return whether the run ends with its best checkpoint by held-out loss instead of the last."""
         train = self.train
@@ -288,6 +145,12 @@ class RunConfig:
         del values["of_kits"]
         of_kits = {name: dataclasses.asdict(self.section(kind)) for name, kind in KIT_SECTIONS.items()}  # type: ignore[call-overload]
         return {"model_size": values.pop("model_size"), "model_kind": self.model_kind, **values, **of_kits}
+
+    def recorded(self) -> dict[str, Any]:
+        """Return `to_dict` without the sections of kits that the run does not use, to be read without those kits."""
+        used = lambda kind: self.section(kind) != kind() or kind.of_objective == self.objective.name
+        unused = [name for name, kind in KIT_SECTIONS.items() if not used(kind)]
+        return {name: value for name, value in self.to_dict().items() if name not in unused}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RunConfig:
@@ -302,10 +165,18 @@ class RunConfig:
                 built[name] = _section_of(name, known[name], value)
             elif name in plain:
                 built[name] = value
-            else:
-                raise ConfigError(f"unknown section {name!r}; there are {', '.join([*plain, *known])}")
+            elif not is_unused(name, value):
+                raise missing_section(name, [*plain, *known])
         of_kits = tuple(built.pop(name) for name in KIT_SECTIONS if name in built)
         return RunConfig(**built, of_kits=of_kits)
+
+
+def missing_section(name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a section that the core and the installed kits do not have."""
+    return ConfigError(
+        f"unknown section {name!r}: if it is of a kit, the kit is missing (restore nash_mhc/kits/{name}, or give its folder "
+        f"with --kit); there are {', '.join(known)}"
+    )
 
 
 def _section_of(name: str, kind: type[S], value: Any) -> S:

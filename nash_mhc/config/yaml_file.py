@@ -11,7 +11,7 @@ import yaml
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.fields import Settings, check_scheme
 from nash_mhc.config.keys import at, convert, find, keys, other_kind_hint, sections
-from nash_mhc.config.recorded import is_run_json, is_taken_over
+from nash_mhc.config.recorded import is_run_json, is_taken_over, is_unused
 from nash_mhc.config.schema import ConfigError
 
 
@@ -22,8 +22,11 @@ def nodes_of(file: str) -> yaml.nodes.Node | None:
     if not is_run_json({*top}):
         return root
     as_asked = "settings" in top
-    settings: yaml.nodes.Node = top["settings" if as_asked else "config"]
+    which = "settings" if as_asked else "config"
+    settings: yaml.nodes.Node = top[which]
     if isinstance(settings, yaml.MappingNode):
+        unused = {name for name, values in values_of(file)[which].items() if is_unused(name, values)}
+        settings.value = [(name, child) for name, child in settings.value if name.value not in unused]
         for section, child in settings.value:
             if isinstance(child, yaml.MappingNode):
                 keep = lambda name, section=section: is_taken_over(f"{section.value}.{name.value}", as_asked=as_asked)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
+from nash_mhc.config.sections import TOKENIZER
 from nash_mhc.data.documents.files import Content, Corpus
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.documents.records import Raw, Span, check_template, spans_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nash_mhc.config.schema import Length, LoraConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import DataConfig, LoraConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import Speed, speed
 from nash_mhc.model.architectures import for_platform
@@ -93,29 +93,24 @@ def _batch_splits(sequences: int, shards: int) -> Iterator[tuple[int, int]]:
             yield sequences // accum, accum
 
 
-def _misfits(cfg: RunConfig, mesh: Mapping[str, int]) -> list[Length]:
-    """Return every size of the model, and of frozen models that read every batch, that the mesh does not divide."""
-    models = [cfg.model, *feed_of(cfg.objective.name).models(cfg)]
-    return [length for model in models for length in misfits(cfg.data, model, mesh)]
-
-
 def layouts(
     cfg: RunConfig, chips: int, slices: int = 1, remats: Sequence[Remat] = _REMATS
 ) -> Iterator[tuple[RunConfig, dict[str, int]]]:
-    """Yield (configuration, mesh): every mesh, batch split and remat that divides, with as many sequences per step."""
+    """Yield (configuration, mesh): every mesh, batch split and remat that divides, with as many sequences per step.
+
+    The mesh divides frozen models that read every batch, too; ConfigError for a directory that holds none.
+    """
+    models = [cfg.model, *feed_of(cfg.objective.name).models(cfg)]
     sequences = cfg.data.batch_size * cfg.train.grad_accum
     for mesh in _meshes(chips, slices):
         axes: dict[str, Any] = {**mesh}
         for batch, accum in _batch_splits(sequences, mesh["data"] * mesh["fsdp"]):
+            data = dataclasses.replace(cfg.data, batch_size=batch)
+            if any(misfits(data, model, mesh) for model in models):
+                continue
             for remat, keep in remats:
-                layout = dataclasses.replace(
-                    cfg,
-                    data=dataclasses.replace(cfg.data, batch_size=batch),
-                    mesh=dataclasses.replace(cfg.mesh, **axes),
-                    train=dataclasses.replace(cfg.train, grad_accum=accum, remat=remat, remat_keep=keep),
-                )
-                if not _misfits(layout, mesh):
-                    yield layout, mesh
+                train = dataclasses.replace(cfg.train, grad_accum=accum, remat=remat, remat_keep=keep)
+                yield dataclasses.replace(cfg, data=data, mesh=dataclasses.replace(cfg.mesh, **axes), train=train), mesh
 
 
 def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, also_smaller: bool = False) -> list[Candidate]:
@@ -124,11 +119,25 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
     The settings that the user has `given` stay: a mesh, remat or gradient accumulation. With `also_smaller`, if nothing
     fits easily, also try bfloat16 weights and moments; they come after float32 layouts that fit.
     """
-    feed_of(cfg.objective.name).models(cfg)  # raises for a directory without a model
-    found = _evaluated(cfg, machine, given)
+    axes = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
+    is_set = "train.remat" in given or "train.remat_keep" in given
+    remats = [(cfg.train.remat, cfg.train.remat_keep)] if is_set else _REMATS
+    found: list[Candidate] = []
+
+    def add(precision: PrecisionConfig) -> None:
+        """Add the layouts that agree with the user's settings."""
+        run = dataclasses.replace(cfg, precision=precision)
+        for layout, mesh in layouts(run, machine.chips, machine.slices, remats):
+            same_accum = "train.grad_accum" not in given or layout.train.grad_accum == cfg.train.grad_accum
+            if same_accum and all(mesh[axis] == size for axis, size in axes.items()):
+                resolved = for_platform(layout, machine.chip.platform)
+                memory = estimate(resolved, mesh)
+                found.append(Candidate(resolved, mesh, memory, speed(resolved, mesh, machine, memory), machine.chip.memory))
+
+    add(cfg.precision)
     if also_smaller and not any(key.startswith("precision.") for key in given) and all(c.fits != "yes" for c in found):
         for precision in smaller_precisions(cfg.optim, cfg.lora, cfg.precision):
-            found += _evaluated(dataclasses.replace(cfg, precision=precision), machine, given)
+            add(precision)
     order = {"yes": 0, "tight": 1, "no": 2}
     # Float32 layouts that fit, even tightly, come before bfloat16 ones.
     rank = lambda c: (c.fits == "no", not c.is_float32 and c.fits != "no", order[c.fits])
@@ -136,29 +145,13 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
     return sorted(found, key=best)
 
 
-def _evaluated(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[Candidate]:
-    """Return the layouts that agree with the user's settings, with memory and speed."""
-    axes = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
-    is_set = "train.remat" in given or "train.remat_keep" in given
-    remats = [(cfg.train.remat, cfg.train.remat_keep)] if is_set else _REMATS
-    found: list[Candidate] = []
-    for layout, mesh in layouts(cfg, machine.chips, machine.slices, remats):
-        same_accum = "train.grad_accum" not in given or layout.train.grad_accum == cfg.train.grad_accum
-        if same_accum and all(mesh[axis] == size for axis, size in axes.items()):
-            resolved = for_platform(layout, machine.chip.platform)
-            memory = estimate(resolved, mesh)
-            found.append(Candidate(resolved, mesh, memory, speed(resolved, mesh, machine, memory), machine.chip.memory))
-    return found
-
-
-def with_sequence_per_chip(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> RunConfig:
-    """Return the run with at least one sequence per chip and step, unless the user has set the batch."""
-    sequences = cfg.data.batch_size * cfg.train.grad_accum
-    if {"data.batch_size", "train.grad_accum"} & set(given) or sequences % machine.chips == 0:
-        return cfg
-    batch_size = -(-sequences // machine.chips) * machine.chips
-    train = dataclasses.replace(cfg.train, grad_accum=1)
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=batch_size), train=train)
+def sequence_per_chip(data: DataConfig, train: TrainConfig, chips: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections with at least one sequence per chip and step; {} if not needed, or if the user set the batch."""
+    sequences = data.batch_size * train.grad_accum
+    if {"data.batch_size", "train.grad_accum"} & set(given) or sequences % chips == 0:
+        return {}
+    batch_size = -(-sequences // chips) * chips
+    return {"data": dataclasses.replace(data, batch_size=batch_size), "train": dataclasses.replace(train, grad_accum=1)}
 
 
 def nearest_that_fit(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[tuple[str, Candidate]]:
@@ -174,7 +167,8 @@ def nearest_that_fit(cfg: RunConfig, machine: Machine, given: Mapping[str, Any])
         changes.append((f"--seq-len {T}", with_data(seq_len=T), machine))
         T //= 2
     for larger in next_larger(machine):
-        changes.append((f"--chip {larger.name}", with_sequence_per_chip(cfg, larger, given), larger))
+        sections = sequence_per_chip(cfg.data, cfg.train, larger.chips, given)
+        changes.append((f"--chip {larger.name}", dataclasses.replace(cfg, **sections), larger))
     found: dict[str, tuple[str, Candidate]] = {}
     for change, changed, on in changes:
         kind = change.split()[0]

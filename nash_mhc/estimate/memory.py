@@ -62,32 +62,29 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Key:
+class WeightsKey:
     """The settings that weights depend on, and what their names refer to: both may change in a notebook."""
 
     cfg: RunConfig  # all other settings have their default values
     registered: tuple[Any, ...]
 
     @staticmethod
-    def of(cfg: RunConfig) -> _Key:
+    def of(cfg: RunConfig) -> WeightsKey:
         data, optim = DataConfig(seq_len=cfg.model.some_length), replace(cfg.optim, warmup_steps=0)
         weights = replace(cfg, data=data, mesh=MeshConfig(), train=TrainConfig(), optim=optim)
-        return _Key(weights, (architecture_of(cfg.model), OPTIMIZERS.get(cfg.optim.optimizer)))
+        return WeightsKey(weights, (architecture_of(cfg.model), OPTIMIZERS.get(cfg.optim.optimizer)))
 
     @property
     def hyperparameters(self) -> Hyperparameters:
         return Hyperparameters.of(self.cfg.optim, self.cfg.train)
 
 
-def abstract_weights(cfg: RunConfig) -> Weights:
-    """Return the model, optimizer state and averaged weights of a run as trees of shapes."""
-    return _abstract_weights(_Key.of(cfg))
-
-
 @functools.lru_cache(64)
-def _abstract_weights(key: _Key) -> Weights:
+def abstract_weights(key: WeightsKey) -> Weights:
+    """Return the model, optimizer state and averaged weights of a run as trees of shapes."""
+
     def begin(model: Any) -> tuple[Any, Any, Any]:
-        model = as_trained(key.cfg, model, jax.random.key(0))
+        model = as_trained(model, key.cfg.of_kits, key.cfg.lora, jax.random.key(0))
         return Training.of(key.cfg).begin(key.hyperparameters, model, averaged=bool(key.cfg.optim.ema_decay))
 
     return Weights(*jax.eval_shape(begin, abstract_model(key.cfg.model)))
@@ -113,9 +110,9 @@ class _Leaf(NamedTuple):
 
 
 @functools.lru_cache(64)
-def _leaves(key: _Key) -> tuple[_Leaf, ...]:
+def _leaves(key: WeightsKey) -> tuple[_Leaf, ...]:
     """Return all arrays of the state."""
-    state, training = _abstract_weights(key), Training.of(key.cfg)
+    state, training = abstract_weights(key), Training.of(key.cfg)
     trained, _frozen = training.split(state.model)
     is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
     axes = lambda tree: jax.tree.map(_Axes, logical_axes(tree), is_leaf=is_names)
@@ -142,11 +139,16 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
 
     Raise ConfigError if the mesh does not divide it, or its model has no estimate.
     """
-    check_fits(cfg, mesh)
+    check_fit(cfg.data, cfg.model, mesh, resizable=cfg.resizable)
+    for model in feed_of(cfg.objective.name).models(cfg):
+        try:
+            check_fit(cfg.data, model, mesh, resizable=())
+        except ConfigError as error:
+            raise ConfigError(f"the teacher: {error}") from None
     activations = architecture_of(cfg.model).activations
     if activations is None:
         raise ConfigError(f"model {cfg.model.architecture} has no memory estimate; give its Architecture `activations`")
-    leaves = _leaves(_Key.of(cfg))
+    leaves = _leaves(WeightsKey.of(cfg))
     local = lambda part: sum((leaf.on(mesh) for leaf in leaves if leaf.part == part), 0.0)
     parameters, gradients, optimizer = local("parameters"), local("trained"), local("optimizer")
     shards = math.prod(mesh[a] for a in RULES["batch"])
@@ -184,16 +186,6 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
     reading = parameters + optimizer + carry + batch + feed.reading
     temporaries = held.temporaries + 2 * feed.fields + feed.activations + max(0.0, reading - held.total)
     return replace(held, temporaries=temporaries, teachers=feed.weights)
-
-
-def check_fits(cfg: RunConfig, mesh: Mapping[str, int]) -> None:
-    """ConfigError unless the mesh divides the model and the frozen models that read every batch."""
-    check_fit(cfg, mesh)
-    for model in feed_of(cfg.objective.name).models(cfg):
-        try:
-            check_fit(replace(cfg, model=model), mesh, model_is_given=True)
-        except ConfigError as error:
-            raise ConfigError(f"the teacher: {error}") from None
 
 
 def compute_itemsize(dtype: str) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,9 @@ from nash_mhc.estimate.candidates import (
     candidates,
     layouts,
     precision_settings,
+    sequence_per_chip,
     smaller_precisions,
     smaller_remats,
-    with_sequence_per_chip,
 )
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import ERROR, speed
@@ -124,9 +125,17 @@ def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Re
     """Return at most three remedies that fit, each of another kind, those that change the run least first."""
     if set(mesh) != {"data", "fsdp", "tp"}:
         return []  # `layouts` knows no other axes
+    devices, remats = math.prod(mesh.values()), smaller_remats(cfg.train)
+    # On the same mesh, also lower precision and shorter sequences.
+    changed_runs = [dataclasses.replace(cfg, precision=p) for p in smaller_precisions(cfg.optim, cfg.lora, cfg.precision)]
+    length = cfg.data.seq_len // 2
+    while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
+        changed_runs.append(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length)))
+        length //= 2
+    on_same_mesh = [each for run in changed_runs for each in layouts(run, devices, remats=remats) if each[1] == dict(mesh)]
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
     now = _settings(mesh, cfg.data, cfg.train, cfg.precision)
-    for other, its_mesh in _alternatives(cfg, mesh):
+    for other, its_mesh in [*layouts(cfg, devices, remats=remats), *on_same_mesh]:
         its_settings = _settings(its_mesh, other.data, other.train, other.precision)
         changed = {key: value for key, value in its_settings.items() if now[key] != value}
         size = estimate(other, its_mesh).total
@@ -140,20 +149,6 @@ def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Re
     return list(best.values())[:_SHOWN]
 
 
-def _alternatives(cfg: RunConfig, mesh: Mapping[str, int]) -> Iterator[tuple[RunConfig, dict[str, int]]]:
-    """Yield other layouts on as many devices; then, on the same mesh, lower precision and shorter sequences."""
-    devices, remats = math.prod(mesh.values()), smaller_remats(cfg.train)
-    yield from layouts(cfg, devices, remats=remats)
-    lower = smaller_precisions(cfg.optim, cfg.lora, cfg.precision)
-    changed = [dataclasses.replace(cfg, precision=precision) for precision in lower]
-    length = cfg.data.seq_len // 2
-    while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
-        changed.append(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length)))
-        length //= 2
-    for other in changed:
-        yield from (layout for layout in layouts(other, devices, remats=remats) if layout[1] == dict(mesh))
-
-
 def _settings(mesh: Mapping[str, int], data: DataConfig, train: TrainConfig, precision: PrecisionConfig) -> dict[str, Any]:
     return {f"mesh.{axis}": size for axis, size in mesh.items()} | {
         "data.batch_size": data.batch_size,
@@ -165,14 +160,16 @@ def _settings(mesh: Mapping[str, int], data: DataConfig, train: TrainConfig, pre
     }
 
 
-def out_of_memory_error(cfg: RunConfig, mesh: Mapping[str, int], capacity: float, cause: str, resume: str) -> ConfigError:
-    """Return the error of a run that ran out of memory: its largest parts, and settings that need much less."""
+def out_of_memory(cfg: RunConfig, mesh: Mesh, error: Exception, resume: str) -> ConfigError:
+    """Return JAX's error with the largest parts of the memory and flags that need less; `resume` continues the run."""
+    message = re.split(r" with allocator| \[|\n", str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": "))
+    cause = message[0].rstrip(".") or "out of memory"
     estimated, advice = "", "a smaller --batch-size with more --grad-accum, --remat full, or more devices along --mesh-fsdp"
     if architecture_of(cfg.model).activations is not None:
-        memory = estimate(cfg, mesh)
+        memory = estimate(cfg, mesh.shape)
         estimated = f"; the estimate was {_size(memory.total)} per device ({largest(memory)})"
         # The estimate was too low, or known to exceed the capacity: the remedies must be well below both.
-        remedies = smaller(cfg, mesh, _TRUSTED * min(memory.total, capacity))
+        remedies = smaller(cfg, mesh.shape, _TRUSTED * min(memory.total, device_capacity(mesh)))
         advice = ", or ".join(map(str, remedies)) or "a smaller --model-size, or more devices along --mesh-fsdp"
     return ConfigError(
         f"the devices ran out of memory ({cause}){estimated}; try {advice}; with those flags, resume from the last checkpoint: "
@@ -197,7 +194,8 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     all_devices: dict[str, Any] = {axis: -1 if axis == "data" else 1 for axis in cfg.mesh.axes}
     mesh = make_mesh(dataclasses.replace(cfg.mesh, **all_devices))
     machine = machine_here(mesh)
-    found = candidates(with_sequence_per_chip(cfg, machine, given), machine, given)
+    enough = dataclasses.replace(cfg, **sequence_per_chip(cfg.data, cfg.train, machine.chips, given))
+    found = candidates(enough, machine, given)
     if not found:
         raise ConfigError(f"--mesh-auto: no mesh of {mesh.size} devices divides this model and its batch; set --batch-size")
     if found[0].fits == "no":

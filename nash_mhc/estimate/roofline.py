@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from nash_mhc.config.schema import ArchitectureConfig, RunConfig, TrainConfig
-from nash_mhc.estimate.memory import Memory, abstract_weights, compute_itemsize
+from nash_mhc.estimate.memory import Memory, WeightsKey, abstract_weights, compute_itemsize
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import kept_names
@@ -69,7 +69,7 @@ def flops_per_token(cfg: RunConfig) -> float:
 
     An embedding table counts only as output projection, without padding; lookups cost nothing.
     """
-    trained, frozen = Training.of(cfg).split(abstract_weights(cfg).model)
+    trained, frozen = Training.of(cfg).split(abstract_weights(WeightsKey.of(cfg)).model)
 
     def arrays(part: Any, *roles: Role) -> list[Any]:
         chosen = lambda declared, array: array if declared.is_matrix and declared.role in roles else None

@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
         logs.silence()
     multiple = length_multiple(cfg.model.alignment, mesh)
     data = dataclasses.replace(cfg.data, batch_size=args.batch_size, seq_len=-(-cfg.data.seq_len // multiple) * multiple)
-    check_fit(dataclasses.replace(cfg, data=data), mesh.shape, model_is_given=True)
+    check_fit(data, cfg.model, mesh.shape, resizable=())
     loaded_tasks = {task.name: task for task in tasks.load_tasks(harness_names)} if harness_names else {}
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(to_path(args.folder))

@@ -133,7 +133,7 @@ def import_adapters(folder: Path, base: str, out: Path) -> int:
     with new_folder(out) as part:
         dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
         metadata = {"imported": folder.name, "parameters": count_parameters(run.model), DTYPES: dtypes}
-        write_run(part, model, config.to_dict(), copy_from=Path(base), base=record, **metadata)
+        write_run(part, model, config.recorded(), copy_from=Path(base), base=record, **metadata)
     return sum(pair.a_RI.size + pair.b_OR.size for pair in pairs.values())
 
 

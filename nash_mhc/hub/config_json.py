@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nash_mhc.config.rope_scaling import RopeScaling
+from nash_mhc.config.model import RopeScaling
 from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig
 
 CODE = Path(__file__).with_name("modeling_nash_mhc.py")  # copied into every exported Nash-MHC model

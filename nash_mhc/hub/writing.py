@@ -200,7 +200,7 @@ def import_folder(folder: Path, out: Path) -> Loaded:
     check_is_new(out)
     loaded = load(folder)
     with new_folder(out) as part:
-        config = loaded.config.to_dict()
+        config = loaded.config.recorded()
         config["data"]["tokenizer"] = str(out / RUN_COPY)
         log.info(f"writing {out} ...")
         parameters = count_parameters(loaded.config.model)

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array
 
 from nash_mhc.config.kits import Registry
-from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, ModelConfig, RunConfig, Section
+from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, ConfigError, LoraConfig, ModelConfig, RunConfig, Section
 from nash_mhc.model import traced_memory
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.lora import adapted
@@ -61,9 +61,9 @@ def _abstract_model(cfg: ArchitectureConfig, architecture: Architecture) -> Any:
     return jax.eval_shape(lambda: architecture.init(cfg, key=jax.random.key(0)))
 
 
-def as_trained(cfg: RunConfig, model: Any, key: Array) -> Any:
-    """Return the model with the run's weight modules of kits and its adapters."""
-    return adapted(with_weight_modules(model, cfg.of_kits), cfg.lora, key)
+def as_trained(model: Any, sections: Iterable[Section], lora: LoraConfig, key: Array) -> Any:
+    """Return the model with the weight modules of a run's kits and its adapters."""
+    return adapted(with_weight_modules(model, sections), lora, key)
 
 
 def with_weight_modules(model: Any, sections: Iterable[Section]) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from nash_mhc.config.rope_scaling import RopeScaling
+from nash_mhc.config.model import RopeScaling
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.parts import RMSNorm, init_matrix
 from nash_mhc.model.weights import project

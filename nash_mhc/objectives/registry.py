@@ -70,8 +70,3 @@ def feed_of(name: str) -> Feed:
     """Return the feed of the objective of this name."""
     kind = OBJECTIVES.get(name)
     return (None if kind is None else kind.feed) or Feed()
-
-
-def objective_of(cfg: RunConfig, execution: Execution) -> Objective:
-    """Return the run's objective; raise ConfigError if its name is unknown."""
-    return named_objective(cfg.objective.name).make(cfg, execution)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -19,7 +21,6 @@ from nash_mhc.config.schema import (
     DataConfig,
     Length,
     MeshConfig,
-    RunConfig,
     nearest_multiple,
 )
 from nash_mhc.parallel.processes import start
@@ -169,12 +170,18 @@ def misfits(data: DataConfig, model: ArchitectureConfig, mesh_shape: Mapping[str
     return [length for length in (*of_data, *model.lengths()) if length.size % _shards(length, mesh_shape)]
 
 
-def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int], *, model_is_given: bool = False) -> None:
+def check_fit(
+    data: DataConfig,
+    model: ArchitectureConfig,
+    mesh_shape: Mapping[str, int],
+    *,
+    resizable: Collection[str] = ("data", "model"),
+) -> None:
     """ConfigError if sizes do not divide over the mesh; names them all, with settings that work.
 
-    `model_is_given`: no flag changes this model, so only another mesh or batch is proposed.
+    `resizable`: the sections whose keys may be proposed, next to another mesh.
     """
-    if not (found := misfits(cfg.data, cfg.model, mesh_shape)):
+    if not (found := misfits(data, model, mesh_shape)):
         return
     names: dict[str, list[str]] = {}
     for length in found:
@@ -183,11 +190,11 @@ def check_fit(cfg: RunConfig, mesh_shape: Mapping[str, int], *, model_is_given: 
     (over, first), *others = ((over, _join(sizes)) for over, sizes in names.items())
     rest = "".join(f", {sizes} over {over}" for over, sizes in others)
     remedies, count = [], math.prod(mesh_shape.values())
-    fits = lambda shape: not misfits(cfg.data, cfg.model, shape)
+    fits = lambda shape: not misfits(data, model, shape)
     other = nearest_shape(mesh_shape, count, fits, all_devices=jax.distributed.is_initialized())
     if other is not None:
         remedies.append(as_flags(other, count))
-    if not model_is_given and (resized := _resized(cfg, found, mesh_shape)) is not None:
+    if (resized := _resized(data, model, found, mesh_shape, resizable)) is not None:
         remedies.append(resized)
     if not remedies:
         remedies.append("another size: no mesh of all devices fits")
@@ -203,25 +210,33 @@ def _shards(length: Length, mesh_shape: Mapping[str, int]) -> int:
     return math.prod(mesh_shape[axis] for axis in RULES[length.axis])
 
 
-def _resized(cfg: RunConfig, found: list[Length], mesh_shape: Mapping[str, int]) -> str | None:
-    """Return flags that make all sizes divide and the configuration valid; None if there are none."""
-    by_flag = {key.flag: key for key in keys(cfg.model_kind).values()}
-    values, wanted = cfg.to_dict(), dict[str, int]()
-    has_weights = cfg.train.init_from is not None or cfg.train.resume_from is not None
-    if has_weights and any(length.flag not in ("--batch-size", "--seq-len") for length in found):
-        return None
+def _resized(
+    data: DataConfig,
+    model: ArchitectureConfig,
+    found: list[Length],
+    mesh_shape: Mapping[str, int],
+    resizable: Collection[str],
+) -> str | None:
+    """Return flags that make all sizes divide and the sections valid; None if there are none."""
+    paths = {key.flag: key.path.partition(".")[::2] for key in keys(model.architecture).values()}
+    by_flag = {flag: path for flag, path in paths.items() if path[0] in resizable}
+    wanted: dict[str, int] = {}
     for length in found:
-        if length.flag not in by_flag or (length.axis == "time_split" and Path(cfg.data.dataset).is_dir()):
+        if length.flag not in by_flag or (length.axis == "time_split" and Path(data.dataset).is_dir()):
             return None  # a prepared dataset has a fixed sequence length
-        wanted |= _nearest(cfg.model, length, _shards(length, mesh_shape), by_flag[length.flag].of(values))
+        section, name = by_flag[length.flag]
+        wanted |= _nearest(model, length, _shards(length, mesh_shape), getattr(model if section == "model" else data, name))
+    changed: dict[str, dict[str, Any]] = {"data": {}, "model": {}}
     for flag, size in wanted.items():
-        section, _, name = by_flag[flag].path.rpartition(".")
-        values[section][name] = size
+        section, name = by_flag[flag]
+        changed[section][name] = size
     try:
-        resized = RunConfig.from_dict(values)
+        data = dataclasses.replace(data, **changed["data"])
+        model = dataclasses.replace(model, **changed["model"])  # type: ignore[type-var]
+        model.check_rows(data.seq_len)
     except ConfigError:
         return None
-    if misfits(resized.data, resized.model, mesh_shape):
+    if misfits(data, model, mesh_shape):
         return None
     return " ".join(f"{flag} {size}" for flag, size in wanted.items())
 

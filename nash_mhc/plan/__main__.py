@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -113,7 +114,8 @@ def main() -> int:
     from nash_mhc.train.inferred_settings import with_preset_vocabulary
 
     given = with_preset_vocabulary(parsed.given, parsed.config.model.vocab_size)
-    cfg = candidates.with_sequence_per_chip(parsed.config, machine, parsed.given)
+    cfg = parsed.config
+    cfg = dataclasses.replace(cfg, **candidates.sequence_per_chip(cfg.data, cfg.train, machine.chips, parsed.given))
     found = candidates.candidates(cfg, machine, parsed.given, also_smaller=True)
     if not found:
         sequences = cfg.data.batch_size * cfg.train.grad_accum

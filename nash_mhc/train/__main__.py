@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import io
-import re
 import shlex
 import sys
 import traceback
@@ -18,8 +17,8 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import logs
 from nash_mhc.config.commands import module_command, one_line_errors, resume_command, this_python
 from nash_mhc.config.parsing import Parsed, as_flags, parse, render, with_origins
-from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.estimate.preflight import device_capacity, fastest_here, out_of_memory_error
+from nash_mhc.config.schema import ConfigError
+from nash_mhc.estimate.preflight import fastest_here, out_of_memory
 from nash_mhc.parallel.board import LostProcess
 from nash_mhc.runtime.compiled import is_compiling
 from nash_mhc.runtime.compiler_options import as_comments
@@ -62,13 +61,6 @@ def _unrecorded_flags(parsed: Parsed) -> list[str]:
     return as_flags({path: parsed.given[path] for path in processes if path in parsed.given}) + [
         flag for flag, is_set in {"--no-preflight": parsed.own.no_preflight}.items() if is_set
     ]
-
-
-def out_of_memory(cfg: RunConfig, error: Exception, resume: str = "the same command") -> ConfigError:
-    """Return an error with the largest consumers of memory and flags that need less; `resume` continues the run."""
-    message = re.split(r" with allocator| \[|\n", str(error).partition("RESOURCE_EXHAUSTED")[2].lstrip(": "))
-    cfg, mesh = resolve(cfg)
-    return out_of_memory_error(cfg, mesh.shape, device_capacity(mesh), message[0].rstrip(".") or "out of memory", resume)
 
 
 def _own_flags(group: argparse._ArgumentGroup) -> None:
@@ -122,7 +114,8 @@ def _start(parsed: Parsed) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise out_of_memory(cfg, error, *(resume_command(folder, *flags) for folder in folders)) from None
+        resume = resume_command(folders[0], *flags) if folders else "the same command"
+        raise out_of_memory(*resolve(cfg), error, resume) from None
     except Interrupted as stopped:
         if jax.process_index() == 0:
             print(f"stopped: {stopped}; to continue: {resume_command(stopped.folder, *flags)}", file=sys.stderr)

@@ -55,13 +55,9 @@ class Question(NamedTuple):
     response: list[int]
 
 
-def compile_evaluation(cfg: RunConfig, mesh: Mesh, held_out: RowSource | None = None) -> CompiledStep:
-    """Return the compiled function (model, batch) -> sums of the objective over the batch."""
-    return _evaluation(ProgramKey.of(cfg), mesh, padded_attention_length(cfg.model.alignment, held_out)).with_constants()
-
-
 @functools.lru_cache(CACHED)
 def _evaluation(key: ProgramKey, mesh: Mesh, length: int | None) -> CompiledStep:
+    """Return the compiled function (model, batch) -> sums of the objective over the batch."""
     objective = objective_for(key, None, length, evaluates=True)
 
     def sums(model: LanguageModel, batch: Batch) -> Sums:
@@ -100,7 +96,8 @@ class Evaluator:
         stacked = lambda some: type(some[0])(*(np.stack(a)[None] for a in zip(*some, strict=True)))
         self._rows = [stacked(rows[i : i + B]) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
-        self._sums = compile_evaluation(cfg, mesh, held_out)
+        length = padded_attention_length(cfg.model.alignment, held_out)
+        self._sums = _evaluation(ProgramKey.of(cfg), mesh, length).with_constants()
         self.program: Program | None = None  # of `_sums`, once `compile` has started
 
     def compile(self, model: Any, batch: Batch, *, after: Program) -> None:

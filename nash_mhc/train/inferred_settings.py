@@ -12,10 +12,18 @@ from typing import Any
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import kits, presets
 from nash_mhc.config.fields import type_name
-from nash_mhc.config.keys import OURS, keys
+from nash_mhc.config.keys import OURS, keys, sections
 from nash_mhc.config.parsing import Settings
 from nash_mhc.config.presets import of_profile
-from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
+from nash_mhc.config.recorded import is_unused
+from nash_mhc.config.schema import (
+    ARCHITECTURES,
+    ConfigError,
+    RunConfig,
+    architecture_config,
+    missing_section,
+    weighted_parts,
+)
 from nash_mhc.data.prepared.folder import FILE, Manifest
 from nash_mhc.data.sources import source_of
 from nash_mhc.data.tokenizer import is_of_model, load_tokenizer
@@ -109,6 +117,18 @@ def _has_checkpoint(folder: str) -> bool:
         return RunFolder(folder).has_checkpoint()
 
 
+def _check_kits(folder: str, recorded: Mapping[str, Any], kind: str) -> None:
+    """Raise ConfigError if the run uses a kit that is missing."""
+    try:
+        architecture_config(kind)
+        for path, value in recorded.items():
+            section, _, name = path.rpartition(".")
+            if section and section not in sections() and not is_unused(section, {name: value}):
+                raise missing_section(section, sections())
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+
+
 def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
     """For `parse`: return the settings that the run in this directory recorded; {} if `given` has another kind or size.
 
@@ -123,10 +143,11 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
     known = {path: value for path, value in known.items() if value is None or isinstance(value, bool | int | float | str)}
     if "kit" not in given and isinstance(folders := known.get("kit"), str):
         kits.use(folders, recorded=True)
-    kind = known.get("model_kind", OURS)
-    if kind not in ARCHITECTURES or known.get("model_size", RunConfig.model_size) not in presets.sizes(kind):
-        return {}
     if any(given.get(name, known.get(name)) != known.get(name) for name in ("model_size", "model_kind")):
+        return {}
+    kind = known.get("model_kind", OURS)
+    _check_kits(folder, known, kind)
+    if known.get("model_size", RunConfig.model_size) not in presets.sizes(kind):
         return {}
     for path, key in keys(kind).items():
         value = known.get(path)

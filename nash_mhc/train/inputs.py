@@ -70,7 +70,7 @@ def join(cfg: RunConfig, **flags: Any) -> None:
 def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     """Start the devices and resolve the settings that depend on them; raise ConfigError if they do not fit."""
     mesh = make_mesh(cfg.mesh, lambda shape: not misfits(cfg.data, cfg.model, shape))
-    check_fit(cfg, mesh.shape)
+    check_fit(cfg.data, cfg.model, mesh.shape, resizable=cfg.resizable)
     platform = mesh.devices.flat[0].platform
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **mesh.shape))
     cfg = for_platform(cfg, platform)

@@ -56,7 +56,7 @@ class Record:
 
 def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, Any]) -> Record:
     """Describe the run; `invocation` has its requested settings, the command, and the memory and speed estimate."""
-    config, model, device, before = inputs.cfg.to_dict(), inputs.cfg.model, mesh.devices.flat[0], start.before
+    config, model, device, before = inputs.cfg.recorded(), inputs.cfg.model, mesh.devices.flat[0], start.before
     architecture = architecture_of(model)
     changed = _changes(before.config, flatten_config(config)) if before is not None else {}
     history = [*before.history] if before is not None else []

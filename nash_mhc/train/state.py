@@ -70,8 +70,9 @@ class ProgramKey:
         return ProgramKey(shaping, (architecture_of(cfg.model), optimizer, objective))
 
 
-def initial_state(cfg: RunConfig, model: Any) -> TrainState:
+def initial_state(key: ProgramKey, model: Any) -> TrainState:
     """Return the state before the first step of this model; a pure function that can be traced or jitted."""
+    cfg = key.cfg
     h = Hyperparameters.of(cfg.optim, cfg.train)
     model, opt_state, ema = Training.of(cfg).begin(h, model, averaged=bool(cfg.optim.ema_decay))
     return TrainState(jnp.zeros((), jnp.int32), model, opt_state, ema, Recent.empty(), registry.fresh_carry_of(cfg))
@@ -84,17 +85,14 @@ def abstract_state(cfg: RunConfig) -> TrainState:
 
 @functools.lru_cache(CACHED)
 def _abstract_state(key: ProgramKey) -> TrainState:
-    begin = lambda model: initial_state(key.cfg, as_trained(key.cfg, model, jax.random.key(0)))
+    cfg = key.cfg
+    begin = lambda model: initial_state(key, as_trained(model, cfg.of_kits, cfg.lora, jax.random.key(0)))
     return jax.eval_shape(begin, abstract_model(key.cfg.model))
 
 
-def state_shardings(cfg: RunConfig, mesh: Mesh) -> TrainState:
-    """Return the state as a tree of shardings: moments and averages are sharded like their parameters."""
-    return _state_shardings(ProgramKey.of(cfg), mesh)
-
-
 @functools.lru_cache(CACHED)
-def _state_shardings(key: ProgramKey, mesh: Mesh) -> TrainState:
+def state_shardings(key: ProgramKey, mesh: Mesh) -> TrainState:
+    """Return the state as a tree of shardings: moments and averages are sharded like their parameters."""
     shape, training = _abstract_state(key), Training.of(key.cfg)
     h = Hyperparameters.of(key.cfg.optim, key.cfg.train)
     trained_shape, _ = training.split(shape.model)
@@ -115,7 +113,7 @@ def _state_shardings(key: ProgramKey, mesh: Mesh) -> TrainState:
 def sharded_abstract_state(cfg: RunConfig, mesh: Mesh) -> TrainState:
     """Return the state as a tree of shapes, dtypes and shardings, for restoring and ahead-of-time compilation."""
     sharded = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-    return jax.tree.map(sharded, abstract_state(cfg), state_shardings(cfg, mesh))
+    return jax.tree.map(sharded, abstract_state(cfg), state_shardings(ProgramKey.of(cfg), mesh))
 
 
 def create_state(cfg: RunConfig, mesh: Mesh, model: Any | None = None) -> TrainState:
@@ -135,10 +133,10 @@ def _initializers(
 ) -> tuple[Callable[[np.ndarray], TrainState], Callable[[Any, np.ndarray], TrainState]]:
     """Return the jitted functions (seed -> state) and (model, seed -> state); the seed is the data of a random key."""
     cfg = key.cfg
-    init, out = architecture_of(cfg.model).init, _state_shardings(key, mesh)
+    init, out = architecture_of(cfg.model).init, state_shardings(key, mesh)
 
     def from_model(model: Any, seed: Any) -> TrainState:
-        return initial_state(cfg, as_trained(cfg, model, jax.random.wrap_key_data(seed)))
+        return initial_state(key, as_trained(model, cfg.of_kits, cfg.lora, jax.random.wrap_key_data(seed)))
 
     from_seed = lambda seed: from_model(init(cfg.model, key=jax.random.wrap_key_data(seed)), seed)
     # Compiled like the step: at its default level the CPU compiler gives the same bits, but takes a fifth longer.

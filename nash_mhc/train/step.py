@@ -19,7 +19,7 @@ from nash_mhc.data.pack import RowSource
 from nash_mhc.model.lora import drops, with_dropout
 from nash_mhc.model.protocol import Execution, after_update
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
-from nash_mhc.objectives.registry import objective_of
+from nash_mhc.objectives.registry import named_objective
 from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import updated_average
 from nash_mhc.optim.rounding import Salt, map_with_index, round_to, salt_of, to_float32
@@ -138,7 +138,7 @@ def compile_train_step(
 @functools.lru_cache(CACHED)
 def _train_step(key: ProgramKey, mesh: Mesh, most_documents: int | None, length: int | None) -> CompiledStep:
     cfg = key.cfg
-    out = (state_shardings(cfg, mesh), named_sharding(mesh))  # metrics are replicated: every process reads them
+    out = (state_shardings(key, mesh), named_sharding(mesh))  # metrics are replicated: every process reads them
     objective = objective_for(key, most_documents, length, unroll=cfg.train.unroll == "yes")
     step = make_train_step(objective, Training.of(cfg))
     return CompiledStep(step, mesh, donate=True, out_shardings=out, deterministic=cfg.train.deterministic)
@@ -158,7 +158,7 @@ def objective_for(
         train.dtype, train.kept, train.attention, most_documents, length,
         unroll=unroll, evaluates=evaluates, float8=train.matmul_dtype == "float8",
     )  # fmt: skip
-    return objective_of(key.cfg, execution)
+    return named_objective(key.cfg.objective.name).make(key.cfg, execution)
 
 
 def padded_attention_length(alignment: int, source: RowSource | None) -> int | None:

@@ -98,7 +98,7 @@ def run(
         describe_run(inputs, mesh)
 
         # Program, state and steps.
-        invocation = {"settings": requested.to_dict(), "commands": [command] if command else [], "expected": estimate}
+        invocation = {"settings": requested.recorded(), "commands": [command] if command else [], "expected": estimate}
         with Store(inputs.folder.path, keep=cfg.train.keep_last, keep_every=cfg.train.keep_every) as store:
             trainer = Trainer(inputs, mesh, store, invocation, watch=watch, clock=clock, reporter=reporter, sinks=sinks)
             trainer.callbacks = [*callbacks, *trainer.callbacks]
@@ -277,7 +277,7 @@ class Trainer:
         counts = self.meter.to_json() | {"clock": self.clock.to_json(), "best": evaluations.best.to_json()}
         with self.clock.during("checkpoint"), jax.transfer_guard("allow"):  # Orbax's copies to the host are implicit
             values = checkpoint_values(
-                self.cfg.to_dict(), self.step, rows=self.inputs.identity, counts=counts, metrics=self.meter.last,
+                self.cfg.recorded(), self.step, rows=self.inputs.identity, counts=counts, metrics=self.meter.last,
                 evaluation=dict(evaluations.values) if evaluations.step == self.step else None,
                 base=self.start.init_from if self.cfg.lora.rank else None,
             )  # fmt: skip

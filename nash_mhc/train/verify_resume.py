@@ -32,7 +32,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
-from nash_mhc.parallel.mesh import misfits
+from nash_mhc.parallel.mesh import Fits, misfits
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
 from nash_mhc.storage.files import Folder, sizes, to_path
@@ -57,20 +57,19 @@ def short_run(cfg: RunConfig, folder: Path) -> RunConfig:
     return dataclasses.replace(cfg, train=train, optim=optim, telemetry=telemetry)
 
 
-def other_mesh(cfg: RunConfig, platform: str, device_count: int) -> MeshConfig | None:
-    """Return another mesh that a resolved run fits on, if possible of as many devices and with several axes; else None.
+def other_mesh(mesh: MeshConfig, fits: Fits, platform: str, device_count: int) -> MeshConfig | None:
+    """Return another mesh that `fits`, if possible of as many devices and with several axes; else None.
 
     CPU devices are emulated, so any number of them is available.
     """
-    axes, now = tuple(cfg.mesh.axes), tuple(cfg.mesh.axes.values())
+    axes, now = tuple(mesh.axes), tuple(mesh.axes.values())
     sizes = [4, 2, 8, 1] if platform == "cpu" else [math.prod(now), *range(device_count, 0, -1)]
     for size in sizes:
         shapes = [s for s in itertools.product(range(1, size + 1), repeat=len(axes)) if math.prod(s) == size and s != now]
         for shape in sorted(shapes, key=lambda s: (-sum(n > 1 for n in s), max(s), s)):
             other = dict(zip(axes, shape, strict=True))
-            if misfits(cfg.data, cfg.model, other):
-                continue
-            return dataclasses.replace(MeshConfig(num_devices=size, platform=platform), **other)  # type: ignore[arg-type]
+            if fits(other):
+                return dataclasses.replace(MeshConfig(num_devices=size, platform=platform), **other)  # type: ignore[arg-type]
     return None
 
 
@@ -197,7 +196,8 @@ def _resume_agrees_on_other_mesh(folder: Path) -> bool:
     unbroken, moved = folder / "unbroken", folder / "moved"
     run = RunFolder(unbroken)
     cfg, devices = run.config(), run.info()["devices"]
-    if (mesh := other_mesh(cfg, devices["platform"], devices["there"])) is None:
+    fits = lambda shape: not misfits(cfg.data, cfg.model, shape)
+    if (mesh := other_mesh(cfg.mesh, fits, devices["platform"], devices["there"])) is None:
         print(f"4/4 skipped: this run fits no other mesh of {devices['there']} x {devices['kind']}")
         return True
     print(f"4/4 the killed run, resumed on mesh {mesh} ...", flush=True)

@@ -31,7 +31,6 @@ from nash_mhc.model.lm import flops_per_token
 from nash_mhc.runtime import hardware
 from nash_mhc.runtime.hardware import known_peak
 from nash_mhc.train import device_batches, evaluate
-from nash_mhc.train.inputs import resolve
 
 
 def test_figures_follow_from_one_another(monkeypatch):
@@ -200,8 +199,7 @@ def test_rows_are_aligned_for_the_coarsest_model(compared, kind):
 
 def test_variants_differ_in_architecture_and_hardly_in_parameters(compared):
     parts = ("scales", "window", "conv_taps", "residual")
-    base, mesh = resolve(minute())
-    found = {name: dataclasses.asdict(quality.relative(name, minute(), base, mesh).model) for name in NAMED}
+    found = {name: dataclasses.asdict(quality.variant(name, minute().model, 1)) for name in NAMED}
     assert {name: tuple(v[part] for part in parts) for name, v in found.items()} == {
         "nash-mhc": (2, 8, 2, "mhc-layer"),
         "dense": (1, None, 0, "plain"),
@@ -288,10 +286,8 @@ def test_the_ffn_width_is_the_closest_of_all(name, monkeypatch):
 
 def test_the_ffn_width_divides_over_the_mesh():
     model = dataclasses.replace(MINUTE, width=48, layers=3, heads=6, kv_heads=6, ffn=480)
-    cfg = small.mesh_config(dataclasses.replace(minute(data__seq_len=48), model=model), tp=3)
-    base, mesh = resolve(cfg)
-    assert quality.relative("nash-mhc", cfg, base, mesh) == base
-    models = {name: quality.relative(name, cfg, base, mesh).model for name in quality.VARIANTS}
+    assert quality.variant("nash-mhc", model, 3) == model
+    models = {name: quality.variant(name, model, 3) for name in quality.VARIANTS}
     assert all(model.ffn % 24 == 0 for model in models.values())
     parts = {name: (m.scales, m.window, m.conv_taps, m.residual) for name, m in models.items()}
     assert parts["multiscale-plain"] == (2, 8, 2, "plain")
@@ -300,9 +296,8 @@ def test_the_ffn_width_divides_over_the_mesh():
 
 def test_a_model_without_an_equal_relative_is_refused():
     model = dataclasses.replace(MINUTE, width=8, heads=1, kv_heads=1, head_dim=2, ffn=8, vocab_size=2)
-    cfg = dataclasses.replace(minute(), model=model)
     with pytest.raises(ConfigError, match=r"^variant dense-mhc: no FFN width gives [\d,]+ parameters within 3% \(the nearest"):
-        quality.relative("dense-mhc", cfg, *resolve(cfg))
+        quality.variant("dense-mhc", model, 1)
 
 
 @pytest.mark.parametrize(

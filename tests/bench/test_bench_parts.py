@@ -33,7 +33,10 @@ NASH = dataclasses.replace(small.config(train__grad_accum=2), model=small.NASH)
 def abstract(cfg):
     """Parts, and shapes in the place of arrays: nothing is compiled."""
     mesh = make_mesh(cfg.mesh)
-    args = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
+    args = (
+        abstract_state(dataclasses.replace(cfg, model=one_group(cfg.model))).model,
+        abstract_batch(cfg.data, cfg.train.grad_accum, mesh),
+    )
     with jax.set_mesh(mesh):
         return parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *args))
 
@@ -90,7 +93,7 @@ def test_the_least_bytes_are_those_of_the_design():
 def test_they_come_to_what_the_layer_computes():
     cfg, mesh = dataclasses.replace(NASH, train=small.config().train), make_mesh(small.config().mesh)
     model, batch = (
-        small.generic_model(one_group(cfg).model),
+        small.generic_model(one_group(cfg.model)),
         to_device(bench.random_rows(cfg.data, 1, cfg.model.vocab_size), mesh),
     )
 
@@ -160,17 +163,14 @@ def test_only_the_parts_that_are_asked_for(monkeypatch, tmp_path, capsys):
     assert "Largest loss: " in capsys.readouterr().out
 
 
-def test_the_step_of_a_deep_model_follows_from_two_shallow_ones(monkeypatch):
+def test_the_step_of_a_deep_model_follows_from_two_shallow_ones():
     """Whose layers all take the same time, and the loss and the tables theirs."""
     asked = []
-    line = lambda cfg, **_: asked.append(cfg.model.layers) or {"step_ms": 3.0 + 2.0 * cfg.model.layers}
-    monkeypatch.setattr(bench, "bench_step", line)
-    of = lambda unroll, **model: dataclasses.replace(
-        small.config(train__unroll=unroll), model=dataclasses.replace(small.NASH, **model)
-    )
-    assert step_ms(of("yes", layers=12), 5) == (27.0, "from 1 and 2 layers")
-    assert step_ms(of("no", layers=12, full_every=2), 5) == (27.0, "from 4 and 8 layers")
-    assert step_ms(of("no", layers=3), 5) == (9.0, "measured")
+    measure = lambda model: asked.append(model.layers) or 3.0 + 2.0 * model.layers
+    of = lambda **model: dataclasses.replace(small.NASH, **model)
+    assert step_ms(of(layers=12), "yes", measure) == (27.0, "from 1 and 2 layers")
+    assert step_ms(of(layers=12, full_every=2), "no", measure) == (27.0, "from 4 and 8 layers")
+    assert step_ms(of(layers=3), "no", measure) == (9.0, "measured")
     assert asked == [1, 2, 4, 8, 3]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import jax
+import numpy as np
 import pytest
 import small
 
@@ -20,14 +21,18 @@ def torch_device():
 
 def test_torch_trains_the_same_model_on_as_many_tokens():
     """As many parameters of each kind as ours, adapters among them; and it really trains."""
+    torch = pytest.importorskip("torch")
     pytest.importorskip("peft", reason="compares with PEFT, which needs torch: pip install 'torch<2.14' peft")
     sized = lambda cfg: dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=384))  # whole tiles
     for cfg in (sized(small.config()), sized(small.config(lora__rank=4, lora__targets="attention"))):
-        model = torch_step._model(cfg, torch_device())
+        model = torch_step._model(cfg.model, cfg.lora, cfg.data.seq_len, cfg.train.seed, torch_device())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         adapters = sum(array.size for array in jax.tree.leaves(adapters_of(abstract_state(cfg).model)))
         assert trained == (adapters or count_parameters(cfg.model))
-        losses = [float(loss) for loss in itertools.islice(torch_step._losses(cfg, model, torch_device()), 4)]
+        shape = (cfg.data.batch_size, cfg.data.seq_len)
+        tokens_BT = torch.from_numpy(np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape))
+        steps = torch_step._losses(model, tokens_BT, cfg.optim, cfg.train.grad_accum)
+        losses = [float(loss) for loss in itertools.islice(steps, 4)]
         assert losses[-1] < losses[0]
 
 

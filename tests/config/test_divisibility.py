@@ -50,9 +50,13 @@ def remedies(error: ConfigError) -> list[list[str]]:
     return [flags.split() for flags in proposed.split(", or ")]
 
 
+def fits(cfg: RunConfig, shape: dict[str, int]) -> None:
+    check_fit(cfg.data, cfg.model, shape, resizable=cfg.resizable)
+
+
 def refused(cfg: RunConfig, shape: dict[str, int]) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        check_fit(cfg, shape)
+        fits(cfg, shape)
     return error.value
 
 
@@ -70,8 +74,8 @@ def test_what_does_not_divide_is_refused_and_the_advice_holds(flag: str, cfg: Ru
     assert mesh[0] == "--mesh-data"
     assert sizes[0] == flag
     # Behind the others on a command line, the flags give a valid configuration that fits.
-    check_fit(parse([*as_argv(cfg), *sizes]).config, shape)
-    check_fit(cfg, parse(mesh).config.mesh.axes)
+    fits(parse([*as_argv(cfg), *sizes]).config, shape)
+    fits(cfg, parse(mesh).config.mesh.axes)
 
 
 def test_every_size_that_does_not_divide_is_told_at_once() -> None:
@@ -87,8 +91,9 @@ def test_weights_that_are_given_keep_their_sizes(tmp_path: Path) -> None:
     assert len(remedies(refused(changed(cfg, train={"init_from": "runs/base"}), shape))) == 1
     cfg, shape = FITS["--seq-len"]
     assert len(remedies(refused(changed(cfg, data={"dataset": str(tmp_path)}), shape))) == 1
+    cfg, shape = FITS["--model-width"]
     with pytest.raises(ConfigError) as error:
-        check_fit(FITS["--model-width"][0], FITS["--model-width"][1], model_is_given=True)
+        check_fit(cfg.data, cfg.model, shape, resizable=())
     assert len(remedies(error.value)) == 1
 
 
@@ -142,9 +147,9 @@ def mesh_argv(cfg: RunConfig) -> list[str]:
 
 def fitted(cfg: RunConfig, there: int) -> None:
     shape = mesh_shape(cfg.mesh, "gpu", there, lambda shape: not misfits(cfg.data, cfg.model, shape))
-    check_fit(cfg, dict(zip(cfg.mesh.axes, shape, strict=True)))
+    fits(cfg, dict(zip(cfg.mesh.axes, shape, strict=True)))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 1, 4), (2, 2, 2)])
 def test_what_divides_is_accepted(shape: tuple[int, int, int]) -> None:
-    check_fit(SMALL, dict(zip(("data", "fsdp", "tp"), shape, strict=True)))
+    fits(SMALL, dict(zip(("data", "fsdp", "tp"), shape, strict=True)))

@@ -104,7 +104,8 @@ plain = load_plain_schema()
         ),
         (
             lambda: plain.RunConfig.from_dict({"dat": {}}),
-            "unknown section 'dat'; there are model_size, kit, model, data, mesh, optim, train, objective, lora, "
+            "unknown section 'dat': if it is of a kit, the kit is missing (restore nash_mhc/kits/dat, or give its folder with "
+            "--kit); there are model_size, kit, model, data, mesh, optim, train, objective, lora, "
             "precision, telemetry, distill, quantize",
         ),
         (lambda: plain.RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),

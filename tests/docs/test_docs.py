@@ -215,7 +215,7 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         parsed = parsing.parse(words, own=train._own_flags, folder="train.checkpoint_dir")
         config, given = parsed.config, parsed.given
         if -1 not in config.mesh.axes.values():
-            check_fit(config, config.mesh.axes)
+            check_fit(config.data, config.model, config.mesh.axes)
         if {"optim.freeze", "optim.train_only", "optim.optimizer"} & set(given):
             abstract_state(config)  # whether there are such parameters, and such an optimizer
     elif command.kind in (
@@ -280,7 +280,7 @@ def test_the_line_of_a_typical_guide_is_understood(tmp_path: Path, monkeypatch: 
     config = parsing.parse(line.split(), own=train._own_flags, folder="train.checkpoint_dir").config
     assert (config.data.dataset, config.data.dataset_name, config.data.tokenizer) == ("OWNER/NAME", "VARIANT", "OWNER/NAME")
     assert (config.data.batch_size, config.train.checkpoint_dir) == (32, "./checkpoints")
-    check_fit(config, config.mesh.axes)
+    check_fit(config.data, config.model, config.mesh.axes)
     # Without a network it ends with one line about what could not be had.
     monkeypatch.setattr(sys, "argv", ["train", *line.split()])
     with pytest.raises(ConfigError, match=r"--tokenizer OWNER/NAME: .*Hugging Face"):

@@ -17,7 +17,6 @@ from nash_mhc.estimate.memory import estimate
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.parallel.mesh import make_mesh
-from nash_mhc.train import __main__ as command
 from nash_mhc.train.inputs import resolve
 
 NASH = dataclasses.replace(small.config(data__batch_size=8, data__seq_len=256), model=small.NASH)
@@ -108,7 +107,7 @@ def test_the_runs_folder_keeps_what_was_expected(tmp_path):
 def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
     cfg, mesh, total = sizes_of(NASH)
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.00GiB. [tf-allocator]")
-    message = str(command.out_of_memory(NASH, error))
+    message = str(preflight.out_of_memory(*resolve(NASH), error, "the same command"))
     assert "(Out of memory while trying to allocate 1.00GiB)" in message
     assert "\n" not in message
     found = settings_in(message)
@@ -125,8 +124,10 @@ def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
 def test_what_was_known_to_be_too_much_is_answered_with_what_there_is_room_for(monkeypatch):
     """After --no-preflight, the remedies fit the devices, not only need less than the estimate."""
     cfg, _, total = sizes_of(NASH)
-    monkeypatch.setattr(command, "device_capacity", lambda mesh: 0.7 * total)
-    found = settings_in(str(command.out_of_memory(NASH, RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))))
+    monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 0.7 * total)
+    found = settings_in(
+        str(preflight.out_of_memory(*resolve(NASH), RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "again"))
+    )
     assert found
     for flags in found:
         assert sizes_of(with_flags(cfg, flags))[2] < 0.85 * 0.7 * total

@@ -24,7 +24,7 @@ from nash_mhc.hub.load import Loaded, load
 from nash_mhc.model.sampling import MANY, context_start, generate_tokens, keep_likely, sample
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.samples import Samples
-from nash_mhc.train.state import abstract_state, state_shardings
+from nash_mhc.train.state import ProgramKey, abstract_state, state_shardings
 from nash_mhc.train.trainer import Result
 
 T = 32
@@ -245,7 +245,7 @@ def test_averaged_weights_of_any_mesh_load_on_one_device(tmp_path: Path, folder:
     shape = abstract_state(cfg)
     values_of = jax.tree.map(lambda a: np.arange(a.size, dtype=a.dtype).reshape(a.shape), shape)
     values_of = eqx.tree_at(lambda s: s.ema, values_of, jax.tree.map(np.negative, values_of.model))
-    state = jax.tree.map(jax.device_put, values_of, state_shardings(cfg, mesh))
+    state = jax.tree.map(jax.device_put, values_of, state_shardings(ProgramKey.of(cfg), mesh))
     assert len(state.ema.embed_VD.devices()) == 8
     with Store(tmp_path) as store:
         store.save(7, state, {})

@@ -18,7 +18,7 @@ from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.train import __main__ as train_command
 from nash_mhc.train import samples
 from nash_mhc.train.samples import Samples
-from nash_mhc.train.state import state_shardings
+from nash_mhc.train.state import ProgramKey, state_shardings
 
 BYTES = load_tokenizer("bytes")
 CFG = dataclasses.replace(runs.RUN, telemetry=TelemetryConfig(sample_tokens=12, sample_prompt="Once"))
@@ -57,7 +57,7 @@ def test_a_resumed_run_writes_the_same_samples(trained, tmp_path):
 
 def test_a_sample_of_any_mesh_is_generated_on_one_device(trained, monkeypatch):
     mesh = jax.make_mesh((2, 2, 2), tuple(MeshConfig().axes), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(CFG, mesh).model)
+    model = jax.tree.map(jax.device_put, trained.state.model, state_shardings(ProgramKey.of(CFG), mesh).model)
     assert len(model.embed_VD.devices()) == 8
     with jax.transfer_guard("disallow"):  # as in the loop
         assert of_run(mesh).write(model) == trained.sample

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from sampled import long
 
 from nash_mhc.config import ConfigError, parsing
-from nash_mhc.config.rope_scaling import RopeScaling
+from nash_mhc.config.model import RopeScaling
 from nash_mhc.config.schema import MeshConfig, RunConfig
 from nash_mhc.hub import __main__ as hub
 from nash_mhc.hub.config_json import family_config, family_of, read_config

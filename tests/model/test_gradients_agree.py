@@ -12,7 +12,7 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.device_batches import to_device
-from nash_mhc.train.state import state_shardings
+from nash_mhc.train.state import ProgramKey, state_shardings
 from nash_mhc.train.step import make_objective
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 2, 1), (2, 1, 4), (1, 4, 2)]
@@ -52,7 +52,7 @@ def gradients(cfg, noise, share):
         return jax.device_put(size * np.asarray(a) + (noise * rng.normal(size=a.shape)).astype(a.dtype), sharding)
 
     one = small.start(dataclasses.replace(cfg, mesh=MeshConfig()), make_mesh(MeshConfig())).model
-    model = jax.tree_util.tree_map_with_path(changed, one, state_shardings(cfg, mesh).model)
+    model = jax.tree_util.tree_map_with_path(changed, one, state_shardings(ProgramKey.of(cfg), mesh).model)
     with jax.set_mesh(mesh):
         batch = jax.tree.map(lambda a: a[0], to_device(rows, mesh))
         found = jax.jit(jax.grad(lambda model, batch: objective(model, batch)[0]))(model, batch)

@@ -123,14 +123,14 @@ def test_every_preset_is_a_valid_run_that_a_2x2x2_mesh_divides(name):
 
     run = presets.run(name)
     assert run.model == presets.model(name)
-    check_fit(run, {"data": 2, "fsdp": 2, "tp": 2})
+    check_fit(run.data, run.model, {"data": 2, "fsdp": 2, "tp": 2})
 
 
 def test_the_default_preset_divides_over_eight_devices_along_any_axis():
     from nash_mhc.parallel.mesh import check_fit
 
     for shape in ((8, 1, 1), (1, 8, 1), (1, 1, 8)):
-        check_fit(presets.run(), dict(zip(("data", "fsdp", "tp"), shape, strict=True)))
+        check_fit(presets.run().data, presets.run().model, dict(zip(("data", "fsdp", "tp"), shape, strict=True)))
 
 
 def test_an_unknown_size_names_the_known_ones():

@@ -120,7 +120,10 @@ def test_its_memory_is_planned_within_15_percent_of_the_compiler():
 def test_it_is_benchmarked_part_by_part():
     cfg = dataclasses.replace(small.config(), model=gated())
     mesh = make_mesh(cfg.mesh)
-    args = abstract_state(one_group(cfg)).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
+    args = (
+        abstract_state(dataclasses.replace(cfg, model=one_group(cfg.model))).model,
+        abstract_batch(cfg.data, cfg.train.grad_accum, mesh),
+    )
     with jax.set_mesh(mesh):
         parts, _ = parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *args))
     times = {name: part.times for name, part in parts.items()}

@@ -27,7 +27,7 @@ from nash_mhc.parallel.sharding import (
     shardings,
     spec,
 )
-from nash_mhc.train.state import TrainState, create_state, state_shardings
+from nash_mhc.train.state import ProgramKey, TrainState, create_state, state_shardings
 
 CFG = RunConfig(
     model=ModelConfig(
@@ -191,7 +191,7 @@ def test_no_array_with_a_rule_is_replicated(state: TrainState) -> None:
 
 
 def test_moments_and_averages_are_sharded_like_their_parameters(state: TrainState) -> None:
-    tree = state_shardings(CFG, make_mesh(MESH))
+    tree = state_shardings(ProgramKey.of(CFG), make_mesh(MESH))
     parameters = by_path(tree.model)
     adam = tree.opt_state[1]
     for copy in (adam.mu, adam.nu, tree.ema):
@@ -208,7 +208,7 @@ def test_moments_and_averages_are_sharded_like_their_parameters(state: TrainStat
 
 def test_a_state_without_averages_has_no_sharding_for_them() -> None:
     cfg = RunConfig(model=CFG.model, data=CFG.data)
-    assert state_shardings(cfg, make_mesh(MESH)).ema is None
+    assert state_shardings(ProgramKey.of(cfg), make_mesh(MESH)).ema is None
 
 
 def test_weights_do_not_depend_on_the_mesh() -> None:

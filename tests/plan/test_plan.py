@@ -14,7 +14,7 @@ from nash_mhc.config import parsing, presets
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.help import as_flags
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.estimate.candidates import candidates, nearest_that_fit, smaller_remats, with_sequence_per_chip
+from nash_mhc.estimate.candidates import candidates, nearest_that_fit, sequence_per_chip, smaller_remats
 from nash_mhc.estimate.memory import estimate
 from nash_mhc.estimate.roofline import ERROR, speed
 from nash_mhc.model.architectures import count_parameters, for_platform
@@ -210,8 +210,8 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(monkeypatch, capsys):
 
 def test_a_few_rows_are_made_enough_for_many_chips_unless_they_were_given():
     cfg, at = presets.run("3b"), machine("v6e-256", chips())
-    assert with_sequence_per_chip(cfg, at, {}).data.batch_size == 256
-    assert with_sequence_per_chip(cfg, at, {"data.batch_size": 8}) is cfg
+    assert sequence_per_chip(cfg.data, cfg.train, at.chips, {})["data"].batch_size == 256
+    assert sequence_per_chip(cfg.data, cfg.train, at.chips, {"data.batch_size": 8}) == {}
 
 
 DENSE = {"scales": 1, "window": None, "conv_taps": 0}

@@ -16,7 +16,8 @@ from nash_mhc.runtime import compiler_options
 from nash_mhc.runtime.compat.jax import write_programs_whole
 from nash_mhc.runtime.compiled import CompiledStep, Program, is_compiling, remove_programs, use_compilation_cache
 from nash_mhc.runtime.compiler_options import OPTIONS, Option, as_comments
-from nash_mhc.train.evaluate import compile_evaluation
+from nash_mhc.train import evaluate
+from nash_mhc.train.state import ProgramKey
 from nash_mhc.train.step import compile_train_step
 
 
@@ -162,7 +163,7 @@ def test_only_the_step_may_be_nondeterministic(monkeypatch, deterministic):
     cfg = small.config(model__ffn=40, train__deterministic=deterministic)
     mesh = make_mesh(cfg.mesh)
     assert compile_train_step(cfg, mesh)._compiler_options == ({"xla_same_bits": True} if deterministic else {})
-    for program in compile_evaluation(cfg, mesh), CompiledStep(jnp.add, mesh):
+    for program in evaluate._evaluation(ProgramKey.of(cfg), mesh, None), CompiledStep(jnp.add, mesh):
         assert program._compiler_options == {"xla_same_bits": True}
 
 

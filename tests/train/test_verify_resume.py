@@ -17,6 +17,7 @@ import small
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import parsing
 from nash_mhc.config.commands import one_line_errors
+from nash_mhc.parallel.mesh import misfits
 from nash_mhc.train import __main__ as command
 from nash_mhc.train.resume import checkpoint_values
 from nash_mhc.train.verify_resume import SAVED, STEPS, different_losses, different_states, other_mesh, short_run
@@ -115,6 +116,10 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
     assert parts == ["opt_state[1].mu.layers.ffn.up_DF", "data"]
 
 
+def fitting_mesh(cfg, platform, there):
+    return other_mesh(cfg.mesh, lambda shape: not misfits(cfg.data, cfg.model, shape), platform, there)
+
+
 @pytest.mark.parametrize(
     ("now", "platform", "there", "expected"),
     [
@@ -126,14 +131,14 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
     ],
 )
 def test_the_other_mesh_is_one_that_the_run_fits_on(now, platform, there, expected):
-    mesh = other_mesh(small.mesh_config(small.config(), *now), platform, there)
+    mesh = fitting_mesh(small.mesh_config(small.config(), *now), platform, there)
     assert (mesh and (mesh.data, mesh.fsdp, mesh.tp)) == expected
     assert mesh is None or mesh.num_devices == math.prod(expected)
 
 
 def test_a_mesh_that_does_not_divide_is_not_chosen():
     cfg = small.config(data__batch_size=2, model__kv_heads=1, model__heads=2)
-    mesh = other_mesh(cfg, "cpu", 1)
+    mesh = fitting_mesh(cfg, "cpu", 1)
     assert (mesh.data, mesh.fsdp, mesh.tp) == (1, 2, 1)
 
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.data import TOKENIZER
 from nash_mhc.config.schema import TEMPLATE, ConfigError
+from nash_mhc.config.sections import TOKENIZER
 from nash_mhc.storage.errors import first_line
 from nash_mhc.storage.json_files import parse_json
 

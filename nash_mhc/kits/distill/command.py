@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import math
 import shutil
@@ -91,7 +90,7 @@ def cache_command(argv: Sequence[str]) -> int:
         logs.silence()
     record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True)
     loaded = load(own.teacher, own.teacher_step, mesh=mesh)
-    check_fit(dataclasses.replace(cfg, model=loaded.config.model), mesh.shape, model_is_given=True)
+    check_fit(cfg.data, loaded.config.model, mesh.shape, resizable=())
     leader_first(lambda: _prepare(cfg.data, cfg.model.alignment, loaded, out, "data.tokenizer" in parsed.given))
     settings = _settings(own, cfg.data.batch_size, loaded.tokenizer.vocab_size)
     rows, needed = cache_size(out, settings)

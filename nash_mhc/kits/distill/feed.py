@@ -41,7 +41,10 @@ class Teachers(OpenFeed):
             raise ConfigError("--distill-layers: a cache has no layers; name a model with --distill-teacher")
         if d.anchor and cfg.train.init_from is None:
             raise ConfigError("--distill-anchor: needs an initial model; name one with --init-from")
-        make = functools.partial(OnlineTeacher, cfg=cfg, tokenizer=tokenizer, mesh=mesh)
+        make = functools.partial(
+            OnlineTeacher, d=d, student=cfg.model, data=cfg.data, tokenizer=tokenizer, mesh=mesh,
+            student_is_fixed=cfg.train.init_from is not None,
+        )  # fmt: skip
         if d.teacher is not None:
             self._online["teacher"] = make("--distill-teacher", d.teacher, temperature=d.temperature, layers=d.layers > 0)
         if d.anchor:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from nash_mhc.config.schema import ConfigError, RunConfig, TrainConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.pack import RowSource
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.hub import stored
@@ -97,22 +97,25 @@ class OnlineTeacher:
         self,
         flag: str,
         name: str,
-        cfg: RunConfig,
+        d: DistillConfig,
+        student: ArchitectureConfig,
+        data: DataConfig,
         tokenizer: Tokenizer,
         mesh: Mesh,
         *,
+        student_is_fixed: bool,
         temperature: float,
         layers: bool,
         step: int | None = None,
     ) -> None:
-        """`step`: the checkpoint; None: the one that the run ends with."""
-        d, own = cfg.section(DistillConfig), config_of(name, flag).model
-        if cfg.model.alignment % own.alignment:
+        """`step`: the checkpoint; None: the one that the run ends with. `student_is_fixed`: it starts from weights."""
+        own = config_of(name, flag).model
+        if student.alignment % own.alignment:
             raise ConfigError(
                 f"{flag} {name}: its documents start at multiples of {own.alignment}, the student's at multiples of "
-                f"{cfg.model.alignment}; use a cache instead (python -m nash_mhc.distill cache)"
+                f"{student.alignment}; use a cache instead (python -m nash_mhc.distill cache)"
             )
-        sizes, wanted = ([getattr(model, key, None) for key in ("layers", "width")] for model in (own, cfg.model))
+        sizes, wanted = ([getattr(model, key, None) for key in ("layers", "width")] for model in (own, student))
         if layers and (None in sizes or sizes != wanted):
             raise ConfigError(
                 f"--distill-layers: {name} has {sizes[0]} layers of width {sizes[1]}, the student {wanted[0]} of {wanted[1]}; "
@@ -120,21 +123,21 @@ class OnlineTeacher:
             )
         remedy = "leave out --distill-random"
         if d.random:
-            is_fixed = cfg.train.init_from is not None
-            check_random_vocab(f"{flag} {name}", own.vocab_size, cfg.model.vocab_size, is_fixed=is_fixed, remedy=remedy)
-        check_fit(dataclasses.replace(cfg, model=own), mesh.shape, model_is_given=True)
+            subject, fixed = f"{flag} {name}", student_is_fixed
+            check_random_vocab(subject, own.vocab_size, student.vocab_size, is_fixed=fixed, remedy=remedy)
+        check_fit(data, own, mesh.shape, resizable=())
         record = stored.find(flag, name, step, hashed=True)
         self.identity = digest_of({k: v for k, v in record.items() if k != "folder"})  # a moved folder is the same teacher
         self._loaded = load(name, step, mesh=mesh)
         if self._loaded.tokenizer.fingerprint != tokenizer.fingerprint:
-            raise ConfigError(f"{flag} {name}: its tokenizer is not {cfg.data.tokenizer}; give both the same")
+            raise ConfigError(f"{flag} {name}: its tokenizer is not {data.tokenizer}; give both the same")
         if d.random and d.top_k >= tokenizer.vocab_size:
             raise ConfigError(
                 f"--distill-random {d.random}: --distill-top-k {d.top_k} has all {tokenizer.vocab_size} tokens; {remedy}"
             )
         self._mesh, self._layers = mesh, layers
         self._options: dict[str, Any] = {
-            "seq_len": cfg.data.seq_len, "vocabulary": tokenizer.vocab_size, "temperatures": (temperature,),
+            "seq_len": data.seq_len, "vocabulary": tokenizer.vocab_size, "temperatures": (temperature,),
             "top_k": min(d.top_k, tokenizer.vocab_size), "layers": layers,
             "random": d.random,
         }  # fmt: skip

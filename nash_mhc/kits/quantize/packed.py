@@ -114,7 +114,7 @@ def write_packed(loaded: Loaded, out: Path, dtype: str = "float32") -> list[Size
         is_adapter = name.rpartition(".")[2] in ("lora_a", "lora_b")
         add("adapters" if is_adapter else "others", array.size, {name: array})
     config = dataclasses.replace(loaded.config, train=dataclasses.replace(loaded.config.train, init_from=None))
-    values = config.to_dict()
+    values = config.recorded()
     with new_folder(out) as part:
         if isinstance(loaded.tokenizer, HuggingFaceTokenizer):
             loaded.tokenizer.save(part)

@@ -28,7 +28,7 @@ from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import for_compute, with_shardings
 from nash_mhc.train.device_batches import to_device
-from nash_mhc.train.state import abstract_state, initial_state, state_shardings
+from nash_mhc.train.state import ProgramKey, abstract_state, initial_state, state_shardings
 from nash_mhc.train.step import compile_train_step
 
 # Each has groups in one part and low-rank scales in the other, which take seconds to compile. The trained form has the
@@ -128,8 +128,8 @@ def test_presets_are_names_of_bits_and_ranks():
 
 def begun(cfg, model, mesh):
     """Return the state before the first step of a fitted model; fitting it again would take seconds."""
-    state = jax.jit(lambda model: initial_state(cfg, model))(model)
-    return jax.tree.map(lambda a, s: jax.device_put(np.asarray(a), s), state, state_shardings(cfg, mesh))
+    state = jax.jit(lambda model: initial_state(ProgramKey.of(cfg), model))(model)
+    return jax.tree.map(lambda a, s: jax.device_put(np.asarray(a), s), state, state_shardings(ProgramKey.of(cfg), mesh))
 
 
 def trained_model(cfg, model, count=3):

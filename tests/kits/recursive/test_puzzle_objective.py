@@ -19,7 +19,7 @@ from nash_mhc.objectives.base import Batch
 from nash_mhc.optim.optimizers import OPTIMIZERS
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.train.device_batches import to_device
-from nash_mhc.train.state import create_state, initial_state, state_shardings
+from nash_mhc.train.state import ProgramKey, create_state, initial_state, state_shardings
 from nash_mhc.train.step import compile_train_step
 
 MODEL = RecursiveConfig(
@@ -47,8 +47,8 @@ def fresh():
 
 
 def begun(cfg, mesh):
-    state = jax.jit(lambda model: initial_state(cfg, model))(dataclasses.replace(fresh(), cfg=cfg.model))
-    return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(cfg, mesh))
+    state = jax.jit(lambda model: initial_state(ProgramKey.of(cfg), model))(dataclasses.replace(fresh(), cfg=cfg.model))
+    return jax.tree.map(lambda a, s: jax.device_put(np.array(a), s), state, state_shardings(ProgramKey.of(cfg), mesh))
 
 
 def steps(cfg, batches, state=None):

@@ -1,0 +1,365 @@
+"""The sections of a run that do not depend on its model. No jax, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from nash_mhc.config.fields import ConfigError, Section, axis, key
+from nash_mhc.config.logs import HELP, LEVELS
+
+TEMPLATE = "{role}: {content}\n"  # default template of a message
+TOKENIZER = "tokenizer"  # value of --template: the tokenizer's chat template
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    section = "data"
+
+    dataset: str = key(
+        "stories",
+        "stories (built in), a prepared folder, text, .jsonl or .parquet files (.gz, .zst), a folder or glob of "
+        "them, or a Hugging Face dataset; repeat with weights (a:0.7) for a mixture",
+        seam="sources",
+        weighted=True,
+        path=True,
+    )
+    dataset_name: str | None = key(None, "variant of a Hugging Face dataset")
+    split: str = key("train", "split to train on")
+    eval_split: str = key("validation", "split to evaluate on, never trained on")
+    validation_fraction: float = key(
+        0.05, "share of the documents to hold out if the data has no evaluation split (0: none)", low=0, high=0.9
+    )
+    text_field: str = key("text", "JSON field or table column that holds the text")
+    extensions: str | None = key(None, "extensions of files to read from a folder, such as .md,.py (none: text and data files)")
+    format: str = key(
+        "auto",
+        "format of a record: text, prompt and response, chat, fields used by templates, or puzzle (CSV); auto "
+        "decides by the first record",
+        choices=("auto", "text", "prompt", "chat", "fields", "puzzle"),
+    )
+    template: str | None = key(
+        None, "template of a message, with {role} and {content}; `tokenizer`: the tokenizer's chat template"
+    )
+    loss_on: str = key("response", "tokens that count in the loss of prompt and chat data", choices=("response", "all"))
+    prompt_template: str | None = key(
+        None, r"prompt of --format fields, such as 'Q: {question}[\nHint: {hint}]\n'; a part in [ ] is dropped if its "
+            r"field is missing",
+        further="tuning",
+    )  # fmt: skip
+    response_template: str | None = key(
+        None, "response of --format fields, in the same form; only this part counts in the loss", further="tuning"
+    )
+    test_fraction: float = key(
+        0.0, "share of the documents for a final test, never trained or evaluated on", low=0, high=0.9, further="tuning"
+    )
+    test_split: str | None = key(
+        None, "existing split for the final test (none: `test`, if --test-fraction is set)", further="tuning"
+    )
+    max_documents: int | None = key(None, "read at most this many documents (none: all)", low=1)
+    tokenizer: str = key("bytes", "bytes (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
+    begin_with_end: bool = key(
+        True,
+        "begin documents with the end token if the tokenizer adds no begin token; false for the tokenizer of a "
+        "Hugging Face model",
+        further="tuning",
+    )
+    streaming: bool = key(False, "pack sequences while training instead of preparing them first")
+    cache_dir: str = key(".cache/data", "folder for prepared datasets", path=True)
+    batch_size: int = key(8, "sequences per forward pass over all devices; a step has batch-size x grad-accum", low=1)
+    seq_len: int = key(256, "tokens per sequence (T)", low=2)
+    num_workers: int = key(0, "worker processes for the input pipeline (0: threads)", low=0, high=256)
+    worker_buffer_size: int = key(4, "batches that each worker prepares ahead", low=1, high=4096)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        templates = {"--prompt-template": self.prompt_template, "--response-template": self.response_template}
+        if self.format == "fields":
+            if missing := [flag for flag, template in templates.items() if template is None]:
+                raise ConfigError(
+                    f"--format fields needs {missing[0]}; write it with the fields of a record, such as {{question}}"
+                )
+            if self.template not in (None, TOKENIZER):
+                raise ConfigError(
+                    f"--format fields uses --prompt-template and --response-template, not --template {self.template}; "
+                    f"leave --template out, or use --template {TOKENIZER}"
+                )
+        elif given := [flag for flag, template in templates.items() if template is not None]:
+            raise ConfigError(f"{given[0]} needs --format fields; add it, or leave the template out")
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ConfigError(
+                f"--validation-fraction {self.validation_fraction:g} and --test-fraction {self.test_fraction:g} leave no "
+                "documents to train on; lower one of them"
+            )
+
+    @property
+    def test_part(self) -> str | None:
+        """Return the name of the test split, or None."""
+        return self.test_split or ("test" if self.test_fraction else None)
+
+
+PLATFORMS = ("tpu", "gpu", "cpu")  # the order of `auto`
+
+
+@dataclass(frozen=True)
+class MeshConfig(Section):
+    section, prefixed = "mesh", True
+
+    # Mesh axes, outermost first. A new axis needs a line here and its name in RULES of parallel/sharding.py.
+    data: int = axis("devices along data: each group holds all parameters and a share of the batch (-1: the rest)")
+    fsdp: int = axis("devices along fsdp: batch and parameters are split (-1: the rest)")
+    tp: int = axis("devices along tp: heads, MLP and vocabulary are split (-1: the rest)")
+    num_devices: int | None = key(None, "number of devices to use (none: all)", low=1, flag="num-devices")
+    platform: str = key(
+        "auto", "tpu, gpu, cpu, or several in order of preference (tpu,cpu); auto: tpu,gpu,cpu", flag="platform"
+    )
+    profile_for: str | None = key(
+        None,
+        "use the batch size and learning rate for this kind of device; your own flags override them",
+        choices=PLATFORMS,
+        flag="profile-for",
+        further="profile",
+    )
+    coordinator_address: str | None = key(
+        None, "HOST:PORT of process 0 (none: from the scheduler, else a single process)", flag="coordinator-address"
+    )
+    num_processes: int | None = key(
+        None, "processes of the run (1: a single process, ignores the scheduler)", low=1, flag="num-processes"
+    )
+    process_id: int | None = key(None, "index of this process, from 0", low=0, flag="process-id")
+    connect_timeout: float = key(60.0, "seconds to wait for the other processes at the start", above=0, flag="connect-timeout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, size in self.axes.items():
+            if size == 0:
+                raise ConfigError(f"mesh.{name} must be a positive number of devices or -1 for the rest, not 0")
+        if unknown := [name for name in self.platforms if name not in PLATFORMS]:
+            raise ConfigError(
+                f"mesh.platform {self.platform!r}: must be auto, or some of {', '.join(PLATFORMS)} in order of preference, "
+                f"not {unknown[0]!r}"
+            )
+        rest = [name for name, size in self.axes.items() if size == -1]
+        if len(rest) > 1:
+            raise ConfigError(f"only one mesh axis may be -1 (the rest), not {' and '.join('mesh.' + n for n in rest)}")
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """Return the device kinds in order of preference."""
+        return PLATFORMS if self.platform == "auto" else tuple(name.strip() for name in self.platform.split(","))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the number of devices along each axis, in mesh order."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["axis"]}
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.axes.values()))} ({' x '.join(self.axes)})"
+
+
+# Activations that --remat-keep can save for the backward pass; `model/remat.py` implements them.
+KEEPABLE = ("qkv", "attention", "mixed", "output", "ffn-up", "ffn-down", "read", "coefficients")
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section):
+    section = "optim"
+
+    learning_rate: float = key(
+        1.2e-3, "peak learning rate of matrices at width 640; other parameters follow by role and width", above=0
+    )
+    min_lr_ratio: float = key(0.05, "final learning rate as a share of the peak", low=0, high=1)
+    warmup_steps: int = key(25, "steps of linear warm-up", low=0)
+    optimizer: str = key(
+        "adamw", "adamw, adam_atan2, muon (Muon for matrices, AdamW for the rest), or a registered optimizer", seam="optimizers"
+    )
+    freeze: str | None = key(
+        None, "parameters not to train, comma-separated: names from parameters.txt or prefixes of them; * matches anything"
+    )
+    train_only: str | None = key(None, "parameters to train, in the same form; all others are frozen")
+    schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("cosine", "wsd", "constant"))
+    decay_fraction: float = key(0.2, "share of the steps in which wsd decays, at the end", low=0, high=1)
+    weight_decay: float = key(0.1, "weight decay of AdamW, on matrices only", low=0)
+    b1: float = key(0.9, "decay of AdamW's first moment", low=0, high=1)
+    b2: float = key(0.95, "decay of AdamW's second moment", low=0, high=1)
+    eps: float = key(1e-8, "epsilon of AdamW", above=0)
+    max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: no clipping)", low=0)
+    z_loss: float = key(0.0, "weight of the squared log-partition term in the loss", low=0)
+    sparsity: float = key(0.0, "weight of the scales' entropy in the loss", low=0)
+    ema_decay: float = key(0.0, "decay of the averaged weights (0: no averaging)", low=0, high=0.999999)
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    section = "train"
+
+    total_steps: int = key(300, "optimizer steps of the whole run", low=1)
+    epochs: float | None = key(None, "passes over the data; sets --total-steps", above=0, further="tuning")
+    patience: int = key(
+        0, "stop after this many evaluations in a row without a lower held-out loss (0: never)", low=0, further="tuning"
+    )
+    end_with: str = key(
+        "auto",
+        "checkpoint a run ends with: last, or best by held-out loss (auto: best with --lora-rank, --epochs or --patience)",
+        choices=("auto", "last", "best"),
+        further="tuning",
+    )
+    seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
+    grad_accum: int = key(1, "microbatches per step (gradient accumulation)", low=1)
+    remat: str = key(
+        "none",
+        "activations to recompute in the backward pass: none, all but matmul results (dots), or all (full)",
+        choices=("none", "dots", "full"),
+    )
+    remat_keep: str | None = key(
+        None,
+        f"extra activations to save under remat, comma-separated: {', '.join(KEEPABLE)}",
+        further="precision",
+    )
+    dtype: str = key("auto", "compute dtype; auto: float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16"))
+    matmul_dtype: str = key(
+        "compute",
+        "dtype of attention and MLP matmuls: `compute` (the compute dtype) or `float8` (faster on Hopper and newer)",
+        choices=("compute", "float8"),
+        further="precision",
+    )
+    attention: str = key(
+        "auto", "attention kernel; auto: the fastest on this platform", choices=("auto", "xla", "cudnn", "pallas", "splash")
+    )
+    deterministic: bool = key(True, "give the same bits in every run; costs a GPU some memory, and speed for long sequences")
+    unroll: str = key(
+        "auto",
+        "unroll the layers instead of scanning over them: slower to compile, faster on a GPU (auto: on one GPU)",
+        choices=("auto", "yes", "no"),
+    )
+    log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
+    eval_interval: int = key(150, "steps between evaluations (0: only at the end)", low=0)
+    eval_batches: int = key(16, "batches per evaluation", low=1)
+    checkpoint_interval: int = key(150, "steps between checkpoints (0: only at the end)", low=0)
+    checkpoint_dir: str | None = key(
+        None, "run directory; an existing run is resumed (none: runs/SIZE-DATE-TIME)", path=True, remote=True
+    )
+    max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
+    on_spike: str = key(
+        "report", "what to do about a sudden rise of loss or gradient norm", choices=("report", "skip", "ignore")
+    )
+    spike_score: float = key(20.0, "robust standard deviations above the median of recent steps that count as a spike", above=0)
+    stall_timeout: float = key(
+        600.0, "seconds without progress after which the run names the process that hangs and exits (0: never)", low=0
+    )
+    keep_last: int = key(3, "newest checkpoints to retain; the best by held-out loss is retained too", low=1)
+    keep_every: int = key(0, "also retain checkpoints at multiples of this many steps (0: none)", low=0)
+    resume: str = key(
+        "auto",
+        "resume from the latest complete checkpoint: if there is one (auto), never, or fail without one (must)",
+        choices=("auto", "never", "must"),
+    )
+    resume_from: str | None = key(
+        None,
+        "run directory to continue in another one, with weights, optimizer, schedule and step count",
+        path=True,
+        remote=True,
+    )
+    init_from: str | None = key(
+        None,
+        "run directory or Hugging Face folder with the initial weights; without --dataset, also a run's data",
+        path=True,
+        remote=True,
+    )
+    init_step: int | None = key(None, "checkpoint of --init-from to use (none: the last)", low=0)
+    wait_for_lock: float = key(0.0, "seconds to wait if another run uses --checkpoint-dir (0: exit at once)", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume == "never" and self.resume_from is not None:
+            raise ConfigError("--resume never starts from fresh weights; leave out --resume-from, or --resume")
+        if self.resume_from is not None and self.init_from is not None:
+            raise ConfigError("--resume-from resumes a run, --init-from starts a new one from its weights; give one of them")
+        if unknown := [name for name in self._kept_names if name not in KEEPABLE]:
+            raise ConfigError(f"train.remat_keep: unknown activation {unknown[0]!r}; choose from {', '.join(KEEPABLE)}")
+        if self.remat_keep is not None and self.remat == "none":
+            raise ConfigError("train.remat_keep: --remat none saves everything; leave it out, or set --remat dots or full")
+        if self.init_step is not None and self.init_from is None:
+            raise ConfigError("--init-step needs --init-from, whose checkpoint it names; give both, or leave it out")
+
+    @property
+    def _kept_names(self) -> list[str]:
+        return [] if self.remat_keep is None else [name.strip() for name in self.remat_keep.split(",")]
+
+    @property
+    def kept(self) -> str:
+        """Return the remat choice with the extra saved activations: `dots`, `dots+ffn-up`."""
+        return "+".join([self.remat, *([",".join(sorted(self._kept_names))] if self.remat_keep else [])])
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(Section):
+    section = "objective"
+
+    name: str = key(
+        "next_token",
+        "objective to minimize: next_token, smoothed, or a registered one",
+        flag="objective",
+        seam="objectives",
+    )
+    label_smoothing: float = key(0.1, "label smoothing of `smoothed`", above=0, high=0.99)
+
+
+@dataclass(frozen=True)
+class LoraConfig(Section):
+    section, prefixed = "lora", True
+
+    rank: int = key(0, "LoRA rank; only adapters are trained (0: no LoRA, train all weights)", low=0)
+    alpha: float | None = key(None, "LoRA alpha: adapters are scaled by alpha / rank (none: twice the rank)", above=0)
+    dropout: float = key(0.0, "dropout of the adapters' inputs", low=0, high=0.9)
+    targets: str = key(
+        "all", "LoRA targets: all, attention, mlp, or comma-separated names such as q_proj,v_proj or those of parameters.txt"
+    )
+    rslora: bool = key(False, "scale by alpha / sqrt(rank) instead, for large ranks")
+    base_dtype: str = key("float32", "dtype of the frozen weights", choices=("float32", "bfloat16"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(word.strip() for word in self.targets.split(",")):
+            raise ConfigError(f"--lora-targets {self.targets}: has an empty name; write names with single commas between them")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig(Section):
+    section = "precision"
+
+    weights_dtype: str = key(
+        "float32",
+        "dtype of matrices and tables between steps; bfloat16 halves memory, with stochastic rounding",
+        choices=("float32", "bfloat16"),
+    )
+    moments_dtype: str = key(
+        "float32", "dtype of the optimizer's moments of matrices and tables", choices=("float32", "bfloat16")
+    )
+
+
+@dataclass(frozen=True)
+class TelemetryConfig(Section):
+    section = "telemetry"
+
+    wandb: str | None = key(None, "Weights & Biases project to log to (none: no logging)")
+    wandb_mode: str = key("online", "offline: store in the run directory, for wandb sync", choices=("online", "offline"))
+    log_format: str = key("text", "json: one JSON object per line on stdout", choices=("text", "json"))
+    log_level: str = key("info", HELP, choices=LEVELS)
+    profile: str | None = key(None, "steps to profile, such as 50:55: writes a trace and prints the ten most costly parts")
+    sample_tokens: int = key(160, "tokens of the sample written at every evaluation (0: none)", low=0)
+    sample_prompt: str | None = key(None, "prompt of the samples (none: start of a document)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.profiled
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """Return the first and the last step to profile."""
+        if self.profile is None:
+            return None
+        first, colon, last = self.profile.partition(":")
+        if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise ConfigError(f"telemetry.profile {self.profile!r}: must be the first and the last step, such as 50:55")
+        return int(first), int(last)
