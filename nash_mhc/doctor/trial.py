@@ -87,7 +87,7 @@ def _imports(reporter: Reporter) -> None:
 def _process(reporter: Reporter, devices: list[Any]) -> str:
     """Describe this process's place among those of a launcher, without waiting for the others."""
     from nash_mhc.config.schema import MeshConfig
-    from nash_mhc.parallel.place import find_place
+    from nash_mhc.parallel.processes import find_place
 
     place = find_place(MeshConfig(), os.environ)
     if place is None and all(device.process_index == 0 for device in devices):

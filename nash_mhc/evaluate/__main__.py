@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from nash_mhc.config import logs
-from nash_mhc.config.commands import OneLineParser, local_path, one_line_errors, run_path
+from nash_mhc.config.commands import OneLineParser, file_to_write, local_path, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError, MeshConfig, check_field
 from nash_mhc.evaluate import tasks
-from nash_mhc.evaluate.output import Progress, Row, table, to_rows, write_json
 from nash_mhc.evaluate.tasks import BYTES, HELD_OUT, STORIES
 from nash_mhc.storage.files import is_remote, to_path
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from nash_mhc.hub.load import Loaded
-
+_HEAD = ("task", "metric", "value", "stderr")
 # flag -> (bounds, default, help)
 _OPTIONS: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "--batch-size": ({"low": 1}, 8, "sequences per forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
@@ -56,8 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not args.tasks:
         raise ConfigError("no tasks given; try --tasks stories, --tasks bytes:README.md or --tasks arc_easy,hellaswag")
     args.mesh = MeshConfig(data=args.mesh_data, fsdp=args.mesh_fsdp, tp=args.mesh_tp, num_devices=args.num_devices)
-    if args.json and not Path(args.json).expanduser().absolute().parent.is_dir():
-        raise ConfigError(f"--json {args.json}: no such folder")
+    args.json = file_to_write("--json", args.json)
     return args
 
 
@@ -79,7 +75,7 @@ def main() -> int:
 def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[str]) -> int:
     import jax
 
-    from nash_mhc.evaluate.scoring import length_multiple
+    from nash_mhc.evaluate.scoring import Scorer, held_out, length_multiple, stories, text_file
     from nash_mhc.hub.load import config_of, load
     from nash_mhc.parallel.board import check_same
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
@@ -90,7 +86,6 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
     if start(args.mesh) > 1:
         check_same({f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items() if name != "log_level"})
     mesh = make_mesh(args.mesh)
-    progress = Progress(quiet=jax.process_index() > 0)
     if jax.process_index() > 0:
         logs.silence()
     multiple = length_multiple(cfg.model.alignment, mesh)
@@ -100,12 +95,23 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(to_path(args.folder))
     loaded = load(args.folder, args.step, mesh=mesh)
-    rows: list[Row] = []
-    details: dict[str, Any] = {}
+    scorer = Scorer(loaded.model, mesh, longest=loaded.config.data.seq_len, batch_size=args.batch_size, dtype=loaded.dtype)
+    rows, details = list[Row](), dict[str, Any]()
+    harness: Any = None
     try:
-        for task_rows, task_details in _evaluate(args, texts, loaded_tasks, loaded, mesh, progress):
-            rows += task_rows
-            details |= task_details
+        for name in args.tasks:
+            if name in loaded_tasks:
+                from nash_mhc.evaluate.harness_model import HarnessModel
+
+                harness = harness or HarnessModel(loaded, scorer)
+                results = tasks.run_task(loaded_tasks[name], harness, limit=args.limit, num_fewshot=args.num_fewshot)
+                rows += [row for task, figures in results.figures.items() for row in to_rows(task, figures)]
+                details[name] = results.details
+            elif name in texts:
+                rows += to_rows(name, text_file(name, texts[name], loaded, scorer, limit=args.limit))
+            else:
+                evaluate = held_out if name == HELD_OUT else stories
+                rows += to_rows(name, evaluate(loaded, mesh, batch_size=args.batch_size, limit=args.limit))
     finally:  # show the results so far, even after an error
         if rows and jax.process_index() == 0:
             print(f"{args.folder}{f', step {loaded.step}' * bool(loaded.step)}, {loaded.dtype}, {describe(mesh)}\n")
@@ -113,7 +119,7 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
             if args.json:
                 settings = {"folder": args.folder, "step": loaded.step, "dtype": loaded.dtype, "mesh": dict(mesh.shape),
                          "batch_size": args.batch_size, "limit": args.limit, "num_fewshot": args.num_fewshot}  # fmt: skip
-                write_json(Path(args.json).expanduser(), settings, rows, details)
+                write_json(args.json, settings, rows, details)
     return 0
 
 
@@ -129,35 +135,53 @@ def _split_names(names: list[str]) -> tuple[dict[str, str], list[str]]:
     return texts, harness_names
 
 
-def _evaluate(
-    args: argparse.Namespace,
-    texts: dict[str, str],
-    loaded_tasks: dict[str, tasks.Task],
-    loaded: Loaded,
-    mesh: Mesh,
-    progress: Progress,
-) -> Iterator[tuple[list[Row], dict[str, Any]]]:
-    """Yield (rows of the table, details of lm-eval) for each name of --tasks."""
-    from nash_mhc.evaluate.held_out import held_out, stories, text_file
-    from nash_mhc.evaluate.scoring import Scorer
+# --- the results -----------------------------------------------------------------------------------------------------
 
-    scorer = Scorer(loaded.model, mesh, longest=loaded.config.data.seq_len, batch_size=args.batch_size, dtype=loaded.dtype)
-    model = None
-    for name in args.tasks:
-        if name in loaded_tasks:
-            from nash_mhc.evaluate.harness_model import HarnessModel
 
-            model = model or HarnessModel(loaded, scorer, progress)
-            results = tasks.run_task(loaded_tasks[name], model, limit=args.limit, num_fewshot=args.num_fewshot)
-            rows = [row for task, figures in results.figures.items() for row in to_rows(task, figures)]
-            yield rows, {name: results.details}
+class Row(NamedTuple):
+    task: str
+    metric: str
+    value: int | float  # int: a count
+    stderr: float | None = None
+
+
+def to_rows(task: str, figures: Mapping[str, Any]) -> list[Row]:
+    """Convert figures by plain name, or by lm-eval's `metric,filter` and `metric_stderr,filter`."""
+    rows = []
+    for name, value in figures.items():
+        metric, _, filter_name = name.partition(",")
+        if metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if name in texts:
-            figures = text_file(name, texts[name], loaded, scorer, limit=args.limit, progress=progress)
-        else:
-            evaluate = held_out if name == HELD_OUT else stories
-            figures = evaluate(loaded, mesh, batch_size=args.batch_size, limit=args.limit, progress=progress)
-        yield to_rows(name, figures), {}
+        stderr = figures.get(f"{metric}_stderr,{filter_name}")
+        label = metric if filter_name in ("", "none") else f"{metric} ({filter_name})"
+        rows.append(Row(task, label, value, float(stderr) if isinstance(stderr, int | float) else None))
+    return [row for row in rows if row.metric not in ("sample_len", "sample_count")]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return plain text columns; a task is named in its first row only."""
+    cells = [_HEAD]
+    for previous, row in zip([None, *rows], rows, strict=False):
+        task = "" if previous is not None and previous.task == row.task else row.task
+        cells.append((task, row.metric, _number(row.value), "-" if row.stderr is None else _number(row.stderr)))
+    widths = [max(len(line[i]) for line in cells) for i in range(len(_HEAD))]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in cells]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _number(value: int | float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if math.isfinite(value) and abs(value) < 1e6 else f"{value:.4g}"
+
+
+def write_json(path: Path, settings: Mapping[str, Any], rows: Sequence[Row], details: Mapping[str, Any]) -> None:
+    finite = lambda value: value if value is not None and math.isfinite(value) else None  # JSON has no NaN
+    tasks: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        tasks.setdefault(row.task, {})[row.metric] = {"value": finite(row.value), "stderr": finite(row.stderr)}
+    text = json.dumps({**settings, "tasks": tasks, "lm_eval": details}, indent=2, default=str)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

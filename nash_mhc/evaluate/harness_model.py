@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from nash_mhc.data.tokenizer import prefix_of
-from nash_mhc.evaluate.output import Progress
-from nash_mhc.evaluate.scoring import Request, Score, Scorer, windows
+from nash_mhc.evaluate.scoring import Request, Score, Scorer, track, windows
 from nash_mhc.hub.load import Loaded
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import MANY, generate_tokens
-from nash_mhc.parallel.sharding import for_compute, named_sharding
+from nash_mhc.train.samples import on_one_device
 
 log = logging.getLogger(__name__)
 _MAX_NEW_TOKENS = 256  # for tasks that do not say, as in lm-eval's own backends
@@ -31,9 +29,9 @@ class HarnessModel(TemplateLM):
     `is_running` while a method of this class runs: errors raised then are not the task's fault.
     """
 
-    def __init__(self, loaded: Loaded, scorer: Scorer, progress: Progress) -> None:
+    def __init__(self, loaded: Loaded, scorer: Scorer) -> None:
         super().__init__()
-        self.loaded, self._scorer, self._progress = loaded, scorer, progress
+        self.loaded, self._scorer = loaded, scorer
         self.task = ""  # for the progress display
         self.is_running = False
         self._local: LanguageModel | None = None  # on one device, for generation
@@ -62,9 +60,6 @@ class HarnessModel(TemplateLM):
             return tokens
         return [tokenizer.begin, *tokens]
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=True)  # its progress bar only counts tokenization
-
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         return [
             (score.log_prob, score.is_greedy) for score in self._scores([Request(list(c), list(t)) for _, c, t in requests])
@@ -83,7 +78,7 @@ class HarnessModel(TemplateLM):
                 "truncating them on the left"
             )
         self.is_running = True
-        with self._progress.track(self.task, len(requests)) as advance:
+        with track(self.task, len(requests)) as advance:
             scores = self._scorer.score(requests, advance)
         self.is_running = False
         return scores
@@ -92,7 +87,7 @@ class HarnessModel(TemplateLM):
         """Generate one text at a time on one device."""
         self.is_running = True
         texts = []
-        with self._progress.track(f"{self.task}: generating", len(requests)) as advance:
+        with track(f"{self.task}: generating", len(requests)) as advance:
             for request in requests:
                 texts.append(self._generate(*request.args))
                 advance(1)
@@ -114,7 +109,8 @@ class HarnessModel(TemplateLM):
         generated: list[int] = []
         if self._local is None:
             log.info("compiling ...")
-            self._local = on_one_device(self.loaded.model, self.loaded.dtype)
+            mesh = jax.tree.leaves(self.loaded.model)[0].sharding.mesh
+            self._local = on_one_device(self.loaded.model, mesh, self.loaded.dtype)
         for token in generate_tokens(
             self._local, tokens, seq_len=min(capacity, max(longest, 2)), end=self.loaded.tokenizer.end, max_tokens=count,
             temperature=float(options["temperature"]) if options["do_sample"] else 0.0, top_k=int(options.get("top_k") or 0),
@@ -140,14 +136,3 @@ class HarnessModel(TemplateLM):
         if text not in self._warnings:
             self._warnings.add(text)
             log.warning(text)
-
-
-def on_one_device(model: LanguageModel, dtype: str) -> LanguageModel:
-    """Copy all weights to the first device of this process, in the compute dtype."""
-    mesh = jax.tree.leaves(model)[0].sharding.mesh
-    if mesh.size == 1:
-        return model
-    replicate: Callable[[LanguageModel], LanguageModel] = jax.jit(
-        lambda model: for_compute(model, jnp.dtype(dtype)), out_shardings=named_sharding(mesh)
-    )
-    return jax.tree.map(lambda a: a.addressable_data(0), replicate(model))

@@ -85,16 +85,21 @@ class Samples:
             return None
         try:
             with jax.transfer_guard("allow"):  # tokens cross between host and device
-                replicated = model if self._mesh.size == 1 else _replicate(self._mesh, self._dtype)(model)
-                # Also on a mesh of one device: the decoding cache is not on a mesh, and with weights that are, its
-                # program would be compiled twice.
-                local = jax.tree.map(lambda a: a.addressable_data(0), replicated)
+                local = on_one_device(model, self._mesh, self._dtype)
                 return None if jax.process_index() > 0 else generate(local)
         except Exception as error:  # a failed sample must not stop the run
             self._count = 0
             reason = (str(error).splitlines() or [""])[0]
             log.warning(f"sampling failed ({type(error).__name__}: {reason}); training continues without samples")
             return None
+
+
+def on_one_device(model: LanguageModel, mesh: Mesh, dtype: str) -> LanguageModel:
+    """Return all weights on the first device of this process; those of a larger mesh in the compute dtype."""
+    replicated = model if mesh.size == 1 else _replicate(mesh, dtype)(model)
+    # Also on a mesh of one device: the decoding cache is not on a mesh, and with weights that are, its program would be
+    # compiled twice.
+    return jax.tree.map(lambda a: a.addressable_data(0), replicated)
 
 
 @functools.lru_cache(4)

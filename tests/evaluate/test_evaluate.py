@@ -19,9 +19,7 @@ from runs import at, rows
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.evaluate import __main__ as command
-from nash_mhc.evaluate.held_out import stories, text_file
-from nash_mhc.evaluate.output import Progress
-from nash_mhc.evaluate.scoring import Request, Scorer, windows
+from nash_mhc.evaluate.scoring import Request, Scorer, stories, text_file, windows
 from nash_mhc.evaluate.tasks import _by_name, load_tasks, run_task
 from nash_mhc.hub.load import load
 from nash_mhc.hub.writing import export
@@ -87,7 +85,7 @@ def ours(folder, **options):
     from nash_mhc.evaluate.harness_model import HarnessModel
 
     loaded, scorer, _ = scorer_of(folder, **options)
-    return HarnessModel(loaded, scorer, Progress(quiet=True))
+    return HarnessModel(loaded, scorer)
 
 
 def by_lm_eval(folder):
@@ -377,7 +375,7 @@ def test_other_mistakes_are_one_line(made, tmp_path, monkeypatch):
         call(monkeypatch, made.run, "--tasks", "stories", "--batch-size", 3, "--mesh-data", 2)
     with pytest.raises(ConfigError, match=r"unknown flag --limits; did you mean --limit\?"):
         call(monkeypatch, made.run, "--tasks", "stories", "--limits", 3)
-    with pytest.raises(ConfigError, match=r"--json no/such.json: no such folder"):
+    with pytest.raises(ConfigError, match=r"--json no/such.json: .*existing folder"):
         call(monkeypatch, made.run, "--tasks", "stories", "--json", "no/such.json")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'nash_mhc\[eval\]'"):

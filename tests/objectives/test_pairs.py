@@ -10,7 +10,7 @@ from outside_kit import outside_kit
 from runs import rows
 
 from nash_mhc.config import parsing
-from nash_mhc.evaluate.held_out import held_out
+from nash_mhc.evaluate.scoring import held_out
 from nash_mhc.hub.load import load
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import run
