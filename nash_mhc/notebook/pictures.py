@@ -33,6 +33,19 @@ def _axes(rows: int, columns: int = 1, *, height: float, width: float = _WIDTH, 
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
+def _heat_map(axis: Any, values: np.ndarray, *, power: float = 1.0, cmap: str = "viridis", aspect: str = "auto") -> Any:
+    """Draw values between 0 and 1; a `power` below 1 makes small ones visible."""
+    return axis.imshow(values, norm=PowerNorm(power, vmin=0, vmax=1), cmap=cmap, aspect=aspect, interpolation="nearest")
+
+
+def _curves(axis: Any, title: str, xlabel: str | None = None, *, top: float = 1.0) -> None:
+    """Label an axis of curves between 0 and `top`."""
+    axis.set_title(title, fontsize=9, loc="left")
+    axis.set_xlabel(xlabel)
+    axis.set_ylim(0, top)
+    axis.grid(alpha=0.3)
+
+
 def _some(count: int) -> list[int]:
     """Return evenly spaced numbers, the first and the last included."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, _MOST_LAYERS))})
@@ -46,9 +59,8 @@ def labels(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
 
 def _name_tokens(axis: Any, names: Sequence[str]) -> None:
     every = -(-len(names) // _MOST_LABELS)
-    places = list(range(0, len(names), every))
     turned = 90 if max(map(len, names)) > 2 else 0
-    axis.set_xticks(places, [names[i] for i in places], fontsize=7, rotation=turned)
+    axis.set_xticks(range(0, len(names), every), names[::every], fontsize=7, rotation=turned)
 
 
 def _scale_names(inside: Inside) -> list[str]:
@@ -62,11 +74,13 @@ def _points(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
 
 def curves(rows: Sequence[Row], evaluations: Sequence[Row] = (), floor: float | None = None) -> Image:
     """Plot loss, learning rate, gradient norm and speed of a run."""
-    figure, ((loss, rate), (gradient, speed)) = _axes(2, 2, height=5.0)
-    for axis, name in ((loss, "loss"), (rate, "lr"), (gradient, "grad_norm"), (speed, "tokens_per_s")):
+    figure, axes = _axes(2, 2, height=5.0)
+    titles = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s"}
+    for axis, (name, title) in zip(axes.flat, titles.items(), strict=True):
         axis.plot(*_points(rows, name), marker="." if len(rows) < 3 else None)
-        axis.set_title({"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s"}.get(name, name))
+        axis.set_title(title)
         axis.grid(alpha=0.3)
+    loss = axes[0, 0]
     if evaluations:
         loss.plot(*_points(evaluations, "eval/loss"), "o", label="held out")
     if floor is not None:
@@ -83,16 +97,11 @@ def health(rows: Sequence[Row]) -> Image:
         raise ConfigError("this run has no health/scale_entropy: its model has one scale, or it has no metrics yet")
     steps = [row["step"] for row in measured]
     figure, ((entropy, finest),) = _axes(1, 2, height=3.2)
-    layers = _some(len(measured[0]["health/scale_entropy"]))
-    for layer in layers:
+    for layer in _some(len(measured[0]["health/scale_entropy"])):
         entropy.plot(steps, [row["health/scale_entropy"][layer] for row in measured], label=f"layer {layer}")
         finest.plot(steps, [row["health/scale_weight"][layer][0] for row in measured])
-    entropy.set_title("entropy of the scale weights (1: uniform)")
-    finest.set_title("weight of the finest scale")
-    for axis in (entropy, finest):
-        axis.set_ylim(0, 1)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
+    _curves(entropy, "entropy of the scale weights (1: uniform)", "step")
+    _curves(finest, "weight of the finest scale", "step")
     entropy.legend()
     return _image(figure)
 
@@ -103,7 +112,7 @@ def scale_weights(inside: Inside, names: Sequence[str]) -> Image:
     layers = _some(len(weights_LCT))
     figure, axes = _axes(len(layers), height=0.6 + 1.1 * len(layers), sharex=True)
     for layer, axis in zip(layers, axes[:, 0], strict=True):
-        shown = axis.imshow(weights_LCT[layer], aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+        shown = _heat_map(axis, weights_LCT[layer])
         axis.set_yticks(range(len(inside.strides)), _scale_names(inside), fontsize=8)
         axis.set_title(f"layer {layer}", fontsize=9, loc="left")
     _name_tokens(axes[-1, 0], names)
@@ -118,28 +127,22 @@ def average_weights(inside: Inside, names: Sequence[str]) -> Image:
     for c, name in enumerate(_scale_names(inside)):
         text.plot(inside.weights_LCTN[:, c].mean(axis=(0, 2)), label=name)
         depth.plot(inside.weights_LCTN[:, c].mean(axis=(1, 2)), marker="o")
+    _curves(text, "over the text")
+    _curves(depth, "over depth", "layer")
     _name_tokens(text, names)
-    text.set_title("over the text", fontsize=9, loc="left")
-    depth.set_title("over depth", fontsize=9, loc="left")
     depth.set_xticks(range(len(inside.weights_LCTN)))
-    depth.set_xlabel("layer")
-    for axis in (text, depth):
-        axis.set_ylim(0, 1)
-        axis.grid(alpha=0.3)
     text.legend()
     return _image(figure)
 
 
 def entropy(inside: Inside, names: Sequence[str]) -> Image:
     """Draw the entropy of the scale weights per layer and token, averaged over heads."""
-    figure, axes = _axes(1, height=1.2 + 0.3 * len(inside.entropy_LTN))
-    shown = axes[0, 0].imshow(
-        inside.entropy_LTN.mean(axis=2), aspect="auto", vmin=0, vmax=1, cmap="magma", interpolation="nearest"
-    )
-    axes[0, 0].set_yticks(range(len(inside.entropy_LTN)))
-    axes[0, 0].set_ylabel("layer")
-    _name_tokens(axes[0, 0], names)
-    figure.colorbar(shown, ax=axes[0, 0], label="entropy", fraction=0.02)
+    figure, ((axis,),) = _axes(1, height=1.2 + 0.3 * len(inside.entropy_LTN))
+    shown = _heat_map(axis, inside.entropy_LTN.mean(axis=2), cmap="magma")
+    axis.set_yticks(range(len(inside.entropy_LTN)))
+    axis.set_ylabel("layer")
+    _name_tokens(axis, names)
+    figure.colorbar(shown, ax=axis, label="entropy", fraction=0.02)
     return _image(figure)
 
 
@@ -153,7 +156,7 @@ def mixing(inside: Inside) -> Image:
     for column, layer in enumerate(layers):
         each = (*inside.mixing_LSTRR[layer].mean(axis=1), composite_LTRR[layer].mean(axis=0))
         for axis, matrix_RR, name in zip(axes[:, column], each, (*names, "product"), strict=True):
-            shown = axis.imshow(matrix_RR, vmin=0, vmax=1, cmap="viridis")
+            shown = _heat_map(axis, matrix_RR, aspect="equal")
             axis.set_title(f"{name}, layer {layer}", fontsize=8)
             axis.set_xticks(range(len(matrix_RR)))
             axis.set_yticks(range(len(matrix_RR)))
@@ -165,14 +168,11 @@ def mixing(inside: Inside) -> Image:
 
 def gain(inside: Inside) -> Image:
     """Plot the largest possible gain of a signal and of a gradient by the stream mixing of all layers so far."""
-    figure, axes = _axes(1, height=2.6)
-    axis = axes[0, 0]
+    figure, ((axis,),) = _axes(1, height=2.6)
     axis.plot(inside.composite_LTRR.sum(axis=-1).max(axis=(1, 2)), marker="o", label="forward: largest row sum")
     axis.plot(inside.composite_LTRR.sum(axis=-2).max(axis=(1, 2)), marker=".", label="backward: largest column sum")
-    axis.set_ylim(0, 2)
+    _curves(axis, "", "layer", top=2)
     axis.set_xticks(range(len(inside.composite_LTRR)))
-    axis.set_xlabel("layer")
-    axis.grid(alpha=0.3)
     axis.legend()
     return _image(figure)
 
@@ -183,10 +183,7 @@ def gaze(inside: Inside, names: Sequence[str], *, layer: int, head: int) -> Imag
     figure, axes = _axes(1, len(each), height=4.8)
     for axis, look, name in zip(axes[0], each, _scale_names(inside), strict=True):
         over_tokens_TT = np.repeat(look.weights_TS, look.stride, axis=1)[:, :T]  # a block is as wide as its tokens
-        # The square root makes small weights, spread over many tokens, visible.
-        shown = axis.imshow(
-            over_tokens_TT, aspect="auto", norm=PowerNorm(0.5, vmin=0, vmax=1), cmap="viridis", interpolation="nearest"
-        )
+        shown = _heat_map(axis, over_tokens_TT, power=0.5)  # weights are small where they are spread over many tokens
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("attends to")
         if T <= _MOST_ROWS:

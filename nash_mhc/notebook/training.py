@@ -104,7 +104,8 @@ def _show(training: Training, pause: float) -> None:
 
     if is_remote(training.folder.path):
         pause = max(pause, _BUCKET_SECONDS)
-    status = display(_Text(f"process {training.process.pid}: starting ..."), display_id=True)
+    text = lambda text: {"text/plain": text}
+    status = display(text(f"process {training.process.pid}: starting ..."), raw=True, display_id=True)
     picture: Any = None
     drawn_counts, draw_at = (0, 0), 0.0
     running = True
@@ -113,7 +114,7 @@ def _show(training: Training, pause: float) -> None:
             training.process.wait(pause)
         running = training.process.poll() is None
         rows, evaluations = training.rows(), training.rows(EVALUATIONS)
-        status.update(_Text(_status(training, rows)))
+        status.update(text(_status(training, rows)), raw=True)
         start_time, counts = time.monotonic(), (len(rows), len(evaluations))
         if not rows or counts == drawn_counts or (running and start_time < draw_at):
             continue
@@ -136,16 +137,6 @@ def _check_exit(training: Training) -> None:
     if code != 0:
         end = "\n".join(messages[-_TAIL:])
         raise Stopped(f"training failed with exit code {code}; its output is in {training.log} and ends with\n{end}")
-
-
-class _Text:
-    """Plain text for display, without the quotes of a string."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 def _status(training: Training, rows: list[Row]) -> str:
