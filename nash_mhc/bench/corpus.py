@@ -7,7 +7,6 @@ comparable.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import html
@@ -19,11 +18,11 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,7 @@ from nash_mhc.runtime.compat.pip import default_index
 log = logging.getLogger(__name__)
 
 # Large manuals, and code by many authors. Do not change versions: another list is another corpus.
-ARCHIVES = (
-    "ansible-core==2.18.1", "ansible==9.9.0", "astropy==7.0.0", "botocore==1.44.0", "buildbot==4.2.0", "celery==5.4.0",
-    "cinder==29.0.0", "cython==3.3.1", "dask==2024.12.0", "django-cms==5.1.3", "django==5.1.4", "docutils==0.21.2",
-    "google-api-python-client==2.202.0", "glance==33.0.0", "h5py==3.12.1", "ipython==8.30.0", "ironic==9.1.7",
-    "keystone==30.0.0", "manila==9.1.5", "matplotlib==3.9.3", "mercurial==6.9", "networkx==3.4.2", "neutron==29.0.0",
-    "nikola==8.3.3", "nltk==3.9.1", "nova==34.0.0", "numpy==2.1.3", "octavia==9.1.0", "pandas==2.2.3", "pygame==2.6.1",
-    "pyramid==2.0.2", "pytest==8.3.4", "roundup==2.6.0", "salt==3007.1", "scikit-image==0.24.0", "scikit-learn==1.5.2",
-    "scipy==1.14.1", "scrapy==2.12.0", "setuptools==75.6.0", "sphinx==8.1.3", "sqlalchemy==2.0.36", "statsmodels==0.14.4",
-    "swift==2.38.3", "sympy==1.13.3", "tornado==6.4.2", "trio==0.27.0", "twisted==24.11.0", "xarray==2024.11.0",
-)  # fmt: skip
+ARCHIVES = tuple(Path(__file__).with_name("corpus.txt").read_text(encoding="utf-8").split())
 DIGESTS = {
     "code": "d83ce16f9dfd14b07c230159509732dfebc5fc5b9b7e9be05737104afeebf554",
     "english": "6847c4c9fd2ab98722b0197767afd960f270c21754806e205dcebfe61a32f173",
@@ -72,29 +62,19 @@ def _pip_output(argv: Sequence[str]) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-class _Links(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [value for name, value in attrs if tag == "a" and name == "href" and value]
-
-
 def _fetched(archive: str, index: str, cache: Path) -> Path:
     """Download a source archive, once, and check it against the hash in the index."""
     name, _, version = archive.partition("==")
     page = f"{index}/{name}/"
+    wanted = rf"(?:.*/)?{re.sub('[-_.]', '[-_.]', name)}-{re.escape(version)}\.tar\.gz(?:#.*)?"
+    file = cache / f"{name}-{version}.tar.gz"
     try:
         with urllib.request.urlopen(page, timeout=60) as answer:
-            links, base = _Links(), answer.url
-            links.feed(answer.read().decode())
-        wanted = re.compile(rf"/{re.sub('[-_.]', '[-_.]', name)}-{re.escape(version)}\.tar\.gz(#|$)", re.IGNORECASE)
-        found = [urllib.parse.urljoin(base, link) for link in links.found if wanted.search("/" + link)]
-        if not found:
+            links, base = re.findall(r"""<a\b[^>]*?\bhref\s*=\s*["']([^"']+)""", answer.read().decode()), answer.url
+        link = next((link for link in map(html.unescape, links) if re.fullmatch(wanted, link, re.IGNORECASE)), None)
+        if link is None:
             raise ConfigError(f"{archive}: {page} has no source archive of this version")
-        address, _, digest = found[0].partition("#sha256=")
-        file = cache / f"{name}-{version}.tar.gz"
+        address, _, digest = urllib.parse.urljoin(base, link).partition("#sha256=")
         if not file.exists():
             with urllib.request.urlopen(address, timeout=300) as answer:
                 content = answer.read()
@@ -165,39 +145,31 @@ def build(out: Path, archives: Sequence[str] = ARCHIVES) -> dict[str, tuple[int,
     """Write code.jsonl and english.jsonl to `out`. Return (documents, bytes, digest) of each."""
     cache = out / "archives"
     cache.mkdir(parents=True, exist_ok=True)
-    index, seen = _index(), set[str]()
-    parts = {kind: out / f"{kind}.jsonl.partial" for kind in DIGESTS}
-    figures = {kind: [0, 0] for kind in DIGESTS}
+    index, seen = _index(), set[bytes]()
+    counts, sizes = dict.fromkeys(DIGESTS, 0), dict.fromkeys(DIGESTS, 0)
     digests = {kind: hashlib.sha256() for kind in DIGESTS}
-    with contextlib.ExitStack() as stack:
-        for part in parts.values():  # remove partial files on failure; finished ones have been renamed
-            stack.callback(part.unlink, missing_ok=True)
-        files = {kind: stack.enter_context(part.open("w", encoding="utf-8")) for kind, part in parts.items()}
+    with tempfile.TemporaryDirectory(dir=out) as partial, contextlib.ExitStack() as stack:
+        files = {kind: stack.enter_context(Path(partial, kind).open("w", encoding="utf-8")) for kind in DIGESTS}
         for number, archive in enumerate(archives, 1):
             log.info(f"{number}/{len(archives)} {archive}")
             for kind, text in _texts(_fetched(archive, index, cache)):
-                if (known := hashlib.sha256(text.encode()).hexdigest()) in seen:
-                    continue
-                seen.add(known)
-                digests[kind].update(text.encode())
-                figures[kind][0] += 1
-                figures[kind][1] += len(text.encode())
-                files[kind].write(json.dumps({"text": text}) + "\n")
-        for kind, part in parts.items():
-            files[kind].close()
-            part.rename(out / f"{kind}.jsonl")
-    return {kind: (figures[kind][0], figures[kind][1], digests[kind].hexdigest()) for kind in parts}
+                content = text.encode()
+                if (known := hashlib.sha256(content).digest()) not in seen:
+                    seen.add(known)
+                    digests[kind].update(content)
+                    counts[kind] += 1
+                    sizes[kind] += len(content)
+                    files[kind].write(json.dumps({"text": text}) + "\n")
+        for kind, file in files.items():
+            file.close()
+            Path(partial, kind).rename(out / f"{kind}.jsonl")
+    return {kind: (counts[kind], sizes[kind], digests[kind].hexdigest()) for kind in DIGESTS}
 
 
 def command(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        prog="python -m nash_mhc.bench corpus", allow_abbrev=False,
-        description="Build two reproducible text corpora from the source archives of well-known packages.",
-        formatter_class=argparse.HelpFormatter,
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=local_path, metavar="DIR", help="output directory for code.jsonl and english.jsonl (required)"
-    )
+    parser = OneLineParser(prog="python -m nash_mhc.bench corpus", allow_abbrev=False, description=str(__doc__).splitlines()[0])
+    text = "output directory for code.jsonl and english.jsonl (required)"
+    parser.add_argument("--out", type=local_path, metavar="DIR", help=text)
     args = parser.parse_strictly(argv, "name the directory with --out")
     if not args.out:
         raise ConfigError("--out is missing; name a directory, such as --out data/real")

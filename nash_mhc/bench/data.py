@@ -1,25 +1,28 @@
-"""`bench data`: speed and memory of data preparation and reading, and the wait of a training run for data.
+"""`bench data` and `bench telemetry`: what the input and the metrics of a run cost.
 
-The text is synthetic: random words with Zipf frequencies, in documents of very different lengths.
+The text of `bench data` is synthetic: random words with Zipf frequencies, in documents of very different lengths.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from nash_mhc.checkpoint.run_folder import RunFolder
+from nash_mhc.checkpoint.run_folder import Row, RunFolder
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig
 from nash_mhc.data.loader import batches
 from nash_mhc.data.prepared.folder import PreparedRows
@@ -27,6 +30,9 @@ from nash_mhc.data.prepared.prepare import prepare
 from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from nash_mhc.telemetry.sinks import Telemetry
+from nash_mhc.train.log import StepLog
+from nash_mhc.train.samples import Samples
 from nash_mhc.train.trainer import run
 
 log = logging.getLogger(__name__)
@@ -35,6 +41,8 @@ _ROWS = 64  # smallest batch to read: a consumer at such a rate reads large batc
 _VOCABULARY = 8192
 # Targets: reading in tokens/s, preparing as a share of the tokenizers library's rate, waiting as a share of the step.
 LEAST_READ, LEAST_SHARE, MOST_WAIT = 5e6, 0.8, 0.02
+MOST_TELEMETRY = 0.01  # target: largest share of a run's time, at its own intervals
+_EVALUATIONS = 4  # of `bench telemetry`; the first one compiles
 _READ_ALL = (
     "import sys; from pathlib import Path; from nash_mhc.data.prepared.folder import PreparedRows\n"
     "rows = PreparedRows(Path(sys.argv[1]), 'train')\n"
@@ -110,24 +118,19 @@ def peak_memory(argv: list[str]) -> float | None:
     return peak / 1024 or None
 
 
-def waiting_share(cfg: RunConfig, dataset: Path, folder: Path, steps: int) -> tuple[float, float]:
-    """Return (ms/step, share spent waiting for data) of a real run, without its first quarter."""
-    data = dataclasses.replace(cfg.data, dataset=str(dataset), tokenizer="bytes")
-    train = dataclasses.replace(
-        cfg.train, total_steps=steps, log_interval=max(1, steps // 4), eval_interval=0, eval_batches=1, checkpoint_interval=0,
-        checkpoint_dir=str(folder),
-    )  # fmt: skip
+def short_run(cfg: RunConfig, folder: str | Path, steps: int, **train: Any) -> list[Row]:
+    """Train for a few steps, with these settings of `train`, and return the rows of metrics."""
+    train_cfg = dataclasses.replace(
+        cfg.train, total_steps=steps, epochs=None, checkpoint_interval=0, checkpoint_dir=str(folder), **train
+    )
     optim = dataclasses.replace(cfg.optim, warmup_steps=min(cfg.optim.warmup_steps, steps))
-    run(dataclasses.replace(cfg, data=data, train=train, optim=optim), quiet=True)
-    rows = RunFolder(folder).rows()[1:]
-    step = float(np.mean([row["step_ms"] for row in rows]))
-    return step, float(np.mean([row["data_wait_ms"] for row in rows])) / step
+    run(dataclasses.replace(cfg, train=train_cfg, optim=optim), quiet=True)
+    return [row for row in RunFolder(folder).rows() if "step_ms" in row]
 
 
 def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
     if megabytes < 1 or steps < 4:
         raise ConfigError("--megabytes must be at least 1 and --steps at least 4")
-    align, cores = cfg.model.alignment, os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = list(make_texts(megabytes << 20))
@@ -141,7 +144,7 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
             data = dataclasses.replace(cfg.data, dataset=str(folder / "one.jsonl"))
             began = time.perf_counter()
             corpus = open_corpus(data)
-            recipe = make_recipe(data, tokenizer, corpus, align)
+            recipe = make_recipe(data, tokenizer, corpus, cfg.model.alignment)
             manifest = prepare(recipe, tokenizer, corpus, folder / out, dataset=data.dataset)
             tokens = sum(split.tokens for split in manifest.splits.values())
             return PreparedRows(folder / out, "train"), tokens / (time.perf_counter() - began)
@@ -155,16 +158,23 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
         log.info("reading ...")
         read = read_rate(bpe, cfg.data, cfg.train.grad_accum, cfg.train.seed)
         log.info("measuring memory ...")
-        seq_len = ["--seq-len", str(cfg.data.seq_len)]
         memory = {}
-        for size in ("one", "four"):
+        for size, suffix in (("one", ""), ("four", "_of_4x")):
             files = ["--dataset", str(folder / f"{size}.jsonl"), "--out", str(folder / size)]
-            memory[f"prepare {size}"] = peak_memory(["-m", "nash_mhc.data", "prepare", *files, *seq_len])
-            memory[f"read {size}"] = peak_memory(["-c", _READ_ALL, str(folder / size)])
+            prepare_command = ["-m", "nash_mhc.data", "prepare", *files, "--seq-len", str(cfg.data.seq_len)]
+            memory[f"prepare_memory_mib{suffix}"] = peak_memory(prepare_command)
+            memory[f"read_memory_mib{suffix}"] = peak_memory(["-c", _READ_ALL, str(folder / size)])
         log.info("training ...")
-        step_ms, waiting = waiting_share(cfg, folder / "rows-bytes", folder / "run", steps)
+        on_prepared = dataclasses.replace(
+            cfg, data=dataclasses.replace(cfg.data, dataset=str(folder / "rows-bytes"), tokenizer="bytes")
+        )
+        metrics = short_run(
+            on_prepared, folder / "run", steps, log_interval=max(1, steps // 4), eval_interval=0, eval_batches=1
+        )[1:]  # without the first quarter
+        step_ms, wait_ms = (float(np.mean([row[name] for row in metrics])) for name in ("step_ms", "data_wait_ms"))
+        waiting = wait_ms / step_ms
         return {
-            "cores": cores,
+            "cores": os.cpu_count() or 1,
             "text_mib": megabytes,
             "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
             "read_rows_a_step": max(cfg.data.batch_size, _ROWS) * cfg.train.grad_accum,
@@ -174,10 +184,7 @@ def bench_data(cfg: RunConfig, *, megabytes: int, steps: int) -> dict[str, Any]:
             "share_of_library": rate / library,
             "prepare_bytes_per_s": bytes_rate,
             "padding": bpe.manifest.padding("train"),
-            "prepare_memory_mib": memory["prepare one"],
-            "prepare_memory_mib_of_4x": memory["prepare four"],
-            "read_memory_mib": memory["read one"],
-            "read_memory_mib_of_4x": memory["read four"],
+            **memory,
             "step_ms": step_ms,
             "data_wait_share": waiting,
             "rows": len(rows),
@@ -193,3 +200,54 @@ def targets(read: float, share: float, waiting: float) -> str:
         f"waiting under {MOST_WAIT:.0%} of a step": waiting < MOST_WAIT,
     }
     return "; ".join(f"{name}: {'met' if ok else 'NOT met'}" for name, ok in met.items())
+
+
+# --- telemetry -------------------------------------------------------------------------------------------------------
+
+
+def bench_telemetry(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
+    """Train for `steps` steps in a temporary directory, with the telemetry of the configuration."""
+    if steps < 2 * _EVALUATIONS:
+        raise ConfigError(f"--steps must be at least {2 * _EVALUATIONS}, not {steps}")
+    interval, train = steps // _EVALUATIONS, cfg.train
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        row_times = stack.enter_context(_timed(StepLog, "write_row"))
+        evaluation_times = stack.enter_context(_timed(Telemetry, "write", lambda options: "file" in options))
+        sample_times = stack.enter_context(_timed(Samples, "write"))
+        rows = short_run(cfg, folder, steps, log_interval=max(1, interval // 4), eval_interval=interval)
+    step = statistics.median(row["step_ms"] for row in rows)
+    # Rows count although the devices compute meanwhile. The first call of each kind is skipped, as it compiles.
+    each = (row_times, evaluation_times, sample_times)
+    row, picture, sample = (1e3 * statistics.median(times[1:] or [0.0]) for times in each)
+    share = row / (train.log_interval * step)
+    if train.eval_interval:
+        share += (picture + sample) / (train.eval_interval * step)
+    return {
+        "step_ms": step,
+        "row_ms": row,
+        "evaluation_row_and_pictures_ms": picture,
+        "sample_ms": sample,
+        "sample_tokens": cfg.telemetry.sample_tokens,
+        "log_interval": train.log_interval,
+        "eval_interval": train.eval_interval,
+        "share_of_the_step": share,
+        "promised": MOST_TELEMETRY,
+        "kept": share <= MOST_TELEMETRY,
+    }
+
+
+@contextlib.contextmanager
+def _timed(kind: type, method: str, counts: Callable[[dict[str, Any]], bool] = lambda options: True) -> Iterator[list[float]]:
+    """Yield the seconds of each call of a method; `counts` selects calls by their named arguments."""
+    inner, seconds = getattr(kind, method), list[float]()
+
+    def timed(self: Any, *args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = inner(self, *args, **options)
+        if counts(options):
+            seconds.append(time.perf_counter() - start)
+        return result
+
+    with mock.patch.object(kind, method, timed):
+        yield seconds

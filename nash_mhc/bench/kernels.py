@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,18 +19,19 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.bench.step import random_rows
+from nash_mhc.bench.step import random_rows, settings_of
 from nash_mhc.bench.step_parts import one_group
 from nash_mhc.config.schema import ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.ops.platform import comparing_kernels
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import to_device
 from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import create_state
 from nash_mhc.train.step import make_objective, make_train_step
+
+log = logging.getLogger(__name__)
 
 # Allowed error against the plain form in float32, relative to the largest value: two bfloat16 roundings, and the error
 # of long float32 sums. With cancellation it may be larger, up to _TIMES the plain form's own error in the kernel's
@@ -50,17 +52,14 @@ def bench_kernels(cfg: RunConfig) -> dict[str, Any]:
     batch = to_device(_with_documents(rows, cfg.model.alignment), mesh)
     step = make_train_step(make_objective(cfg, most_documents=_DOCUMENTS), Training.of(cfg))
     errors: dict[str, list[_Error]] = {}
+    log.info("compiling ...")
     # Otherwise XLA may skip roundings, but only in the plain forms.
     options = {"xla_allow_excess_precision": False}
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"), comparing_kernels(_recording(errors)):
         jax.block_until_ready(jax.jit(step, compiler_options=options)(state, batch, Hyperparameters.of(cfg.optim, cfg.train)))
         jax.effects_barrier()
     kernels = [_figures(name, results) for name, results in sorted(errors.items())]
-    return {
-        "devices": describe(mesh),
-        "model_size": cfg.model_size,
-        "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
-        "dtype": cfg.train.dtype,
+    return settings_of(cfg, mesh) | {
         "interpreted": jax.default_backend() != "gpu",
         "kernels": kernels,
         "wrong": [row["kernel"] for row in kernels if not row["equal"]],

@@ -30,11 +30,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.bench.step import bench_step, random_rows
+from nash_mhc.bench.step import bench_step, random_rows, settings_of
 from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, module_of, one_group, parts_and_arrays
-from nash_mhc.config.schema import ArchitectureConfig, ModelConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.model.remat import remat_policy
-from nash_mhc.parallel.mesh import describe
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.runtime.hardware import cores, matmul_rate, memory_rate
 from nash_mhc.train.device_batches import abstract_batch, to_device
@@ -161,6 +160,8 @@ def bench_parts(
     cfg: RunConfig, *, only: str | None = None, whole_step_ms: float | None = None, seconds: float = 0.2
 ) -> dict[str, Any]:
     """Return the figures of each part, the largest loss first. Each program is timed for `seconds`."""
+    if seconds <= 0:
+        raise ConfigError(f"--seconds {seconds:g} must be above 0")
     cfg, mesh = resolve(cfg)
     check(cfg.model, cfg.objective.name, mesh.size)
     device, start = mesh.devices.flat[0], time.perf_counter()
@@ -192,13 +193,7 @@ def bench_parts(
     best = Rates(*map(max, before, rates()))  # the machine's speed may vary
     rows = [_figures(parts[name], arrays[name], best, times[name][0], times[name][-1]) for name in names]
     del arrays, programs
-    figures = {
-        "devices": describe(mesh),
-        "model_size": cfg.model_size,
-        "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
-        "dtype": cfg.train.dtype,
-        "attention": cfg.train.attention,
-        "remat": cfg.train.kept,
+    figures = settings_of(cfg, mesh) | {
         "matmul_tflops_per_s": best.flops / 1e12,
         "memory_gb_per_s": best.bytes / 1e9,
         "parts": sorted(rows, key=lambda row: -row["lost_ms_a_step"]),
@@ -215,34 +210,33 @@ def bench_parts(
     return figures
 
 
+# Column of the table, figure, format.
+_COLUMNS = (
+    ("part", "part", "s"), ("times", "times", "d"), ("forward", "forward_ms", ".3f"), ("and back", "ms", ".3f"),
+    ("floor", "floor_ms", ".3f"), ("share", "share_of_floor", ".0%"), ("bound by", "bound_by", "s"), ("GB", "gb", ".3g"),
+    ("GFLOP", "gflop", ".4g"), ("a step", "ms_a_step", ".2f"), ("lost", "lost_ms_a_step", ".2f"),
+)  # fmt: skip
+
+
 def show(figures: dict[str, Any]) -> None:
     """Print the parts, the largest loss first, with the rest of the step among them."""
     title = f"{figures['model_size']}, {figures['batch']}, {figures['dtype']}, remat {figures['remat']}, {figures['devices']}"
     caption = "ms; lost: ms/step above the floor"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("part", no_wrap=True)
-    for name in ("times", "forward", "and back", "floor", "share", "bound by", "GB", "GFLOP", "a step", "lost"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = [
-        (r["lost_ms_a_step"], [
-            r["part"], str(r["times"]), f"{r['forward_ms']:.3f}", f"{r['ms']:.3f}", f"{r['floor_ms']:.3f}",
-            f"{r['share_of_floor']:.0%}", r["bound_by"], f"{r['gb']:.3g}", f"{r['gflop']:.4g}", f"{r['ms_a_step']:.2f}",
-            f"{r['lost_ms_a_step']:.2f}",
-        ])
-        for r in figures["parts"]
-    ]  # fmt: skip
+    for name, *_ in _COLUMNS:
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
+    rows = list(figures["parts"])
     if "rest_ms" in figures:
-        rest = f"{figures['rest_ms']:.2f}"
-        rows.append((figures["rest_ms"], ["the rest", *[""] * 8, rest, rest]))
-    rows.sort(key=lambda row: -row[0])
-    for _, cells in rows:
-        table.add_row(*cells)
+        rows.append({"part": "the rest", "ms_a_step": figures["rest_ms"], "lost_ms_a_step": figures["rest_ms"]})
+    rows.sort(key=lambda row: -row["lost_ms_a_step"])
+    for row in rows:
+        table.add_row(*(format(row[key], form) if key in row else "" for _, key, form in _COLUMNS))
     console = Console(highlight=False, width=max(Console().width, _TABLE_WIDTH))
     console.print(table)
     rates = f"{figures['matmul_tflops_per_s']:,.4g} TFLOP/s of matmuls and {figures['memory_gb_per_s']:,.4g} GB/s"
     sums = f"All parts take {figures['parts_ms']:,.4g} ms/step, their floors {figures['floor_ms']:,.4g}."
     if "step_ms" in figures:
         sums += f" The step takes {figures['step_ms']:,.4g} ms ({figures['step_ms_is']})."
-    lost, (name, *_) = rows[0]
     console.print(f"Floors assume {rates}, measured here. {sums}", markup=False, soft_wrap=True)
-    console.print(f"Largest loss: {name}, {lost:,.3g} ms/step.", markup=False, soft_wrap=True)
+    largest = f"Largest loss: {rows[0]['part']}, {rows[0]['lost_ms_a_step']:,.3g} ms/step."
+    console.print(largest, markup=False, soft_wrap=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from nash_mhc.bench.findings import Figures, compare, verdict
 from nash_mhc.bench.recall import RecallRows, distances
+from nash_mhc.bench.step import read_late
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
@@ -126,6 +126,7 @@ class Setting:
 @dataclass
 class Trained:
     model: LM
+    held_out: float  # loss; infinite for a diverged run
     tokens_per_s: float
     curve: list[list[int | float | None]]  # [tokens, seconds, training loss since the last point], ...
     health: dict[str, Any]  # of the last step
@@ -135,65 +136,18 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None  # JSON has no NaN: None stands for a diverged run
 
 
-def train(cfg: RunConfig, setting: Setting, watch: Callable[[int, float], None]) -> Trained:
-    """Train from random weights. The seed and the alignment determine the data."""
-    total, seed, mesh = cfg.train.total_steps, cfg.train.seed, setting.mesh
-    source = setting.source(cfg.data, seed)
-    # Learning rate, schedule and seed are arguments of the program: all runs of a variant share one.
-    step_fn = compile_train_step(cfg, mesh, source)
-    state = create_state(cfg, mesh)
-    rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=seed)
-    tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
-    losses: list[float] = []
-    seconds: list[float] = []
-    began, metrics = time.perf_counter(), None
-    try:
-        for step, batch in enumerate(prefetched(itertools.islice(rows, total), mesh), start=1):
-            before = metrics
-            state, metrics = step_fn(state, batch)
-            if before is not None:  # read one step late, so the host never waits for the newest
-                losses.append(float(before["loss"]))
-                seconds.append(time.perf_counter())
-                watch(step - 1, losses[-1])
-            if step == 2:  # the first step also waited for the first batch
-                began = time.perf_counter()
-        assert metrics is not None  # there is at least one step
-        losses.append(float(metrics["loss"]))
-        seconds.append(time.perf_counter())
-        watch(total, losses[-1])
-    finally:
-        rows.close()
-    stride = -(-total // _CURVE)
-    curve: list[list[int | float | None]] = []
-    for at in range(0, total, stride):
-        end = min(at + stride, total)
-        curve.append([end * tokens, seconds[end - 1] - began, _finite(statistics.fmean(losses[at:end]))])
-    last = {k.removeprefix("health/"): v for k, v in jax.device_get(metrics).items() if k.startswith("health/scale")}
-    health = {name: value.tolist() for name, value in last.items() if np.isfinite(value).all()}
-    return Trained(state.model, max(total - 1, 1) * tokens / (seconds[-1] - began), curve, health)
-
-
-def _octaves(seq_len: int) -> list[tuple[int, int]]:
-    """Return [0, 16), [16, 32), [32, 64) ... up to the sequence length."""
-    edges = [0, *itertools.takewhile(lambda e: e < seq_len, (_NEAREST << i for i in itertools.count())), seq_len]
-    return list(itertools.pairwise(edges))
-
-
-def _within(low: int, high: int, place: Callable[[Rows], np.ndarray], rows: Rows) -> np.ndarray:
-    at = place(rows)
-    return (at >= low) & (at < high)
-
-
 def by_position(model: LM, evaluator: Evaluator, seq_len: int, task: str) -> dict[str, Any]:
     """Return the loss by position in the sequence, or, for recall, the accuracy by distance to the fact."""
     recall = task == "recall"
-    distance = lambda rows: distances(rows.inputs)
-    position = lambda rows: np.broadcast_to(np.arange(seq_len), rows.inputs.shape)
-    place = distance if recall else position
     figures = {}
-    for low, high in _octaves(seq_len):
-        scored = evaluator.evaluate(model, only=functools.partial(_within, low, high, place))
-        value = scored["eval/accuracy" if recall else "eval/loss"]
+    edges = [0, *itertools.takewhile(lambda edge: edge < seq_len, (_NEAREST << i for i in itertools.count())), seq_len]
+    for low, high in itertools.pairwise(edges):
+
+        def within(rows: Rows, low: int = low, high: int = high) -> np.ndarray:
+            at = distances(rows.inputs) if recall else np.arange(seq_len)
+            return (at >= low) & (at < high)
+
+        value = evaluator.evaluate(model, only=within)["eval/accuracy" if recall else "eval/loss"]
         if math.isfinite(value):
             figures[f"{low} to {high - 1}"] = value
     return {"accuracy_by_distance" if recall else "loss_by_position": figures}
@@ -216,55 +170,81 @@ class Contestant:
             "compile_s": step_fn.seconds,
         }
 
-    def run(self, seed: int, *, rate: float | None = None, steps: int | None = None) -> tuple[float | None, Trained]:
-        """Return (held-out loss, trained model) of a run with another seed, and another rate and length if given."""
+    def train(self, seed: int, *, rate: float | None = None, steps: int | None = None) -> Trained:
+        """Train from random weights and evaluate, with another rate and length if given. The seed determines the data."""
+        setting, mesh, optim = self._setting, self._setting.mesh, self.cfg.optim
         total = self.cfg.train.total_steps if steps is None else steps
         optim = dataclasses.replace(
-            self.cfg.optim,
-            learning_rate=self.cfg.optim.learning_rate if rate is None else rate,
-            warmup_steps=self.cfg.optim.warmup_steps if steps is None else min(self.cfg.optim.warmup_steps, steps - 1),
+            optim,
+            learning_rate=optim.learning_rate if rate is None else rate,
+            warmup_steps=optim.warmup_steps if steps is None else min(optim.warmup_steps, steps - 1),
         )
-        short = dataclasses.replace(self.cfg.train, seed=seed, total_steps=total)
-        cfg = dataclasses.replace(self.cfg, optim=optim, train=short)
-        progress = self._setting.progress
-        where = f"{self.name}, rate {cfg.optim.learning_rate:g}, seed {cfg.train.seed}"
-        watch = lambda step, loss: progress.now(f"{where}: step {step}/{total}, loss {loss:.4f}")
-        trained = train(cfg, self._setting, watch)
-        progress.status.update(f"{where}: evaluating ...")
-        loss = self._evaluator.evaluate(trained.model)["eval/loss"]
-        log.info(f"{where}: held-out loss {loss:.4f} after {total} steps, {trained.tokens_per_s:,.0f} tok/s")
-        return _finite(loss), trained
+        cfg = dataclasses.replace(
+            self.cfg, optim=optim, train=dataclasses.replace(self.cfg.train, seed=seed, total_steps=total)
+        )
+        where = f"{self.name}, rate {cfg.optim.learning_rate:g}, seed {seed}"
+        source = setting.source(cfg.data, seed)
+        # Learning rate, schedule and seed are arguments of the program: all runs of a variant share one.
+        step_fn = compile_train_step(cfg, mesh, source)
+        state, metrics = create_state(cfg, mesh), dict[str, Any]()
+        rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=seed)
+
+        def take_steps() -> Iterator[Any]:
+            nonlocal state, metrics
+            for batch in prefetched(itertools.islice(rows, total), mesh):
+                state, metrics = step_fn(state, batch)
+                yield metrics["loss"]
+
+        losses, times = list[float](), [time.perf_counter()]
+        try:
+            for step, (loss, read_at) in enumerate(read_late(take_steps()), start=1):
+                losses.append(loss)
+                times.append(read_at)
+                setting.progress.now(f"{where}: step {step}/{total}, loss {loss:.4f}")
+        finally:
+            rows.close()
+        began = times[min(1, total - 1)]  # the first step also waited for the first batch
+        tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
+        speed = max(total - 1, 1) * tokens / (times[-1] - began)
+        curve: list[list[int | float | None]] = []
+        for at in range(0, total, stride := -(-total // _CURVE)):
+            end = min(at + stride, total)
+            curve.append([end * tokens, times[end] - began, _finite(statistics.fmean(losses[at:end]))])
+        last = {k.removeprefix("health/"): v for k, v in jax.device_get(metrics).items() if k.startswith("health/scale")}
+        health = {name: value.tolist() for name, value in last.items() if np.isfinite(value).all()}
+
+        setting.progress.status.update(f"{where}: evaluating ...")
+        loss = self._evaluator.evaluate(state.model)["eval/loss"]
+        log.info(f"{where}: held-out loss {loss:.4f} after {total} steps, {speed:,.0f} tok/s")
+        return Trained(state.model, loss if math.isfinite(loss) else math.inf, speed, curve, health)
 
     def compete(self, rates: list[float], seeds: list[int]) -> None:
         """Train with every learning rate and the first seed, then with the best rate and the other seeds."""
-        tried: dict[float, float | None] = {}
+        losses: dict[float, float] = {}
+        speeds: list[float] = []
         best: Trained | None = None
-        speeds = []
         for rate in rates:
-            loss, trained = self.run(seeds[0], rate=rate)
-            known = [v for v in tried.values() if v is not None]
-            tried[rate] = loss
+            trained = self.train(seeds[0], rate=rate)
+            losses[rate] = trained.held_out
             speeds.append(trained.tokens_per_s)
-            if best is None or (loss is not None and loss < min(known, default=math.inf)):
+            if best is None or trained.held_out < best.held_out:
                 best = trained
             del trained  # hold the weights of at most two runs
         assert best is not None
-        rate = min(rates, key=lambda r: math.inf if (loss := tried[r]) is None else loss)
+        rate = min(rates, key=lambda rate: losses[rate])
         positions = by_position(best.model, self._evaluator, self.cfg.data.seq_len, self._setting.task)
         self.cfg = dataclasses.replace(self.cfg, optim=dataclasses.replace(self.cfg.optim, learning_rate=rate))
-        curve, health = best.curve, best.health
+        figures = {**positions, **best.health, "curve": best.curve}
         del best
-        losses = [tried[rate], *(self.run(seed)[0] for seed in seeds[1:])]
+        held_out = [losses[rate], *(self.train(seed).held_out for seed in seeds[1:])]
         inside = len(rates) > 2 and rate not in (min(rates), max(rates))
         self.figures |= {
-            "rates": {f"{r:g}": loss for r, loss in tried.items()},
+            "rates": {f"{rate:g}": _finite(loss) for rate, loss in losses.items()},
             "learning_rate": rate,
             "at_edge": None if len(rates) == 1 else not inside,
-            "held_out": losses,
+            "held_out": [_finite(loss) for loss in held_out],
             "tokens_per_s": statistics.median(speeds),
-            **positions,
-            **health,
-            "curve": curve,
+            **figures,
         }
 
     def race(self, seconds: float, seed: int) -> None:
@@ -272,7 +252,7 @@ class Contestant:
         tokens = self.cfg.train.grad_accum * self.cfg.data.batch_size * self.cfg.data.seq_len
         steps = max(1, min(self.cfg.train.total_steps, round(seconds * self.figures["tokens_per_s"] / tokens)))
         whole = steps == self.cfg.train.total_steps
-        loss = self.figures["held_out"][0] if whole else self.run(seed, steps=steps)[0]
+        loss = self.figures["held_out"][0] if whole else _finite(self.train(seed, steps=steps).held_out)
         self.figures["equal_seconds"] = {"seconds": seconds, "steps": steps, "held_out": loss}
 
 

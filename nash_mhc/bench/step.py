@@ -1,11 +1,15 @@
-"""`bench step` times the real train step on this machine; `bench compile` compiles it for an absent TPU."""
+"""Time the real train step, and the same decoder in PyTorch (`bench step`); compile for a TPU (`bench compile`)."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
+import logging
 import math
+import multiprocessing
 import os
 import re
 import statistics
@@ -21,9 +25,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from nash_mhc.config.schema import ConfigError, DataConfig, MeshConfig, RunConfig
+from nash_mhc.config.schema import ConfigError, DataConfig, LoraConfig, MeshConfig, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.estimate.roofline import flops_per_token
+from nash_mhc.hub.config_json import family_config, family_of
 from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
@@ -32,6 +37,7 @@ from nash_mhc.train.inputs import resolve
 from nash_mhc.train.state import create_state, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
 
+log = logging.getLogger(__name__)
 DOCUMENTS = 2  # per sequence
 
 
@@ -43,6 +49,33 @@ def random_rows(data: DataConfig, grad_accum: int, vocab_size: int) -> Rows:
     return Rows(tokens[..., :-1], tokens[..., 1:], segments, np.ones(shape, np.float32))
 
 
+def settings_of(cfg: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """Return the settings of a resolved run that every benchmark reports."""
+    return {
+        "devices": describe(mesh),
+        "model_size": cfg.model_size,
+        "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
+        "dtype": cfg.train.dtype,
+        "attention": cfg.train.attention,
+        "remat": cfg.train.kept,
+    }
+
+
+def read_late(losses: Iterator[Any]) -> Iterator[tuple[float, float]]:
+    """Yield (loss, time) of each step. As in training, the host reads a loss while the next step runs."""
+    before = next(losses)
+    for loss in losses:
+        yield float(before), time.perf_counter()
+        before = loss
+    yield float(before), time.perf_counter()
+
+
+def time_steps(losses: Iterator[Any], steps: int, warmup: int) -> tuple[list[float], list[float]]:
+    """Return (seconds of each step after the warm-up, all losses) of a training loop without an end."""
+    read, times = zip(*itertools.islice(read_late(losses), max(warmup, 1) + steps), strict=True)
+    return [later - earlier for earlier, later in itertools.pairwise(times[-steps - 1 :])], list(read)
+
+
 def _peak_memory(compiled: Any, mesh: Mesh) -> int | None:
     """Return the peak bytes of one device, from the allocator or else from the compiler's plan."""
     if (seen := peak_memory(mesh)) is not None:
@@ -51,39 +84,37 @@ def _peak_memory(compiled: Any, mesh: Mesh) -> int | None:
     return None if plan is None else int(plan.argument_size_in_bytes + plan.temp_size_in_bytes)
 
 
-def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
+def bench_step(cfg: RunConfig, *, steps: int, warmup: int, against: str | None = None) -> dict[str, Any]:
     """Return the median step time after the warm-up, and the matmul rate measured in the same run."""
+    if steps < 1 or warmup < 0:
+        raise ConfigError("--steps must be at least 1 and --warmup at least 0")
+    if against == "torch":
+        return against_torch(cfg, steps=steps, warmup=warmup)
     cfg, mesh = resolve(cfg)
     device = mesh.devices.flat[0]
     state = create_state(cfg, mesh)
     batch = to_device(random_rows(cfg.data, cfg.train.grad_accum, cfg.model.vocab_size), mesh)
+    log.info("compiling ...")
     step_fn = compile_train_step(cfg, mesh, most_documents=DOCUMENTS)
     compiled = step_fn.compile(state, batch)
     rate_before = matmul_rate(cfg.train.dtype, device, seconds=1.0)
-    # As in training, the host reads the loss of a step while the next one runs. Times are between these reads.
-    ends, losses, before = [], [], None
-    for _ in range(max(warmup, 1) + steps + 1):
-        state, metrics = step_fn(state, batch)
-        if before is not None:
-            losses.append(float(before["loss"]))
-            ends.append(time.perf_counter())
-        before = metrics
+
+    def train() -> Iterator[Any]:
+        nonlocal state
+        while True:
+            state, metrics = step_fn(state, batch)
+            yield metrics["loss"]
+
+    times, losses = time_steps(train(), steps, warmup)
     jax.block_until_ready(state)
-    times = [later - earlier for earlier, later in itertools.pairwise(ends[-steps - 1 :])]
     # The machine's speed may vary; take the better of two measurements.
     rate = max(rate_before, matmul_rate(cfg.train.dtype, device, seconds=1.0))
     seconds = statistics.median(times)
     tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
     flops = flops_per_token(cfg) * tokens
     peak_rate = peak_flops(mesh, cfg.train.dtype, rate)
-    return {
-        "devices": describe(mesh),
-        "model_size": cfg.model_size,
+    return settings_of(cfg, mesh) | {
         "parameters": count_parameters(cfg.model),
-        "batch": f"{cfg.train.grad_accum} x {cfg.data.batch_size} x {cfg.data.seq_len}",
-        "dtype": cfg.train.dtype,
-        "attention": cfg.train.attention,
-        "remat": cfg.train.kept,
         "compile_s": step_fn.seconds,
         "step_ms": seconds * 1e3,
         "step_ms_min": min(times) * 1e3,
@@ -99,6 +130,8 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
         "finite": bool(np.isfinite(losses).all()),
     }
 
+
+# --- an absent TPU ---------------------------------------------------------------------------------------------------
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
@@ -139,6 +172,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
         mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg.mesh, topology)
         check_fit(cfg.data, cfg.model, mesh.shape, resizable=cfg.resizable)
         cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
+        log.info("compiling ...")
         step = compile_train_step(cfg, mesh)
         compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))
     memory = compiled.memory_analysis()
@@ -182,3 +216,153 @@ def hidden(library: str, unless: str) -> Iterator[None]:
             file.seek(0)
             if lines := sum(1 for _ in file):
                 print(f"hid {lines} lines of {library}; {unless}=0 shows them", file=sys.stderr)
+
+
+# --- the same step in PyTorch ----------------------------------------------------------------------------------------
+
+_PROJECTIONS = {
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "mlp": ["gate_proj", "up_proj", "down_proj"],
+}
+
+
+def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
+    """Measure PyTorch, then this package, on the same device, and return both and the ratio of their speeds."""
+    if not isinstance(cfg.model, ModelConfig) or family_of(cfg.model) is None:
+        raise ConfigError(
+            "--against torch: transformers has no such model; use the dense decoder (--model-scales 1 --model-conv-taps 0 "
+            "--model-residual plain --model-full-every 0 --model-window none)"
+        )
+    wanted = ["torch", "transformers", *(["peft"] if cfg.lora.rank else [])]
+    if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"--against torch: {missing[0]} is not installed; pip install {' '.join(missing)}")
+    _targets(cfg.lora)
+    log.info("torch: eager, then compiled ...")
+    # A separate process frees the device's memory before JAX starts, which reserves most of a GPU's.
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        theirs = pool.submit(TorchRun(cfg).measure, steps, warmup).result()
+    log.info(f"torch: {theirs['tokens_per_s']:,.0f} tokens/s ({theirs['form']})")
+    ours = bench_step(cfg, steps=steps, warmup=warmup)
+    ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
+    return ours | {f"torch_{name}": value for name, value in theirs.items()} | {
+        "torch_mfu": ours["mfu"] and ours["mfu"] / ratio, "ours_over_torch": ratio,
+    }  # fmt: skip
+
+
+def _targets(lora: LoraConfig) -> list[str]:
+    """Return the projections with adapters; raise ConfigError for an unknown one."""
+    known = [name for names in _PROJECTIONS.values() for name in names]
+    groups = _PROJECTIONS | {"all": known}
+    targets = groups.get(lora.targets) or [word.strip() for word in lora.targets.split(",")]
+    if unknown := [name for name in targets if name not in known]:
+        raise ConfigError(f"--against torch: unknown --lora-targets {unknown[0]}; use some of {', '.join(known)}")
+    return targets
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchRun:
+    """A run, trained by transformers and PyTorch with their fastest settings.
+
+    These are fused AdamW, bfloat16 autocast over float32 weights (frozen ones in bfloat16), SDPA, sequences without
+    packed documents, PEFT's adapters, the faster of eager and compiled, and no recomputation unless memory runs out.
+    """
+
+    cfg: RunConfig
+
+    def measure(self, steps: int, warmup: int) -> dict[str, Any]:
+        """Measure eager and compiled, each without recomputation if that fits, and return the faster one."""
+        import torch
+
+        tried: dict[str, Any] = {}
+        best: dict[str, Any] = {}
+        for name, compiled in (("eager", False), ("compiled", True)):
+            try:
+                figures = self._measure_form(compiled, steps, warmup)
+            except Exception as error:  # torch.compile fails in many ways, and needs a C++ compiler
+                if not compiled:
+                    raise
+                figures = None
+                log.warning(f"torch: torch.compile failed ({type(error).__name__}); using eager")
+            tried[f"{name}_tokens_per_s"] = figures and figures["tokens_per_s"]
+            if figures and figures["tokens_per_s"] > best.get("tokens_per_s", 0.0):
+                best = figures | {"form": name}
+        if not best:
+            raise ConfigError("--against torch: PyTorch runs out of memory even with recomputation; lower --batch-size")
+        return best | tried | {"version": torch.__version__}
+
+    def _measure_form(self, compiled: bool, steps: int, warmup: int) -> dict[str, Any] | None:
+        import torch
+
+        for recompute in (False, True):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return self._time(compiled, recompute, steps, warmup)
+            torch.cuda.empty_cache()
+        return None
+
+    def _time(self, compiled: bool, recompute: bool, steps: int, warmup: int) -> dict[str, Any]:
+        import torch
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.set_float32_matmul_precision("high")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        model = self.model(device)
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if compiled:
+            model = torch.compile(model)
+        times, losses = time_steps(self.train(model, device), steps, warmup)
+        seconds, data = statistics.median(times), self.cfg.data
+        return {
+            "step_ms": seconds * 1e3,
+            "tokens_per_s": self.cfg.train.grad_accum * data.batch_size * data.seq_len / seconds,
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+            "recomputes": recompute,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+        }
+
+    def model(self, device: Any) -> Any:
+        import torch
+        import transformers
+
+        model, lora = self.cfg.model, self.cfg.lora
+        assert isinstance(model, ModelConfig)
+        values = family_config(model, str(family_of(model)), self.cfg.data.seq_len)
+        # Our tied embeddings have a factor that transformers lacks, which does not affect the speed.
+        config = transformers.AutoConfig.for_model(**values | {"tie_word_embeddings": model.tied_embeddings})
+        with device:
+            torch.manual_seed(self.cfg.train.seed)
+            theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        if lora.rank:
+            import peft
+
+            settings: dict[str, Any] = {
+                "r": lora.rank, "lora_alpha": 2 * lora.rank if lora.alpha is None else lora.alpha, "lora_dropout": lora.dropout,
+                "target_modules": _targets(lora), "use_rslora": lora.rslora, "task_type": "CAUSAL_LM",
+            }  # fmt: skip
+            theirs = peft.get_peft_model(theirs.to(getattr(torch, lora.base_dtype)), peft.LoraConfig(**settings))
+        return theirs.train()
+
+    def train(self, model: Any, device: Any) -> Iterator[Any]:
+        """Train, and yield the loss of each step, on the device."""
+        import torch
+
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        o, data, accum = self.cfg.optim, self.cfg.data, self.cfg.train.grad_accum
+        optimizer = torch.optim.AdamW(
+            trained, lr=o.learning_rate, betas=(o.b1, o.b2), weight_decay=o.weight_decay, fused=True
+        )  # fmt: skip
+        tokens = np.random.default_rng(0).integers(0, self.cfg.model.vocab_size, (data.batch_size, data.seq_len))
+        tokens_BT = torch.from_numpy(tokens).to(device)
+        while True:
+            losses = []
+            for _ in range(accum):
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                    loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss / accum
+                loss.backward()
+                losses.append(loss.detach())
+            torch.nn.utils.clip_grad_norm_(trained, o.max_grad_norm or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            yield sum(losses)

@@ -368,30 +368,41 @@ def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tm
     ]
 
 
-def test_the_picture_has_a_line_a_variant_in_both_panels(compared, monkeypatch, capsys, tmp_path):
+def lines_of(file):
+    """Return the SVG path of every curve as (variant, path)."""
+    groups = [g for g in ElementTree.parse(file).getroot().findall(".//{*}g") if g.get("id") in COMPARED]
+    return [(g.get("id"), path.get("d")) for g in groups for path in g.findall("{*}path")]
+
+
+def test_the_picture_has_a_line_per_variant_in_both_panels(compared, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(quality, "bench_quality", lambda cfg, **own: compared.figures)
     file = tmp_path / "picture.svg"
     assert run_command(monkeypatch, "quality", "--picture", str(file)) == 0
-    drawn = ElementTree.parse(file).getroot()
-    lines = [path for path in drawn.iter("{http://www.w3.org/2000/svg}path") if path.get("fill") == "none"]
-    assert len(lines) == 2 * len(COMPARED)
-    numbers = [float(n) for line in lines for n in re.findall(r"[\d.]+", line.get("d"))]
-    assert min(numbers[::2]) >= 0 and max(numbers[::2]) <= float(drawn.get("width"))
-    assert min(numbers[1::2]) >= 0 and max(numbers[1::2]) <= float(drawn.get("height"))
-    words = "".join(drawn.itertext())
+    assert [name for name, _ in lines_of(file)] == 2 * COMPARED
+    words = "".join(ElementTree.parse(file).getroot().itertext())
     for name, v in compared.figures["variants"].items():
         assert f"{name} ({v['learning_rate']:g})" in words
 
 
-def test_the_line_of_a_run_that_diverged_ends_there(compared):
+def test_a_picture_without_matplotlib_is_refused_before_the_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(findings.importlib.util, "find_spec", lambda name: None)
+    assert run_command(monkeypatch, "quality", "--picture", str(tmp_path / "picture.svg"), "--seeds", "0") == 2
+    assert re.match(r"error: --picture: .*matplotlib.*nash_mhc\[notebook\]", capsys.readouterr().err)
+
+
+def test_the_line_of_a_run_that_diverged_ends_there(compared, tmp_path):
     figures = copy.deepcopy(compared.figures)
     for curve in (v["curve"] for v in figures["variants"].values()):
         curve[-1][2] = None
-    assert findings.picture(figures).count(" L") < findings.picture(compared.figures).count(" L")
+    findings.picture(figures, tmp_path / "shorter.svg")
+    findings.picture(compared.figures, tmp_path / "whole.svg")
+    for (_, shorter), (_, whole) in zip(*(lines_of(tmp_path / f"{name}.svg") for name in ("shorter", "whole")), strict=True):
+        assert shorter.count("L") < whole.count("L")
     for curve in (v["curve"] for v in figures["variants"].values()):
         for point in curve:
             point[2] = None
-    ElementTree.fromstring(findings.picture(figures))
+    findings.picture(figures, tmp_path / "empty.svg")
+    assert not any("L" in path for _, path in lines_of(tmp_path / "empty.svg"))
 
 
 def test_the_best_rate_at_the_edge_is_no_verdict():
@@ -511,7 +522,7 @@ def test_help_names_the_benchmarks_and_each_its_own_flags(monkeypatch, capsys):
 
 
 def test_what_is_seen_of_a_run_is_timed_at_the_intervals_that_it_has_by_itself(monkeypatch):
-    from nash_mhc.bench.telemetry import bench_telemetry
+    from nash_mhc.bench.data import bench_telemetry
     from nash_mhc.train.samples import Samples
 
     plain = Samples.write

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small
 
-from nash_mhc.bench import torch_step
+from nash_mhc.bench import step
 from nash_mhc.config import ConfigError
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lora import adapters_of
@@ -25,19 +25,17 @@ def test_torch_trains_the_same_model_on_as_many_tokens():
     pytest.importorskip("peft", reason="compares with PEFT, which needs torch: pip install 'torch<2.14' peft")
     sized = lambda cfg: dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=384))  # whole tiles
     for cfg in (sized(small.config()), sized(small.config(lora__rank=4, lora__targets="attention"))):
-        model = torch_step._model(cfg.model, cfg.lora, cfg.data.seq_len, cfg.train.seed, torch_device())
+        run = step.TorchRun(cfg)
+        model = run.model(torch_device())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         adapters = sum(array.size for array in jax.tree.leaves(adapters_of(abstract_state(cfg).model)))
         assert trained == (adapters or count_parameters(cfg.model))
-        shape = (cfg.data.batch_size, cfg.data.seq_len)
-        tokens_BT = torch.from_numpy(np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape))
-        steps = torch_step._losses(model, tokens_BT, cfg.optim, cfg.train.grad_accum)
-        losses = [float(loss) for loss in itertools.islice(steps, 4)]
+        losses = [float(loss) for loss in itertools.islice(run.train(model, torch_device()), 4)]
         assert losses[-1] < losses[0]
 
 
 def test_a_model_that_torch_has_not_is_refused():
     with pytest.raises(ConfigError, match=r"^--against torch: transformers has no such model"):
-        torch_step.against_torch(dataclasses.replace(small.config(), model=small.NASH), steps=1, warmup=1)
+        step.against_torch(dataclasses.replace(small.config(), model=small.NASH), steps=1, warmup=1)
     with pytest.raises(ConfigError, match=r"^--against torch: .*--lora-targets q_porj"):
-        torch_step.against_torch(small.config(lora__rank=4, lora__targets="q_porj"), steps=1, warmup=1)
+        step.against_torch(small.config(lora__rank=4, lora__targets="q_porj"), steps=1, warmup=1)
