@@ -1,11 +1,11 @@
 """The benchmarks run the real step and report consistent figures; the comparison of models is a fair one."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import io
 import json
+import logging
 import math
 import re
 import statistics
@@ -23,7 +23,7 @@ from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import findings, quality, step
 from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_compile, bench_step
-from nash_mhc.config import ConfigError
+from nash_mhc.config import ConfigError, logs
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ModelConfig, TelemetryConfig
 from nash_mhc.model.architectures import count_parameters
@@ -125,7 +125,7 @@ def compared():
         real = module.to_device
         patch.setattr(module, "to_device", lambda rows, mesh: note(rows) or real(rows, mesh))
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(seen.said):
+    with pytest.MonkeyPatch.context() as patch, logs.showing(logging.StreamHandler(seen.said), "info"):
         spy(patch, device_batches, lambda rows: seen.trained.append(rows) or seen.runs[-1][1].append(rows))
         spy(patch, evaluate, seen.held_out.append)
         compiled, created = quality.compile_train_step, quality.create_state
