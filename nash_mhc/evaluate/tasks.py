@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,9 +16,6 @@ from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.fields import ConfigError, check_scheme
 from nash_mhc.runtime.compat.lm_eval import quietly
 from nash_mhc.storage.errors import reason
-
-if TYPE_CHECKING:
-    from nash_mhc.evaluate.harness_model import HarnessModel
 
 STORIES, HELD_OUT, BYTES = "stories", "held_out", "bytes:"
 log = logging.getLogger(__name__)
@@ -188,9 +185,9 @@ def _all_tasks() -> Any:
 
 
 def run_task(
-    task: Task, model: HarnessModel, *, limit: int | None = None, num_fewshot: int | None = None, with_samples: bool = False
+    task: Task, model: Any, *, limit: int | None = None, num_fewshot: int | None = None, with_samples: bool = False
 ) -> Results:
-    """Run a task; ConfigError for errors of the task, such as a template that fails or an unknown metric."""
+    """Run a task with a HarnessModel; ConfigError for errors of the task, such as a template that fails."""
     from lm_eval import simple_evaluate
 
     model.task, model.is_running = Path(task.name).stem if is_path(task.name) else task.name, False
