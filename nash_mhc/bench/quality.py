@@ -171,7 +171,7 @@ class Contestant:
         }
 
     def train(self, seed: int, *, rate: float | None = None, steps: int | None = None) -> Trained:
-        """Train from random weights and evaluate, with another rate and length if given. The seed determines the data."""
+        """Train from random weights and evaluate, with another rate and length if given."""
         setting, mesh, optim = self._setting, self._setting.mesh, self.cfg.optim
         total = self.cfg.train.total_steps if steps is None else steps
         optim = dataclasses.replace(

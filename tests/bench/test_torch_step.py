@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import jax
-import numpy as np
 import pytest
 import small
 
@@ -21,7 +20,6 @@ def torch_device():
 
 def test_torch_trains_the_same_model_on_as_many_tokens():
     """As many parameters of each kind as ours, adapters among them; and it really trains."""
-    torch = pytest.importorskip("torch")
     pytest.importorskip("peft", reason="compares with PEFT, which needs torch: pip install 'torch<2.14' peft")
     sized = lambda cfg: dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=384))  # whole tiles
     for cfg in (sized(small.config()), sized(small.config(lora__rank=4, lora__targets="attention"))):
