@@ -31,7 +31,7 @@ from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import abstract_batch, host_batches, prefetched
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.inputs import resolve
-from nash_mhc.train.state import create_state, sharded_abstract_state
+from nash_mhc.train.state import ProgramKey, create_state, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,10 @@ class Contestant:
         setting.progress.status.update(f"{name}: compiling ...")
         step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg.data, cfg.train.seed))
         step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
-        self._evaluator = Evaluator(cfg, setting.held_out, setting.tokenizer, setting.mesh)
+        self._evaluator = Evaluator(
+            ProgramKey.of(cfg), setting.held_out, setting.tokenizer, setting.mesh, batch_size=cfg.data.batch_size,
+            batches=cfg.train.eval_batches,
+        )  # fmt: skip
         self.figures: Figures = {
             "parameters": count_parameters(cfg.model),
             **{key: getattr(cfg.model, key) for key in ("ffn", "scales", "window", "full_every", "conv_taps", "residual")},

@@ -35,6 +35,7 @@ from nash_mhc.parallel.sharding import RULES, named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.train.device_batches import own_rows, to_device
 from nash_mhc.train.evaluate import Evaluator
+from nash_mhc.train.state import ProgramKey
 
 log = logging.getLogger(__name__)
 _SHORTEST = 64  # tokens; each length is compiled, and shorter ones save little
@@ -214,10 +215,12 @@ def _evaluate(
     if source is None:
         raise ConfigError(f"--tasks {name}: the run has no held-out part of {data.dataset} (--validation-fraction 0)")
     count = limit or run.train.eval_batches * run.data.batch_size
-    train = TrainConfig(dtype=loaded.dtype, eval_batches=-(-count // data.batch_size))
+    train = TrainConfig(dtype=loaded.dtype)
     sections = tuple(section for section in run.of_kits if section.of_objective == objective.name)
     cfg = RunConfig(model=run.model, data=data, train=train, objective=objective, of_kits=sections)
-    evaluator = Evaluator(cfg, source, loaded.tokenizer, mesh)
+    evaluator = Evaluator(
+        ProgramKey.of(cfg), source, loaded.tokenizer, mesh, batch_size=data.batch_size, batches=-(-count // data.batch_size)
+    )
     log.info(f"compiling for sequences of {data.seq_len:,} tokens ...")
     with track(name, evaluator.batches) as advance:
         calls = itertools.count()  # one before every batch, and one at the end

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from nash_mhc.checkpoint.run_folder import EVALUATIONS, RESULT, RunFolder
 from nash_mhc.checkpoint.store import Store
-from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.loader import check_weights, count_bytes
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, fixed_sample
@@ -75,19 +74,21 @@ class Evaluator:
 
     def __init__(
         self,
-        cfg: RunConfig,
+        key: ProgramKey,
         held_out: RowSource,
         tokenizer: Tokenizer,
         mesh: Mesh,
         *,
+        batch_size: int,
+        batches: int,
         feed: OpenFeed | None = None,
         all_rows: bool = False,
     ) -> None:
-        """Read the sample, or with `all_rows` all of a finite source."""
+        """Read a sample of this many batches, or with `all_rows` all of a finite source."""
         self.held_out = held_out
         self._mesh, self._read = mesh, (feed or OpenFeed()).reader(held_out)
-        B = cfg.data.batch_size
-        count = len(held_out) if all_rows and not held_out.endless else cfg.train.eval_batches * B
+        B = batch_size
+        count = len(held_out) if all_rows and not held_out.endless else batches * B
         numbers = fixed_sample(held_out, count)
         rows = [held_out[int(i)] for i in numbers]
         check_weights(np.stack([row.weights for row in rows]), held_out.name, numbers)
@@ -96,8 +97,8 @@ class Evaluator:
         stacked = lambda some: type(some[0])(*(np.stack(a)[None] for a in zip(*some, strict=True)))
         self._rows = [stacked(rows[i : i + B]) for i in range(0, len(rows), B)]
         self._bytes = sum(count_bytes(r, tokenizer.byte_lengths) for r in self._rows)
-        length = padded_attention_length(cfg.model.alignment, held_out)
-        self._sums = _evaluation(ProgramKey.of(cfg), mesh, length).with_constants()
+        length = padded_attention_length(key.cfg.model.alignment, held_out)
+        self._sums = _evaluation(key, mesh, length).with_constants()
         self.program: Program | None = None  # of `_sums`, once `compile` has started
 
     def compile(self, model: Any, batch: Batch, *, after: Program) -> None:

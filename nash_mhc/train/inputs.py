@@ -42,7 +42,7 @@ from nash_mhc.telemetry.sinks import check_wandb
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.resume import check_resume
-from nash_mhc.train.state import abstract_state
+from nash_mhc.train.state import ProgramKey, abstract_state
 from nash_mhc.train.step import make_objective
 
 # Settings that may differ between processes, or that only process 0 uses.
@@ -191,7 +191,10 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     def evaluator(source: RowSource | None, *, all_rows: bool = False) -> Evaluator | None:
         if source is None:
             return None
-        return Evaluator(cfg, source, tokenizer, mesh, feed=feed, all_rows=all_rows)
+        return Evaluator(
+            ProgramKey.of(cfg), source, tokenizer, mesh, batch_size=cfg.data.batch_size, batches=cfg.train.eval_batches,
+            feed=feed, all_rows=all_rows,
+        )  # fmt: skip
 
     held_out = evaluator(leader_first(lambda: open_held_out(cfg.data, tokenizer, **options)))
     test = evaluator(leader_first(lambda: open_test(cfg.data, tokenizer, **options)), all_rows=True)

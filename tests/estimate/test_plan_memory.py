@@ -162,7 +162,7 @@ def test_teachers_are_counted_as_the_compiler_counts_them(tmp_path):
         of_kits=(DistillConfig(teacher=str(tmp_path / "teacher"), top_k=16, layers=0.3, anchor=0.5),),
     )
     devices, step = small._compiled(cfg)
-    teachers = Teachers(cfg, load_tokenizer("bytes"), devices, lambda text: None)
+    teachers = Teachers(cfg.section(DistillConfig), cfg.model, cfg.data, cfg.train, load_tokenizer("bytes"), devices)
     rows = StoryRows(load_tokenizer("bytes"), seed=0, split="train", seq_len=32)
     bare = abstract_batch(cfg.data, 1, devices)
     batch = teachers.abstract(rows, bare)

@@ -18,6 +18,7 @@ from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.runtime.compiled import CompiledStep, Program
 from nash_mhc.train import evaluate, run
 from nash_mhc.train.evaluate import Evaluator
+from nash_mhc.train.state import ProgramKey
 
 ROW = {
     "step", "loss", "objective", "loss/sparsity", "lr", "grad_norm", "tokens_per_s", "tokens_seen", "step_ms",
@@ -162,8 +163,9 @@ def test_a_small_held_out_split_is_read_once_and_whatever_the_seed(tmp_path):
     tokenizer = load_tokenizer("bytes")
     held_out = open_source(data, tokenizer, split="validation", seed=0)
     for seed in (0, 1):
-        cfg = dataclasses.replace(RUN, data=data, train=dataclasses.replace(RUN.train, seed=seed, eval_batches=99))
-        evaluator = Evaluator(cfg, held_out, tokenizer, small.make_mesh(cfg.mesh))
+        cfg = dataclasses.replace(RUN, data=data, train=dataclasses.replace(RUN.train, seed=seed))
+        mesh, size = small.make_mesh(cfg.mesh), cfg.data.batch_size
+        evaluator = Evaluator(ProgramKey.of(cfg), held_out, tokenizer, mesh, batch_size=size, batches=99)
         rows = [row for batch in evaluator._rows for row in zip(*(a[0] for a in batch), strict=True)]
         weighted = [inputs.tobytes() for inputs, _, _, weights in rows if weights.any()]
         assert sorted(weighted) == sorted(held_out[i].inputs.tobytes() for i in range(len(held_out)))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import Opener, Opening, check_recipe
 from nash_mhc.data.tokenizer import Tokenizer
@@ -34,22 +34,30 @@ _TOKEN_BYTES = 6  # of one of the K tokens: its id as int32, its logit as float1
 class Teachers(OpenFeed):
     """The online teachers of a run: `teacher`, unless a cache has its logits, and `anchor`, the initial model."""
 
-    def __init__(self, cfg: RunConfig, tokenizer: Tokenizer, mesh: Mesh) -> None:
-        d, self._online = cfg.section(DistillConfig), dict[str, OnlineTeacher]()
+    def __init__(
+        self,
+        d: DistillConfig,
+        student: ArchitectureConfig,
+        data: DataConfig,
+        train: TrainConfig,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+    ) -> None:
+        self._online: dict[str, OnlineTeacher] = {}
         self.described = f"the model in --distill-teacher {d.teacher}" if d.teacher else ""
         if d.layers and d.teacher is None:
             raise ConfigError("--distill-layers: a cache has no layers; name a model with --distill-teacher")
-        if d.anchor and cfg.train.init_from is None:
+        if d.anchor and train.init_from is None:
             raise ConfigError("--distill-anchor: needs an initial model; name one with --init-from")
         make = functools.partial(
-            OnlineTeacher, d=d, student=cfg.model, data=cfg.data, tokenizer=tokenizer, mesh=mesh,
-            student_is_fixed=cfg.train.init_from is not None,
+            OnlineTeacher, d=d, student=student, data=data, tokenizer=tokenizer, mesh=mesh,
+            student_is_fixed=train.init_from is not None,
         )  # fmt: skip
         if d.teacher is not None:
             self._online["teacher"] = make("--distill-teacher", d.teacher, temperature=d.temperature, layers=d.layers > 0)
         if d.anchor:
-            initial = str(cfg.train.init_from)
-            self._online["anchor"] = make("--init-from", initial, temperature=1.0, layers=False, step=cfg.train.init_step)
+            initial = str(train.init_from)
+            self._online["anchor"] = make("--init-from", initial, temperature=1.0, layers=False, step=train.init_step)
 
     def identity(self, source: RowSource) -> str:
         teachers = {name: teacher.identity for name, teacher in self._online.items()}
@@ -89,7 +97,7 @@ class DistillFeed(Feed):
                 subject, vocab_size = f"--dataset {cfg.data.dataset}", cfg.model.vocab_size
                 check_random_vocab(subject, source.random_vocab, vocab_size, is_fixed=is_fixed, remedy=remedy)
             cfg = cfg.with_section(replace(cfg.section(DistillConfig), random=source.random))
-        return cfg, Teachers(cfg, tokenizer, mesh)
+        return cfg, Teachers(cfg.section(DistillConfig), cfg.model, cfg.data, cfg.train, tokenizer, mesh)
 
     def models(self, cfg: RunConfig) -> list[ArchitectureConfig]:
         return [model for model, _ in _shapes(cfg.section(DistillConfig), cfg.train.init_from)]
