@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops.platform import on_platform
+from nash_mhc.ops.arithmetic import wide_dtype
+from nash_mhc.ops.platform import on_platform, run_kernel
 
 _CHUNK_ELEMENTS = 2**26  # of the largest one-hot block
 _TOKENS = 16  # tokens that the kernel loads at once: a frequent id has thousands
@@ -30,7 +30,7 @@ def rows_of(table_VD: Float[Array, "V D"], index_BT: Int[Array, "B T"]) -> Float
     return table_VD[index_BT]
 
 
-def _forward(table_VD: Array, index_BT: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(table_VD, index_BT):  # type: ignore[no-untyped-def]
     return table_VD[index_BT], (table_VD[:, :0], index_BT)  # saves the number of rows, not the table
 
 
@@ -61,7 +61,7 @@ def added_rows_by_kernel(rows_V0: Array, index_BT: Array, d_BTD: Array, *, inter
     Tokens are sorted by id first, so each block of threads sums its own row in token order, without atomics.
     """
     rows, index_N, d_ND = rows_V0.shape[0], index_BT.ravel(), d_BTD.reshape(-1, d_BTD.shape[-1])
-    D, wide = d_ND.shape[1], jnp.promote_types(d_ND.dtype, jnp.float32)
+    D, wide = d_ND.shape[1], wide_dtype(d_ND.dtype)
     columns = math.gcd(D & -D, _COLUMNS)
     order_N = jnp.argsort(index_N, stable=True).astype(jnp.int32)
     first_V1 = jnp.searchsorted(index_N[order_N], jnp.arange(rows + 1, dtype=index_N.dtype)).astype(jnp.int32)
@@ -79,13 +79,12 @@ def added_rows_by_kernel(rows_V0: Array, index_BT: Array, d_BTD: Array, *, inter
         total = lax.fori_loop(0, pl.cdiv(end - first, _TOKENS), body, jnp.zeros(columns, wide))
         out_ref[row, here] = total.astype(out_ref.dtype)
 
-    return pl.pallas_call(
-        kernel, out_shape=jax.ShapeDtypeStruct((rows, D), d_ND.dtype), grid=(rows, D // columns),
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1), name="lookup_gradient", interpret=interpret,
-    )(order_N, first_V1, d_ND)  # fmt: skip
+    args, outs, grid = (order_N, first_V1, d_ND), [((rows, D), d_ND.dtype)], (rows, D // columns)
+    (out_VD,) = run_kernel("lookup_gradient", kernel, args, outs, grid=grid, warps=_WARPS, interpret=interpret)
+    return out_VD
 
 
-def _backward(saved: tuple[Array, Array], d_BTD: Array) -> tuple[Array, None]:
+def _backward(saved, d_BTD):  # type: ignore[no-untyped-def]
     on_gpu = added_rows_by_matmul if saved[0].shape[0] < _FEW_ROWS else added_rows_by_kernel
     return on_platform(*saved, d_BTD, cuda=on_gpu, default=added_rows), None
 

@@ -4,21 +4,25 @@ For each token and head, the outputs O_c of C scales have the Gram matrix G = O 
 consensus is e_c(w) = G_cc - 2 (G w)_c + w^T G w = |O_c - sum_m w_m O_m|^2 / H, and its best response is
 softmax(b - tau e(w)) with bids b. A scale that bids -inf is absent: its weight is exactly 0. The outputs are read once
 for G and once for the weighted sum; the game itself runs on C numbers per token and head.
+
+XLA on a GPU would use some sixty fusions with intermediate arrays. In the GPU kernels (Pallas, Triton), a block of
+threads computes everything for some tokens and heads: one pass over the outputs forward, and one backward.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from nash_mhc.ops.arithmetic import add_up, widen
-from nash_mhc.ops.kernels import nash_gpu
-from nash_mhc.ops.platform import on_platform
+from nash_mhc.ops.platform import on_platform, run_kernel
 
 Scales = tuple[Array, ...]  # one array per scale, over tokens and heads
 Gram = tuple[Scales, ...]  # C x C arrays
@@ -115,7 +119,7 @@ def _gram(outs: Sequence[Array], barrier: Barrier) -> Gram:
     return tuple(tuple(half[min(a, b), max(a, b)] for b in range(C)) for a in range(C))
 
 
-def _solve(rules: Rules, barrier: Barrier, outs: list[Array], bids: Scales, tau: Array) -> tuple[Array, Scales, Array]:
+def _solve(rules: Rules, barrier: Barrier, outs: Sequence[Array], bids: Scales, tau: Array) -> tuple[Array, Scales, Array]:
     """Return (y, w, residual) for tokens of any shape; `outs` have a channel axis at the end."""
     gram = _gram(outs, barrier) if rules.aggregation == "nash" else ()
     w, _ = _play(gram, bids, tau, rules, barrier)
@@ -125,7 +129,7 @@ def _solve(rules: Rules, barrier: Barrier, outs: list[Array], bids: Scales, tau:
 
 
 def _solve_backward(
-    rules: Rules, barrier: Barrier, outs: list[Array], bids: Scales, tau: Array, dy: Array, dw: Scales
+    rules: Rules, barrier: Barrier, outs: Sequence[Array], bids: Scales, tau: Array, dy: Array, dw: Scales
 ) -> tuple[list[Array], Scales, Array]:
     """Return the gradients of `outs`, bids and tau. Replaying the game is cheaper than saving its rounds."""
     C, H, is_game = len(outs), dy.shape[-1], rules.aggregation == "nash"
@@ -149,14 +153,24 @@ def aggregate(
 
     The finest scale is always present. The residual of the game, |BR(w) - w|_1, has no gradient.
     """
-    return _aggregate(outs, bids, tau_N, rules)
+    return _aggregate_fwd(outs, bids, tau_N, rules)[0]
 
 
-def _aggregate(outs, bids, tau_N, rules):  # type: ignore[no-untyped-def]
-    forms: dict[str, Any] = {"default": functools.partial(_aggregate_in_xla, rules)}
-    if nash_gpu.fits(outs):
-        forms["cuda"] = functools.partial(_aggregate_in_kernel, rules)
-    return _materialize(on_platform(outs, bids, tau_N, **forms))
+def _aggregate_fwd(outs, bids, tau_N, rules):  # type: ignore[no-untyped-def]
+    in_xla, in_kernel = (functools.partial(form, rules) for form in (_aggregate_in_xla, _aggregate_in_kernel))
+    results = on_platform(outs, bids, tau_N, default=in_xla, cuda=in_kernel, fits=fits_kernel(outs))
+    return _materialize(results), (outs, bids, tau_N)
+
+
+def _aggregate_bwd(rules, saved, cotangents):  # type: ignore[no-untyped-def]
+    dy_BTNH, dw, _ = cotangents
+    in_xla, in_kernel = (functools.partial(form, rules) for form in (_backward_in_xla, _backward_in_kernel))
+    results = on_platform(*saved, dy_BTNH, dw, default=in_xla, cuda=in_kernel, fits=fits_kernel(saved[0]))
+    douts, dbids, dtau = _materialize(results)
+    return tuple(douts), tuple(dbids), jnp.sum(dtau, axis=(0, 1))
+
+
+aggregate.defvjp(_aggregate_fwd, _aggregate_bwd)
 
 
 def _aggregate_in_xla(rules: Rules, outs: Scales, bids: Scales, tau_N: Array) -> tuple[Any, ...]:
@@ -164,36 +178,11 @@ def _aggregate_in_xla(rules: Rules, outs: Scales, bids: Scales, tau_N: Array) ->
     return y.astype(outs[0].dtype), w, residual
 
 
-def _aggregate_in_kernel(rules: Rules, outs: Scales, bids: Scales, tau_N: Array, *, interpret: bool = False) -> tuple[Any, ...]:
-    return nash_gpu.forward(outs, bids, tau_N, functools.partial(_solve, rules, lambda x: x), interpret=interpret)
-
-
-def _aggregate_fwd(outs, bids, tau_N, rules):  # type: ignore[no-untyped-def]
-    return _aggregate(outs, bids, tau_N, rules), (outs, bids, tau_N)
-
-
-def _aggregate_bwd(rules, saved, cotangents):  # type: ignore[no-untyped-def]
-    dy_BTNH, dw, _ = cotangents
-    forms: dict[str, Any] = {"default": functools.partial(_backward_in_xla, rules)}
-    if nash_gpu.fits(saved[0]):
-        forms["cuda"] = functools.partial(_backward_in_kernel, rules)
-    douts, dbids, dtau = _materialize(on_platform(*saved, dy_BTNH, dw, **forms))
-    return tuple(douts), tuple(dbids), jnp.sum(dtau, axis=(0, 1))
-
-
 def _backward_in_xla(rules, outs, bids, tau_N, dy_BTNH, dw):  # type: ignore[no-untyped-def]
     """Return (d outs, d bids, d tau per token and head)."""
     wide = [widen(o) for o in outs]
     douts, dbids, dtau = _solve_backward(rules, _materialize, wide, bids, tau_N[None, None], widen(dy_BTNH), dw)
     return [d.astype(o.dtype) for d, o in zip(douts, outs, strict=True)], list(dbids), dtau
-
-
-def _backward_in_kernel(rules, outs, bids, tau_N, dy_BTNH, dw, *, interpret=False):  # type: ignore[no-untyped-def]
-    solve_backward = functools.partial(_solve_backward, rules, lambda x: x)
-    return nash_gpu.backward(outs, bids, tau_N, dy_BTNH, dw, solve_backward, interpret=interpret)
-
-
-aggregate.defvjp(_aggregate_fwd, _aggregate_bwd)
 
 
 def aggregate_reference(
@@ -209,3 +198,55 @@ def aggregate_reference(
         e = jnp.mean((o_CBTNH - consensus(w)[None]) ** 2, axis=-1)
         w = softmax(b_CBTN - tau_N[None, None, None] * e)
     return consensus(w).astype(outs[0].dtype), tuple(w)
+
+
+# --- GPU kernels -----------------------------------------------------------------------------------------------------
+
+_NUMBERS, _WARPS = 2048, 4  # elements of one scale's output in a block: 16 per thread
+
+
+def _rows(x: Array) -> int:
+    """Return the rows per block of x [B, T, N, H]."""
+    return max(1, _NUMBERS // x.shape[-1])
+
+
+def fits_kernel(outs: Sequence[Array]) -> bool:
+    """Return whether heads fill whole threads, and tokens and heads divide into whole blocks."""
+    H = outs[0].shape[-1]
+    return H in (16, 32, 64, 128, 256) and math.prod(outs[0].shape[:3]) % _rows(outs[0]) == 0
+
+
+def _aggregate_in_kernel(rules: Rules, outs: Scales, bids: Scales, tau_N: Array, *, interpret: bool = False) -> tuple[Any, ...]:
+    solve, args = functools.partial(_solve, rules, lambda x: x), (outs, bids, _per_token(tau_N, bids))
+    return _call("nash_forward", solve, args, (outs[0], bids, bids[0]), interpret)
+
+
+def _backward_in_kernel(rules, outs, bids, tau_N, dy_BTNH, dw, *, interpret=False):  # type: ignore[no-untyped-def]
+    solve, args = functools.partial(_solve_backward, rules, lambda x: x), (outs, bids, _per_token(tau_N, bids), dy_BTNH, dw)
+    return _call("nash_backward", solve, args, ([*outs], [*bids], bids[0]), interpret)
+
+
+def _per_token(tau_N: Array, bids: Scales) -> Array:
+    return jnp.broadcast_to(tau_N.astype(bids[0].dtype), bids[0].shape)
+
+
+def _call(name: str, solve: Callable[..., Any], args: tuple[Any, ...], results: Any, interpret: bool) -> Any:
+    """Call `solve` on blocks of tokens and heads, and return a tree of arrays like `results`.
+
+    Every array is [B, T, N] or [B, T, N, H].
+    """
+    (ins, in_form), (outs, out_form) = jax.tree.flatten(args), jax.tree.flatten(results)
+    rows, count = _rows(ins[0]), math.prod(ins[0].shape[:3])
+    block = lambda a: pl.BlockSpec((rows, *a.shape[3:]), lambda i: (i, *[0] * len(a.shape[3:])))
+
+    def kernel(*refs: Any) -> None:
+        values = solve(*jax.tree.unflatten(in_form, [widen(ref[...]) for ref in refs[: len(ins)]]))
+        for ref, value in zip(refs[len(ins) :], jax.tree.leaves(values), strict=True):
+            ref[...] = value.astype(ref.dtype)
+
+    flat = run_kernel(
+        name, kernel, [a.reshape(count, *a.shape[3:]) for a in ins], [((count, *a.shape[3:]), a.dtype) for a in outs],
+        grid=(count // rows,), warps=_WARPS, in_specs=[block(a) for a in ins], out_specs=[block(a) for a in outs],
+        interpret=interpret,
+    )  # fmt: skip
+    return jax.tree.unflatten(out_form, [x.reshape(a.shape) for x, a in zip(flat, outs, strict=True)])

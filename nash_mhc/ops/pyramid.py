@@ -1,24 +1,30 @@
 """Causal pooling of keys and values into coarser scales, per head and document.
 
-Row i of a scale with stride s depends on tokens up to (i + 1) s - 1.
+Row i of a scale with stride s depends on tokens up to (i + 1) s - 1. The GPU kernels (Pallas, Triton) read each token
+once forward, and once backward for both gradients.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops.arithmetic import widen
-from nash_mhc.ops.kernels import pyramid_gpu
-from nash_mhc.ops.platform import on_platform
+from nash_mhc.ops.arithmetic import add_up, widen
+from nash_mhc.ops.platform import on_platform, run_kernel
 
 # Without a barrier, XLA would pool again, in float32, in every consumer of the result.
 _materialize = lax.optimization_barrier
+
+_LONGEST, _BLOCKS = 32, 512  # most rows that a block of threads pools in sequence; wanted number of blocks
+_AT_ONCE = 4096  # elements of a pooled row that the forward pass holds in registers
+_COLUMNS, _SLOTS, _ROWS = 128, 4, 16  # backward pass: columns per block, tokens of each row, rows in sequence
 
 
 def continues(segments_BI: Int[Array, "B I"]) -> Bool[Array, "B I"]:
@@ -43,56 +49,13 @@ def pool_reference(
     return total.astype(z_BTNH.dtype)
 
 
-def _blocks(z_BTNH: Array, r: int) -> list[Array]:
-    """Return row j of every block of r rows, for each j, in float32."""
-    B, T, N, H = z_BTNH.shape
-    z = z_BTNH.reshape(B, T // r, r, N, H)
-    return [widen(z[:, :, j]) for j in range(r)]
-
-
-def _later(x: Array) -> Array:
-    """Shift rows: row i gets row i - 1, the first gets zeros."""
-    return jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
-
-
-def _earlier(x: Array) -> Array:
-    return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0)))[:, 1:]
-
-
 @jax.custom_vjp
 def pool(
     z_BTNH: Float[Array, "B T N H"], kernel_JNH: Float[Array, "J N H"], continues_BI: Bool[Array, "B I"]
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B I N H"]]:
     """Return (z, `pool_reference` of z). If later code uses the returned z, one backward pass sums both gradients."""
-    forms: dict[str, Any] = {"default": _pool_in_xla}
-    if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
-        forms["cuda"] = _pool_in_kernel
-    return z_BTNH, _materialize(on_platform(z_BTNH, kernel_JNH, continues_BI, **forms))
-
-
-def _pool_in_xla(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array) -> Array:
-    """Sum each block with both halves of the kernel, and shift the first sum by one block."""
-    r = kernel_JNH.shape[0] // 2
-    slots = _blocks(z_BTNH, r)
-    weighted = lambda taps: functools.reduce(jnp.add, (k[None, None] * z for k, z in zip(taps, slots, strict=True)))
-    before = jnp.where(continues_BI[:, :, None, None], _later(weighted(kernel_JNH[:r])), 0.0)
-    return (before + weighted(kernel_JNH[r:])).astype(z_BTNH.dtype)
-
-
-def _flat(x: Array) -> Array:
-    """Merge heads and channels into one axis."""
-    return x.reshape(*x.shape[:-2], -1)
-
-
-def _in_blocks(x_BTNH: Array, r: int) -> Array:
-    B, T, N, H = x_BTNH.shape
-    return x_BTNH.reshape(B, T // r, r, N * H)
-
-
-def _pool_in_kernel(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, *, interpret: bool = False) -> Array:
-    r = kernel_JNH.shape[0] // 2
-    out_BIW = pyramid_gpu.pool(_in_blocks(z_BTNH, r), _flat(kernel_JNH), continues_BI, interpret=interpret)
-    return out_BIW.reshape(*out_BIW.shape[:2], *z_BTNH.shape[2:])
+    operands, fits = (z_BTNH, kernel_JNH, continues_BI), fits_kernel(z_BTNH, kernel_JNH)
+    return z_BTNH, _materialize(on_platform(*operands, default=_pool_in_xla, cuda=_pool_in_kernel, fits=fits))
 
 
 def _pool_fwd(z_BTNH, kernel_JNH, continues_BI):  # type: ignore[no-untyped-def]
@@ -100,20 +63,32 @@ def _pool_fwd(z_BTNH, kernel_JNH, continues_BI):  # type: ignore[no-untyped-def]
 
 
 def _pool_bwd(saved, cotangents):  # type: ignore[no-untyped-def]
-    z_BTNH, kernel_JNH, _ = saved
-    forms: dict[str, Any] = {"default": _backward_in_xla}
-    if pyramid_gpu.fits(z_BTNH, kernel_JNH.shape[0] // 2):
-        forms["cuda"] = _backward_in_kernel
-    return *_materialize(on_platform(*saved, *cotangents, **forms)), None
+    operands, fits = (*saved, *cotangents), fits_kernel(*saved[:2])
+    return *_materialize(on_platform(*operands, default=_backward_in_xla, cuda=_backward_in_kernel, fits=fits)), None
+
+
+pool.defvjp(_pool_fwd, _pool_bwd)
+
+
+def _pool_in_xla(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array) -> Array:
+    """Sum each block with both halves of the kernel, and shift the first sum by one block."""
+    B, T, N, H = z_BTNH.shape
+    r = kernel_JNH.shape[0] // 2
+    z = z_BTNH.reshape(B, T // r, r, N, H)
+    slots = [widen(z[:, :, j]) for j in range(r)]  # row j of every block
+    weighted = lambda taps: functools.reduce(jnp.add, (k[None, None] * z for k, z in zip(taps, slots, strict=True)))
+    later = jnp.pad(weighted(kernel_JNH[:r]), ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
+    before = jnp.where(continues_BI[:, :, None, None], later, 0.0)
+    return (before + weighted(kernel_JNH[r:])).astype(z_BTNH.dtype)
 
 
 def _backward_in_xla(
     z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, dz_BTNH: Array, dout_BINH: Array
 ) -> tuple[Array, Array]:
-    """Return (gradient of z, including `dz` from its other uses; gradient of the kernel)."""
     r = kernel_JNH.shape[0] // 2
     dout = widen(dout_BINH)
-    dnext = _earlier(jnp.where(continues_BI[:, :, None, None], dout, 0.0))  # from the row after each block
+    # From the row after each block.
+    dnext = jnp.pad(jnp.where(continues_BI[:, :, None, None], dout, 0.0), ((0, 0), (0, 1), (0, 0), (0, 0)))[:, 1:]
     # Broadcast over all rows of a block: a stack interleaves slowly on a GPU.
     own, before = kernel_JNH[None, None, r:], kernel_JNH[None, None, :r]
     pooled = (dout[:, :, None] * own + dnext[:, :, None] * before).reshape(z_BTNH.shape)
@@ -125,12 +100,88 @@ def _backward_in_xla(
     return dz, jnp.concatenate(dkernel).reshape(kernel_JNH.shape).astype(kernel_JNH.dtype)
 
 
+# --- GPU kernels. Heads and channels are one axis W. z_BIrW holds the r tokens of pooled row i at [b, i]. -------------
+
+
+def fits_kernel(z_BTNH: Array, kernel_JNH: Array) -> bool:
+    _, T, N, H = z_BTNH.shape
+    return T % (kernel_JNH.shape[0] // 2) == 0 and N * H % _COLUMNS == 0
+
+
+def _pool_in_kernel(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, *, interpret: bool = False) -> Array:
+    """Pool all blocks of tokens. A block of threads loops over rows and carries what the next row needs."""
+    (B, T, N, H), r = z_BTNH.shape, kernel_JNH.shape[0] // 2
+    count, W = T // r, N * H
+    columns = min(W & -W, 1 << ((_AT_ONCE // r).bit_length() - 1))
+    rows = min(count & -count, _LONGEST)
+    while rows > 4 and B * (count // rows) * (W // columns) < _BLOCKS:
+        rows //= 2
+
+    def kernel(z_ref: Any, kernel_ref: Any, continues_ref: Any, out_ref: Any) -> None:
+        b, first, here = pl.program_id(0), pl.program_id(1) * rows, pl.ds(pl.program_id(2) * columns, columns)
+        taps = [kernel_ref[j, here] for j in range(2 * r)]
+        weighted = lambda taps, slots: add_up([k * z for k, z in zip(taps, slots, strict=True)])
+        slots_of = lambda i: [widen(z_ref[b, i, j, here]) for j in range(r)]
+
+        def body(n: Array, before: Array) -> Array:
+            i = first + n
+            slots = slots_of(i)
+            out = weighted(taps[r:], slots) + jnp.where(continues_ref[b, i] != 0, before, 0.0)
+            out_ref[b, i, here] = out.astype(out_ref.dtype)
+            return weighted(taps[:r], slots)
+
+        # Row 0 continues nothing, so the value read for it is masked.
+        lax.fori_loop(0, rows, body, weighted(taps[:r], slots_of(jnp.maximum(first - 1, 0))))
+
+    args = z_BTNH.reshape(B, count, r, W), kernel_JNH.reshape(2 * r, W), continues_BI.astype(jnp.int32)
+    outs, grid = [((B, count, W), z_BTNH.dtype)], (B, count // rows, W // columns)
+    (out_BIW,) = run_kernel("pool", kernel, args, outs, grid=grid, warps=4, interpret=interpret)
+    return out_BIW.reshape(B, count, N, H)
+
+
 def _backward_in_kernel(
     z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, dz_BTNH: Array, dout_BINH: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    z, dz = (_in_blocks(x, kernel_JNH.shape[0] // 2) for x in (z_BTNH, dz_BTNH))
-    dz, dkernel = pyramid_gpu.pool_backward(z, _flat(kernel_JNH), continues_BI, dz, _flat(dout_BINH), interpret=interpret)
-    return dz.reshape(z_BTNH.shape), dkernel.reshape(kernel_JNH.shape)
+    """Return (gradient of z, including `dz` from its other uses; gradient of the kernel).
 
+    A block of threads loops over pooled rows with a few tokens of each, so the sums for the kernel fit into registers.
+    """
+    (B, T, N, H), r = z_BTNH.shape, kernel_JNH.shape[0] // 2
+    count, W = T // r, N * H
+    rows, slots = min(count & -count, _ROWS), math.gcd(r, _SLOTS)
+    groups = r // slots
 
-pool.defvjp(_pool_fwd, _pool_bwd)
+    def kernel(
+        z_ref: Any, kernel_ref: Any, continues_ref: Any, dz_ref: Any, dout_ref: Any, all_ref: Any, sums_ref: Any
+    ) -> None:
+        # Token groups vary fastest, so the gradients of their rows are still cached.
+        group, piece, b = pl.program_id(0) % groups, pl.program_id(1), pl.program_id(2)
+        here = pl.ds(pl.program_id(0) // groups * _COLUMNS, _COLUMNS)
+        mine = [group * slots + j for j in range(slots)]
+        before, own = ([kernel_ref[half + j, here] for j in mine] for half in (0, r))
+
+        def body(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            i = piece * rows + n
+            after = jnp.minimum(i + 1, count - 1)
+            dout, ahead = widen(dout_ref[b, i, here]), widen(dout_ref[b, after, here])
+            z, dz = ([widen(ref[b, i, j, here]) for j in mine] for ref in (z_ref, dz_ref))
+            # From the next row to the tokens of this one.
+            dnext = jnp.where((i + 1 < count) & (continues_ref[b, after] != 0), ahead, 0.0)
+            for j, d, k_own, k_before in zip(mine, dz, own, before, strict=True):
+                all_ref[b, i, j, here] = (d + k_own * dout + k_before * dnext).astype(all_ref.dtype)
+            products = [*(dnext * x for x in z), *(dout * x for x in z)]
+            return tuple(s + p for s, p in zip(sums, products, strict=True))
+
+        sums = lax.fori_loop(0, rows, body, (jnp.zeros(_COLUMNS, kernel_ref.dtype),) * (2 * slots))
+        for j, total in zip([*mine, *(r + j for j in mine)], sums, strict=True):
+            sums_ref[b, piece, j, here] = total
+
+    in_blocks = lambda x: x.reshape(B, count, r, W)
+    args = (
+        in_blocks(z_BTNH), kernel_JNH.reshape(2 * r, W), continues_BI.astype(jnp.int32), in_blocks(dz_BTNH),
+        dout_BINH.reshape(B, count, W),
+    )  # fmt: skip
+    outs = [((B, count, r, W), z_BTNH.dtype), ((B, count // rows, 2 * r, W), kernel_JNH.dtype)]
+    grid = W // _COLUMNS * groups, count // rows, B
+    dz, sums = run_kernel("pool_backward", kernel, args, outs, grid=grid, warps=2, interpret=interpret)
+    return dz.reshape(z_BTNH.shape), jnp.sum(sums, axis=(0, 1)).reshape(kernel_JNH.shape)

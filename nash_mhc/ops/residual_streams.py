@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float
 
 from nash_mhc.ops.arithmetic import add_up, widen
 from nash_mhc.ops.doubly_stochastic import Matrix, Vector, from_logits, logits_gradient, sinkhorn_reference
-from nash_mhc.ops.kernels import residual_streams_gpu
+from nash_mhc.ops.kernels import residual_streams_gpu as gpu
 from nash_mhc.ops.platform import on_platform
 
 Streams = tuple[Float[Array, "B T D"], ...]
@@ -32,11 +31,6 @@ _materialize = lax.optimization_barrier
 def _over_width(a: Array, b: Array) -> Array:
     """Return sum_d a[..., d] b[..., d] in float32."""
     return jnp.sum(widen(a) * widen(b), axis=-1)
-
-
-def _flat(arrays: Sequence[Array]) -> list[Array]:
-    """Merge batch and time into one axis."""
-    return [a.reshape(-1, a.shape[-1]) for a in arrays]
 
 
 def coefficients(maps_BTM: Float[Array, "B T M"]) -> tuple[Vector, Vector, Matrix]:
@@ -53,18 +47,14 @@ def _split(columns: Sequence[Array]) -> tuple[Vector, Vector, Matrix]:
 @jax.custom_vjp
 def maps(logits_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """Return H_pre = sigmoid, H_post = 2 sigmoid, and H_res, doubly stochastic."""
-    forms: dict[str, Any] = {"default": functools.partial(_maps_in_xla, _maps)}
-    if residual_streams_gpu.fits_maps(logits_BTM.shape[:-1]):
-        forms["cuda"] = _maps_in_kernel
-    return on_platform(logits_BTM, **forms)
+    fits, in_xla = gpu.fits_maps(logits_BTM.shape[:-1]), functools.partial(_maps_in_xla, _maps)
+    return on_platform(logits_BTM, default=in_xla, cuda=_maps_in_kernel, fits=fits)
 
 
 def maps_backward(maps_BTM: Float[Array, "B T M"], dmaps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """Return the gradient of the logits from the maps and their gradient."""
-    forms: dict[str, Any] = {"default": functools.partial(_maps_in_xla, _maps_backward)}
-    if residual_streams_gpu.fits_maps(maps_BTM.shape[:-1]):
-        forms["cuda"] = _maps_backward_in_kernel
-    return on_platform(maps_BTM, dmaps_BTM, **forms)
+    fits, in_xla = gpu.fits_maps(maps_BTM.shape[:-1]), functools.partial(_maps_in_xla, _maps_backward)
+    return on_platform(maps_BTM, dmaps_BTM, default=in_xla, cuda=_maps_backward_in_kernel, fits=fits)
 
 
 def _maps(logits: Sequence[Array]) -> list[Array]:
@@ -86,11 +76,11 @@ def _maps_in_xla(numbers: Callable[[Sequence[Array]], list[Array]], *args: Array
 
 
 def _maps_in_kernel(logits_BTM: Array, *, interpret: bool = False) -> Array:
-    return residual_streams_gpu.maps_over_tokens(_maps, [logits_BTM], logits_BTM.shape[-1], interpret=interpret)
+    return gpu.maps_over_tokens(_maps, [logits_BTM], logits_BTM.shape[-1], interpret=interpret)
 
 
 def _maps_backward_in_kernel(maps_BTM: Array, dmaps_BTM: Array, *, interpret: bool = False) -> Array:
-    return residual_streams_gpu.maps_over_tokens(_maps_backward, [maps_BTM, dmaps_BTM], maps_BTM.shape[-1], interpret=interpret)
+    return gpu.maps_over_tokens(_maps_backward, [maps_BTM, dmaps_BTM], maps_BTM.shape[-1], interpret=interpret)
 
 
 def _maps_forward(logits_BTM: Array) -> tuple[Array, Array]:
@@ -121,7 +111,7 @@ def read(xs: Streams, maps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
 
 def fits_norm(x_BTD: Float[Array, "B T D"], devices: int = 1) -> bool:
     """Return whether the GPU kernel of `read_and_norm` supports streams of that shape, split over `devices`."""
-    return residual_streams_gpu.fits_norm(x_BTD.shape, devices)
+    return gpu.fits_norm(x_BTD.shape, devices)
 
 
 def read_and_norm(
@@ -131,8 +121,8 @@ def read_and_norm(
 
     Only worthwhile with the GPU kernel: elsewhere, storing the result of `read` is faster.
     """
-    forms = {"default": functools.partial(_read_and_norm_in_xla, eps), "cuda": functools.partial(_read_and_norm_in_kernel, eps)}
-    return on_platform(xs, maps_BTM, scale_D, **forms)
+    in_xla, in_kernel = (functools.partial(form, eps) for form in (_read_and_norm_in_xla, gpu.read_and_norm))
+    return on_platform(xs, maps_BTM, scale_D, default=in_xla, cuda=in_kernel)
 
 
 def _read_and_norm_in_xla(eps: float, xs: Streams, maps_BTM: Array, scale_D: Array) -> tuple[Array, Array]:
@@ -142,21 +132,13 @@ def _read_and_norm_in_xla(eps: float, xs: Streams, maps_BTM: Array, scale_D: Arr
     return (read * inverse_BT[..., None] * scale_D[None, None]).astype(xs[0].dtype), inverse_BT
 
 
-def _read_and_norm_in_kernel(
-    eps: float, xs: Streams, maps_BTM: Array, scale_D: Array, *, interpret: bool = False
-) -> tuple[Array, Array]:
-    *flat_xs, maps = _flat([*xs, maps_BTM])
-    normed, inverse = residual_streams_gpu.read_and_norm(flat_xs, maps, scale_D, eps, interpret=interpret)
-    return normed.reshape(xs[0].shape), inverse.reshape(xs[0].shape[:2])
-
-
 def read_and_norm_backward(
     xs: Streams, maps_BTM: Float[Array, "B T M"], scale_D: Float[Array, "D"], inverse_BT: Float[Array, "B T"],
     dnormed_BTD: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T R"], Float[Array, "1 1 D"]]:  # fmt: skip
     """Return the gradients of the result of `read`, of pre, and of the scale (summed over this device's tokens)."""
-    forms = {"default": _read_and_norm_backward_in_xla, "cuda": _read_and_norm_backward_in_kernel}
-    return on_platform(xs, maps_BTM, scale_D, inverse_BT, dnormed_BTD, **forms)
+    operands = xs, maps_BTM, scale_D, inverse_BT, dnormed_BTD
+    return on_platform(*operands, default=_read_and_norm_backward_in_xla, cuda=gpu.read_and_norm_backward)
 
 
 def _read_and_norm_backward_in_xla(
@@ -171,16 +153,6 @@ def _read_and_norm_backward_in_xla(
     return dx.astype(dnormed_BTD.dtype), read_sums(xs, dx), dscale[None, None]
 
 
-def _read_and_norm_backward_in_kernel(
-    xs: Streams, maps_BTM: Array, scale_D: Array, inverse_BT: Array, dnormed_BTD: Array, *, interpret: bool = False
-) -> tuple[Array, Array, Array]:
-    *flat_xs, maps, dnormed = _flat([*xs, maps_BTM, dnormed_BTD])
-    dx, dpre, dscale = residual_streams_gpu.read_and_norm_backward(
-        flat_xs, maps, scale_D, inverse_BT.reshape(-1, 1), dnormed, interpret=interpret
-    )
-    return dx.reshape(xs[0].shape), dpre.reshape(*xs[0].shape[:2], len(xs)), dscale[None, None]
-
-
 def read_sums(xs: Streams, dx_BTD: Float[Array, "B T D"]) -> Float[Array, "B T R"]:
     """Return the gradient of pre, from that of the result of `read`."""
     return jnp.stack([_over_width(x, dx_BTD) for x in xs], axis=-1)
@@ -188,10 +160,8 @@ def read_sums(xs: Streams, dx_BTD: Float[Array, "B T D"]) -> Float[Array, "B T R
 
 def write(xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"]) -> tuple[Streams, Float[Array, "B T R"]]:
     """Return (new streams, their `squares`). Stream i becomes sum_j res[i][j] * stream j + post[i] * y."""
-    forms: dict[str, Any] = {"default": _write_in_xla}
-    if residual_streams_gpu.fits(y_BTD.shape):
-        forms["cuda"] = _write_in_kernel
-    return _materialize(on_platform(xs, y_BTD, maps_BTM, **forms))
+    operands, fits = (xs, y_BTD, maps_BTM), gpu.fits(y_BTD.shape)
+    return _materialize(on_platform(*operands, default=_write_in_xla, cuda=gpu.write, fits=fits))
 
 
 def _write_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array) -> tuple[Streams, Array]:
@@ -202,20 +172,12 @@ def _write_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array) -> tuple[Streams, 
     return outs, squares(outs)
 
 
-def _write_in_kernel(xs: Streams, y_BTD: Array, maps_BTM: Array, *, interpret: bool = False) -> tuple[Streams, Array]:
-    *flat_xs, y, maps = _flat([*xs, y_BTD, maps_BTM])
-    outs, sums = residual_streams_gpu.write(flat_xs, y, maps, interpret=interpret)
-    return tuple(out.reshape(y_BTD.shape) for out in outs), sums.reshape(*y_BTD.shape[:2], len(xs))
-
-
 def write_sums(
     xs: Streams, y_BTD: Float[Array, "B T D"], maps_BTM: Float[Array, "B T M"], douts: Streams
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T M"]]:
     """Return (dy, d maps) from the gradients of the written streams; 0 for pre."""
-    forms: dict[str, Any] = {"default": _write_sums_in_xla}
-    if residual_streams_gpu.fits(y_BTD.shape):
-        forms["cuda"] = _write_sums_in_kernel
-    return on_platform(xs, y_BTD, maps_BTM, douts, **forms)
+    operands, fits = (xs, y_BTD, maps_BTM, douts), gpu.fits(y_BTD.shape)
+    return on_platform(*operands, default=_write_sums_in_xla, cuda=gpu.write_sums, fits=fits)
 
 
 def _write_sums_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array, douts: Streams) -> tuple[Array, Array]:
@@ -224,14 +186,6 @@ def _write_sums_in_xla(xs: Streams, y_BTD: Array, maps_BTM: Array, douts: Stream
     dres = [_over_width(d, x) for d in douts for x in xs]
     dpost = [_over_width(d, y_BTD) for d in douts]
     return dy, jnp.stack([*(jnp.zeros_like(d) for d in dpost), *dpost, *dres], axis=-1)
-
-
-def _write_sums_in_kernel(
-    xs: Streams, y_BTD: Array, maps_BTM: Array, douts: Streams, *, interpret: bool = False
-) -> tuple[Array, Array]:
-    *flat_xs, y, maps = _flat([*xs, y_BTD, maps_BTM])
-    dy, dmaps = residual_streams_gpu.write_backward(flat_xs, y, maps, _flat(douts), interpret=interpret)
-    return dy.reshape(y_BTD.shape), dmaps.reshape(maps_BTM.shape)
 
 
 def gradient(
@@ -243,10 +197,9 @@ def gradient(
     They come from the gradients of the written streams, of the read value and of the products. `along` is the
     coefficient of each stream in its own gradient, which comes from the token's norm.
     """
-    forms: dict[str, Any] = {"default": _gradient_in_xla}
-    if residual_streams_gpu.fits_gradient(dx_BTD.shape, phi_RDM.shape[-1], dx_BTD.dtype):
-        forms["cuda"] = _gradient_in_kernel
-    return on_platform(xs, douts, dx_BTD, maps_BTM, dproducts_BTM, along_BT, phi_RDM, **forms)
+    operands = xs, douts, dx_BTD, maps_BTM, dproducts_BTM, along_BT, phi_RDM
+    fits = gpu.fits_gradient(dx_BTD.shape, phi_RDM.shape[-1], dx_BTD.dtype)
+    return on_platform(*operands, default=_gradient_in_xla, cuda=gpu.gradient, fits=fits)
 
 
 def _gradient_in_xla(xs, douts, dx_BTD, maps_BTM, dproducts_BTM, along_BT, phi_RDM):  # type: ignore[no-untyped-def]
@@ -260,14 +213,6 @@ def _gradient_in_xla(xs, douts, dx_BTD, maps_BTM, dproducts_BTM, along_BT, phi_R
     sums = jnp.promote_types(phi_RDM.dtype, jnp.float32)
     dphi = [jnp.einsum("btd,btm->dm", x, dproducts_BTM, preferred_element_type=sums) for x in xs]
     return tuple(dxs), jnp.stack(dphi)[None, None]
-
-
-def _gradient_in_kernel(xs, douts, dx_BTD, maps_BTM, dproducts_BTM, along_BT, phi_RDM, *, interpret=False):  # type: ignore[no-untyped-def]
-    dx, maps, dproducts = _flat([dx_BTD, maps_BTM, dproducts_BTM])
-    dxs, dphi = residual_streams_gpu.gradient(
-        _flat(xs), _flat(douts), dx, maps, dproducts, along_BT.reshape(-1), phi_RDM, interpret=interpret
-    )
-    return tuple(d.reshape(dx_BTD.shape) for d in dxs), dphi[None, None]
 
 
 def read_reference(xs: Streams, maps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T D"]:

@@ -1,5 +1,6 @@
 """`bench kernels` runs the kernels of a real step beside their plain forms, and says which is wrong."""
 
+import functools
 import json
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from nash_mhc.bench import __main__ as bench
 from nash_mhc.bench import kernels
-from nash_mhc.ops.kernels import conv_gpu
+from nash_mhc.ops import conv
 
 # A plain decoder with a convolution: few kernels, which the interpreter compiles in seconds.
 FLAGS = (
@@ -20,8 +21,9 @@ FLAGS = (
 
 @pytest.mark.long
 def test_every_kernel_of_a_step_meets_its_plain_form_and_a_wrong_one_is_named(monkeypatch, capsys, tmp_path):
-    conv, file = conv_gpu.conv, tmp_path / "kernels.json"
-    monkeypatch.setattr(conv_gpu, "conv", lambda *args, **options: 1.02 * conv(*args, **options))
+    right, file = conv._conv_in_kernel, tmp_path / "kernels.json"
+    wrong = functools.wraps(right)(lambda *args, **options: 1.02 * right(*args, **options))
+    monkeypatch.setattr(conv, "_conv_in_kernel", wrong)
     monkeypatch.setattr(sys, "argv", ["bench", "kernels", *FLAGS, "--json", str(file)])
     assert bench.main() == 1
     out, figures = capsys.readouterr().out, json.loads(file.read_text())

@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_finite_differences():
 def test_the_gpu_kernels_compute_what_xla_does(aggregation, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles."""
     rules, (outs, bids, tau) = Rules(aggregation, 3), inputs(dtype)
-    assert nash.nash_gpu.fits(outs)
+    assert nash.fits_kernel(outs)
     rng = np.random.default_rng(5)
     dy = jnp.asarray(rng.normal(size=(B, T, N, H)), dtype)
     dw = tuple(jnp.asarray(rng.normal(size=(B, T, N)), jnp.float32) for _ in range(C))
@@ -93,7 +93,13 @@ def test_the_gpu_kernels_are_lowered_for_a_gpu(dtype):
     """As far as that goes without one: Triton's dialect takes every operation of theirs."""
     outs, bids, tau = inputs(dtype)
     check = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
-    lower = lambda f, *args: export.export(jax.jit(f), platforms=["cuda"], disabled_checks=[check])(*args).mlir_module()
+    # From jax 0.11 on, Triton asks for the device.
+    gpu = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu"))
+
+    def lower(f, *args):
+        with jax.sharding.use_abstract_mesh(gpu):
+            return export.export(jax.jit(f), platforms=["cuda"], disabled_checks=[check])(*args).mlir_module()
+
     forward, backward = (functools.partial(f, Rules()) for f in (nash._aggregate_in_kernel, nash._backward_in_kernel))
     assert 'name = "nash_forward"' in lower(forward, outs, bids, tau)
     assert 'name = "nash_backward"' in lower(backward, outs, bids, tau, outs[0], bids)

@@ -9,7 +9,7 @@ import pytest
 from sampled import long
 
 from nash_mhc.ops import norm
-from nash_mhc.ops.norm import norm_and_rope, norm_and_rope_copies, rms_norm, rms_norm_reference
+from nash_mhc.ops.norm import norm_and_rope_copies, rms_norm, rms_norm_reference
 from nash_mhc.ops.rope import Rotation, rope
 
 B, T, N, H = 2, 5, 3, 16
@@ -35,7 +35,7 @@ def pairs(positions):
     return {
         "norm": (lambda x, s: rms_norm(x, s, 1e-6), lambda x, s: rms_norm_reference(x, s, 1e-6)),
         "turned": (
-            lambda x, s: norm_and_rope(x, s, positions, 1e-6, TURN),
+            lambda x, s: norm_and_rope_copies(x, s, positions, 1e-6, TURN, 1)[0],
             lambda x, s: rope(rms_norm_reference(x, s, 1e-6), positions, TURN),
         ),
         "copied": (
@@ -66,7 +66,8 @@ def test_bfloat16_is_rounded_once_at_the_end(name):
 
 def test_zeros_have_a_finite_gradient():
     x, scale, positions, _ = inputs(jnp.float32)
-    grad = jax.jit(jax.grad(lambda x: jnp.sum(norm_and_rope(x, scale, positions, 1e-6, TURN))))(np.zeros(x.shape, np.float32))
+    total = lambda x: jnp.sum(norm_and_rope_copies(x, scale, positions, 1e-6, TURN, 1)[0])
+    grad = jax.jit(jax.grad(total))(np.zeros(x.shape, np.float32))
     assert np.isfinite(grad).all()
 
 
@@ -77,7 +78,7 @@ def test_the_kernels_equal_the_plain_form(heads, dtype):
     """In Pallas's interpreter: the same kernels that a GPU compiles. Some heads of a token are in another tile."""
     x, *douts = drawn(1, *[(2, 1024, heads, H)] * 3, dtype=dtype)
     (scale,), positions = drawn(2, (H,)), jnp.asarray(np.random.default_rng(3).integers(0, 100, (2, 1024), np.int32))
-    assert norm.norm_gpu.fits(x.shape)
+    assert norm._fits_norm_rope(x.shape)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     given = x, scale, positions, inverse_rms(x)
     for in_xla, in_kernel, args in [
@@ -99,7 +100,7 @@ def test_the_kernels_of_the_norm_alone_equal_the_plain_form(width, dtype):
     """In Pallas's interpreter, a token whole and in chunks."""
     x, dout = drawn(4, *[(2, 32, width)] * 2, dtype=dtype)
     given = x, *drawn(5, (width,)), inverse_rms(x)
-    assert norm._fits(x)
+    assert norm._fits_norm(x)
     within = 2**-8 if dtype == jnp.bfloat16 else 1e-5
     for in_xla, in_kernel, args in [
         (norm._norm_in_xla, norm._norm_in_kernel, given),

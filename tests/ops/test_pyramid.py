@@ -76,7 +76,7 @@ def test_the_gpu_kernels_compute_what_xla_does(r, dtype):
     z, dz, dout = drawn(0, shape, dtype), drawn(1, shape, dtype), drawn(2, (2, rows, *shape[2:]), dtype)
     kernel = drawn(3, (2 * r, *shape[2:]))
     goes_on = continued(np.array([[1] * 19 + [2] * 21, [1] * 8 + [2] * 32], np.int32))
-    assert pyramid.pyramid_gpu.fits(z, r)
+    assert pyramid.fits_kernel(z, kernel)
     pairs = [
         (pyramid._pool_in_xla, pyramid._pool_in_kernel, (z, kernel, goes_on)),
         (pyramid._backward_in_xla, pyramid._backward_in_kernel, (z, kernel, goes_on, dz, dout)),

@@ -150,11 +150,11 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
     x, dmaps = logits(jnp.float32), jnp.asarray(np.random.default_rng(3).normal(size=(B, T, M)), jnp.float32)
     here = functools.partial(functools.partial, interpret=True)
     pairs = [
-        (residual_streams._write_in_xla, here(residual_streams._write_in_kernel), (xs, y, maps)),
-        (residual_streams._write_sums_in_xla, here(residual_streams._write_sums_in_kernel), (xs, y, maps, others)),
+        (residual_streams._write_in_xla, here(residual_streams.gpu.write), (xs, y, maps)),
+        (residual_streams._write_sums_in_xla, here(residual_streams.gpu.write_sums), (xs, y, maps, others)),
         (
             residual_streams._gradient_in_xla,
-            here(residual_streams._gradient_in_kernel),
+            here(residual_streams.gpu.gradient),
             (xs, others, y, maps, dproducts, maps[..., 0], phi),
         ),
         (

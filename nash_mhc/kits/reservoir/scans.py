@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from nash_mhc.ops.platform import on_platform
+from nash_mhc.ops.platform import on_platform, run_kernel
 
 CHUNK = 64  # tokens per chunk of `tanh_scan`, which saves one state per chunk and recomputes the others
 _BLOCK_UNITS = 32  # one per thread, one warp per block, so that a few rows still occupy all multiprocessors
@@ -62,11 +61,9 @@ linear_scan.defvjp(_linear_scan_fwd, _linear_scan_bwd)
 
 def _recurrence(a_2N: Array, b_2BTN: Array, continues_BT: Array, *, backwards: bool) -> Array:
     """Compute h = (a h if the token continues, else 0) + b along T, or from the last token to the first."""
-    forms: dict[str, Any] = {"default": functools.partial(associative_recurrence, backwards=backwards)}
-    if fits_gpu_kernel(b_2BTN.shape):
-        forms["cuda"] = functools.partial(gpu_recurrence, backwards=backwards)
+    in_xla, in_kernel = (functools.partial(f, backwards=backwards) for f in (associative_recurrence, gpu_recurrence))
     with jax.named_scope("linear_scan"):
-        return on_platform(a_2N, b_2BTN, continues_BT, **forms)
+        return on_platform(a_2N, b_2BTN, continues_BT, default=in_xla, cuda=in_kernel, fits=fits_gpu_kernel(b_2BTN.shape))
 
 
 def associative_recurrence(a_2N: Array, b_2BTN: Array, continues_BT: Array, *, backwards: bool) -> Array:
@@ -115,11 +112,10 @@ def gpu_recurrence(
         zeros = jnp.zeros(units, b_ref.dtype)
         lax.fori_loop(0, T // tokens, body, (zeros, zeros))
 
-    return pl.pallas_call(
-        kernel, out_shape=jax.ShapeDtypeStruct(b_2BTN.shape, b_2BTN.dtype), grid=(B, N // units),
-        compiler_params=plgpu.CompilerParams(num_warps=max(units // 32, 1), num_stages=1), name="linear_scan",
-        interpret=interpret,
-    )(a_2N, b_2BTN, continues_BT.astype(jnp.int32))  # fmt: skip
+    args, outs = (a_2N, b_2BTN, continues_BT.astype(jnp.int32)), [(b_2BTN.shape, b_2BTN.dtype)]
+    warps = max(units // 32, 1)
+    (h_2BTN,) = run_kernel("linear_scan", kernel, args, outs, grid=(B, N // units), warps=warps, interpret=interpret)
+    return h_2BTN
 
 
 def tanh_step(

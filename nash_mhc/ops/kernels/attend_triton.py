@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from nash_mhc.ops.arithmetic import product, wide_dtype
 from nash_mhc.ops.attention_io import ATTENDED, AttentionInput, AttentionOutput, Bounds, bounds_of
-from nash_mhc.ops.platform import on_platform
+from nash_mhc.ops.platform import on_platform, run_kernel
 
 _LOG2_E = math.log2(math.e)  # GPUs compute exp2, not exp
 
@@ -123,15 +122,6 @@ def _fitted(tiles: Tiles, T: int, count: int) -> Tiles:
     return tiles._replace(queries=min(T & -T, tiles.queries), keys=min(count & -count, tiles.keys))
 
 
-def _call(
-    kernel: Callable[..., None], grid: tuple[int, ...], outs: Sequence[Any], tiles: Tiles, name: str, interpret: bool
-) -> Callable[..., list[Array]]:
-    return pl.pallas_call(
-        kernel, out_shape=[jax.ShapeDtypeStruct(*out) for out in outs], grid=grid, name=name, interpret=interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-    )  # fmt: skip
-
-
 class _Range(NamedTuple):
     """Tile numbers from low to high; those from begin to end need no mask."""
 
@@ -209,8 +199,10 @@ def _attend_in_kernel(
         out_ref[b, queries.at, n, :] = (mixed / total[:, None]).astype(out_ref.dtype)
         lse_ref[b, queries.at, n] = (top + jnp.log2(total)) / _LOG2_E
 
-    outs = [(q.shape, q.dtype), ((B, T, N), jnp.float32)]
-    out, lse = _call(kernel, (T // tiles.queries, N, B), outs, tiles, "attend_forward", interpret)(q, k, v, first)
+    out, lse = run_kernel(
+        "attend_forward", kernel, [q, k, v, first], [(q.shape, q.dtype), ((B, T, N), jnp.float32)],
+        grid=(T // tiles.queries, N, B), warps=tiles.warps, stages=tiles.stages, interpret=interpret,
+    )  # fmt: skip
     return out, lse
 
 
@@ -255,11 +247,11 @@ def _queries_backward(
         dq = _over(queries.tiles, body, jnp.zeros((tiles.queries, H), jnp.float32))
         dq_ref[b, queries.at, n, :] = (dq * scale).astype(dq_ref.dtype)
 
-    run = _call(
-        kernel, (T // tiles.queries, N, B), [(q.shape, q.dtype), ((B, T, N), jnp.float32)], tiles,
-        "attend_backward_queries", interpret,
+    dq, delta = run_kernel(
+        "attend_backward_queries", kernel, [q, k, v, first, out, lse, dout, dlse],
+        [(q.shape, q.dtype), ((B, T, N), jnp.float32)],
+        grid=(T // tiles.queries, N, B), warps=tiles.warps, stages=tiles.stages, interpret=interpret,
     )  # fmt: skip
-    dq, delta = run(q, k, v, first, out, lse, dout, dlse)
     return dq, delta
 
 
@@ -312,6 +304,9 @@ def _keys_backward(
         dv_ref[share, b, keys, head, :] = sums[1].astype(dv_ref.dtype)
 
     partial = ((shares, *k.shape), jnp.float32 if shares > 1 else k.dtype)
-    run = _call(kernel, (count // tiles.keys * shares, K, B), [partial] * 2, tiles, "attend_backward_keys", interpret)
-    dk, dv = (jnp.sum(shared, axis=0).astype(k.dtype) for shared in run(q, k, v, first, end, lse, dout, delta))
+    sums = run_kernel(
+        "attend_backward_keys", kernel, [q, k, v, first, end, lse, dout, delta], [partial] * 2,
+        grid=(count // tiles.keys * shares, K, B), warps=tiles.warps, stages=tiles.stages, interpret=interpret,
+    )  # fmt: skip
+    dk, dv = (jnp.sum(shared, axis=0).astype(k.dtype) for shared in sums)
     return dk, dv

@@ -1,8 +1,8 @@
 """Passes over residual streams as GPU kernels (Pallas, Triton): each loads a token's coefficients and streams once.
 
 XLA's fusions load up to 24 coefficients for every element, and split the reductions of the backward pass into many
-kernels that each read the streams. `residual_streams.py` has the plain forms. Streams are [tokens, D] here, and a
-token's coefficients one row of [tokens, M]: pre, post, then res by rows.
+kernels that each read the streams. `residual_streams.py` has the plain forms. Inside the kernels, streams are
+[tokens, D], and a token's coefficients one row of [tokens, M]: pre, post, then res by rows.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from nash_mhc.ops.arithmetic import add_up, product, wide_dtype
+from nash_mhc.ops.arithmetic import add_up, product, wide_dtype, widen
+from nash_mhc.ops.platform import run_kernel
 
 _ROWS, _COLUMNS, _WARPS = 4, 256, 4  # of a block: the fastest on an H200 at D 2048 (docs/experiments.md)
 _MATRIX_COLUMNS = 32  # columns of a matmul operand, padded to a power of two for Triton (24 with four streams)
@@ -65,23 +64,31 @@ def _chunk(width: int) -> int:
     return min(width & -width, _COLUMNS)
 
 
-def _call(kernel: Callable[..., None], outs: Sequence[Any], args: Sequence[Array], name: str, interpret: bool) -> list[Array]:
-    """Run `kernel` on blocks of tokens, the first axis of all arrays."""
-    block = lambda a: pl.BlockSpec((_ROWS, *a.shape[1:]), lambda i: (i,) + (0,) * (a.ndim - 1))
-    return list(pl.pallas_call(
-        kernel, out_shape=list(outs), grid=(args[0].shape[0] // _ROWS,),
-        in_specs=[block(a) for a in args], out_specs=[block(o) for o in outs],
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=2), name=name, interpret=interpret,
-    )(*args))  # fmt: skip
+def _flat(arrays: Sequence[Array]) -> list[Array]:
+    """Merge batch and time into one axis."""
+    return [a.reshape(-1, a.shape[-1]) for a in arrays]
+
+
+def _run_on_blocks(
+    name: str, kernel: Callable[..., None], args: Sequence[Array], outs: Sequence[tuple[int, Any]], interpret: bool
+) -> list[Array]:
+    """Run `kernel` on blocks of tokens. Arguments are [B, T, m], and results too: `outs` are their m and dtype."""
+    B, T, _ = args[0].shape
+    block = lambda width: pl.BlockSpec((_ROWS, width), lambda i: (i, 0))
+    flat = run_kernel(
+        name, kernel, _flat(args), [((B * T, m), dtype) for m, dtype in outs], grid=(B * T // _ROWS,), warps=_WARPS, stages=2,
+        in_specs=[block(a.shape[-1]) for a in args], out_specs=[block(m) for m, _ in outs], interpret=interpret,
+    )  # fmt: skip
+    return [a.reshape(B, T, a.shape[-1]) for a in flat]
 
 
 def _tile(ref: Any, k: Array, chunk: int) -> Array:
-    return ref[:, pl.ds(k * chunk, chunk)].astype(wide_dtype(ref.dtype))
+    return widen(ref[:, pl.ds(k * chunk, chunk)])
 
 
-def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False) -> tuple[list[Array], Array]:
-    """Return (new streams, their sums of squares [tokens, R]). Stream i is sum_j res[i, j] stream j + post[i] y."""
-    R, (tokens, width), chunk = len(xs), y.shape, _chunk(y.shape[1])
+def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False) -> tuple[tuple[Array, ...], Array]:
+    """Return (new streams, their sums of squares [B, T, R]). Stream i is sum_j res[i, j] stream j + post[i] y."""
+    R, width, chunk = len(xs), y.shape[-1], _chunk(y.shape[-1])
 
     def kernel(*refs: Any) -> None:
         x_refs, y_ref, maps_ref, out_refs, squares_ref = refs[:R], refs[R], refs[R + 1], refs[R + 2 : -1], refs[-1]
@@ -93,16 +100,16 @@ def write(xs: Sequence[Array], y: Array, maps: Array, *, interpret: bool = False
             rounded = [a.astype(ref.dtype) for a, ref in zip(out, out_refs, strict=True)]
             for ref, a in zip(out_refs, rounded, strict=True):
                 ref[:, pl.ds(k * chunk, chunk)] = a
-            wide = [a.astype(wide_dtype(a.dtype)) for a in rounded]
+            wide = [widen(a) for a in rounded]
             return tuple(s + jnp.sum(a * a, axis=1) for s, a in zip(sums, wide, strict=True))
 
         sums = lax.fori_loop(0, width // chunk, body, (jnp.zeros(_ROWS, wide_dtype(y.dtype)),) * R)
         for r, total in enumerate(sums):
             squares_ref[:, r] = total
 
-    outs = [*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], jax.ShapeDtypeStruct((tokens, R), wide_dtype(y.dtype))]
-    *streams, squares = _call(kernel, outs, [*xs, y, maps], "streams_write", interpret)
-    return streams, squares
+    outs = [*((width, x.dtype) for x in xs), (R, wide_dtype(y.dtype))]
+    *streams, squares = _run_on_blocks("streams_write", kernel, [*xs, y, maps], outs, interpret)
+    return tuple(streams), squares
 
 
 def _post_and_res(maps_ref: Any, R: int) -> tuple[list[Array], list[list[Array]]]:
@@ -110,11 +117,11 @@ def _post_and_res(maps_ref: Any, R: int) -> tuple[list[Array], list[list[Array]]
     return [column(R + i) for i in range(R)], [[column(2 * R + i * R + j) for j in range(R)] for i in range(R)]
 
 
-def write_backward(
+def write_sums(
     xs: Sequence[Array], y: Array, maps: Array, douts: Sequence[Array], *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """Return (dy, d maps with 0 for pre) in one pass over the streams and their gradients."""
-    R, width, chunk = len(xs), y.shape[1], _chunk(y.shape[1])
+    R, width, chunk = len(xs), y.shape[-1], _chunk(y.shape[-1])
 
     def kernel(*refs: Any) -> None:
         x_refs, y_ref, maps_ref, d_refs = refs[:R], refs[R], refs[R + 1], refs[R + 2 : 2 * R + 2]
@@ -134,8 +141,8 @@ def write_backward(
         for m, total in enumerate([*[zero] * R, *sums]):
             dmaps_ref[:, m] = total
 
-    outs = [jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct(maps.shape, wide_dtype(y.dtype))]
-    dy, dmaps = _call(kernel, outs, [*xs, y, maps, *douts], "streams_write_backward", interpret)
+    outs = [(width, y.dtype), (maps.shape[-1], wide_dtype(y.dtype))]
+    dy, dmaps = _run_on_blocks("streams_write_backward", kernel, [*xs, y, maps, *douts], outs, interpret)
     return dy, dmaps
 
 
@@ -153,12 +160,12 @@ def fits_gradient(shape: tuple[int, ...], maps: int, dtype: Any) -> bool:
 def gradient(
     xs: Sequence[Array], douts: Sequence[Array], dread: Array, maps: Array, dproducts: Array, along: Array, phi_RDM: Array,
     *, interpret: bool = False,
-) -> tuple[list[Array], Array]:  # fmt: skip
+) -> tuple[tuple[Array, ...], Array]:  # fmt: skip
     """Return the gradients of the streams and of phi in one pass: through writing, reading, projection and norm.
 
     A block handles some columns of many tokens. Its columns of phi and the sums for their gradient stay in registers.
     """
-    R, (tokens, width) = len(xs), dread.shape
+    R, width, tokens = len(xs), dread.shape[-1], math.prod(dread.shape[:-1])
     tiles = _gradient_tiles(tokens, width)
     chunk, block = tiles.columns, tiles.block
 
@@ -172,12 +179,11 @@ def gradient(
             at = pl.ds(first + n * tiles.rows, tiles.rows)
             d, dread, dproducts = [ref[at, here] for ref in d_refs], dread_ref[at, here], dproducts_ref[at, :]
             column = lambda m: maps_ref[at, m][:, None]
-            wide = lambda a: a.astype(wide_dtype(a.dtype))
             sums = []
             for j in range(R):
                 x = x_refs[j][at, here]
-                mixed = add_up([column(2 * R + i * R + j) * wide(d[i]) for i in range(R)])
-                own = mixed + column(j) * wide(dread) + along_ref[at, 0][:, None] * wide(x)
+                mixed = add_up([column(2 * R + i * R + j) * widen(d[i]) for i in range(R)])
+                own = mixed + column(j) * widen(dread) + along_ref[at, 0][:, None] * widen(x)
                 out_refs[j][at, here] = (own + product(dproducts, phi[j], (1, 1))).astype(out_refs[j].dtype)
                 sums.append(dphi[j] + product(x, dproducts, (0, 0)))
             return tuple(sums)
@@ -186,14 +192,15 @@ def gradient(
         for r, total in enumerate(lax.fori_loop(0, block // tiles.rows, body, (zero,) * R)):
             dphi_ref[pl.program_id(0), r, here, :] = total
 
-    blocks = tokens // block
-    sums = jax.ShapeDtypeStruct((blocks, R, width, _MATRIX_COLUMNS), wide_dtype(dread.dtype))
-    *dxs, dphi = pl.pallas_call(
-        kernel, out_shape=[*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs], sums], grid=(blocks, width // chunk),
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages), name="streams_gradient",
+    blocks, wide = tokens // block, wide_dtype(dread.dtype)
+    dread_flat, maps_flat, dproducts_flat = _flat([dread, maps, dproducts])
+    args = (*_flat(xs), *_flat(douts), dread_flat, maps_flat, _widened(dproducts_flat), along.reshape(-1, 1), _widened(phi_RDM))
+    outs = [*(((tokens, width), x.dtype) for x in xs), ((blocks, R, width, _MATRIX_COLUMNS), wide)]
+    *dxs, dphi = run_kernel(
+        "streams_gradient", kernel, args, outs, grid=(blocks, width // chunk), warps=tiles.warps, stages=tiles.stages,
         interpret=interpret,
-    )(*xs, *douts, dread, maps, _widened(dproducts), along[:, None], _widened(phi_RDM))  # fmt: skip
-    return dxs, jnp.sum(dphi, axis=0)[..., : phi_RDM.shape[-1]]
+    )  # fmt: skip
+    return tuple(dx.reshape(dread.shape) for dx in dxs), jnp.sum(dphi, axis=0)[None, None, ..., : phi_RDM.shape[-1]]
 
 
 def fits_norm(shape: tuple[int, ...], devices: int) -> bool:
@@ -207,10 +214,10 @@ def _chunks(width: int, columns: int) -> list[Any]:
 
 
 def read_and_norm(
-    xs: Sequence[Array], maps: Array, scale_D: Array, eps: float, *, interpret: bool = False
+    eps: float, xs: Sequence[Array], maps: Array, scale_D: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """Return (x / rms(x) * scale, 1 / rms(x) as [tokens, 1]) of x = sum_r pre[r] stream r, without storing x."""
-    R, (tokens, width) = len(xs), xs[0].shape
+    """Return (x / rms(x) * scale, 1 / rms(x) as [B, T]) of x = sum_r pre[r] stream r, without storing x."""
+    R, (B, T, width) = len(xs), xs[0].shape
     tiles = _norm_tiles(width, warps=4)
     chunks = _chunks(width, tiles.columns)
 
@@ -228,29 +235,29 @@ def read_and_norm(
 
         lax.fori_loop(0, tiles.block // tiles.rows, body, jnp.int32(0))
 
-    outs = [jax.ShapeDtypeStruct(xs[0].shape, xs[0].dtype), jax.ShapeDtypeStruct((tokens, 1), wide_dtype(xs[0].dtype))]
-    normed, inverse = pl.pallas_call(
-        kernel, out_shape=outs, grid=(tokens // tiles.block,), name="streams_read_and_norm", interpret=interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-    )(*xs, maps, scale_D)  # fmt: skip
-    return normed, inverse
+    outs = [((B * T, width), xs[0].dtype), ((B * T, 1), wide_dtype(xs[0].dtype))]
+    normed, inverse = run_kernel(
+        "streams_read_and_norm", kernel, (*_flat([*xs, maps]), scale_D), outs, grid=(B * T // tiles.block,),
+        warps=tiles.warps, stages=tiles.stages, interpret=interpret,
+    )  # fmt: skip
+    return normed.reshape(B, T, width), inverse.reshape(B, T)
 
 
 def _read(x_refs: Sequence[Any], maps_ref: Any, at: Any, here: Any) -> tuple[Array, list[Array]]:
     """Return (sum_r pre[r] stream r, the streams) of some tokens and columns."""
-    x = [ref[at, here].astype(wide_dtype(ref.dtype)) for ref in x_refs]
+    x = [widen(ref[at, here]) for ref in x_refs]
     return add_up([maps_ref[at, r][:, None] * a for r, a in enumerate(x)]), x
 
 
 def read_and_norm_backward(
     xs: Sequence[Array], maps: Array, scale_D: Array, inverse: Array, dnormed: Array, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of x = sum_r pre[r] stream r, of pre [tokens, R] and of the scale, in one pass.
+    """Return the gradients of x = sum_r pre[r] stream r, of pre [B, T, R] and of the scale [1, 1, D], in one pass.
 
     dpre is the product of each stream with dx = (g - x * along) / rms, where g is the output gradient times the scale.
     It follows from the products of the stream with g and with x, so no stream is read twice.
     """
-    R, (tokens, width) = len(xs), dnormed.shape
+    R, (B, T, width) = len(xs), dnormed.shape
     tiles = _norm_tiles(width, warps=2)
     chunks = _chunks(width, tiles.columns)
 
@@ -283,14 +290,14 @@ def read_and_norm_backward(
         for here, total in zip(chunks, sums, strict=True):
             dscale_ref[pl.program_id(0), here] = jnp.sum(total, axis=0)
 
-    wide, blocks = wide_dtype(dnormed.dtype), tokens // tiles.block
-    outs = [(dnormed.shape, dnormed.dtype), ((tokens, R), wide), ((blocks, width), wide)]
-    dx, dpre, dscale = pl.pallas_call(
-        kernel, out_shape=[jax.ShapeDtypeStruct(*out) for out in outs], grid=(blocks,), interpret=interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-        name="streams_read_and_norm_backward",
-    )(*xs, maps, scale_D, inverse, dnormed)  # fmt: skip
-    return dx, dpre, jnp.sum(dscale, axis=0)
+    wide, blocks = wide_dtype(dnormed.dtype), B * T // tiles.block
+    args = *_flat([*xs, maps]), scale_D, inverse.reshape(-1, 1), dnormed.reshape(-1, width)
+    outs = [((B * T, width), dnormed.dtype), ((B * T, R), wide), ((blocks, width), wide)]
+    dx, dpre, dscale = run_kernel(
+        "streams_read_and_norm_backward", kernel, args, outs, grid=(blocks,), warps=tiles.warps, stages=tiles.stages,
+        interpret=interpret,
+    )  # fmt: skip
+    return dx.reshape(B, T, width), dpre.reshape(B, T, R), jnp.sum(dscale, axis=0)[None, None]
 
 
 def fits_maps(shape: tuple[int, ...]) -> bool:
@@ -317,10 +324,8 @@ def maps_over_tokens(
             out_ref[:, m] = x
 
     block = lambda width: pl.BlockSpec((_MAP_TOKENS, width), lambda i: (i, 0))
-    out = pl.pallas_call(
-        kernel, out_shape=jax.ShapeDtypeStruct((tokens, width), args[0].dtype), grid=(tokens // _MAP_TOKENS,),
-        in_specs=[block(a.shape[-1]) for a in args], out_specs=block(width),
-        compiler_params=plgpu.CompilerParams(num_warps=_MAP_TOKENS // 32, num_stages=1), name="stream_maps",
-        interpret=interpret,
-    )(*(a.reshape(tokens, a.shape[-1]) for a in args))  # fmt: skip
+    (out,) = run_kernel(
+        "stream_maps", kernel, _flat(args), [((tokens, width), args[0].dtype)], grid=(tokens // _MAP_TOKENS,),
+        warps=_MAP_TOKENS // 32, in_specs=[block(a.shape[-1]) for a in args], out_specs=[block(width)], interpret=interpret,
+    )  # fmt: skip
     return out.reshape(*shape, width)
