@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nash_mhc.ops.attention_io import ATTENDED, AttentionInput, AttentionOutput, Documents, by_block, by_token
 from nash_mhc.ops.kernels.attend_cudnn import attend_cudnn, attend_cudnn_with_lse
-from nash_mhc.ops.kernels.attend_splash import attend_splash, attend_splash_with_lse, returns_lse
+from nash_mhc.ops.kernels.attend_splash import attend_splash, attend_splash_with_lse
 from nash_mhc.ops.kernels.attend_triton import attend_triton_with_lse, fits_triton
 from nash_mhc.runtime.compat import cudnn
+from nash_mhc.runtime.compat.jax import splash_passes
 
 PLAIN_KERNELS = ("reference", "xla")  # array code that the partitioner can split; the others are opaque to it
 LSE_KERNELS = (*PLAIN_KERNELS, "cudnn", "splash")  # kernels that return the log-sum-exp
@@ -58,16 +59,18 @@ def supported_kernel(kernel: str, dtype: str, seq_len: int, head_dim: int, windo
     return "xla" if unsupported_reason(kernel, home, dtype, seq_len, head_dim, window) else kernel
 
 
-def attention_mask(T: int, segments_BT: Int[Array, "B T"] | None, window: int | None) -> Bool[Array, "#B 1 T T"]:
+def _attention_mask(
+    queries: slice, keys: slice, segments_BT: Int[Array, "B T"] | None, window: int | None
+) -> Bool[Array, "#B Q S"]:
     """Return whether query t (rows) sees key s (columns): s <= t, in the same document and within the window."""
-    t, s = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+    t, s = jnp.arange(queries.start, queries.stop)[:, None], jnp.arange(keys.start, keys.stop)[None, :]
     mask = s <= t
     if window is not None:
         mask = mask & (t - s < window)
-    mask_BTT = mask[None]
+    mask = mask[None]
     if segments_BT is not None:
-        mask_BTT = mask_BTT & (segments_BT[:, :, None] == segments_BT[:, None, :])
-    return mask_BTT[:, None]
+        mask = mask & (segments_BT[:, queries, None] == segments_BT[:, None, keys])
+    return mask
 
 
 def attend(
@@ -102,7 +105,7 @@ def attend_with_lse(
     kernels instead: these move no query, and need not know the number of documents.
     """
     functions = {"reference": _attend_reference, "xla": _attend_blocks, "splash": attend_splash_with_lse}
-    if "splash" in kernels and not returns_lse():
+    if "splash" in kernels and splash_passes() is None:
         functions["splash"] = _attend_blocks
     functions[SHAPES_ONLY] = _attend_shapes
     on_gpu = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
@@ -141,7 +144,8 @@ def _attend_reference(q: Array, k: Array, v: Array, segments: Array | None, wind
     K = k.shape[2]
     q_BTKGH = q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
     logits_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k, preferred_element_type=jnp.float32)
-    logits_BKGTS = jnp.where(attention_mask(T, segments, window)[:, :, None], logits_BKGTS, -jnp.inf)
+    mask_BTS = _attention_mask(slice(0, T), slice(0, T), segments, window)
+    logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, -jnp.inf)
     # Every token sees at least itself, so the softmax never divides by zero.
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v.dtype)
     out_BTNH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v).reshape(B, T, N, H)
@@ -156,23 +160,12 @@ def _query_blocks(T: int, window: int | None) -> list[tuple[int, int, int]]:
     return [(t, min(t + size, T), 0 if window is None else max(0, t - window + 1)) for t in starts]
 
 
-def held_scores(T: int, window: int | None) -> int:
-    """Return the number of scores per head and sequence over all blocks of the xla kernel. XLA holds all masks."""
-    return sum((end - first) * (end - low) for first, end, low in _query_blocks(T, window))
-
-
 def _block_scores(q: Array, k: Array, segments: Array | None, window: int | None, block: tuple[int, int, int]) -> Array:
     """Return masked scores [B, K, G, t, s] of one block, from queries [B, K, G, T, H] and keys [B, K, T, H]."""
     first, end, low = block
     scores = jnp.einsum("bkgth,bksh->bkgts", q[:, :, :, first:end], k[:, :, low:end], preferred_element_type=jnp.float32)
-    t, s = jnp.arange(first, end)[:, None], jnp.arange(low, end)[None, :]
-    mask = s <= t
-    if window is not None:
-        mask = mask & (t - s < window)
-    mask = mask[None]
-    if segments is not None:
-        mask = mask & (segments[:, first:end, None] == segments[:, None, low:end])
-    return jnp.where(mask[:, None, None], scores, -jnp.inf)
+    mask_BTS = _attention_mask(slice(first, end), slice(low, end), segments, window)
+    return jnp.where(mask_BTS[:, None, None], scores, -jnp.inf)
 
 
 def _blocks_forward(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> tuple[Array, Array]:
@@ -255,8 +248,6 @@ def _attend_shapes(q: Array, k: Array, v: Array, segments: Array | None, window:
 def _attend_pallas(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
     from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 
-    if window is not None:
-        raise ValueError("the pallas GPU kernel has no window; use cudnn or xla")
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     return gpu_attention.mha(q, k, v, segment_ids=segments, sm_scale=q.shape[-1] ** -0.5, causal=True)

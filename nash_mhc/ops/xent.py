@@ -7,7 +7,7 @@ the vocabulary is split over those mesh axes, and only per-token values cross de
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,21 +51,16 @@ def xent_reference(
     return XentSums(loss, ce, z, correct, jnp.sum(weights_BT), uniform, entropy)
 
 
-def xent(
-    x_BTD: Float[Array, "B T D"],
-    w_VD: Float[Array, "V D"],
-    targets_BT: Int[Array, "B T"],
-    weights_BT: Float[Array, "B T"],
-    *,
-    vocab_size: int,
-    z_weight: float = 0.0,
-    smoothing: float = 0.0,
-    vocab_axes: tuple[str, ...] = (),
-) -> XentSums:
-    """Compute `xent_reference` in chunks. Inside shard_map, w_VD holds this device's rows of the table."""
-    return _xent_in_chunks(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=False)[
-        0
-    ]
+def xent(x_BTD: Array, w_VD: Array, targets_BT: Array, weights_BT: Array, **options: Any) -> XentSums:
+    """Return the sums of `xent_and_grads`, which has the same options, without the gradients."""
+    return xent_and_grads(x_BTD, w_VD, targets_BT, weights_BT, with_grads=False, **options)[0]
+
+
+def chunk_length(B: int, T: int, V: int) -> int:
+    """Return the largest divisor of T whose chunk of logits stays under the limit."""
+    wanted = max(1, _CHUNK_ELEMENTS // (B * V))
+    # At least two chunks: even small sizes never hold all of [B, T, V].
+    return max(c for c in range(1, T + 1) if T % c == 0 and ((c <= wanted and c < T) or c == 1))
 
 
 def xent_and_grads(
@@ -78,31 +73,23 @@ def xent_and_grads(
     z_weight: float = 0.0,
     smoothing: float = 0.0,
     vocab_axes: tuple[str, ...] = (),
-) -> tuple[XentSums, Float[Array, "B T D"], Float[Array, "V D"]]:
-    """Return (sums, d loss / d x, d loss / d w in float32). With `vocab_axes`, d x still has to be summed over them."""
-    return _xent_in_chunks(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing, vocab_axes, with_grads=True)
+    with_grads: bool = True,
+) -> tuple[XentSums, Any, Any]:
+    """Compute `xent_reference` in chunks. Return (sums, d loss / d x, d loss / d w in float32, or None).
 
-
-def chunk_length(B: int, T: int, V: int) -> int:
-    """Return the largest divisor of T whose chunk of logits stays under the limit."""
-    wanted = max(1, _CHUNK_ELEMENTS // (B * V))
-    # At least two chunks: even small sizes never hold all of [B, T, V].
-    return max(c for c in range(1, T + 1) if T % c == 0 and ((c <= wanted and c < T) or c == 1))
-
-
-def _xent_in_chunks(x, w, targets, weights, vocab_size, z_weight, smoothing, vocab_axes, *, with_grads):  # type: ignore[no-untyped-def]
-    B, T, D = x.shape
-    V = w.shape[0]
+    Inside shard_map, w_VD holds this device's rows of the table, and d x still has to be summed over `vocab_axes`.
+    """
+    B, T, D = x_BTD.shape
+    V = w_VD.shape[0]
     c = chunk_length(B, T, V)
     first = lax.axis_index(vocab_axes) * V if vocab_axes else 0
     column_11V = (first + jnp.arange(V))[None, None]
-
     total = lambda a: lax.psum(a, vocab_axes) if vocab_axes else a
 
     def chunk(carry, inputs):  # type: ignore[no-untyped-def]
         sums, dw = carry
         x_BcD, t_Bc, m_Bc = inputs
-        logits_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w, preferred_element_type=jnp.float32)
+        logits_BcV = jnp.einsum("bcd,vd->bcv", x_BcD, w_VD, preferred_element_type=jnp.float32)
         logits_BcV = jnp.where(column_11V < vocab_size, logits_BcV, -jnp.inf)  # padding of the vocabulary
         top_Bc = jnp.max(logits_BcV, axis=-1)
         top_Bc = lax.pmax(top_Bc, vocab_axes) if vocab_axes else top_Bc
@@ -131,15 +118,15 @@ def _xent_in_chunks(x, w, targets, weights, vocab_size, z_weight, smoothing, voc
         dlogits_BcV = exp_BcV * scale_Bc[..., None] - jnp.where(is_target_BcV, (1.0 - smoothing) * m_Bc[..., None], 0.0)
         if smoothing:
             dlogits_BcV = dlogits_BcV - jnp.where(shared, smoothing / vocab_size * m_Bc[..., None], 0.0)
-        dlogits_BcV = dlogits_BcV.astype(x.dtype)
-        dx_BcD = jnp.einsum("bcv,vd->bcd", dlogits_BcV, w)
+        dlogits_BcV = dlogits_BcV.astype(x_BTD.dtype)
+        dx_BcD = jnp.einsum("bcv,vd->bcd", dlogits_BcV, w_VD)
         dw = dw + jnp.einsum("bcv,bcd->vd", dlogits_BcV, x_BcD, preferred_element_type=jnp.float32)
         return (sums, dw), dx_BcD
 
     split = lambda a: jnp.moveaxis(a.reshape(B, T // c, c, *a.shape[2:]), 1, 0)
     zero = XentSums(*(jnp.zeros((), jnp.float32) for _ in XentSums._fields))
     start = (zero, jnp.zeros((V, D), jnp.float32) if with_grads else jnp.zeros(()))
-    (sums, dw), dx = lax.scan(chunk, start, (split(x), split(targets), split(weights)))
+    (sums, dw), dx = lax.scan(chunk, start, (split(x_BTD), split(targets_BT), split(weights_BT)))
     if not with_grads:
         return sums, None, None
     return sums, jnp.moveaxis(dx, 0, 1).reshape(B, T, D), dw

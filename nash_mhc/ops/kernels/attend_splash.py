@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from nash_mhc.ops.attention_io import ATTENDED, AttentionOutput, with_lse_gradient
+from nash_mhc.runtime.compat.jax import splash_passes
 
 
 def _kernel(group: int, T: int, window: int | None) -> Any:
@@ -41,12 +42,13 @@ def _kernel(group: int, T: int, window: int | None) -> Any:
 
 def _with_lse(kernel: Any) -> Callable[..., tuple[Array, Array]]:
     """Return a function to (output, log-sum-exp) for one key head. The kernel itself takes no gradient of the lse."""
-    from nash_mhc.runtime.compat import splash
-
+    passes = splash_passes()
+    assert passes is not None
+    forward_pass, backward_pass = passes
     options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
 
     def forward(q: Array, k: Array, v: Array, ids: Any) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-        out, (sums,) = splash.forward(kernel.fwd_mask_info, q, k, v, ids, None, save_residuals=True, **options)
+        out, (sums,) = forward_pass(kernel.fwd_mask_info, q, k, v, ids, None, save_residuals=True, **options)
         out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
         return (out, sums), (q, k, v, ids, out, sums)
 
@@ -57,7 +59,7 @@ def _with_lse(kernel: Any) -> Callable[..., tuple[Array, Array]]:
         names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap")
         settings = (False, *(options[name] for name in names), options["interpret"])
         state = (q, k, v, ids, None, out, sums, kernel.dq_mask_info, kernel.dkv_mask_info)
-        return (*splash.backward(*settings, state, dout)[3:6], None)
+        return (*backward_pass(*settings, state, dout)[3:6], None)
 
     attended = jax.custom_vjp(lambda *rows: forward(*rows)[0])
     attended.defvjp(forward, backward)
@@ -89,12 +91,6 @@ def _to_BTNH(x_BKGTH: Array, H: int) -> Array:
 
 def attend_splash(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
     return _to_BTNH(_over_heads(lambda kernel: kernel, q, k, v, segments, window), q.shape[-1])
-
-
-def returns_lse() -> bool:
-    from nash_mhc.runtime.compat import splash
-
-    return splash.is_available()
 
 
 def attend_splash_with_lse(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> AttentionOutput:

@@ -1,4 +1,4 @@
-"""JAX: atomic writes to its compilation cache, and access to its coordination service."""
+"""JAX: atomic writes to its compilation cache, its coordination service, and the passes of splash attention."""
 
 from __future__ import annotations
 
@@ -86,3 +86,16 @@ def when_heartbeats_stop(callback: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _jax.get_distributed_runtime_client = make
+
+
+def splash_passes() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the forward and backward pass of splash attention (TPU) with the log-sum-exp.
+
+    Without them this is None, and attention with log-sum-exp uses plain XLA.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    try:
+        return splash._splash_attention_forward, splash._splash_attention_bwd
+    except AttributeError:
+        return None
