@@ -200,7 +200,7 @@ def gradient(
         "streams_gradient", kernel, args, outs, grid=(blocks, width // chunk), warps=tiles.warps, stages=tiles.stages,
         interpret=interpret,
     )  # fmt: skip
-    return tuple(dx.reshape(dread.shape) for dx in dxs), jnp.sum(dphi, axis=0)[None, None, ..., : phi_RDM.shape[-1]]
+    return tuple(dx.reshape(dread.shape) for dx in dxs), jnp.sum(dphi, axis=0)[..., : phi_RDM.shape[-1]][None, None]
 
 
 def fits_norm(shape: tuple[int, ...], devices: int) -> bool:
