@@ -105,4 +105,4 @@ class Architecture(NamedTuple):
     # Weights of the auxiliary losses, by name. The objectives next_token and smoothed add them to their loss.
     penalties: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
     # Memory capacity known before training, for run.json and the report (see `kits/reservoir/memory.py`).
-    remembers: Callable[[Any], dict[str, Any] | None] = lambda cfg: None
+    memory_capacity: Callable[[Any], dict[str, Any] | None] = lambda cfg: None

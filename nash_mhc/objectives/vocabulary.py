@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nash_mhc.ops.xent import TokenScores, XentSums, log_probs, xent, xent_and_grads
+from nash_mhc.ops.xent import TokenScores, XentSums, log_probs, xent_and_grads
 from nash_mhc.parallel.sharding import mesh_axis, on_shards
 
 # Logical axes of the arguments and results.
 HIDDEN_AXES, TABLE_AXES, TOKEN_AXES = ("batch", "time_split", "width"), ("vocab", "embed"), ("batch", "time")
-_SCALARS: Any = XentSums(*((),) * len(XentSums._fields))  # type: ignore[arg-type]
 
 
 def gather(x: Array, w: Array) -> tuple[Array, Array]:
@@ -25,10 +25,6 @@ def gather(x: Array, w: Array) -> tuple[Array, Array]:
     for axis in mesh_axis("embed"):
         w = lax.all_gather(w, axis, axis=1, tiled=True)
     return x, w
-
-
-def _settings(vocab_size: int, z_weight: float, smoothing: float) -> dict[str, Any]:
-    return {"vocab_size": vocab_size, "z_weight": z_weight, "smoothing": smoothing, "vocab_axes": mesh_axis("vocab")}
 
 
 def sum_over_batch(sums: Any) -> Any:
@@ -45,11 +41,46 @@ def reduce_gradients(dx: Array, dw: Array) -> tuple[Array, Array]:
     return dx, dw
 
 
-def scaled(grad: Array, cotangent: Array) -> Array:
-    return (grad * cotangent).astype(grad.dtype)
+class ChunkedLoss(NamedTuple):
+    """A loss of hidden states and the output projection, which computes its gradients in the forward pass."""
+
+    # (x_BTD, w_VD, *arrays, vocab_axes=..., with_grads=...) -> (sums, d loss / d x, d loss / d w), as `xent_and_grads`
+    compute: Callable[..., tuple[Any, Array | None, Array | None]]
+    axes: tuple[Any, ...]  # logical axes of `arrays`
+    sums: Callable[..., Any]  # NamedTuple of scalars; only its field `loss` has a gradient
+
+    def on_mesh(self, x_BTD: Array, w_VD: Array, arrays: tuple[Any, ...], *, with_grads: bool) -> tuple[Any, ...]:
+        """Return (sums,), or (sums, d loss / d x, d loss / d w)."""
+
+        def local(x: Array, w: Array, *arrays: Any) -> tuple[Any, ...]:
+            sums, dx, dw = self.compute(*gather(x, w), *arrays, vocab_axes=mesh_axis("vocab"), with_grads=with_grads)
+            gradients = () if dx is None or dw is None else reduce_gradients(dx, dw)
+            return sum_over_batch(sums), *gradients
+
+        scalars = self.sums(*((),) * len(self.sums._fields))  # type: ignore[attr-defined]
+        out = (scalars, HIDDEN_AXES, TABLE_AXES) if with_grads else (scalars,)
+        with jax.named_scope("loss"):
+            return on_shards(local, [HIDDEN_AXES, TABLE_AXES, *self.axes], out)(x_BTD, w_VD, *arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sharded_loss(loss: ChunkedLoss, x_BTD: Float[Array, "B T D"], w_VD: Float[Array, "V D"], *arrays: Any) -> Any:
+    """Return the sums of a loss on the mesh."""
+    return loss.on_mesh(x_BTD, w_VD, arrays, with_grads=False)[0]
+
+
+def _forward(loss: ChunkedLoss, x_BTD: Array, w_VD: Array, *arrays: Any) -> tuple[Any, tuple[Array, Array]]:
+    sums, dx_BTD, dw_VD = loss.on_mesh(x_BTD, w_VD, arrays, with_grads=True)
+    return sums, (dx_BTD, dw_VD.astype(w_VD.dtype))
+
+
+def _backward(loss: ChunkedLoss, grads: tuple[Array, Array], cotangent: Any) -> tuple[Any, ...]:
+    return *((grad * cotangent.loss).astype(grad.dtype) for grad in grads), *(None for _ in loss.axes)
+
+
+sharded_loss.defvjp(_forward, _backward)
+
+
 def sharded_xent(
     x_BTD: Float[Array, "B T D"],
     w_VD: Float[Array, "V D"],
@@ -59,39 +90,10 @@ def sharded_xent(
     z_weight: float,
     smoothing: float = 0.0,
 ) -> XentSums:
-    """Return the chunked cross-entropy. Only `loss` has a gradient; the other sums are for reports."""
-
-    def local(x: Array, w: Array, targets: Array, weights: Array) -> XentSums:
-        x, w = gather(x, w)
-        settings = _settings(vocab_size, z_weight, smoothing)
-        return sum_over_batch(xent(x, w, targets, weights, **settings))
-
-    with jax.named_scope("loss"):
-        return on_shards(local, [HIDDEN_AXES, TABLE_AXES, TOKEN_AXES, TOKEN_AXES], _SCALARS)(
-            x_BTD, w_VD, targets_BT, weights_BT
-        )
-
-
-def _forward(x_BTD, w_VD, targets_BT, weights_BT, vocab_size, z_weight, smoothing):  # type: ignore[no-untyped-def]
-    def local(x: Array, w: Array, targets: Array, weights: Array) -> tuple[XentSums, Array, Array]:
-        x, w = gather(x, w)
-        settings = _settings(vocab_size, z_weight, smoothing)
-        sums, dx, dw = xent_and_grads(x, w, targets, weights, **settings)
-        return sum_over_batch(sums), *reduce_gradients(dx, dw)
-
-    out = (_SCALARS, HIDDEN_AXES, TABLE_AXES)
-    with jax.named_scope("loss"):
-        sums, dx_BTD, dw_VD = on_shards(local, [HIDDEN_AXES, TABLE_AXES, TOKEN_AXES, TOKEN_AXES], out)(
-            x_BTD, w_VD, targets_BT, weights_BT
-        )
-    return sums, (dx_BTD, dw_VD.astype(w_VD.dtype))
-
-
-def _backward(vocab_size, z_weight, smoothing, grads, cotangent):  # type: ignore[no-untyped-def]
-    return *(scaled(grad, cotangent.loss) for grad in grads), None, None
-
-
-sharded_xent.defvjp(_forward, _backward)
+    """Return the chunked cross-entropy on the mesh."""
+    compute = functools.partial(xent_and_grads, vocab_size=vocab_size, z_weight=z_weight, smoothing=smoothing)
+    out: XentSums = sharded_loss(ChunkedLoss(compute, (TOKEN_AXES, TOKEN_AXES), XentSums), x_BTD, w_VD, targets_BT, weights_BT)
+    return out
 
 
 def sharded_log_probs(

@@ -39,7 +39,7 @@ def xent_reference(
     z_weight: float = 0.0,
     smoothing: float = 0.0,
 ) -> XentSums:
-    """Compute all logits at once; `xent` is tested against this."""
+    """Compute all logits at once; `xent_and_grads` is tested against this."""
     logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)[..., :vocab_size]
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     ce_BT = lse_BT - jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
@@ -49,11 +49,6 @@ def xent_reference(
     ce, z, correct, uniform, entropy = (jnp.sum(a * weights_BT) for a in (ce_BT, lse_BT**2, hit_BT, uniform_BT, entropy_BT))
     loss = ce + z_weight * z + smoothing * (uniform - ce)
     return XentSums(loss, ce, z, correct, jnp.sum(weights_BT), uniform, entropy)
-
-
-def xent(x_BTD: Array, w_VD: Array, targets_BT: Array, weights_BT: Array, **options: Any) -> XentSums:
-    """Return the sums of `xent_and_grads`, which has the same options, without the gradients."""
-    return xent_and_grads(x_BTD, w_VD, targets_BT, weights_BT, with_grads=False, **options)[0]
 
 
 def chunk_length(B: int, T: int, V: int) -> int:

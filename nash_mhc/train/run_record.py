@@ -69,7 +69,7 @@ def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, A
         "rows": inputs.identity,
         "parameters": count_parameters(model),
         "drawn": None if (drawn := architecture.random_weights(model)) is None else drawn._asdict(),
-        "remembers": architecture.remembers(model),
+        "remembers": architecture.memory_capacity(model),
         "flops_per_token": flops_per_token(inputs.cfg),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
         "devices": {

@@ -50,45 +50,15 @@ class CacheSettings:
     temperatures: tuple[float, ...]
     batch_size: int
 
+    def record(self, manifest: Manifest) -> np.dtype:
+        return _record(manifest, self.top_k + self.random, len(self.temperatures))
 
-@dataclasses.dataclass(frozen=True)
-class RecordFormat:
-    seq_len: int
-    tokens: int  # per position: the top-k and the random ones
-    vocab_size: int
-    temperatures: tuple[float, ...]
 
-    @staticmethod
-    def of(manifest: Manifest, settings: CacheSettings) -> RecordFormat:
-        recipe, tokens = manifest.recipe, settings.top_k + settings.random
-        return RecordFormat(recipe["seq_len"], tokens, recipe["tokenizer"]["vocab_size"], settings.temperatures)
-
-    @property
-    def _ids(self) -> np.dtype:
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-
-    @property
-    def _offsets(self) -> tuple[int, ...]:
-        """Where ids, logits and log-sum-exps begin in a record, and where it ends."""
-        ids = self.seq_len * self.tokens * self._ids.itemsize
-        logits = ids + self.seq_len * self.tokens * 2
-        return 0, ids, logits, logits + self.seq_len * len(self.temperatures) * 4
-
-    @property
-    def record_bytes(self) -> int:
-        return self._offsets[-1]
-
-    def encode(self, ids: np.ndarray, logits: np.ndarray, lse: np.ndarray) -> np.ndarray:
-        """[B, T, K], [B, T, K] and [B, T, temperatures] -> bytes [B, record_bytes]."""
-        # Logits below the range of float16 have probability 0 either way.
-        clipped = np.maximum(logits, np.finfo(np.float16).min)
-        parts = (ids.astype(self._ids), clipped.astype("<f2"), lse.astype("<f4"))
-        return np.concatenate([np.ascontiguousarray(a).reshape(len(ids), -1).view(np.uint8) for a in parts], axis=1)
-
-    def decode(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        a, b, c, d = self._offsets
-        cut = lambda i, j, dtype: np.ascontiguousarray(records[:, i:j]).view(dtype).reshape(len(records), self.seq_len, -1)
-        return cut(a, b, self._ids).astype(np.int32), cut(b, c, "<f2"), cut(c, d, "<f4")
+def _record(manifest: Manifest, tokens: int, temperatures: int) -> np.dtype:
+    """Return the record of a sequence; `tokens` per position: the top-k and the random ones."""
+    seq_len, vocab_size = manifest.recipe["seq_len"], manifest.recipe["tokenizer"]["vocab_size"]
+    ids, some = "<u2" if vocab_size <= 1 << 16 else "<u4", (seq_len, tokens)
+    return np.dtype([("ids", ids, some), ("logits", "<f2", some), ("lse", "<f4", (seq_len, temperatures))])
 
 
 def read_teacher_json(folder: Path) -> dict[str, Any]:
@@ -138,26 +108,28 @@ class CachedRows(PreparedRows):
         self.extras: Extras = {
             "ids": ("int32", (seq_len, tokens)), "logits": ("float16", (seq_len, tokens)), "lse": ("float32", (seq_len,)),
         }  # fmt: skip
-        self._format = RecordFormat(seq_len, tokens, self.form.vocab_size, tuple(about["temperatures"]))
+        with reading(folder / FILE, _AGAIN, Damaged):
+            self._record = _record(self.manifest, tokens, len(about["temperatures"]))
         self._temperature = about["temperatures"].index(temperature)
         read_by = {k: about[k] for k in ("teacher", "rows", "top_k", "random", "temperatures", "files") if k in about}
         self.identity = digest_of([self.identity, digest_of(read_by)])
-        self._logits = self.records_of("teacher", self._format.record_bytes)
+        self._logits = self.records_of("teacher", self._record.itemsize)
         sizes = {f"{shard.name}.teacher": shard.rows * self._logits.size for shard in self.shards}
         if missing := [name for name in sizes if name not in about["files"]]:
             raise Damaged(f"{folder / FILE}: does not list {missing[0]}; {_AGAIN}")
         check_files(folder, {name: (sizes[name], about["files"][name]) for name in sizes})
 
     def take(self, indices: np.ndarray | list[int]) -> RowsWithLogits:  # type: ignore[override]  # has the fields of Rows
-        ids, logits, lse = self._format.decode(self._logits.read(indices))
-        return RowsWithLogits(*super().take(indices), ids, logits, np.ascontiguousarray(lse[..., self._temperature]))
+        records = self._logits.read(indices).view(self._record)[:, 0]
+        logits, lse = (np.ascontiguousarray(a) for a in (records["logits"], records["lse"][..., self._temperature]))
+        return RowsWithLogits(*super().take(indices), records["ids"].astype(np.int32), logits, lse)
 
 
 def cache_size(folder: Path, settings: CacheSettings) -> tuple[int, int]:
     """Return the number of prepared rows in the folder, and the bytes of their cache."""
     manifest = Manifest.read(folder)
     rows = sum(split.rows for split in manifest.splits.values())
-    return rows, rows * RecordFormat.of(manifest, settings).record_bytes
+    return rows, rows * settings.record(manifest).itemsize
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
@@ -185,7 +157,7 @@ def write_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mes
     if settings.random:
         about |= {"random": settings.random, "vocab_size": loaded.config.model.vocab_size}
     from_leader(lambda: _begin(folder, about))
-    form, files = RecordFormat.of(manifest, settings), {}
+    record, files = settings.record(manifest), {}
     for split in manifest.splits:
         if not manifest.splits[split].rows:
             continue
@@ -196,7 +168,7 @@ def write_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mes
             path = folder / f"{shard.name}.teacher"
             if not from_leader(path.exists):
                 rows = range(first, first + shard.rows)
-                _write_shard(path, source, rows, form, read, loaded.model, mesh, settings.batch_size, tick)
+                _write_shard(path, source, rows, record, read, loaded.model, mesh, settings.batch_size, tick)
             else:
                 tick(shard.rows)
             files[path.name] = from_leader(lambda path=path: digest_of_file(path))
@@ -236,7 +208,7 @@ def _write_shard(
     path: Path,
     source: PreparedRows,
     rows: range,
-    form: RecordFormat,
+    record: np.dtype,
     read: CompiledStep,
     model: LanguageModel,
     mesh: Mesh,
@@ -247,7 +219,7 @@ def _write_shard(
     partial, progress = path.with_name(path.name + ".partial"), path.with_name(path.name + ".note")
     done: int = from_leader(lambda: int(progress.read_text()) if progress.exists() and partial.exists() else 0)
     tick(done)
-    size = form.record_bytes
+    size = record.itemsize
     handle = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         running: deque[tuple[int, Any]] = deque()
@@ -257,9 +229,9 @@ def _write_shard(
                 running.append((at, read(model, batch)))
             if running and len(running) > (at is not None):  # write one batch while the next one runs
                 begun, found = running.popleft()
-                for row, record in _own_records(found, form):
+                for row, content in _own_records(found, record):
                     if begun + row < len(rows):
-                        os.pwrite(handle, record, (begun + row) * size)
+                        os.pwrite(handle, content, (begun + row) * size)
                 tick(min(batch_size, len(rows) - begun))
                 if (begun - done) // batch_size % _PROGRESS_INTERVAL == _PROGRESS_INTERVAL - 1:
                     _flush(handle)
@@ -287,11 +259,13 @@ def _batch(source: PreparedRows, numbers: range, size: int, mesh: Mesh) -> Batch
     return to_device(own_rows(Rows(*(a[None] for a in rows)), mesh), mesh)
 
 
-def _own_records(found: tuple[Array, Array, Array], form: RecordFormat) -> Iterator[tuple[int, bytes]]:
+def _own_records(found: tuple[Array, Array, Array], record: np.dtype) -> Iterator[tuple[int, bytes]]:
     """Yield (row of the batch, its record) for the rows that this process must write."""
     parts = [sorted((s for s in a.addressable_shards if s.replica_id == 0), key=lambda s: s.index[0].start or 0) for a in found]
-    for ids, logits, lse in zip(*parts, strict=True):
-        first = ids.index[0].start or 0
-        records = form.encode(*(np.asarray(s.data) for s in (ids, logits, lse)))
-        for row, record in enumerate(records):
-            yield first + row, record.tobytes()
+    for shards in zip(*parts, strict=True):
+        ids, logits, lse = (np.asarray(s.data) for s in shards)
+        records, first = np.empty(len(ids), record), shards[0].index[0].start or 0
+        # Logits below the range of float16 have probability 0 either way.
+        records["ids"], records["logits"], records["lse"] = ids, np.maximum(logits, np.finfo(np.float16).min), lse
+        for row, content in enumerate(records):
+            yield first + row, content.tobytes()

@@ -18,7 +18,7 @@ from nash_mhc.data.sources import Opener, Opening, check_recipe
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.hub.load import shape_of
 from nash_mhc.kits.distill.cache import CachedRows, read_teacher_json
-from nash_mhc.kits.distill.logits import TeacherLogits
+from nash_mhc.kits.distill.loss import TeacherLogits
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.kits.distill.teacher import OnlineTeacher, check_random_vocab
 from nash_mhc.model.architectures import architecture_of

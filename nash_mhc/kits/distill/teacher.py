@@ -16,7 +16,7 @@ from nash_mhc.data.pack import RowSource
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.hub import stored
 from nash_mhc.hub.load import Loaded, config_of, load
-from nash_mhc.kits.distill.logits import TeacherLogits, sharded_teacher_logits
+from nash_mhc.kits.distill.loss import TeacherLogits, sharded_teacher_logits
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.model.protocol import Execution, LanguageModel

@@ -1,8 +1,8 @@
-"""The puzzle objective: a recursive model makes one pass per step over the same grids, and carries its states along.
+"""The puzzle objective, `generate --puzzle`, and the optimizer Adam-atan2.
 
-A puzzle stays in its slot of the batch until the model considers it solved or has made all passes. Then the next row
-takes the slot. The carry is part of the training state, so it is saved and restored. Also here: the optimizer
-Adam-atan2.
+In training, a recursive model makes one pass per step over the same grids, and carries its states along. A puzzle stays
+in its slot of the batch until the model considers it solved or has made all passes. Then the next row takes the slot.
+The carry is part of the training state, so it is saved and restored.
 """
 
 from __future__ import annotations
@@ -13,21 +13,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.hub.load import Loaded
 from nash_mhc.kits.recursive.model import Recursive, States
+from nash_mhc.kits.recursive.puzzles import sudoku
+from nash_mhc.kits.recursive.puzzles.csv_file import kind_of_text
+from nash_mhc.kits.recursive.puzzles.kinds import CellTokenizer, find_kind, is_puzzle
 from nash_mhc.kits.recursive.settings import RecursiveConfig
 from nash_mhc.model.parts import logits_of
 from nash_mhc.model.protocol import Execution
-from nash_mhc.objectives.base import Aux, Batch, Objective, Sum
+from nash_mhc.objectives.base import Aux, Batch, Sum
 from nash_mhc.objectives.registry import ObjectiveKind
 from nash_mhc.optim.roles import rates
 from nash_mhc.optim.schedule import Hyperparameters
 
 _SOLVED_WEIGHT = 0.5  # of the loss that predicts whether a puzzle is solved
+_BAD_SUDOKU = {0: "it has no solution", 2: "it has more than one solution, and models are trained on puzzles with one"}
 
 
 class Carry(NamedTuple):
@@ -135,8 +141,8 @@ def puzzle(model: Recursive, batch: Batch, *, execution: Execution) -> tuple[Flo
     exact_B = lax.stop_gradient(answer.exact(old.weights))
     cells_B = old.weights.sum(axis=1)
     ce = jnp.sum(old.weights * answer.ce_BT)
-    # Weighted by cells, so that the verdict on a puzzle counts as much as all of its cells.
-    stopping = jnp.sum(cells_B * _binary_cross_entropy(answer.solved_B, exact_B))
+    # The binary cross-entropy is weighted by cells, so that the verdict on a puzzle counts as much as all of its cells.
+    stopping = jnp.sum(cells_B * jax.nn.softplus(jnp.where(exact_B, -answer.solved_B, answer.solved_B)))
     loss = ce + _SOLVED_WEIGHT * stopping
     passes_B = old.passes + 1
     done_B = (passes_B >= model.cfg.most_passes) | ((answer.solved_B > 0) & (passes_B >= old.at_least))
@@ -154,10 +160,6 @@ def puzzle(model: Recursive, batch: Batch, *, execution: Execution) -> tuple[Flo
     sums["exact"] = Sum(jnp.sum(exact_B & (cells_B > 0)).astype(jnp.float32), rows)
     sums["passes"] = Sum(jnp.sum(passes_B * done_B).astype(jnp.float32), jnp.sum(done_B).astype(jnp.float32))
     return loss, Aux(sums, model.health(moved), carry)
-
-
-def _binary_cross_entropy(logit: Array, label: Array) -> Array:
-    return jax.nn.softplus(jnp.where(label, -logit, logit))
 
 
 def _evaluate(model: Recursive, batch: Batch, execution: Execution) -> tuple[Float[Array, ""], Aux]:
@@ -187,11 +189,35 @@ def _evaluate(model: Recursive, batch: Batch, execution: Execution) -> tuple[Flo
     return ce, Aux(sums, model.health(moved_P[-1]))
 
 
-def _make_objective(cfg: RunConfig, execution: Execution) -> Objective:
-    return functools.partial(puzzle, execution=execution)
+PUZZLE = ObjectiveKind(lambda cfg, execution: functools.partial(puzzle, execution=execution), fresh_carry, "puzzles")
 
 
-PUZZLE = ObjectiveKind(_make_objective, fresh_carry, "puzzles")
+def solve(loaded: Loaded, text: str) -> str:
+    """Solve the puzzle in `text`, one character per cell, and return the grid in lines and the verdict."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    if not isinstance(model, Recursive) or model.cfg.causal or not isinstance(tokenizer, CellTokenizer):
+        raise ConfigError("--puzzle: this model writes text; use a run with --objective puzzle")
+    cells_N, size = tokenizer.encode("".join(text.splitlines())), loaded.config.data.seq_len
+    if len(cells_N) != size:
+        raise ConfigError(f"--puzzle: has {len(cells_N)} cells, and this model solves grids of {size}")
+    dataset = loaded.config.data.dataset
+    kind = find_kind(dataset) if is_puzzle(dataset) else kind_of_text(tokenizer.decode(cells_N))
+    if kind.symmetry == "sudoku" and (count := int(sudoku.solve(cells_N[None]).solutions[0])) != 1:
+        raise ConfigError(f"--puzzle: {_BAD_SUDOKU[count]}; change its cells")
+    execution = Execution(loaded.dtype, "none", evaluates=True)
+
+    @jax.jit
+    def run(model: Recursive, cells_BN: Array) -> Array:
+        x_BND, layout = model.embed_tokens(cells_BN, jnp.dtype(loaded.dtype)), model.layout(cells_BN, None, execution)
+        one_pass = lambda states, _: (model.run_pass(x_BND, states, layout, execution)[0], None)
+        states, _ = lax.scan(one_pass, model.initial_states(x_BND), length=model.cfg.most_passes)
+        logits_BNV = logits_of(model.norm(states.upper_BTD), model.unembed_VD, model.cfg.vocab_size)
+        return jnp.argmax(logits_BNV[..., : len(tokenizer.symbols)], axis=-1)
+
+    answer_N = np.asarray(run(model, jnp.asarray(cells_N[None]))[0])
+    error = kind.mistake(cells_N, answer_N)
+    verdict = f"not valid: {error}" if error else "valid"
+    return f"{tokenizer.grid_text(answer_N, kind.width)}\n{verdict}"
 
 
 def adam_atan2(h: Hyperparameters, model: PyTree) -> optax.GradientTransformation:

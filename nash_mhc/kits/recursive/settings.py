@@ -145,5 +145,5 @@ PRESETS: dict[str, RunConfig] = {
 }  # fmt: skip
 
 PUZZLE = Generator(
-    "CELLS", "puzzle to solve, for a run on puzzles; such as ..2.4......1.3..", "nash_mhc.kits.recursive.solve:answer"
+    "CELLS", "puzzle to solve, for a run on puzzles; such as ..2.4......1.3..", "nash_mhc.kits.recursive.objective:solve"
 )

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from nash_mhc.kits.distill.logits import TeacherLogits, teacher_logits
-from nash_mhc.kits.distill.loss import DistillSums, LossWeights, distill
+from nash_mhc.kits.distill.loss import DistillSums, LossWeights, TeacherLogits, distill, teacher_logits
 
 B, T, D, V, REAL = 2, 6, 8, 24, 21  # a vocabulary with padding
 

@@ -21,7 +21,6 @@ from nash_mhc.hub.load import load
 from nash_mhc.kits.recursive.puzzles.kinds import find_kind
 from nash_mhc.kits.recursive.puzzles.maze import OPEN, PATH
 from nash_mhc.kits.recursive.puzzles.rows import PuzzleRows
-from nash_mhc.kits.recursive.solve import mistake
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.train.__main__ import next_commands
 from nash_mhc.train.inferred_settings import infer_settings
@@ -133,18 +132,18 @@ def test_a_given_grid_is_solved_and_checked(solving, monkeypatch, capsys):
 def test_answers_are_checked_by_the_rules(tmp_path):
     four, maze = find_kind("sudoku4"), find_kind("maze9x9")
     cells = four.tokenizer().encode("..2.4......1.3..")
-    judge = lambda answer: mistake(four, cells, four.tokenizer().encode(answer))
+    judge = lambda answer: four.mistake(cells, four.tokenizer().encode(answer))
     assert judge("3124421324311342") is None
     assert "1 of the given cells is changed" in judge("3134421324311342")
     assert "lacks a digit" in judge("3124421324311344")
     rows = PuzzleRows("maze9x9", seed=0, split="validation", cache_dir=tmp_path, sizes=(3, 3))
     given, right = rows.take([0])[:2]
-    assert mistake(maze, given[0], right[0]) is None
+    assert maze.mistake(given[0], right[0]) is None
     way = np.flatnonzero(right[0] == PATH)
-    assert "do not connect" in mistake(maze, given[0], np.where(np.arange(81) == way[0], given[0], right[0]))
+    assert "do not connect" in maze.mistake(given[0], np.where(np.arange(81) == way[0], given[0], right[0]))
     opened = np.flatnonzero(right[0] == OPEN)
-    assert "not the shortest" in mistake(maze, given[0], np.where(np.arange(81) == opened[-1], PATH, right[0]))
-    assert "changed" in mistake(maze, given[0], np.zeros(81, np.int32))
+    assert "not the shortest" in maze.mistake(given[0], np.where(np.arange(81) == opened[-1], PATH, right[0]))
+    assert "changed" in maze.mistake(given[0], np.zeros(81, np.int32))
 
 
 def test_the_dataset_sets_cells_and_tokenizer(solving, tmp_path):

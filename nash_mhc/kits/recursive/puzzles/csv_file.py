@@ -28,13 +28,14 @@ from nash_mhc.data.sources import DataSource, Opening
 from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze
-from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, is_held_out, sudoku
+from nash_mhc.kits.recursive.puzzles.kinds import Kind, is_held_out, sudoku
 from nash_mhc.kits.recursive.puzzles.rows import GridRows, check_split, puzzle_settings
 from nash_mhc.kits.recursive.puzzles.sudoku import BOXES, LANES, is_solution, solve
 from nash_mhc.storage.files import digest_of, digests_of_sources
+from nash_mhc.storage.json_files import reading
 
 _VERSION = 1  # of the rows made from a file; increase it when they change
-_QUESTIONS, _ANSWERS, _RATING = ("question", "puzzle", "quizzes"), ("answer", "solution", "solutions"), "rating"
+_QUESTIONS, _ANSWERS = ("question", "puzzle", "quizzes"), ("answer", "solution", "solutions")
 _BLOCK = 16_384  # lines checked together
 _UNKNOWN = 255
 
@@ -43,12 +44,12 @@ class _Line(NamedTuple):
     number: int
     question: str
     answer: str
-    rating: float
 
 
 class _Content(NamedTuple):
     kind: Kind
-    grids: Grids
+    cells: np.ndarray
+    answers: np.ndarray
     classes: np.ndarray
     lines: np.ndarray  # line number of each puzzle
 
@@ -68,10 +69,10 @@ class CsvRows(GridRows):
         is_training = split == SPLITS[0]
         if not is_training and not validation_fraction:
             raise NothingHeldOut(f"--dataset {path}: no puzzles are held out for split {split!r}; raise --validation-fraction")
-        with _readable(path):
+        with reading(f"--dataset {path}"):
             (digest,), state = digests_of_sources([path]), path.stat()
             version = (path.absolute(), state.st_size, state.st_mtime_ns)
-            kind, grids, classes, _ = _read(*version)
+            kind, cells, answers, classes, _ = _read(*version)
         note = None if cache_dir is None else Path(cache_dir) / "puzzles" / f"{digest}.one-solution"
         if _has_rules(kind) and not (note is not None and note.exists()):
             _check_solutions(path, *version)
@@ -79,8 +80,8 @@ class CsvRows(GridRows):
                 note.parent.mkdir(parents=True, exist_ok=True)
                 write_file(note, b"")
         held_out = is_held_out(classes, validation_fraction)
-        grids = grids.at(held_out != is_training)
-        if not len(grids.cells):
+        used = held_out != is_training
+        if not used.any():
             remedy = "lower" if is_training else "raise"
             raise ConfigError(
                 f"--dataset {path}: none of its {len(classes):,} puzzles is in split {split!r}; add some, or {remedy} "
@@ -89,7 +90,8 @@ class CsvRows(GridRows):
         forms = "symmetric forms" if kind.symmetry == "sudoku" else "copies"
         super().__init__(
             kind,
-            grids,
+            cells[used],
+            answers[used],
             name=str(path),
             seed=seed,
             endless=is_training and kind.symmetry != "none",
@@ -103,33 +105,23 @@ class CsvRows(GridRows):
 # Reading
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"--dataset {path}: cannot be read ({error.strerror or error})") from error
-
-
 @functools.lru_cache(maxsize=1)
 def _read(path: Path, size: int, modified_ns: int) -> _Content:
     """Read and check a file. The cache serves both splits of a run, until the file changes."""
-    parts: list[Grids] = []
-    classes: list[np.ndarray] = []
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # cells, answers, classes
     numbers: list[int] = []
     kind: Kind | None = None
     with _opened(path) as (file, text), progress(f"reading {path.name}", "puzzles") as watch:
         lines = _lines(path, text)
         while block := list(itertools.islice(lines, _BLOCK)):
             kind = kind or kind_of_text(block[0].question)
-            parts.append(_checked(path, kind, block))
-            classes.append(kind.classes(parts[-1].cells))
+            cells, answers = _checked(path, kind, block)
+            parts.append((cells, answers, kind.classes(cells)))
             numbers += [line.number for line in block]
             watch(file.tell(), size, len(numbers))
     if kind is None:
         raise _no_puzzles(path)
-    grids = Grids(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    return _Content(kind, grids, np.concatenate(classes), np.array(numbers))
+    return _Content(kind, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True)), np.array(numbers))
 
 
 def _no_puzzles(path: Path) -> ConfigError:
@@ -146,19 +138,17 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, TextIO]]:
 
 
 def _lines(path: Path, text: TextIO) -> Iterator[_Line]:
-    """Yield the questions, answers and ratings, from the columns that the header names."""
+    """Yield the questions and answers, from the columns that the header names."""
     reader = csv.reader(text)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
         question, answer = _column(path, header, _QUESTIONS), _column(path, header, _ANSWERS)
-        rating = header.index(_RATING) if _RATING in header else None
         for record in reader:
             if not record:
                 continue
             if len(record) != len(header):
                 raise _bad_line(path, reader.line_num, f"has {len(record)} fields, the header {len(header)}")
-            value = 0.0 if rating is None else _rating(path, reader.line_num, record[rating])
-            yield _Line(reader.line_num, record[question], record[answer], value)
+            yield _Line(reader.line_num, record[question], record[answer])
     except csv.Error as error:
         raise _bad_line(path, reader.line_num, f"is not CSV ({error})") from error
     except (EOFError, zlib.error) as error:
@@ -178,16 +168,6 @@ def _column(path: Path, header: list[str], names: tuple[str, ...]) -> int:
     return columns[0]
 
 
-def _rating(path: Path, line: int, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise _bad_line(path, line, f"its rating {text!r} is not a number")
-    return value
-
-
 # Checks
 
 
@@ -205,17 +185,16 @@ def kind_of_text(question: str) -> Kind:
     return Kind("grid", height, width, symbols, "none")
 
 
-def _checked(path: Path, kind: Kind, block: list[_Line]) -> Grids:
-    """Return the cells of these lines. Raise ConfigError for the first wrong line."""
+def _checked(path: Path, kind: Kind, block: list[_Line]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cells of the questions and of the answers. Raise ConfigError for the first wrong line."""
     for line in block:
         for name, text in (("question", line.question), ("answer", line.answer)):
             if len(text) != kind.size:
                 other = "the question" if name == "answer" and len(line.question) == kind.size else "the first line"
                 raise _bad_line(path, line.number, f"its {name} has {len(text)} cells, {other} has {kind.size}")
     numbers = np.full(256, _UNKNOWN, np.uint8)
-    numbers[list(kind.symbols.encode())] = np.arange(len(kind.symbols))
-    if kind.symbols[0] == ".":
-        numbers[ord("0")] = 0
+    for symbol, number in kind.tokenizer().numbers.items():
+        numbers[ord(symbol)] = number
 
     def cells_of(texts: Iterator[str]) -> np.ndarray:
         joined = "".join(texts).encode("latin-1", errors="replace")
@@ -233,7 +212,7 @@ def _checked(path: Path, kind: Kind, block: list[_Line]) -> Grids:
         row = int(rows.argmax())
         what = next(name for name, mask in wrong.items() if mask[row].any())
         raise _bad_line(path, block[row].number, _explain(kind, block[row], what, int(wrong[what][row].argmax())))
-    return Grids(cells, answers, np.array([line.rating for line in block], np.float32))
+    return cells, answers
 
 
 def _explain(kind: Kind, line: _Line, what: str, cell: int) -> str:
@@ -256,7 +235,7 @@ def _has_rules(kind: Kind) -> bool:
 @functools.lru_cache(maxsize=1)
 def _check_solutions(path: Path, *version: Any) -> None:
     """Raise ConfigError for puzzles with a second solution, which training would count as wrong."""
-    kind, grids, _, lines = _read(*version)
+    kind, cells, _, _, lines = _read(*version)
     if kind.symmetry == "sudoku":
         count, what = lambda cells: solve(cells).solutions, "the puzzle has more than one solution"
     else:
@@ -265,7 +244,7 @@ def _check_solutions(path: Path, *version: Any) -> None:
     wrong: list[int] = []
     with progress(f"checking {path.name} for second solutions", "puzzles") as watch:
         for start in range(0, len(lines), LANES):
-            counts = count(grids.cells[start : start + LANES])
+            counts = count(cells[start : start + LANES])
             wrong += lines[start : start + LANES][counts > 1].tolist()
             watch(start + len(counts), len(lines), start + len(counts))
     if wrong:
@@ -283,7 +262,7 @@ def _is_puzzle_file(dataset: str, form: str) -> bool:
 
 def _kind_of_file(path: Path) -> Kind:
     """Return the kind of a file, by its first line alone."""
-    with _readable(path), _opened(path) as (_, text):
+    with reading(f"--dataset {path}"), _opened(path) as (_, text):
         first = next(_lines(path, text), None)
     if first is None:
         raise _no_puzzles(path)

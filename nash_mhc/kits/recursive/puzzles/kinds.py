@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,12 +11,11 @@ from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.order import mix
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.kits.recursive.puzzles import maze
-from nash_mhc.kits.recursive.puzzles.sudoku import random_symmetries, symmetry_class, transform
+from nash_mhc.kits.recursive.puzzles.sudoku import is_solution, random_symmetries, symmetry_class, transform
 
 NAMES = ("sudoku4", "sudoku9", "maze")
 _SMALLEST_MAZE, _LARGEST_MAZE = 9, 39  # larger ones take minutes to generate
 _SPLIT = 20_479  # arbitrary but fixed: it decides which classes are held out
-_ALIASES = {"0": "."}  # other notations of a symbol, where they are not symbols themselves
 
 
 class CellTokenizer(Tokenizer):
@@ -35,16 +33,15 @@ class CellTokenizer(Tokenizer):
         self.begin = self.end = len(symbols)
         self.fingerprint = f"cells {symbols}"
         self.byte_lengths = np.append(np.ones(len(symbols), np.int32), np.int32(0))
-        self._numbers = {symbol: number for number, symbol in enumerate(symbols)}
-        for alias, symbol in _ALIASES.items():
-            if symbol in self._numbers:
-                self._numbers.setdefault(alias, self._numbers[symbol])
+        self.numbers = {symbol: number for number, symbol in enumerate(symbols)}
+        if "." in self.numbers:
+            self.numbers.setdefault("0", self.numbers["."])  # another notation of an empty cell
 
     def encode(self, text: str) -> np.ndarray:
         cells = "".join(text.split("\n"))
-        if unknown := next((symbol for symbol in cells if symbol not in self._numbers), None):
+        if unknown := next((symbol for symbol in cells if symbol not in self.numbers), None):
             raise ConfigError(f"{unknown!r} is not a symbol of this puzzle; use {' '.join(map(repr, self.symbols))}")
-        return np.array([self._numbers[symbol] for symbol in cells], np.int32)
+        return np.array([self.numbers[symbol] for symbol in cells], np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
         return "".join(self.symbols[int(t)] for t in np.asarray(tokens).ravel() if 0 <= t < len(self.symbols))
@@ -53,17 +50,6 @@ class CellTokenizer(Tokenizer):
         """Return a grid in lines, which `encode` reads back."""
         text = self.decode(cells)
         return "\n".join(text[start : start + width] for start in range(0, len(text), width))
-
-
-class Grids(NamedTuple):
-    """Puzzles, one per row."""
-
-    cells: np.ndarray  # [P, N] uint8: the questions
-    answers: np.ndarray  # [P, N] uint8
-    ratings: np.ndarray  # [P]: difficulty, on a scale of the kind
-
-    def at(self, which: np.ndarray | slice) -> Grids:
-        return Grids(*(a[which] for a in self))
 
 
 @dataclass(frozen=True)
@@ -106,6 +92,15 @@ class Kind:
             sources = maze.random_images(numbers, self.height, self.width)
             return np.take_along_axis(cells, sources, axis=1), np.take_along_axis(answers, sources, axis=1)
         return cells, answers
+
+    def mistake(self, cells_N: np.ndarray, answer_N: np.ndarray) -> str | None:
+        """Return what is wrong with an answer by the rules, or None if it is valid."""
+        if changed := int(((cells_N != self.empty) & (cells_N != answer_N)).sum()):
+            return f"{changed} of the given cells {'is' if changed == 1 else 'are'} changed"
+        if self.symmetry == "sudoku":
+            valid = is_solution(answer_N[None].astype(np.uint8))[0]
+            return None if valid else "a row, a column or a box lacks a digit"
+        return maze.mistake(answer_N, self.height, self.width) if self.symbols == maze.SYMBOLS else None
 
 
 def sudoku(box: int) -> Kind:

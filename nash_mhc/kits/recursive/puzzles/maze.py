@@ -167,6 +167,17 @@ def shortest_paths(cells_PN: np.ndarray, height: int, width: int) -> tuple[np.nd
     return steps, paths
 
 
+def mistake(answer_N: np.ndarray, height: int, width: int) -> str | None:
+    """Return what is wrong with an answer, whose marked cells alone must be a shortest path."""
+    marked_N = np.where(answer_N == OPEN, WALL, answer_N)
+    (steps, shortest), (paths, _) = shortest_paths(np.stack([marked_N, answer_N]), height, width)
+    if not paths:
+        return "the marked cells do not connect S to G"
+    if steps != shortest or (answer_N == PATH).sum() != steps - 1:
+        return f"the marked path is not the shortest, which has {shortest} steps"
+    return None
+
+
 def _far_goals(keys: np.ndarray, distances_RP: np.ndarray) -> np.ndarray:
     """Return a random room at least three quarters as far away as the farthest."""
     is_far = distances_RP * 4 >= distances_RP.max(axis=0) * 3

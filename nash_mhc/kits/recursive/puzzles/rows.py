@@ -27,7 +27,7 @@ from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze, sudoku
-from nash_mhc.kits.recursive.puzzles.kinds import Grids, Kind, find_kind, is_held_out, is_puzzle
+from nash_mhc.kits.recursive.puzzles.kinds import Kind, find_kind, is_held_out, is_puzzle
 from nash_mhc.storage.files import digest_of
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,17 @@ _DTYPES = ("u1", "u1", "<u4")  # of Grids in the cache file
 _SMALL_GRIDS = ("1234341221434321", "1234341223414123")
 _SYMMETRY = 3  # random stream of rows
 _QUESTION, _ANSWER = "question", "solution"
+
+
+class Grids(NamedTuple):
+    """Generated puzzles, one per row."""
+
+    cells: np.ndarray  # [P, N] uint8: the questions
+    answers: np.ndarray  # [P, N] uint8
+    ratings: np.ndarray  # [P]: difficulty: guesses of a sudoku, length of the path of a maze
+
+    def at(self, which: np.ndarray | slice) -> Grids:
+        return Grids(*(a[which] for a in self))
 
 
 class Pool(NamedTuple):
@@ -152,25 +163,25 @@ class GridRows(RowSource):
     examples = "puzzles"
     most_documents: int | None = 1
 
-    def __init__(self, kind: Kind, grids: Grids, *, name: str, seed: int, endless: bool, identity: str, held_out: str) -> None:
+    def __init__(
+        self, kind: Kind, cells: np.ndarray, answers: np.ndarray, *, name: str, seed: int, endless: bool, identity: str,
+        held_out: str = "",
+    ) -> None:  # fmt: skip
         self.kind, self.name, self.endless, self.identity, self.held_out = kind, name, endless, identity, held_out
-        self._grids, self._seed = grids, seed
-
-    @property
-    def seq_len(self) -> int:
-        return self.kind.size
+        self._cells, self._answers, self._seed = cells, answers, seed
 
     @property
     def puzzles(self) -> int:
         """The number of different puzzles."""
-        return len(self._grids.cells)
+        return len(self._cells)
 
     def __len__(self) -> int:
         return sys.maxsize if self.endless else self.puzzles
 
     def take(self, indices: np.ndarray | list[int]) -> Rows:
         at = np.asarray(indices, np.int64)
-        cells, answers, _ = self._grids.at(self._puzzles(at))
+        puzzles = self._puzzles(at)
+        cells, answers = self._cells[puzzles], self._answers[puzzles]
         if self.endless:
             cells, answers = self.kind.transform(cells, answers, mix(at, combine(self._seed, _SYMMETRY)))
         inputs, targets = cells.astype(np.int32), answers.astype(np.int32)
@@ -183,10 +194,6 @@ class GridRows(RowSource):
         width = max(len(_QUESTION), self.kind.width)
         pairs = zip([_QUESTION, *given], [_ANSWER, *answer], strict=True)
         return "\n".join(f"{left:<{width}}   {right}" for left, right in pairs)
-
-    def ratings(self, indices: np.ndarray | list[int]) -> np.ndarray:
-        """Return the difficulty of rows: guesses of a sudoku, path length of a maze, or the rating in the file."""
-        return self._grids.ratings[self._puzzles(np.asarray(indices, np.int64))]
 
     def _puzzles(self, at: np.ndarray) -> np.ndarray:
         """Return the puzzle of each row."""
@@ -204,10 +211,9 @@ class PuzzleRows(GridRows):
         kind, is_training = find_kind(name), split == SPLITS[0]
         check_split(split)
         pool = open_pool(kind, sizes or SIZES["maze" if kind.symmetry == "maze" else kind.name], Path(cache_dir))
-        grids, identity = pool.train if is_training else pool.validation, ["puzzles", _VERSION, kind.name, pool.digest]
-        super().__init__(
-            kind, grids, name=name, seed=seed, endless=is_training, identity=digest_of(identity), held_out=""
-        )  # fmt: skip
+        cells, answers, _ = pool.train if is_training else pool.validation
+        identity = digest_of(["puzzles", _VERSION, kind.name, pool.digest])
+        super().__init__(kind, cells, answers, name=name, seed=seed, endless=is_training, identity=identity)
 
 
 def check_split(split: str) -> None:

@@ -225,10 +225,10 @@ def solve(cells_PN: np.ndarray, *, most: int = 2) -> Solved:
     return solved
 
 
-def generate(numbers: np.ndarray, box: int, key: int, *, clues: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return (puzzles, answers) [P, N]. Puzzles are minimal (every clue is needed) unless they have `clues` clues."""
+def generate(numbers: np.ndarray, box: int, key: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (puzzles, answers) [P, N]. Puzzles are minimal: every clue is needed."""
     answers = _random_grids(numbers, box, key)
-    return _remove_clues(answers, numbers, key, clues), answers
+    return _remove_clues(answers, numbers, key), answers
 
 
 def _random_grids(numbers: np.ndarray, box: int, key: int) -> np.ndarray:
@@ -258,16 +258,13 @@ def _random_grids(numbers: np.ndarray, box: int, key: int) -> np.ndarray:
     return answers
 
 
-def _remove_clues(answers_PN: np.ndarray, numbers: np.ndarray, key: int, clues: int) -> np.ndarray:
-    """Remove digits in a random order wherever the solution stays unique, down to `clues` clues."""
+def _remove_clues(answers_PN: np.ndarray, numbers: np.ndarray, key: int) -> np.ndarray:
+    """Remove digits in a random order wherever the solution stays unique."""
     box, (count, size) = box_side(answers_PN), answers_PN.shape
     cells, full = answers_PN.copy(), _full_mask(box)
     places = mix(numbers[:, None] * np.uint64(128) + np.arange(size, dtype=np.uint64), combine(key, _DIG))
     order = np.argsort(places, axis=1, kind="stable")
-    if clues >= size:
-        return cells
     turns = np.zeros(count, np.int64)  # clues tried so far
-    spare = np.full(count, size - clues)  # clues that may still be removed
 
     def without_digit(puzzles: np.ndarray) -> np.ndarray:
         """Return masks that exclude the digit of the clue to try: a solution of these would be a second one."""
@@ -283,10 +280,9 @@ def _remove_clues(answers_PN: np.ndarray, numbers: np.ndarray, key: int, clues: 
         lanes.stop(solved)
         removable = owners[np.setdiff1d(ended, solved)]
         cells[removable, order[removable, turns[removable]]] = 0
-        spare[removable] -= 1
         ended = np.union1d(ended, solved)
         turns[owners[ended]] += 1
-        is_done = (turns[owners[ended]] == size) | (spare[owners[ended]] == 0)
+        is_done = turns[owners[ended]] == size
         new = ended[is_done][: count - following]
         owners[new] = np.arange(following, following + len(new))
         following += len(new)
