@@ -51,10 +51,7 @@ def _import(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=local_path, metavar="DIR", required=True, help="folder to create")
     parser.add_argument(
-        "--base",
-        type=local_path,
-        metavar="FOLDER",
-        help="base model of the adapters: a run directory or Hugging Face folder",
+        "--base", type=local_path, metavar="FOLDER", help="base model of the adapters: a run directory or Hugging Face folder"
     )
     args = _parsed(parser, argv, "the folder to create is --out {word}")
     folder = Path(args.folder).expanduser()

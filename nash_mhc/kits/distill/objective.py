@@ -18,13 +18,7 @@ from nash_mhc.objectives.registry import TEXT, ObjectiveKind
 
 
 def distilled(
-    model: LanguageModel,
-    batch: Batch,
-    *,
-    execution: Execution,
-    parts: LossWeights,
-    layers: float = 0.0,
-    anchor: float = 0.0,
+    model: LanguageModel, batch: Batch, *, execution: Execution, parts: LossWeights, layers: float = 0.0, anchor: float = 0.0
 ) -> tuple[Float[Array, ""], Aux]:
     """Return the loss and its parts.
 

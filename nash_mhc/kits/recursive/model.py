@@ -205,10 +205,7 @@ class Recursive(eqx.Module):
         return attention_layout(tokens_BT.shape, segments_BT, (1,), kernel, execution.most_documents)
 
     def hidden(
-        self,
-        tokens_BT: Int[Array, "B T"],
-        segments_BT: Int[Array, "B T"] | None = None,
-        execution: Execution = Execution(),
+        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None, execution: Execution = Execution()
     ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
         x_BTD = self.embed_tokens(tokens_BT, jnp.dtype(execution.dtype))
         layout = self.layout(tokens_BT, segments_BT, execution)

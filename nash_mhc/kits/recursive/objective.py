@@ -148,10 +148,7 @@ def puzzle(model: Recursive, batch: Batch, *, execution: Execution) -> tuple[Flo
     done_B = (passes_B >= model.cfg.most_passes) | ((answer.solved_B > 0) & (passes_B >= old.at_least))
     detached = lambda state: lax.stop_gradient(state).astype(jnp.float32)
     carry = old._replace(
-        upper=detached(states.upper_BTD),
-        lower=detached(states.lower_BTD),
-        passes=passes_B,
-        done=lax.stop_gradient(done_B),
+        upper=detached(states.upper_BTD), lower=detached(states.lower_BTD), passes=passes_B, done=lax.stop_gradient(done_B)
     )
     weight, rows = cells_B.sum(), jnp.sum(cells_B > 0).astype(jnp.float32)
     per_cell = {"loss": loss, "loss/ce": ce, "loss/stopping": _SOLVED_WEIGHT * stopping}

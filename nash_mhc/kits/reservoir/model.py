@@ -186,10 +186,7 @@ class Reservoir(eqx.Module):
         return self.embed_VD
 
     def hidden(
-        self,
-        tokens_BT: Int[Array, "B T"],
-        segments_BT: Int[Array, "B T"] | None = None,
-        execution: Execution = Execution(),
+        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None, execution: Execution = Execution()
     ) -> tuple[Float[Array, "B T D"], None]:
         segments_BT = jnp.ones_like(tokens_BT) if segments_BT is None else segments_BT
         x_BTD = embed(self.embed_VD, tokens_BT, jnp.dtype(execution.dtype)) * self.cfg.width**0.5

@@ -37,9 +37,7 @@ class ReservoirConfig(AttendingConfig):
     window: int | None = key(None, "attention window in tokens (none: all; every token is cached)", low=1)
     rope_theta: float = key(10_000.0, "base of the RoPE frequencies", above=0)
     ridge_batches: int = key(
-        0,
-        "solve for the last readout by ridge regression over this many batches before the first step (0: no)",
-        low=0,
+        0, "solve for the last readout by ridge regression over this many batches before the first step (0: no)", low=0
     )
     reservoir_seed: int = key(0, "seed of the frozen random weights, which are in no checkpoint", low=0)
     norm_eps: float = key(1e-6, "epsilon of RMSNorm", above=0)
