@@ -86,9 +86,9 @@ def dequantized(codes: Int[Array, "..."], s: Float[Array, "..."], levels_L: Floa
 def quantized(w: Float[Array, "..."], s: Float[Array, "..."], levels_L: Float[Array, "L"]) -> Float[Array, "..."]:
     """Return the quantized weights, with straight-through gradients.
 
-    The gradient is that of s * (clip(w / s) + r) with a constant rounding error r (`relaxed`, for tests). A weight
-    inside the outermost cells gets its gradient unchanged, one outside gets none. A scale gets level - w / s inside
-    and level outside. A level of the table gets the sum over its elements.
+    The gradient is that of s * (clip(w / s) + r) with a constant rounding error r. A weight inside the outermost cells
+    gets its gradient unchanged, one outside gets none. A scale gets level - w / s inside and level outside. A level of
+    the table gets the sum over its elements.
     """
     return dequantized(codes_of(w, s, levels_L), s, levels_L)
 
@@ -96,12 +96,6 @@ def quantized(w: Float[Array, "..."], s: Float[Array, "..."], levels_L: Float[Ar
 def _ends(levels_L: Array) -> tuple[Array, Array]:
     """Return the outer borders of the outermost cells, which are symmetric around their levels."""
     return levels_L[0] - (levels_L[1] - levels_L[0]) / 2, levels_L[-1] + (levels_L[-1] - levels_L[-2]) / 2
-
-
-def relaxed(w: Array, s: Array, levels_L: Array, error: Array) -> Array:
-    """Return the function whose derivatives `quantized` has, for a constant rounding error."""
-    low, high = _ends(jax.lax.stop_gradient(levels_L))
-    return s * (jnp.clip(w / s, low, high) + error)
 
 
 def _forward(w: Array, s: Array, levels_L: Array) -> tuple[Array, tuple[Array, Array, Array]]:

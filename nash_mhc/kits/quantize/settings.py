@@ -43,24 +43,16 @@ class QuantizeConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.mlp, self.attention
+        _ = self.parts  # raises ConfigError
 
     @property
-    def mlp(self) -> Bits | None:
-        """None: not quantized."""
-        return self._parsed()[0]
-
-    @property
-    def attention(self) -> Bits | None:
-        """None: not quantized."""
-        return self._parsed()[1]
-
-    def _parsed(self) -> tuple[Bits | None, Bits | None]:
+    def parts(self) -> dict[str, Bits | None]:
+        """The bits and rank of `mlp` and `attention`; None: not quantized."""
         if self.weights is None:
-            return None, None
-        parts = [part.strip() for part in PRESETS.get(self.weights, self.weights).split(",")]
-        matches = [re.fullmatch(r"([234])/(\d+)", part) for part in parts]
-        if len(parts) != 2 or not all(match or part == "none" for match, part in zip(matches, parts, strict=True)):
+            return {"mlp": None, "attention": None}
+        words = [word.strip() for word in PRESETS.get(self.weights, self.weights).split(",")]
+        matches = [re.fullmatch(r"([234])/(\d+)", word) for word in words]
+        if len(words) != 2 or not all(match or word == "none" for match, word in zip(matches, words, strict=True)):
             raise ConfigError(
                 f"--quantize {self.weights}: must be {', '.join(PRESETS)}, or bits (2, 3 or 4) and scale rank of MLP and "
                 "attention, such as 2/32,4/8"
@@ -68,7 +60,7 @@ class QuantizeConfig(Section):
         mlp, attention = (Bits(int(match[1]), int(match[2])) if match else None for match in matches)
         if mlp is None and attention is None:
             raise ConfigError(f"--quantize {self.weights}: quantizes nothing; remove the flag")
-        return mlp, attention
+        return {"mlp": mlp, "attention": attention}
 
     def check_run(self, run: Any) -> None:
         if self.weights is None:

@@ -76,9 +76,13 @@ class Quantized(DerivedParam, Weight):
 
     def materialize(self) -> Array:
         # Recompute in the backward pass: it is cheap, and the residuals are as large as the weights.
-        parts = (self.base, self.scale, self.scale_a, self.scale_b, self.magnitudes_R, self.steps_K)
-        one = jax.checkpoint(functools.partial(_quantized_array, bits=self.bits, inputs=self.inputs))
-        return (jax.vmap(one) if self.is_stack else one)(*parts)
+        one = jax.checkpoint(Quantized._materialized)
+        weights: Array = (jax.vmap(one) if self.is_stack else one)(self)
+        return weights
+
+    def _materialized(self) -> Array:
+        s = _scales(self.base.shape, self.scale, self.scale_a, self.scale_b, self.magnitudes_R, self.inputs)
+        return ops.quantized(self.base.astype(jnp.float32), s, _levels(self.steps_K, self.bits))
 
     def array(self) -> Array:
         return self.materialize()
@@ -150,21 +154,6 @@ def _scales(
     return ops.product_scales(*_factors(scale_a, scale_b, magnitude_R))
 
 
-def _quantized_array(
-    base: Array,
-    scale: Array | None,
-    scale_a: Array | None,
-    scale_b: Array | None,
-    magnitude_R: Array | None,
-    steps_K: Array | None,
-    *,
-    bits: int,
-    inputs: int,
-) -> Array:
-    s = _scales(base.shape, scale, scale_a, scale_b, magnitude_R, inputs)
-    return ops.quantized(base.astype(jnp.float32), s, _levels(steps_K, bits))
-
-
 def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
@@ -173,9 +162,7 @@ def quantized(model: Any, cfg: QuantizeConfig) -> Any:
     """Return the model with quantized projections, fitted to its weights; a quantized model is returned as it is."""
     if cfg.weights is None or has_derived(model):
         return model
-    bits_of = {
-        PROJECTIONS[name]: bits for part, bits in (("mlp", cfg.mlp), ("attention", cfg.attention)) for name in GROUPS[part]
-    }
+    bits_of = {PROJECTIONS[name]: bits for part, bits in cfg.parts.items() for name in GROUPS[part]}
     names = iter(named_leaves(model))
 
     def replace(declared: Declared, array: Array) -> Any:

@@ -121,9 +121,9 @@ def test_a_malformed_quantize_flag_is_refused(text):
 
 
 def test_presets_are_names_of_bits_and_ranks():
-    assert QuantizeConfig(weights="q2a4").mlp == QuantizeConfig(weights="2/32,4/8").mlp == (2, 32)
-    assert QuantizeConfig(weights="q2a4").attention == (4, 8)
-    assert QuantizeConfig(weights="none,4/0").mlp is None
+    assert QuantizeConfig(weights="q2a4").parts == QuantizeConfig(weights="2/32,4/8").parts
+    assert QuantizeConfig(weights="q2a4").parts == {"mlp": (2, 32), "attention": (4, 8)}
+    assert QuantizeConfig(weights="none,4/0").parts["mlp"] is None
 
 
 def begun(cfg, model, mesh):

@@ -356,18 +356,13 @@ def _all_sources(box: int) -> np.ndarray:
 def _canonical(cells_PN: np.ndarray) -> np.ndarray:
     """Return the smallest form of each puzzle, read as a number, with digits named in the order of appearance."""
     images = np.ascontiguousarray(cells_PN.T[_all_sources(2)].swapaxes(0, 1))  # [N, 128, P]
-    names = np.zeros((5, *images.shape[1:]), np.uint8)
-    named, code = np.zeros(images.shape[1:], np.uint8), np.zeros(images.shape[1:], np.uint64)
-    for cell in images:
-        is_digit = [cell == digit for digit in range(1, 5)]
-        new = cell != 0
-        for digit, has_digit in enumerate(is_digit, 1):
-            new &= ~has_digit | (names[digit] == 0)
-        named += new
-        for digit, has_digit in enumerate(is_digit, 1):
-            names[digit] += named * (has_digit & new)
-        code = code * np.uint64(5) + sum(names[digit] * has_digit for digit, has_digit in enumerate(is_digit, 1))
-    return code.min(axis=0)
+    is_digit = [images == digit for digit in range(1, 5)]
+    first = np.stack([np.where(at.any(axis=0), at.argmax(axis=0), len(images)) for at in is_digit])
+    names = 1 + (first[:, None] > first[None]).sum(axis=1, dtype=np.uint8)
+    codes = np.zeros(images.shape[1:], np.uint64)
+    for cell in range(len(images)):
+        codes = codes * np.uint64(5) + sum(name * at[cell] for name, at in zip(names, is_digit, strict=True))
+    return codes.min(axis=0)
 
 
 def _refined(cells_PN: np.ndarray, rounds: int = 4) -> np.ndarray:
