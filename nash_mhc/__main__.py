@@ -32,7 +32,7 @@ def main() -> int:
     if sys.argv[1:] == ["--help"] or sys.argv[1:] == ["-h"]:
         print(f"nash_mhc {__version__}: pretrains language models over a data x fsdp x tp mesh\n")
     started = "nash-mhc" if Path(sys.argv[0]).name == "nash-mhc" else "python -m nash_mhc"
-    of_kits = {name: command.about for name, command in kits.commands().items()}
+    of_kits = {name: command.about for name, command in kits.COMMANDS.items()}
     if (chosen := chosen_command(ABOUT | of_kits, f"{started} COMMAND [flags]")) is None:
         return 0
     command, argv = chosen

@@ -64,7 +64,7 @@ class Command(NamedTuple):
     """A command of `nash-mhc`."""
 
     about: str
-    main: str  # "module:function" of the kit: () -> exit code
+    main: str  # "module:function", absolute: () -> exit code
 
 
 class Generator(NamedTuple):
@@ -149,9 +149,9 @@ def provided(seam: str) -> list[str]:
 
 def run_command(name: str) -> int:
     """Run a kit's command and return its exit code."""
-    if name not in (known := commands()):
-        raise ConfigError(f"{name}: no kit has this command; there are {', '.join(known) or 'none'}")
-    return int(load(known[name].main)())
+    if name not in COMMANDS:
+        raise ConfigError(f"{name}: no kit has this command; there are {', '.join(COMMANDS) or 'none'}")
+    return int(load(COMMANDS[name].main)())
 
 
 def load(reference: str) -> Any:
@@ -208,9 +208,5 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
 # Metrics of objectives other than the loss.
 FIGURES: Registry[Figure] = Registry("figures", {})
-
-
-def commands() -> dict[str, Command]:
-    """Return the commands of kits by name, `main` as an absolute reference."""
-    found = {name: (kit, command) for kit, record in all_kits().items() for name, command in record.commands.items()}
-    return {name: command._replace(main=f"{_PACKAGE}.{kit}.{command.main}") for name, (kit, command) in found.items()}
+# Commands of kits.
+COMMANDS: Registry[Command] = Registry("commands", {})

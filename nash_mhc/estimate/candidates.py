@@ -21,6 +21,7 @@ _REMATS: tuple[Remat, ...] = (("none", None), ("dots", "ffn-up"), ("dots", None)
 # For weights and moments that do not fit in float32: the precision that costs least first.
 _SMALLER = (PrecisionConfig(moments_dtype="bfloat16"), PrecisionConfig(weights_dtype="bfloat16", moments_dtype="bfloat16"))
 _MAX_ACCUM = 64  # microbatches per step
+_WEIGHTS, _MOMENTS = "precision.weights_dtype", "precision.moments_dtype"
 _MAX_TP = 16  # tp stays within the fast links
 
 
@@ -41,26 +42,30 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings to add to the user's own."""
-        train = self.cfg.train
-        return (
-            {f"mesh.{axis}": size for axis, size in self.mesh.items()}
-            | {
-                "data.batch_size": self.cfg.data.batch_size,
-                "train.grad_accum": train.grad_accum,
-                "train.remat": train.remat,
-            }
-            | ({"train.remat_keep": train.remat_keep} if train.remat_keep else {})
-            | {key: value for key, value in precision_settings(self.cfg.precision).items() if value != "float32"}
-        )
+        cfg = self.cfg
+        found = layout_settings(self.mesh, cfg.data, cfg.train, cfg.precision)
+        left_out = {"data.seq_len": cfg.data.seq_len, "train.remat_keep": None, _WEIGHTS: "float32", _MOMENTS: "float32"}
+        return {key: value for key, value in found.items() if key not in left_out or value != left_out[key]}
 
     @property
     def is_float32(self) -> bool:
         """Whether weights and moments are float32."""
-        return set(precision_settings(self.cfg.precision).values()) == {"float32"}
+        return self.cfg.precision == PrecisionConfig()
 
 
-def precision_settings(precision: PrecisionConfig) -> dict[str, str]:
-    return {f"precision.{name}": value for name, value in dataclasses.asdict(precision).items()}
+def layout_settings(
+    mesh: Mapping[str, int], data: DataConfig, train: TrainConfig, precision: PrecisionConfig
+) -> dict[str, Any]:
+    """Return the settings in which layouts and smaller runs differ."""
+    return {f"mesh.{axis}": size for axis, size in mesh.items()} | {
+        "data.batch_size": data.batch_size,
+        "data.seq_len": data.seq_len,
+        "train.grad_accum": train.grad_accum,
+        "train.remat": train.remat,
+        "train.remat_keep": train.remat_keep,
+        _WEIGHTS: precision.weights_dtype,
+        _MOMENTS: precision.moments_dtype,
+    }
 
 
 def smaller_precisions(optim: OptimConfig, lora: LoraConfig, precision: PrecisionConfig) -> Sequence[PrecisionConfig]:

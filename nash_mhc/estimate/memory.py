@@ -167,13 +167,11 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
     # Updates stay until their norm is known. For bfloat16 weights, only a part as large as the weights does.
     update = 2 * gradients + _UPDATE_LEAVES * max(leaf.on(mesh) for leaf in leaves if leaf.part == "trained")
     peak = max(forward, backward, update)
+    of_forward = table + (chunk if chunk > layers.forward else 0)
+    of_layers = (layers.streams, layers.saved, table / 2 if peak == backward else of_forward, gathered)
     if peak == update:  # the layers are done by then
-        named = Memory(parameters, gradients, optimizer, 0.0, 0.0, 0.0, 0.0, 0.0)
-    elif peak == backward:
-        named = Memory(parameters, gradients, optimizer, layers.streams, layers.saved, table / 2, gathered, 0.0)
-    else:
-        logits = table + (chunk if chunk > layers.forward else 0)
-        named = Memory(parameters, gradients, optimizer, layers.streams, layers.saved, logits, gathered, 0.0)
+        of_layers = (0.0, 0.0, 0.0, 0.0)
+    named = Memory(parameters, gradients, optimizer, *of_layers, 0.0)
     # The state is an argument, the rest is allocated by the compiler; gradients may reuse other buffers.
     rest = parameters + optimizer + peak - named.total
     carry_leaves = jax.tree.leaves(jax.eval_shape(lambda: fresh_carry_of(cfg)))

@@ -13,12 +13,12 @@ import jax
 from jax.sharding import Mesh
 
 from nash_mhc.config.parsing import as_flags
-from nash_mhc.config.schema import ConfigError, DataConfig, PrecisionConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.estimate.candidates import (
     SAFE,
     candidates,
+    layout_settings,
     layouts,
-    precision_settings,
     sequence_per_chip,
     smaller_precisions,
     smaller_remats,
@@ -134,9 +134,9 @@ def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Re
         length //= 2
     on_same_mesh = [each for run in changed_runs for each in layouts(run, devices, remats=remats) if each[1] == dict(mesh)]
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
-    now = _settings(mesh, cfg.data, cfg.train, cfg.precision)
+    now = layout_settings(mesh, cfg.data, cfg.train, cfg.precision)
     for other, its_mesh in [*layouts(cfg, devices, remats=remats), *on_same_mesh]:
-        its_settings = _settings(its_mesh, other.data, other.train, other.precision)
+        its_settings = layout_settings(its_mesh, other.data, other.train, other.precision)
         changed = {key: value for key, value in its_settings.items() if now[key] != value}
         size = estimate(other, its_mesh).total
         if changed and size <= SAFE * capacity:
@@ -147,17 +147,6 @@ def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Re
     for _, _, kinds, remedy in sorted(found, key=lambda each: each[:2]):
         best.setdefault(kinds, remedy)
     return list(best.values())[:_SHOWN]
-
-
-def _settings(mesh: Mapping[str, int], data: DataConfig, train: TrainConfig, precision: PrecisionConfig) -> dict[str, Any]:
-    return {f"mesh.{axis}": size for axis, size in mesh.items()} | {
-        "data.batch_size": data.batch_size,
-        "data.seq_len": data.seq_len,
-        "train.grad_accum": train.grad_accum,
-        "train.remat": train.remat,
-        "train.remat_keep": train.remat_keep,
-        **precision_settings(precision),
-    }
 
 
 def out_of_memory(cfg: RunConfig, mesh: Mesh, error: Exception, resume: str) -> ConfigError:
@@ -177,15 +166,6 @@ def out_of_memory(cfg: RunConfig, mesh: Mesh, error: Exception, resume: str) -> 
     )
 
 
-def machine_here(mesh: Mesh) -> Machine:
-    """Return the devices of a mesh as a machine to plan for; raise ConfigError for an unknown chip."""
-    device = mesh.devices.flat[0]
-    chip: Chip | None = this_cpu().chip if device.platform == "cpu" else by_kind(device.device_kind)
-    if chip is None:
-        raise ConfigError(f"--mesh-auto: unknown chip {device.device_kind}; give --mesh-data, --mesh-fsdp and --mesh-tp")
-    return Machine(chip.name, dataclasses.replace(chip, usable_gib=device_capacity(mesh) / _GIB), mesh.size)
-
-
 def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """Return the run with the mesh, remat and microbatches that are estimated to be the fastest here (`--mesh-auto`).
 
@@ -193,7 +173,11 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """
     all_devices: dict[str, Any] = {axis: -1 if axis == "data" else 1 for axis in cfg.mesh.axes}
     mesh = make_mesh(dataclasses.replace(cfg.mesh, **all_devices))
-    machine = machine_here(mesh)
+    device = mesh.devices.flat[0]
+    chip: Chip | None = this_cpu().chip if device.platform == "cpu" else by_kind(device.device_kind)
+    if chip is None:
+        raise ConfigError(f"--mesh-auto: unknown chip {device.device_kind}; give --mesh-data, --mesh-fsdp and --mesh-tp")
+    machine = Machine(chip.name, dataclasses.replace(chip, usable_gib=device_capacity(mesh) / _GIB), mesh.size)
     enough = dataclasses.replace(cfg, **sequence_per_chip(cfg.data, cfg.train, machine.chips, given))
     found = candidates(enough, machine, given)
     if not found:
@@ -208,11 +192,5 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     best = found[0]
     flags = " ".join(as_flags(best.settings))
     log.info(f"--mesh-auto: {flags} ({_size(best.memory.total)} per device, best of {len(found)} layouts)")
-    axes: dict[str, Any] = {**best.mesh}
     chosen = {name: getattr(best.cfg.train, name) for name in ("grad_accum", "remat", "remat_keep")}
-    return dataclasses.replace(
-        cfg,
-        mesh=dataclasses.replace(cfg.mesh, **axes),
-        data=dataclasses.replace(cfg.data, batch_size=best.cfg.data.batch_size),
-        train=dataclasses.replace(cfg.train, **chosen),
-    )
+    return dataclasses.replace(cfg, mesh=best.cfg.mesh, data=best.cfg.data, train=dataclasses.replace(cfg.train, **chosen))
