@@ -35,10 +35,6 @@ class Steps:
         return type(rows)(*(a.reshape(self._microbatches, -1, *a.shape[1:]) for a in rows))
 
 
-def _begin_worker(_worker: int, _workers: int) -> None:  # grain passes these
-    begin_worker()
-
-
 def batches(
     source: RowSource,
     *,
@@ -65,7 +61,7 @@ def batches(
         if not flags.FLAGS.is_parsed():  # grain's workers read absl's flags, which only an absl program parses
             flags.FLAGS.mark_as_parsed()
         worker_options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=buffer)
-        ds = ds.mp_prefetch(worker_options, _begin_worker)
+        ds = ds.mp_prefetch(worker_options, begin_worker)
     iterator: Any = iter(ds)
     if workers:
         with starting_workers():

@@ -75,7 +75,7 @@ class RowSource:
 def best_fit(lengths: Sequence[int], capacity: int, most_rows: int | None = None) -> list[list[int]]:
     """Assign items to rows, longest first, each to the fullest row that can hold it; return item numbers by row.
 
-    With `most_rows`, items that do not fit are dropped.
+    With `most_rows`, items that do not fit are dropped. Grain's packing works on a stream, where rows have no numbers.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free slots, row), sorted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -100,15 +101,9 @@ def document_of(raw: Raw, names: tuple[str, ...], recipe: Recipe) -> Document:
 
 def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Tokenize in calls of limited size, because a call's tokens are Python objects for a moment."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _TOKENIZED_AT_ONCE:
-            yield from tokenizer.encode_batch(batch)
-            batch, size = [], 0
-    yield from tokenizer.encode_batch(batch)
+    ends = itertools.accumulate(map(len, texts))
+    for _, batch in itertools.groupby(zip(texts, ends, strict=True), lambda entry: entry[1] // _TOKENIZED_AT_ONCE):
+        yield from tokenizer.encode_batch([text for text, _ in batch])
 
 
 def _units(span: Span, tokenizer: Tokenizer) -> list[str | int]:

@@ -3,7 +3,7 @@
 The data is divided into lanes; row i of the run is the next row of lane i mod lanes. A lane is read from beginning to
 end and then again, in volumes of some text, each packed and shuffled on its own. So a row follows from its number and
 the data alone. An index on disk stores the row count and the reader's state after each volume; without it, a lane is
-read again from its beginning.
+read again from its beginning. The shuffle buffer of the datasets library is lost at a restart.
 """
 
 from __future__ import annotations

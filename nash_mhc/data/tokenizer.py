@@ -299,7 +299,10 @@ def _is_plain(folder: Path) -> bool:
 
 
 def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield text as soon as it is final: the pieces join to decode(all tokens), and none ends within a character."""
+    """Yield text as soon as it is final: the pieces join to decode(all tokens), and none ends within a character.
+
+    DecodeStream of the tokenizers library serves its own tokenizers only.
+    """
     seen: list[int] = []
     text, shown = "", 0
     for token in tokens:

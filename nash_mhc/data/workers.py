@@ -31,8 +31,8 @@ def starting_workers() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def begin_worker() -> None:
-    """Ignore the run's signals and exit with the parent; call this first in a worker process."""
+def begin_worker(*_: int) -> None:
+    """Ignore the run's signals and exit with the parent; call this first in a worker process. Grain passes numbers."""
     for number in _SIGNALS_OF_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS_OF_THE_RUN)

@@ -1,6 +1,6 @@
 """Files and folders on local disks and in object stores (gs://), which have neither real folders nor renames.
 
-Needs only the standard library for local paths.
+Needs only the standard library for local paths: importing fsspec takes 0.15 s.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class _Section(NamedTuple):
 
 
 class FieldTemplate(NamedTuple):
-    """The parsed value of --prompt-template or --response-template."""
+    """The parsed value of --prompt-template or --response-template. str.format and Jinja have no optional sections that
+    follow from their fields."""
 
     flag: str
     sections: tuple[_Section, ...]

@@ -1,7 +1,8 @@
 """A prepared folder: manifest.json, with counts, settings and a hash of every file, and files of rows.
 
 A row is a record of fixed size: the number of used slots, T + 1 tokens, and two bits per slot (a piece starts here; the
-target is in the loss), about 2.25 bytes per token. Memory does not grow with the files.
+target is in the loss), about 2.25 bytes per token. Memory does not grow with the files. Records of fixed size need no
+index, as ArrayRecord has.
 """
 
 from __future__ import annotations
