@@ -10,7 +10,7 @@ import numpy as np
 
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig
 from nash_mhc.config.sections import TOKENIZER
-from nash_mhc.data.documents.files import Content, Corpus
+from nash_mhc.data.documents.files import Corpus
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.documents.records import Raw, Span, check_template, spans_of
 from nash_mhc.data.pack import Piece, split_document
@@ -37,7 +37,7 @@ def template_settings(cfg: DataConfig, form: str, tokenizer: Tokenizer | None) -
     return {"format": form, "text_field": cfg.text_field, **written, "loss_on": cfg.loss_on}
 
 
-def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Content, align: int) -> Recipe:
+def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, align: int) -> Recipe:
     """Return the recipe of these settings and this data; ConfigError if settings contradict each other."""
     if cfg.split == cfg.eval_split:
         raise ConfigError(f"--eval-split {cfg.eval_split}: is the training split (--split); choose another name")

@@ -23,6 +23,7 @@ import numpy as np
 import yaml
 
 from nash_mhc.config.schema import ConfigError, DataConfig
+from nash_mhc.data.documents.files import Corpus
 from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.order import combine, permuted
 from nash_mhc.data.pack import Piece, Rows, RowSource, pack_pieces, split_document, unpack
@@ -322,16 +323,14 @@ def write_questions(out: Path, count: int, seed: int) -> None:
         write_atomic(out, "".join(json.dumps(record) + "\n" for record in questions(count, seed)))
 
 
-class Stories:
+class Stories(Corpus):
     """The first `max_documents` stories as a corpus, for preparing."""
 
-    files: tuple[str, ...] = ("stories",)
-    names: tuple[str, ...] = files
+    files = names = ("stories",)
     splits: tuple[str, ...] = SPLITS
     format = "text"
 
     def __init__(self, cfg: DataConfig) -> None:
-        self.left_out: dict[str, int] = {}
         if cfg.max_documents is None:
             raise ConfigError("--dataset stories: is endless; say how many to prepare with --max-documents")
         self.total = int(cfg.max_documents * story_grammar().mean_bytes)

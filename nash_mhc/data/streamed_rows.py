@@ -23,6 +23,7 @@ import numpy as np
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.files import (
+    Corpus,
     columns_of,
     find_files,
     first_fields,
@@ -56,10 +57,8 @@ def text_of_volume(seq_len: int) -> int:
 Positioned = tuple[Raw, Callable[[], Any]]
 
 
-class ParquetLanes:
+class ParquetLanes(Corpus):
     """Row groups of Parquet files, dealt to lanes."""
-
-    splits: tuple[str, ...] = ()
 
     def __init__(self, dataset: str, cfg: DataConfig) -> None:
         self._paths, _ = find_files(dataset, cfg.extensions)

@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import key_of
@@ -30,23 +30,20 @@ class Unreachable(ConfigError):
     """Data that cannot be read now, for example because the network is down; prepared chunks stay on disk."""
 
 
-class Content(Protocol):
-    """Metadata of documents, known before they are read."""
+class Corpus:
+    """Documents, and what is known about them before they are read."""
 
     content: str  # a digest that changes with the documents
     format: str  # record format: text, prompt, chat or fields
     names: tuple[str, ...]  # file names, for messages
-    total: int  # bytes, for the progress bar and the chunk size
-    splits: tuple[str, ...]  # empty if the data is not divided
-
-
-class Corpus(Content, Protocol):
-    """Documents that can be read from beginning to end."""
-
     files: tuple[str, ...]  # names that the manifest records
-    left_out: dict[str, int]  # number of ignored files by extension
+    total: int  # bytes, for the progress bar and the chunk size
+    splits: tuple[str, ...] = ()  # empty if the data is not divided
+    left_out: dict[str, int] = {}  # number of ignored files by extension
 
-    def read(self, split: str) -> Iterator[Raw]: ...
+    def read(self, split: str) -> Iterator[Raw]:
+        """Yield the documents from beginning to end."""
+        raise NotImplementedError
 
 
 class Format(NamedTuple):
@@ -171,10 +168,8 @@ def columns_of(cfg: DataConfig, form: str) -> Columns:
     return Columns(named[form], is_record=form != "text")
 
 
-class Files:
+class Files(Corpus):
     """Text files (one document each), JSON lines (one per line), Parquet tables (one per row), registered formats."""
-
-    splits: tuple[str, ...] = ()
 
     def __init__(self, dataset: str, cfg: DataConfig) -> None:
         self._paths, self.left_out = find_files(dataset, cfg.extensions)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.files import Unreachable, columns_of, format_of
+from nash_mhc.data.documents.files import Corpus, Unreachable, columns_of, format_of
 from nash_mhc.data.documents.records import Raw
 from nash_mhc.storage.errors import first_line
 from nash_mhc.storage.files import digest_of, digests_of_sources
@@ -21,7 +21,7 @@ def is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or ((path / "dataset_info.json").exists() and (path / "state.json").exists())
 
 
-class Hub:
+class Hub(Corpus):
     """Documents of a dataset, read as a stream, without a second copy on disk."""
 
     def __init__(self, name: str, cfg: DataConfig) -> None:
@@ -32,9 +32,7 @@ class Hub:
         datasets.disable_progress_bars()
         self._library, self._name, self._variant = datasets, name, cfg.dataset_name
         self._path = Path(name) if Path(name).exists() else None
-        self.names: tuple[str, ...] = (name,)
-        self.files: tuple[str, ...] = (name if self._path is None else self._path.name,)
-        self.left_out: dict[str, int] = {}
+        self.names, self.files = (name,), (name if self._path is None else self._path.name,)
         self._saved: Any = None
         try:
             self._open(cfg)
@@ -59,7 +57,7 @@ class Hub:
             if self._variant is not None:
                 raise ConfigError(f"--dataset-name {self._variant}: {self._name} has no variants; leave it out")
             self._saved = library.load_from_disk(str(self._path))
-            self.splits: tuple[str, ...] = tuple(self._saved) if isinstance(self._saved, library.DatasetDict) else ()
+            self.splits = tuple(self._saved) if isinstance(self._saved, library.DatasetDict) else ()
             version: Any = None
         else:
             self.splits = tuple(library.get_dataset_split_names(self._name, self._variant))
