@@ -17,8 +17,7 @@ from nash_mhc.config.commands import OneLineParser, chosen_command, module_comma
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error
-from nash_mhc.storage.files import Folder, to_path
-from nash_mhc.storage.json_files import number, table
+from nash_mhc.storage.files import Folder, number, table, to_path
 
 ABOUT = {
     "list": "list all checkpoints with size, held-out loss and state",

@@ -16,8 +16,7 @@ from typing import Any
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason
-from nash_mhc.storage.files import Folder, digest_of_file, digests_of_files, is_remote
-from nash_mhc.storage.json_files import MALFORMED, number, parse_json
+from nash_mhc.storage.files import MALFORMED, Folder, digest_of_file, digests_of_files, is_remote, number, parse_json
 
 FILE = "manifest.json"
 VERSION = 1  # of the file format

@@ -19,8 +19,7 @@ from nash_mhc.config.recorded import leaves, taken_over
 from nash_mhc.config.schema import KIT_SECTIONS, ConfigError, ModelConfig, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error, as_os_errors, reason
-from nash_mhc.storage.files import Folder, is_remote, to_path
-from nash_mhc.storage.json_files import MALFORMED, parse_json, read_json, reading
+from nash_mhc.storage.files import MALFORMED, Folder, is_remote, parse_json, read_json, reading, to_path
 
 RUN, PARAMETERS, METRICS, EVALUATIONS, CHECKPOINTS = (
     "run.json", "parameters.txt", "metrics.jsonl", "eval.jsonl", "checkpoints",

@@ -23,8 +23,7 @@ from typing import Any
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import as_os_errors
-from nash_mhc.storage.files import Folder, create_exclusive, exists, is_remote, is_same_file, write_atomic
-from nash_mhc.storage.json_files import parse_json
+from nash_mhc.storage.files import Folder, create_exclusive, exists, is_remote, is_same_file, parse_json, write_atomic
 
 log = logging.getLogger(__name__)
 LOCK, OTHERS, OBJECT = ".lock", ".lock.others", "owner.json"

@@ -15,7 +15,7 @@ from nash_mhc.data.pack import Rows, RowSource
 from nash_mhc.data.prepared.folder import FILE, Damaged, PreparedRows, check_files
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
-from nash_mhc.storage.json_files import reading
+from nash_mhc.storage.files import reading
 
 
 def summarize_epochs(epochs: Mapping[str, float]) -> str:

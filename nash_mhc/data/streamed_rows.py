@@ -40,8 +40,7 @@ from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, StoredRows, pack
 from nash_mhc.data.prepared.folder import VERSION
 from nash_mhc.data.recipe import Document, document_of, make_recipe, pieces_of
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.storage.files import digest_of
-from nash_mhc.storage.json_files import MALFORMED, parse_json
+from nash_mhc.storage.files import MALFORMED, digest_of, parse_json
 
 LANES = 16  # at most; divisible by common process counts
 LEAST_DOCUMENTS = 1000  # per lane on average: a shorter lane would repeat long before the others

@@ -18,8 +18,8 @@ import numpy as np
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.errors import first_line
+from nash_mhc.storage.files import read_json
 from nash_mhc.storage.folders import check_is_new, download_command, model_name, new_folder
-from nash_mhc.storage.json_files import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not (yet) a character
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.documents.records import text_of
 from nash_mhc.data.tokenizer import Tokenizer, with_begin
-from nash_mhc.storage.json_files import parse_json
+from nash_mhc.storage.files import parse_json
 
 
 class Prompt(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.hub.config_json import shown
-from nash_mhc.storage.json_files import read_json
+from nash_mhc.storage.files import read_json
 
 FILE = "adapter_config.json"
 HANDLED = frozenset({

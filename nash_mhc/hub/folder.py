@@ -25,7 +25,7 @@ from nash_mhc.hub.config_json import DEFAULTS, Imported, read_config, shown
 from nash_mhc.hub.tensors import EMBEDDING, OUTPUT, Reader, Tensor, shapes, tensors
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
-from nash_mhc.storage.json_files import read_json
+from nash_mhc.storage.files import read_json
 
 log = logging.getLogger(__name__)
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -15,8 +15,7 @@ from nash_mhc.config.commands import module_command
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.config.humanize import duration
 from nash_mhc.config.kits import FIGURES
-from nash_mhc.storage.files import Folder
-from nash_mhc.storage.json_files import number, table
+from nash_mhc.storage.files import Folder, number, table
 
 _BUCKETS = 500  # of a long run; each contributes its lowest and highest values
 _SPIKY = ("loss", "grad_norm", "step_ms")  # columns whose extremes are shown

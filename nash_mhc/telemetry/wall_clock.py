@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from nash_mhc.storage.json_files import number
+from nash_mhc.storage.files import number
 
 PARTS = ("start", "compile", "input", "step", "evaluation", "checkpoint", "lost", "down")
 

@@ -19,8 +19,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import key_of
 from nash_mhc.data.documents.records import Raw, parse_both
 from nash_mhc.storage.errors import first_line
-from nash_mhc.storage.files import digest_of, digests_of_sources
-from nash_mhc.storage.json_files import MALFORMED, parse_json, reading
+from nash_mhc.storage.files import MALFORMED, digest_of, digests_of_sources, parse_json, reading
 
 BLOCK = 4 << 20  # bytes of a text file that are read at once: a document may be larger than memory
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -20,7 +20,7 @@ from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import TEMPLATE, ConfigError
 from nash_mhc.config.sections import TOKENIZER
 from nash_mhc.storage.errors import first_line
-from nash_mhc.storage.json_files import parse_json
+from nash_mhc.storage.files import parse_json
 
 # Common field names for prompts and responses, for suggestions in errors.
 _PROMPT_NAMES = ("question", "instruction", "prompt", "query", "input", "problem")

@@ -26,8 +26,7 @@ from nash_mhc.data.pack import Piece, aligned_length, pack_pieces
 from nash_mhc.data.prepared.folder import RowFormat, check_files, write_file
 from nash_mhc.data.recipe import Document, Recipe, document_of, pieces_of, read_split
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.storage.files import digest_of
-from nash_mhc.storage.json_files import MALFORMED, parse_json
+from nash_mhc.storage.files import MALFORMED, digest_of, parse_json
 
 
 class Chunk(NamedTuple):

@@ -25,8 +25,7 @@ from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
 from nash_mhc.data.documents.files import counted_endings
 from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, StoredRows, unpack
-from nash_mhc.storage.files import digest_of, digests_of_files, write_atomic
-from nash_mhc.storage.json_files import check_types, read_json, reading, table
+from nash_mhc.storage.files import check_types, digest_of, digests_of_files, read_json, reading, table, write_atomic
 
 FILE = "manifest.json"
 _DEFAULT_ALIGN = ModelConfig().alignment

@@ -31,8 +31,7 @@ from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.board import barrier, from_leader
 from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
-from nash_mhc.storage.files import digest_of, digest_of_file
-from nash_mhc.storage.json_files import check_types, read_json, reading
+from nash_mhc.storage.files import check_types, digest_of, digest_of_file, read_json, reading
 from nash_mhc.train.device_batches import own_rows, to_device
 
 FILE = "teacher.json"

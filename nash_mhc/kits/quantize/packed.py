@@ -33,8 +33,8 @@ from nash_mhc.kits.quantize.weights import Exported, Quantized, is_quantized
 from nash_mhc.model.lora import adapters_of, on_base
 from nash_mhc.model.weights import has_derived
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.storage.files import MALFORMED, check_types, read_json, reading
 from nash_mhc.storage.folders import check_is_new, new_folder
-from nash_mhc.storage.json_files import MALFORMED, check_types, read_json, reading
 
 ABOUT, WEIGHTS = "packed.json", "packed.safetensors"
 _VERSION = 1
