@@ -41,7 +41,11 @@ class Tokenizer:
     adds_begin: bool = False  # does its tokenizer.json add `begin`?
     bos: int | None = None  # its bos token, if any
     fingerprint: str  # equal for tokenizers that give equal tokens
-    byte_lengths: np.ndarray  # bytes of text of each token id, for bits per byte
+
+    @functools.cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """Bytes of text of each token id, for bits per byte."""
+        raise NotImplementedError
 
     def encode(self, text: str) -> np.ndarray:
         """Tokenize text. Special tokens that the text spells are treated as text."""

@@ -267,10 +267,10 @@ class Records:
     def read(self, indices: np.ndarray | list[int]) -> np.ndarray:
         """Return bytes [records, size]. Not by memory map: a truncated file would end the process."""
         buffer = np.empty((len(indices), self.size), np.uint8)
-        for record, index in zip(buffer, map(int, indices), strict=True):
+        for at, index in enumerate(map(int, indices)):
             number, row = self.locate(index)
             file = self._open(number)  # a local reference: the cache may drop it while another thread reads
-            if os.preadv(file.number, [record], row * self.size) != self.size:
+            if os.preadv(file.number, [buffer[at]], row * self.size) != self.size:
                 raise Damaged(f"{self.place(index)}: the file is truncated; prepare it again")
         return buffer
 
