@@ -31,8 +31,7 @@ from nash_mhc.kits.recursive.puzzles import maze
 from nash_mhc.kits.recursive.puzzles.kinds import Kind, is_held_out, sudoku
 from nash_mhc.kits.recursive.puzzles.rows import GridRows, check_split, puzzle_settings
 from nash_mhc.kits.recursive.puzzles.sudoku import BOXES, LANES, is_solution, solve
-from nash_mhc.storage.files import digest_of, digests_of_sources
-from nash_mhc.storage.json_files import reading
+from nash_mhc.storage.files import digest_of, digests_of_sources, reading
 
 _VERSION = 1  # of the rows made from a file; increase it when they change
 _QUESTIONS, _ANSWERS = ("question", "puzzle", "quizzes"), ("answer", "solution", "solutions")
