@@ -27,8 +27,8 @@ from nash_mhc.model.lm import LM
 from nash_mhc.model.sampling import DecodeState, Sampling, decode_chunk
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.runtime.compiled import CompiledStep
+from nash_mhc.train.callbacks import Meter
 from nash_mhc.train.device_batches import abstract_batch, to_device
-from nash_mhc.train.log import Meter
 from nash_mhc.train.state import ProgramKey, TrainState, create_state, initial_state, sharded_abstract_state, state_shardings
 from nash_mhc.train.step import compile_train_step
 

@@ -31,7 +31,7 @@ from nash_mhc.data.recipe import make_recipe
 from nash_mhc.data.sources import open_corpus
 from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from nash_mhc.telemetry.sinks import Telemetry
-from nash_mhc.train.log import StepLog
+from nash_mhc.train.callbacks import StepLog
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.trainer import run
 

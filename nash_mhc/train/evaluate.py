@@ -199,6 +199,7 @@ class Evaluations:
 
     evaluator: Evaluator | None  # None: only write samples
     test: Evaluator | None  # None: no test score
+    last_step: int  # of the run
     samples: Samples
     best: Best
     folder: RunFolder
@@ -214,9 +215,12 @@ class Evaluations:
     def evaluate(self, state: TrainState, step: int, pictures: dict[str, Any], *, write_row: bool = True) -> bool:
         """Evaluate the state and write a row; return False if there is no evaluator, or a signal stops the run.
 
+        Without an evaluator, only write a sample after the last step.
         `pictures` are measurements of the last step that the report draws as pictures.
         """
         if self.evaluator is None:
+            if step >= self.last_step:
+                self.sample = self.samples.write(state.best_model)
             return False
         try:
             with self.clock.during("compile"):

@@ -1,10 +1,11 @@
-"""The records of a run at its start: run.json, parameters.txt, changed settings, Weights & Biases."""
+"""What a run logs and records at its start: first lines, run.json, parameters.txt, changes, Weights & Biases."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -17,21 +18,29 @@ from jax.sharding import Mesh
 
 from nash_mhc import __version__
 from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN, flatten_config
-from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, MeshConfig, RunConfig, TelemetryConfig
+from nash_mhc.data.inspection import summarize_epochs
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.hub.folder import companions_for_run
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.protocol import LanguageModel
+from nash_mhc.model.weights import count_by_storage
 from nash_mhc.optim.schedule import Hyperparameters, learning_rate
+from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.board import from_leader
+from nash_mhc.parallel.mesh import describe
 from nash_mhc.parallel.params import named_leaves
+from nash_mhc.parallel.processes import unread_variables
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.files import is_remote
 from nash_mhc.telemetry.sinks import NullTelemetry, Sink, Telemetry, WeightsAndBiases, new_wandb_id
+from nash_mhc.telemetry.terminal import JsonReporter, LivePanel, Reporter, is_terminal
 from nash_mhc.train.inputs import Inputs
 from nash_mhc.train.resume import Start
+from nash_mhc.train.state import abstract_state
 
 log = logging.getLogger(__name__)
+_MAX_PLAUSIBLE_RATE = 0.1  # ten times the largest learning rate of any preset or recipe
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 # How and where a run was started; not settings of the run itself.
 _NOT_SETTINGS = {
@@ -54,7 +63,7 @@ class Record:
     wandb: dict[str, str] | None  # project and id of the run at Weights & Biases
 
 
-def record_run(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, Any]) -> Record:
+def record(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, Any]) -> Record:
     """Describe the run; `invocation` has its requested settings, the command, and the memory and speed estimate."""
     config, model, device, before = inputs.cfg.recorded(), inputs.cfg.model, mesh.devices.flat[0], start.before
     architecture = architecture_of(model)
@@ -165,3 +174,57 @@ def _wandb_sink(inputs: Inputs, run: dict[str, str] | None) -> list[Sink]:
     sink = WeightsAndBiases(cfg.telemetry, inputs.folder.path, run["id"], cfg.to_dict())
     log.info(f"wandb: run {run['id']} of project {run['project']}, {cfg.telemetry.wandb_mode}")
     return [sink]
+
+
+# --- the first lines -------------------------------------------------------------------------------------------------
+
+
+def make_reporter(cfg: TelemetryConfig, total_steps: int, *, shown: bool) -> Reporter:
+    if cfg.log_format == "json":
+        return JsonReporter(total_steps, None)
+    has_panel = shown and is_terminal() and cfg.log_level in ("debug", "info")
+    return (LivePanel if has_panel else Reporter)(total_steps, None)
+
+
+def describe_devices(requested: MeshConfig, mesh: MeshConfig, batch_size: int, learning_rate: float) -> None:
+    """Log which settings were resolved for the devices: `requested` became `mesh`."""
+    if mesh.profile_for is not None:
+        log.info(f"--profile-for {mesh.profile_for}: --batch-size {batch_size} --learning-rate {learning_rate:g}")
+    for line in unread_variables(requested, os.environ):
+        log.warning(line)
+    if "," in requested.platform:
+        log.info(f"--platform {requested.platform}: using {mesh.platform}")
+
+
+def describe_run(inputs: Inputs, mesh: Mesh) -> None:
+    """Log what the run trains: devices, parameters, directory, data, batch, and held-out data."""
+    cfg = inputs.cfg
+    parameters = _parameters(cfg.model, abstract_state(cfg).model, Training.of(cfg), has_adapters=cfg.lora.rank > 0)
+    log.info(f"{describe(mesh)}, {cfg.train.dtype}; {parameters}; run in {inputs.folder}")
+    if cfg.optim.optimizer in ("adamw", "adam_atan2", "muon") and cfg.optim.learning_rate > _MAX_PLAUSIBLE_RATE:
+        rate = f"--learning-rate {cfg.optim.learning_rate:g}"
+        log.warning(f"warning: {rate} is far above the usual 1e-4 to 1e-2; the loss will rise")
+    for line in inputs.summary(mesh):
+        log.info(line)
+    if inputs.evaluator is None:
+        log.info(f"no evaluation: {cfg.data.dataset} has no held-out data")
+    elif inputs.source.held_out:
+        log.info(inputs.source.held_out)
+
+
+def describe_epochs(inputs: Inputs) -> None:
+    """Log how often the run reads its data, if that is known."""
+    if reads := summarize_epochs(inputs.source.epochs(inputs.cfg.train.total_steps * inputs.sequences_per_step)):
+        log.info(f"the run {reads}")
+
+
+def _parameters(cfg: ArchitectureConfig, model: Any, training: Training, *, has_adapters: bool) -> str:
+    text = f"{count_parameters(cfg):,} parameters"
+    if (drawn := architecture_of(cfg).random_weights(cfg)) is not None:
+        text += f", and {drawn.numbers:,} frozen random weights from seed {drawn.seed}"
+    text += "".join(f", {count:,} with {storage}" for storage, count in sorted(count_by_storage(model).items()))
+    trained, frozen = training.split(model)
+    if not jax.tree.leaves(frozen):
+        return text
+    count = f"{sum(leaf.size for leaf in jax.tree.leaves(trained)):,}"
+    return f"{text}, and {count} trained adapter parameters" if has_adapters else f"{text}; {count} are trained"

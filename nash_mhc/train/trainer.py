@@ -32,13 +32,12 @@ from nash_mhc.storage.files import Folder
 from nash_mhc.telemetry.sinks import Sink
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.telemetry.wall_clock import WallClock
-from nash_mhc.train.callbacks import Callback, profile_callback
+from nash_mhc.train import run_record
+from nash_mhc.train.callbacks import Callback, Meter, StepLog, profile_callback
 from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.evaluate import Best, Evaluations
 from nash_mhc.train.inputs import Inputs, join, open_inputs, resolve
-from nash_mhc.train.log import Meter, StepLog, describe_devices, describe_epochs, describe_run, make_reporter
 from nash_mhc.train.resume import checkpoint_values, starting_state
-from nash_mhc.train.run_record import describe_changes, open_telemetry, record_run
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import TrainState, saved_part, sharded_abstract_state
 from nash_mhc.train.step import compile_train_step
@@ -83,10 +82,10 @@ def run(
     requested, (cfg, mesh) = cfg, resolve(cfg)
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as stack:
         shown = not quiet and jax.process_index() == 0 and not logs.caller_prints()
-        reporter = make_reporter(cfg.telemetry, cfg.train.total_steps, shown=shown)
+        reporter = run_record.make_reporter(cfg.telemetry, cfg.train.total_steps, shown=shown)
         stack.enter_context(logs.showing(reporter if shown else None, cfg.telemetry.log_level))
         stack.callback(reporter.end)
-        describe_devices(requested.mesh, cfg.mesh, cfg.data.batch_size, cfg.optim.learning_rate)
+        run_record.describe_devices(requested.mesh, cfg.mesh, cfg.data.batch_size, cfg.optim.learning_rate)
         estimate = from_leader(lambda: preflight(cfg, mesh, no_preflight=no_preflight))
 
         # Data and run directory. Settings that do not fit are refused here, before anything is written.
@@ -95,7 +94,7 @@ def run(
         on_open(str(inputs.folder))
         use_compilation_cache(inputs.folder.path)
         reporter.floor, reporter.total = inputs.floor[0] if inputs.floor else None, cfg.train.total_steps
-        describe_run(inputs, mesh)
+        run_record.describe_run(inputs, mesh)
 
         # Program, state and steps.
         invocation = {"settings": requested.recorded(), "commands": [command] if command else [], "expected": estimate}
@@ -142,10 +141,10 @@ class Trainer:
             clock.resume(start.values["clock"], written=self.folder.completed_at(start.step), row=self.folder.last_row())
 
         # Write run.json, open metrics.jsonl and eval.jsonl.
-        record = record_run(inputs, mesh, start, invocation)
+        record = run_record.record(inputs, mesh, start, invocation)
         self.repeats_evaluation = inputs.evaluator is not None and start.evaluation_missing(cfg.train)
         evaluated = start.step - self.repeats_evaluation
-        self.telemetry = open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks)
+        self.telemetry = run_record.open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks)
         self.saver = Saver(
             store, record.texts, owner=inputs.owner, last=start.step if start.own else None,
             stopping=lambda: SIGNALS.caught is not None, free_space=lambda: remove_programs(self.folder.path),
@@ -157,7 +156,7 @@ class Trainer:
             compiling.result()
         cached = " (cache hit)" if self.step_fn.from_cache else ""
         log.info(f"compiled in {self.step_fn.seconds:.1f} s{cached}; starting from {start.origin}")
-        describe_changes(record.changed, cfg.to_dict(), int(start.state.step))
+        run_record.describe_changes(record.changed, cfg.to_dict(), int(start.state.step))
 
         self.meter = Meter(
             slots=cfg.data.seq_len * inputs.sequences_per_step, flops_per_token=flops_per_token(cfg),
@@ -165,12 +164,12 @@ class Trainer:
         )  # fmt: skip
         samples = Samples(cfg.telemetry, cfg.model, mesh, inputs.tokenizer, cfg.data.seq_len, cfg.train.dtype)
         self.evaluations = Evaluations(
-            inputs.evaluator, inputs.test, samples, Best.of(start.values.get("best") if start.own else None),
-            folder=self.folder, floor=inputs.floor, watch=watch, clock=clock, reporter=reporter, telemetry=self.telemetry,
+            inputs.evaluator, inputs.test, cfg.train.total_steps, samples,
+            Best.of(start.values.get("best") if start.own else None), folder=self.folder, floor=inputs.floor,
+            watch=watch, clock=clock, reporter=reporter, telemetry=self.telemetry,
         )  # fmt: skip
-        rows = StepLog(inputs, mesh, self.meter, reporter, self.telemetry, clock, self.saver)
-        profile = profile_callback(cfg.telemetry, cfg.train, self.folder, start.step, self.step_fn, self.meter.exclude)
-        self.callbacks: list[Callback] = [rows, *profile]
+        self.callbacks: list[Callback] = [StepLog(inputs, mesh, self.meter, reporter, self.telemetry, clock, self.saver)]
+        self.callbacks += profile_callback(cfg.telemetry, cfg.train, self.folder, start.step, self.step_fn, self.meter.exclude)
         self._pending: tuple[int, Any] | None = None  # the latest step, and its metrics on the device
         self._saved_step, self._save_requested, self._stop_reason = -1, False, ""
 
@@ -181,10 +180,10 @@ class Trainer:
         rows = host_batches(cfg.data, source, self.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **span)
         add_fields = self.inputs.feed.reader(source)
         feed = prefetched(rows, self.mesh, lambda batch: add_fields(self.state.model, batch))
-        describe_epochs(self.inputs)
+        run_record.describe_epochs(self.inputs)
         self.reporter.begin(start.step)
         try:
-            with SIGNALS.at_work():
+            with contextlib.closing(rows), contextlib.closing(feed), SIGNALS.at_work():
                 self.notify("on_begin")
                 if self.step >= cfg.train.total_steps or self.out_of_patience:
                     longer = "--total-steps" if cfg.train.epochs is None else "--epochs"
@@ -202,8 +201,6 @@ class Trainer:
                 return self._finish()
         finally:
             self.reporter.end()
-            feed.close()
-            rows.close()
             self.telemetry.close()
             self.notify("on_end")
 
@@ -266,8 +263,6 @@ class Trainer:
         """Compute the held-out loss, if there is held-out data, and write a sample; a signal interrupts it."""
         if self.evaluations.evaluate(self.state, self.step, self.meter.pictures, write_row=write_row):
             self.notify("on_evaluation", self.step, self.evaluations.values)
-        elif self.inputs.evaluator is None and self.step >= self.cfg.train.total_steps:
-            self.evaluations.sample = self.evaluations.samples.write(self.state.best_model)
 
     def save(self, *, wait: bool = False) -> None:
         """Start to save the state; with `wait`, return when the checkpoint is complete."""

@@ -78,7 +78,7 @@ def test_a_users_console_handler_replaces_the_display(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("step 1/1  loss ") == 1
-    assert err.count("WARNING nash_mhc.train.log: warning: --learning-rate 1") == 1
+    assert err.count("WARNING nash_mhc.train.run_record: warning: --learning-rate 1") == 1
 
 
 def test_the_root_handler_that_absl_adds_repeats_nothing(tmp_path, capsys):

@@ -15,7 +15,7 @@ from nash_mhc.model.attention import AttentionLayout
 from nash_mhc.model.captures import game_report, recording, summary
 from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.telemetry.terminal import Reporter
-from nash_mhc.train.log import Interval
+from nash_mhc.train.callbacks import Interval
 
 CFG = small.nash_config()
 L, C, R = CFG.model.layers, CFG.model.scales, CFG.model.streams
