@@ -18,7 +18,7 @@ from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_os_errors, reason
 from nash_mhc.storage.files import MALFORMED, Folder, digest_of_file, digests_of_files, is_remote, number, parse_json
 
-FILE = "manifest.json"
+FILE, VALUES = "manifest.json", "values/metadata"
 VERSION = 1  # of the file format
 _REMOVAL_ATTEMPTS, _REMOVAL_PAUSE_S = 20, 0.1
 _STEP = re.compile(r"0|[1-9][0-9]{0,14}")
@@ -123,7 +123,7 @@ def read_values(checkpoint: Folder, *, strict: bool = False) -> dict[str, Any]:
     """
     try:
         with as_os_errors():
-            values = parse_json((checkpoint / "values" / "metadata").read_bytes())
+            values = parse_json((checkpoint / VALUES).read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
     except OSError:

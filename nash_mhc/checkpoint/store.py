@@ -25,6 +25,7 @@ from nash_mhc.runtime.compat.orbax import write_replicas_in_parts
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error, as_os_errors
 from nash_mhc.storage.files import Folder, is_remote, to_path
+from nash_mhc.storage.json_files import parse_json
 
 log = logging.getLogger(__name__)
 _MIN_SLICE_BYTES = 2**20  # smallest slice of a replicated array that a process writes on its own
@@ -46,7 +47,7 @@ class Store:
         # Orbax accepts a relative path but fails at the first save.
         self.folder = (to_path(folder) if is_remote(folder) else to_path(folder).absolute()) / "checkpoints"
         self._keep, self._keep_every = keep, keep_every
-        self._verified: set[int] = set()
+        self.verified: set[int | None] = set()  # steps that need no further check, also by another process
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._finishing: Future[None] | None = None
         self._failed = False
@@ -242,7 +243,7 @@ class Store:
             log.warning(f"{self.folder / name}: ignored, because its name is not a step")
         for step in reversed(self.steps()):
             if (wrong := manifest.problem(self.folder / str(step))) is None:
-                self._verified.add(step)
+                self.verified.add(step)
                 return step
             unfinished = files.exists(self.folder / f"{step}.saving")
             reason = "its save was interrupted" if unfinished else f"damaged, {wrong}"
@@ -259,20 +260,17 @@ class Store:
             )
         return None
 
-    def mark_verified(self, step: int | None) -> None:
-        """Note that another process has verified this step."""
-        if step is not None:
-            self._verified.add(step)
-
     def restore(self, step: int, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Return the state, with the structure and shardings of `like` (ShapeDtypeStructs), and the saved values."""
-        return self.restore_part(step, like), manifest.read_values(self.folder / str(step))
+        state, checkpoint = self.restore_part(step, like), self.folder / str(step)
+        with as_config_error(checkpoint):
+            return state, parse_json((checkpoint / manifest.VALUES).read_bytes())
 
     def restore_part(self, step: int, like: PyTree, *prefixes: str) -> PyTree:
         """Restore the leaves of `like`, each from the first of `prefixes` (such as "model") that has it."""
         checkpoint, leaves = self.folder / str(step), named_leaves(like)
         starts = tuple(f"{prefix}." for prefix in prefixes) or ("",)
-        if step not in self._verified and (wrong := manifest.problem(checkpoint)):
+        if step not in self.verified and (wrong := manifest.problem(checkpoint)):
             raise ConfigError(f"{checkpoint}: damaged, {wrong}; use another checkpoint")
         saved = array_metadata(checkpoint)
         first = lambda name: next((start for start in starts if start + name in saved), starts[-1])

@@ -65,7 +65,7 @@ def default_step(run: RunFolder, store: Store) -> int | None:
         ends_with_best = run.config().ends_with_best
     if ends_with_best and (best := run.best_step()) is not None and best != run.steps()[-1]:
         if (problem := manifest.problem(run.checkpoints / str(best))) is None:
-            store.mark_verified(best)
+            store.verified.add(best)
             return best
         log.warning(f"skipping the best checkpoint, {best}: damaged, {problem}")
     return store.latest_complete()
@@ -89,7 +89,7 @@ def read(record: Record, shape: Any, place: Place, *, verified: bool = False) ->
     if not verified:
         from_leader(lambda: _check_unchanged(record, run))
     with Store(name) as store:
-        store.mark_verified(step)
+        store.verified.add(step)
         cfg = run.config()
         if cfg.lora.rank:
             whole = merged(read_adapted(run, adapted_shape(cfg.model, cfg.lora), store, step, place))

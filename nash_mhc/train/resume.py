@@ -285,7 +285,7 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, source: RowSource |
 
     def latest_complete(store: Store, **options: bool) -> int | None:
         step: int | None = from_leader(lambda: store.latest_complete(**options))  # one process verifies for all
-        store.mark_verified(step)
+        store.verified.add(step)
         return step
 
     def restored(source: Store, step: int, name: str) -> Start:
