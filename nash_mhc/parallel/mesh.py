@@ -187,7 +187,7 @@ def check_fit(
     for length in found:
         over = f"{' x '.join(RULES[length.axis])} = {_shards(length, mesh_shape)}"
         names.setdefault(over, []).append(f"{length.flag} {length.size}")
-    (over, first), *others = ((over, _join(sizes)) for over, sizes in names.items())
+    (over, first), *others = ((over, " and ".join(sizes)) for over, sizes in names.items())
     rest = "".join(f", {sizes} over {over}" for over, sizes in others)
     remedies, count = [], math.prod(mesh_shape.values())
     fits = lambda shape: not misfits(data, model, shape)
@@ -199,11 +199,6 @@ def check_fit(
     if not remedies:
         remedies.append("another size: no mesh of all devices fits")
     raise ConfigError(f"{first} cannot be split over {over}{rest}; try {', or '.join(remedies)}")
-
-
-def _join(words: list[str]) -> str:
-    """Return `a`, `a and b`, `a, b and c`."""
-    return " and ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])
 
 
 def _shards(length: Length, mesh_shape: Mapping[str, int]) -> int:
@@ -219,20 +214,16 @@ def _resized(
 ) -> str | None:
     """Return flags that make all sizes divide and the sections valid; None if there are none."""
     paths = {key.flag: key.path.partition(".")[::2] for key in keys(model.architecture).values()}
-    by_flag = {flag: path for flag, path in paths.items() if path[0] in resizable}
+    sections: dict[str, Any] = {"data": data, "model": model}
     wanted: dict[str, int] = {}
     for length in found:
-        if length.flag not in by_flag or (length.axis == "time_split" and Path(data.dataset).is_dir()):
+        section, name = paths.get(length.flag, ("", ""))
+        if section not in resizable or (length.axis == "time_split" and Path(data.dataset).is_dir()):
             return None  # a prepared dataset has a fixed sequence length
-        section, name = by_flag[length.flag]
-        wanted |= _nearest(model, length, _shards(length, mesh_shape), getattr(model if section == "model" else data, name))
-    changed: dict[str, dict[str, Any]] = {"data": {}, "model": {}}
-    for flag, size in wanted.items():
-        section, name = by_flag[flag]
-        changed[section][name] = size
+        wanted |= _nearest(model, length, _shards(length, mesh_shape), getattr(sections[section], name))
+    changes = {section: {paths[f][1]: size for f, size in wanted.items() if paths[f][0] == section} for section in sections}
     try:
-        data = dataclasses.replace(data, **changed["data"])
-        model = dataclasses.replace(model, **changed["model"])  # type: ignore[type-var]
+        data, model = (dataclasses.replace(section, **changes[name]) for name, section in sections.items())
         model.check_rows(data.seq_len)
     except ConfigError:
         return None
