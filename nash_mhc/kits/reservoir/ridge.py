@@ -114,11 +114,11 @@ def warm_start(cfg: RunConfig, source: RowSource, mesh: Mesh) -> Reservoir | Non
     put_on_mesh = jax.jit(put, out_shardings=on_mesh)
     rows = host_batches(cfg.data, source, mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed)
     with jax.set_mesh(mesh), contextlib.closing(rows):
-        model, total = init(jax.random.key(cfg.train.seed)), None
+        model = init(jax.random.key(cfg.train.seed))
         batches = prefetched(itertools.islice(rows, count + 1), mesh)
-        for batch in itertools.islice(batches, count):
-            added = jax.tree.map(lambda a: np.asarray(a, np.float64), batch_sums(model, batch))
-            total = added if total is None else jax.tree.map(np.add, total, added)
+        each = (batch_sums(model, batch) for batch in itertools.islice(batches, count))
+        in_float64 = (jax.tree.map(lambda a: np.asarray(a, np.float64), normal) for normal in each)
+        total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), in_float64)
         last = next(batches)
         best = before = float(loss(model, last))
         for readout_FD in solutions(total):
