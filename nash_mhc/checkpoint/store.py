@@ -24,8 +24,7 @@ from nash_mhc.parallel.params import named_leaves
 from nash_mhc.runtime.compat.orbax import write_replicas_in_parts
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error, as_os_errors
-from nash_mhc.storage.files import Folder, is_remote, to_path
-from nash_mhc.storage.json_files import parse_json
+from nash_mhc.storage.files import Folder, is_remote, parse_json, to_path
 
 log = logging.getLogger(__name__)
 _MIN_SLICE_BYTES = 2**20  # smallest slice of a replicated array that a process writes on its own
