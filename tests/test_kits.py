@@ -175,6 +175,10 @@ def test_a_kit_outside_of_the_package_brings_all_that_it_names(kit, tmp_path):
     assert isinstance(load(str(tmp_path / "run"), None).model.cfg, ArchitectureConfig)  # what `generate` opens
     write_page([open_run(str(tmp_path / "run"))], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
+    moved = kit.rename(kit.with_name("moved"))
+    refused = python("-m", "nash_mhc.train", str(tmp_path / "run"), cwd=ROOT, **{kits.OUTSIDE: ""})
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and f"--kit {kit}" in refused.stderr
+    moved.rename(kit)
     assert '"held-out factor": "2.0"' in page.replace('":"', '": "') and '["factor","factor",false]' in page.replace(", ", ",")
 
 

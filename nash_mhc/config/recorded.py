@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # Earlier versions recorded the sections of all kits. These are the values that a run without the kit recorded.
-_UNUSED = {
+_UNUSED: dict[str, dict[str, Any]] = {
     "distill": {
         "temperature": 1.0, "text": 0.0, "hard": 0.0, "teacher": None, "top_k": 128, "random": 0, "layers": 0.0,
         "anchor": 0.0, "renormalised": False,
