@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nash_mhc.config import logs
-from nash_mhc.config.commands import file_to_write, local_path, one_line_errors
+from nash_mhc.config.commands import file_to_write, local_path, module_command, one_line_errors
 from nash_mhc.config.parsing import Parsed, Settings, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
@@ -126,9 +126,12 @@ def main() -> int:
     parameters = count_parameters(cfg.model)
     rows = [show.row(c, machine, tokens) for c in found]
     fits = found[0].fits != "no"
-    command = show.train_command(found[0], given) if fits else None
+    command = module_command("nash_mhc.train", *as_flags({**given, **found[0].settings})) if fits else None
     verified = [verify(each, given, machine) for each in found[:3]] if own.method == "compile" and fits else []
-    figures = show.as_json(machine, rows, command) | {"compiled": verified, "remark": remark, "parameters": parameters}
+    figures = {
+        "machine": str(machine), "chip": {**dataclasses.asdict(machine.chip), "slices": dict(machine.chip.slices)},
+        "candidates": rows, "command": command, "compiled": verified, "remark": remark, "parameters": parameters,
+    }  # fmt: skip
     if file:
         file.write_text(json.dumps(figures, indent=2) + "\n")
     if own.json == "-":

@@ -1,17 +1,14 @@
-"""Show a plan as a table, as JSON, and as the command that trains with it."""
+"""Show a plan as a table."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import duration, short
-from nash_mhc.config.parsing import as_flags
 from nash_mhc.estimate.candidates import Candidate
 from nash_mhc.estimate.roofline import ERROR
 from nash_mhc.runtime.chips import Machine
@@ -21,11 +18,6 @@ _CATEGORIES = {
     "parameters": "params", "gradients": "grads", "optimizer": "moments", "streams": "streams", "activations": "acts",
     "logits": "logits", "collectives": "gathered", "temporaries": "temps", "teachers": "teacher",
 }  # fmt: skip
-
-
-def train_command(best: Candidate, given: Mapping[str, Any]) -> str:
-    """Return the command that trains with this candidate and the user's own settings."""
-    return module_command("nash_mhc.train", *as_flags({**given, **best.settings}))
 
 
 def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
@@ -54,11 +46,6 @@ def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
         "dollars": None if hours is None or rate is None else hours * rate,
         "figures": "computed",
     }
-
-
-def as_json(machine: Machine, rows: Sequence[dict[str, Any]], command: str | None) -> dict[str, Any]:
-    facts = {**dataclasses.asdict(machine.chip), "slices": dict(machine.chip.slices)}
-    return {"machine": str(machine), "chip": facts, "candidates": list(rows), "command": command}
 
 
 def _number(value: float) -> str:
