@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,11 @@ _MAX_NEW_TOKENS = 256  # for tasks that do not say, as in lm-eval's own backends
 _SMALLEST_CACHE = 64  # tokens
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
+
+
 class HarnessModel(TemplateLM):
     """Give the same results as lm-eval's `hf` backend, including begin token, truncation and stop strings.
 
@@ -35,7 +41,6 @@ class HarnessModel(TemplateLM):
         self.task = ""  # for the progress display
         self.is_running = False
         self._local: LanguageModel | None = None  # on one device, for generation
-        self._warnings: set[str] = set()
 
     @property
     def eot_token_id(self) -> int:
@@ -99,7 +104,7 @@ class HarnessModel(TemplateLM):
         stops = [stop for stop in options["until"] if stop]
         count, longest = options["max_gen_toks"], self.max_length
         if count >= longest:
-            self._warn_once(
+            _warn_once(
                 f"{self.task}: max_gen_toks is {count:,}, but the model's context is {longest:,} tokens; dropping the oldest "
                 "tokens of longer texts"
             )
@@ -131,8 +136,3 @@ class HarnessModel(TemplateLM):
         longest = max(len(stop.encode("utf-8")) for stop in stops)
         tail = self.loaded.tokenizer.decode(np.array(generated[-longest - 4 :], np.int32))
         return any(stop in tail for stop in stops)
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warnings:
-            self._warnings.add(text)
-            log.warning(text)
